@@ -33,6 +33,7 @@ from parallel.partitioner import Partitioner, Program
 from parallel.sampling import GREEDY, Sampling
 from parallel.strategy import Strategy
 from tasks import streams, vocabularies
+from tasks.ids import decode_continuation
 from tasks.tokenizer_folders import FolderTokenizer
 
 ONE_CHIP = "v5e-1"
@@ -135,11 +136,14 @@ class LoadedModel:
                 num_ids=num_ids,
                 on_tokens=on_tokens,
             )
-            yield [Text(self.decoded(one.ids), *one) for one in found]
+            batch = zip(ids[first : first + rows], found, strict=True)
+            yield [Text(self.decoded(one.ids, after=prompt), *one) for prompt, one in batch]
 
-    def decoded(self, ids: Sequence[int]) -> str:
-        """Converts ids to text; without a vocabulary, to decimal numbers."""
-        return " ".join(map(str, ids)) if self.vocabulary is None else self.vocabulary.decode(ids)
+    def decoded(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
+        """Converts ids to text, as the continuation of the ids `after`; without a vocabulary, to decimal numbers."""
+        if self.vocabulary is None:
+            return " ".join(map(str, ids))
+        return decode_continuation(self.vocabulary, after, ids)
 
 
 def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:

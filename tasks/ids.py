@@ -8,6 +8,7 @@ from typing import Protocol
 from core.errors import UserError
 
 PAD_ID = 0  # of the vocabularies defined here
+_CONTEXT_IDS = 16  # of a prompt, which are decoded with its continuation
 
 
 class Vocabulary(Protocol):
@@ -109,6 +110,25 @@ def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:
     ids = [int(i) for i in ids]
     check_ids(ids, vocabulary)
     return list(itertools.takewhile(lambda i: i != vocabulary.eos_id, ids))
+
+
+def decode_continuation(vocabulary: Vocabulary, prompt: Iterable[int], ids: Iterable[int]) -> str:
+    """Converts ids that continue a prompt to the text that they add to it.
+
+    Decoders such as those of Llama 2 strip a space at the beginning of a text, which a continuation must keep. So some
+    ids of the prompt are decoded too, and their text is cut off.
+
+    Args:
+      vocabulary: of the ids.
+      prompt: ids before the continuation; may be empty.
+      ids: the continuation.
+    """
+    ids, before = list(ids), [int(i) for i in prompt][-_CONTEXT_IDS:]
+    ends = [at for at, i in enumerate(before, 1) if i == vocabulary.eos_id or not 0 <= i < vocabulary.size]
+    before = before[ends[-1] :] if ends else before  # decoding ends at an end-of-document id
+    head, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])
+    shared = head.rstrip("\ufffd")  # the last character may be completed by the continuation
+    return whole[len(shared) :] if whole.startswith(shared) else vocabulary.decode(ids)
 
 
 def check_ids(ids: Sequence[int], vocabulary: Vocabulary) -> None:

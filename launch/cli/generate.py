@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     options = {"max_tokens": args.max_tokens, "sampling": sampling, "seed": args.seed}
     ids = [model.encoded(p, is_chat=args.chat) if isinstance(p, str) else p for p in prompts]
     answers = _Answers(args.out, len(prompts), _inputs(model, ids, options)) if args.out else None
-    shown = _Shown(model, is_live=not args.json and not args.out and len(prompts) == 1)
+    shown = _Shown(model, ids[0], is_live=not args.json and not args.out and len(prompts) == 1)
     done, count, began = answers.done if answers else 0, 0, time.monotonic()
     for found in model.batches(ids, rows=args.batch, skip=done, on_tokens=shown.add, **options):
         lines = [_line(model, prompt, one) for prompt, one in zip(prompts[done:], found, strict=False)]
@@ -198,9 +198,9 @@ class _Answers:
 class _Shown:
     """Prints the text of one row while it grows; what a terminal could not show is escaped."""
 
-    def __init__(self, model: loaded_model.LoadedModel, *, is_live: bool):
+    def __init__(self, model: loaded_model.LoadedModel, prompt: Sequence[int], *, is_live: bool):
         self.is_live = is_live
-        self._model = model
+        self._model, self._prompt = model, prompt
         self._ids: list[int] = []
         self._printed = ""
 
@@ -209,7 +209,7 @@ class _Shown:
         if not self.is_live or ids[0] is None:
             return
         self._ids.append(ids[0])
-        text = self._model.decoded(self._ids)
+        text = self._model.decoded(self._ids, after=self._prompt)
         if text.endswith("\ufffd") or not text.startswith(self._printed):
             return
         print(terminal.printable(text[len(self._printed) :]), end="", flush=True)

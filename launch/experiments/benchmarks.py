@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
     if args.lm_eval is not None and args.humaneval is not None:
         raise UserError("give one of --lm-eval and --humaneval at a time")
+    _require_used(args)
     limit = args.rows if isinstance(args.rows, int) else None
     if args.lm_eval is not None:
         tasks, problems = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path), []
@@ -61,6 +62,21 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
     tokens = humaneval.MAX_TOKENS if most is None else min(humaneval.MAX_TOKENS, most // 2)
     completions = scores.continued(prompts, until=humaneval.STOPS, max_tokens=tokens, sampling=sampling)
     return humaneval.score(problems, completions)
+
+
+def _require_used(args: argparse.Namespace) -> None:
+    """Checks that every flag that was given is used."""
+    if args.humaneval is not None:
+        if args.lm_eval_path is not None:
+            raise UserError("--lm-eval-path belongs to --lm-eval, not to --humaneval")
+        if args.temperature is not None and args.samples in (None, 1):
+            raise UserError("--temperature is of several samples, and one sample is greedy: give --samples, too")
+        return
+    names = ("--samples", "--temperature", "--allow-code")
+    if given := [name for name in names if getattr(args, name[2:].replace("-", "_"))]:
+        raise UserError(
+            f"{', '.join(given)}: of --humaneval, not of --lm-eval, whose tasks say how texts are generated"
+        )
 
 
 def _problems(args: argparse.Namespace, limit: int | None) -> list[Problem]:

@@ -4,10 +4,11 @@ lm_eval builds the requests of its tasks and computes the scores; this module an
 The library is an optional extra, and is imported inside functions alone.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from parallel.sampling import GREEDY, Sampling
 
 INSTALL = ".venv/bin/python -m pip install 'lm_eval>=0.4.13'"
 USUAL_TOKENS = 256  # new tokens where a task names no number
+_SHOWN = 400  # characters of an error of lm_eval
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -41,7 +43,8 @@ def find(names: str, *, folder: str | None) -> Tasks:
       folder: of further tasks, as YAML files; None: only those of the library.
 
     Raises:
-      UserError: lm_eval is not installed, there is no such task or folder, or the data of a task cannot be read.
+      UserError: lm_eval is not installed, there is no such task or folder, its file is malformed, its data cannot be
+        read, it runs programs that the model writes, or it asks for unknown options of generation.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -50,7 +53,8 @@ def find(names: str, *, folder: str | None) -> Tasks:
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"--lm-eval-path {folder}: expected a folder of tasks (YAML files)")
     asked = [name.strip() for name in names.split(",") if name.strip()]
-    manager = TaskManager(include_path=folder)
+    with _refusing(f"--lm-eval-path {folder}: lm_eval cannot read the folder"):
+        manager = TaskManager(include_path=folder)
     absent = [name for name in asked if name not in manager.all_tasks]
     if absent or not asked:
         near = difflib.get_close_matches(absent[0] if absent else "", manager.all_tasks, n=3)
@@ -59,15 +63,31 @@ def find(names: str, *, folder: str | None) -> Tasks:
         raise UserError(
             f"--lm-eval {names}: lm_eval{where} has no task {', '.join(map(repr, absent)) or repr(names)}{hint}"
         )
-    try:
-        manager.load(asked)  # with their data, which may have to be downloaded
-    except Exception as error:  # of many types: of the hub, of files, of YAML
-        said = (str(error).strip() or "no reason given").splitlines()[0]
-        raise UserError(
-            f"--lm-eval {names}: lm_eval cannot load the tasks ({type(error).__name__}: {said}). It reads files that a "
-            "task names relative to the current directory"
-        ) from error
+    with _refusing(f"--lm-eval {names}: lm_eval cannot load the tasks"):
+        loaded = manager.load(asked)["tasks"]  # with their data, which may have to be downloaded
+    for name, task in loaded.items():
+        if task.config.unsafe_code:
+            raise UserError(
+                f"--lm-eval {names}: task {name} runs programs that the model writes, without confining them. For "
+                "HumanEval, give --humaneval, which confines them"
+            )
+        if task.OUTPUT_TYPE == "generate_until":
+            try:
+                generation_options(task.config.generation_kwargs or {})
+            except UserError as error:
+                raise UserError(f"--lm-eval {names}: task {name}: {error}") from error
     return Tasks(asked, manager)
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turns errors of lm_eval into UserErrors. They have many types: of the hub, of files, of YAML."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split()) or "no reason given"
+        hint = "It reads files that a task names relative to the current directory"
+        raise UserError(f"{what} ({type(error).__name__}: {said[:_SHOWN]}). {hint}") from error
 
 
 def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
@@ -137,18 +157,22 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the generation options of a task to arguments of `TextScores.continued`.
 
     Raises:
-      UserError: an option that is not known.
+      UserError: an option that is not known, or a malformed value.
     """
     options = dict(given)
     until = options.pop("until", None) or []
+    until = [until] if isinstance(until, str) else until
     counts = [options.pop(name) for name in _MOST_TOKENS if name in options]
-    temperature = float(options.pop("temperature", 0.0) or 0.0)
-    is_drawn = options.pop("do_sample", temperature > 0)
-    top_k, top_p = int(options.pop("top_k", 0) or 0), float(options.pop("top_p", 1.0) or 1.0)
+    try:
+        temperature = float(options.pop("temperature", 0.0) or 0.0)
+        is_drawn = options.pop("do_sample", temperature > 0)
+        top_k, top_p = int(options.pop("top_k", 0) or 0), float(options.pop("top_p", 1.0) or 1.0)
+        max_tokens = int(counts[0]) if counts else USUAL_TOKENS
+    except (TypeError, ValueError) as error:
+        raise UserError(f"malformed generation options {dict(given)}: {error}") from error
     if options:
-        raise UserError(f"the task asks for generation options that are not known here: {', '.join(options)}")
-    return {
-        "until": [until] if isinstance(until, str) else until,
-        "max_tokens": int(counts[0]) if counts else USUAL_TOKENS,
-        "sampling": Sampling(temperature or 1.0, top_k, top_p) if is_drawn else GREEDY,
-    }
+        raise UserError(f"the generation options {', '.join(options)} are not known here")
+    if max_tokens < 1 or not isinstance(until, list) or not all(isinstance(stop, str) for stop in until):
+        raise UserError(f"malformed generation options {dict(given)}: expected stop texts, and at least 1 token")
+    sampling = Sampling(temperature or 1.0, top_k, top_p) if is_drawn else GREEDY
+    return {"until": until, "max_tokens": max_tokens, "sampling": sampling}

@@ -91,7 +91,7 @@ class TextScores:
                 max_tokens=max_tokens,
                 sampling=sampling,
                 seed=seed + first,
-                on_tokens=_StopsEveryRow(self.model, until, rows=len(batch)).add,
+                on_tokens=_StopsEveryRow(self.model, until, [ids[i] for i in batch]).add,
             )
             texts |= {i: cut(one.text, until) for i, one in zip(batch, found, strict=True)}
         return [texts[i] for i in range(len(ids))]
@@ -100,10 +100,10 @@ class TextScores:
 class _StopsEveryRow:
     """Ends a call of the generator when every row has a stop string or has ended."""
 
-    def __init__(self, model: LoadedModel, until: Sequence[str], *, rows: int):
-        self._model, self._until = model, until
-        self._ids: list[list[int]] = [[] for _ in range(rows)]
-        self._stopped = [False] * rows
+    def __init__(self, model: LoadedModel, until: Sequence[str], prompts: Sequence[Sequence[int]]):
+        self._model, self._until, self._prompts = model, until, prompts
+        self._ids: list[list[int]] = [[] for _ in prompts]
+        self._stopped = [False] * len(prompts)
 
     def add(self, ids: Sequence[int | None]) -> bool:
         for row, new in enumerate(ids):
@@ -111,7 +111,7 @@ class _StopsEveryRow:
                 self._stopped[row] = True
             elif not self._stopped[row]:
                 self._ids[row].append(new)
-                text = self._model.decoded(self._ids[row])
+                text = self._model.decoded(self._ids[row], after=self._prompts[row])
                 self._stopped[row] = any(stop in text for stop in self._until)
         return all(self._stopped)
 

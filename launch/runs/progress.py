@@ -26,6 +26,7 @@ from launch.hosts.cluster import Host
 from launch.runs.prepared_run import INIT_FROM, Run
 from parallel import generation, report, sampling, strategy
 from parallel.partitioner import Program
+from tasks.ids import decode_continuation
 
 SAMPLE_IDS, TEMPERATURE = 200, 0.8  # of the continuation of PROMPT
 
@@ -163,7 +164,7 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
     count = SAMPLE_IDS if most is None else min(SAMPLE_IDS, most - len(prompt))
     how = {"max_tokens": count, "sampling": sampling.Sampling(temperature=TEMPERATURE), "num_ids": vocabulary.size}
     [found] = generator.generate([prompt], stop_ids=[vocabulary.eos_id], **how)
-    return vocabulary.decode(found.ids)
+    return decode_continuation(vocabulary, prompt, found.ids)
 
 
 class Progress:

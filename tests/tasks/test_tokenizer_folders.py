@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import UserError
 from tasks import tokenizer_folders, vocabularies
+from tasks.ids import decode_continuation
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "tokenizers"
 
@@ -44,6 +45,28 @@ def test_id_zero_is_an_ordinary_token_and_the_template_says_where_a_text_begins(
     assert bpe.pad_id is None
     assert (bpe.begins_with_bos, unigram.begins_with_bos) == (False, True)
     assert bpe.stop_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["bpe", "unigram", "strips a space", "bytes"])
+def test_a_continuation_is_decoded_as_part_of_its_text(tmp_path, name):
+    """Decoders such as those of Llama 2 strip a space at the beginning of what they decode."""
+    vocabulary = vocabularies.bytes() if name == "bytes" else None
+    if name == "strips a space":
+        shutil.copytree(HERE / "unigram", tmp_path / "copy")
+        content = json.loads((tmp_path / "copy" / "tokenizer.json").read_text())
+        content["normalizer"]["normalizers"].insert(0, {"type": "Prepend", "prepend": "▁"})
+        content["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        (tmp_path / "copy" / "tokenizer.json").write_text(json.dumps(content))
+        vocabulary = vocabularies.tokenizer(str(tmp_path / "copy"))
+    vocabulary = vocabulary or vocabularies.tokenizer(str(HERE / name))
+    text = "def f(x):\n    return 1 ☃  # größer"
+    found = vocabulary.encode(text)
+    assert vocabulary.decode(found) == text
+    for at in range(len(found) + 1):
+        before = vocabulary.decode(found[:at]).rstrip("\ufffd")
+        assert before + decode_continuation(vocabulary, found[:at], found[at:]) == text
+    for skipped in (vocabulary.eos_id, vocabulary.size):  # an id of the model alone has no text
+        assert decode_continuation(vocabulary, [*found, skipped], found) == text
 
 
 def test_several_stop_tokens_come_from_the_generation_config(tmp_path):

@@ -78,7 +78,7 @@ def test_continuations_end_before_the_first_stop_string(scores, monkeypatch):
     decode = generator._decoder.decode
     monkeypatch.setattr(generator, "_steps", 4)
     monkeypatch.setattr(generator._decoder, "decode", lambda *a, **k: calls.append(1) or decode(*a, **k))
-    assert scores.continued(prompts[:1], until=[free[0][0]], max_tokens=40) == [""]
+    assert scores.continued(prompts[:1], until=[free[0][0]], max_tokens=40) == [" "]  # after a word
     assert len(calls) == 3  # of 10: two are under way when the first one's tokens are seen
     with pytest.raises(UserError, match="64 new tokens need more than the 64 positions"):
         scores.continued(prompts, until=[], max_tokens=64)
@@ -116,8 +116,11 @@ def test_options_of_generation():
     assert options({"temperature": 0.0, "do_sample": False})["sampling"] == GREEDY
     drawn = options({"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
     assert drawn == {"until": [], "max_tokens": 7, "sampling": Sampling(0.5, 0, 0.9)}
-    with pytest.raises(UserError, match="not known here: num_beams"):
-        options({"num_beams": 4})
+    with pytest.raises(UserError, match="num_beams, penalty are not known here"):
+        options({"num_beams": 4, "penalty": 1})
+    for wrong in ({"until": 3}, {"until": [3]}, {"max_gen_toks": "many"}, {"max_gen_toks": 0}, {"temperature": "hot"}):
+        with pytest.raises(UserError, match=r"malformed generation options \{"):
+            options(wrong)
 
 
 def test_wrong_arguments_are_refused_before_the_model_is_loaded(folder, tmp_path, capsys, monkeypatch):
@@ -129,24 +132,41 @@ def test_wrong_arguments_are_refused_before_the_model_is_loaded(folder, tmp_path
         assert "--lm-eval needs the library lm_eval" in (said := capsys.readouterr().err)
         assert lm_eval_tasks.INSTALL in said
     library, tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
-    tasks.TaskManager = lambda include_path: types.SimpleNamespace(
-        all_tasks=["arc_easy", "hellaswag"], load=lambda names: (tmp_path / "data.jsonl").read_text()
-    )
+    kinds = {"code": (True, {}), "beams": (False, {"beams": 2}), "arc_easy": (False, None), "hellaswag": (False, None)}
+
+    def task(unsafe_code, generation_kwargs):
+        config = types.SimpleNamespace(unsafe_code=unsafe_code, generation_kwargs=generation_kwargs)
+        return types.SimpleNamespace(OUTPUT_TYPE="generate_until", config=config)
+
+    def load(names):
+        if names == ["no_data"]:
+            (tmp_path / "data.jsonl").read_text()
+        return {"tasks": {name: task(*kinds[name]) for name in names}}
+
+    def manager(include_path):
+        if include_path:
+            raise ValueError("Expected YAML dict\n  from tasks.yaml")
+        return types.SimpleNamespace(all_tasks=["no_data", *kinds], load=load)
+
+    tasks.TaskManager = manager
     monkeypatch.setitem(sys.modules, "lm_eval", library)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    none = str(tmp_path / "none")
     for arguments, message in {
-        ("--lm-eval", "arc_esy"): "lm_eval has no task 'arc_esy'; did you mean arc_easy?",
-        ("--lm-eval", ","): "has no task ','",
-        (
-            "--lm-eval",
-            "arc_easy",
-        ): "lm_eval cannot load the tasks (FileNotFoundError: [Errno 2] No such file or directory",
-        ("--lm-eval", "arc_easy", "--lm-eval-path", str(tmp_path / "none")): "expected a folder of tasks (YAML files)",
-        ("--lm-eval", "arc_easy", "--all-steps"): "are for the run's own held-out data",
-        ("--json", str(tmp_path / "out.json")): "belong to --lm-eval",
+        ("arc_esy",): "lm_eval has no task 'arc_esy'; did you mean arc_easy?",
+        (",",): "has no task ','",
+        ("no_data",): "lm_eval cannot load the tasks (FileNotFoundError: [Errno 2] No such file or directory",
+        ("code",): "--lm-eval code: task code runs programs that the model writes, without confining them",
+        ("beams",): "--lm-eval beams: task beams: the generation options beams are not known here",
+        ("arc_easy", "--lm-eval-path", none): "expected a folder of tasks (YAML files)",
+        ("arc_easy", "--lm-eval-path", str(tmp_path)): "(ValueError: Expected YAML dict from tasks.yaml)",
+        ("arc_easy", "--all-steps"): "are for the run's own held-out data",
+        ("arc_easy", "--samples", "2", "--allow-code"): "--samples, --allow-code: of --humaneval, not of --lm-eval",
     }.items():
-        assert command.main(["evaluate", str(folder), *arguments]) == 2
+        assert command.main(["evaluate", str(folder), "--lm-eval", *arguments]) == 2
         assert message in capsys.readouterr().err
+    assert command.main(["evaluate", str(folder), "--json", str(tmp_path / "out.json")]) == 2
+    assert "belong to --lm-eval" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
@@ -159,7 +179,9 @@ def test_scores_are_printed_and_written(folder, tmp_path, capsys, monkeypatch):
         return {"results": {"capitals": {"alias": "capitals", "acc,none": 0.25, "acc_stderr,none": 0.125}}}
 
     library.simple_evaluate = simple_evaluate
-    tasks.TaskManager = lambda include_path: types.SimpleNamespace(all_tasks=["capitals"], load=list)
+    tasks.TaskManager = lambda include_path: types.SimpleNamespace(
+        all_tasks=["capitals"], load=lambda names: {"tasks": {}}
+    )
     monkeypatch.setitem(sys.modules, "lm_eval", library)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     monkeypatch.setattr(lm_eval_tasks, "adapter", lambda scores: "the adapter")
