@@ -59,7 +59,7 @@ def find(names: str, *, folder: str | None) -> Tasks:
     if absent or not asked:
         near = difflib.get_close_matches(absent[0] if absent else "", manager.all_tasks, n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
-        where = f" or in {folder}" if folder else ""
+        where = f", with {folder}, whose malformed files it skips," if folder else ""
         raise UserError(
             f"--lm-eval {names}: lm_eval{where} has no task {', '.join(map(repr, absent)) or repr(names)}{hint}"
         )
@@ -104,10 +104,10 @@ def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str
         model=adapter(scores), tasks=list(tasks.names), task_manager=tasks.manager, limit=limit, log_samples=False
     )
     assert found is not None  # this process is the only one
-    return {task: _numbers(metrics) for task, metrics in {**found["results"], **found.get("groups", {})}.items()}
+    return {task: numbers(metrics) for task, metrics in {**found["results"], **found.get("groups", {})}.items()}
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Returns the metrics that are numbers; lm_eval names them `acc,none`, after the filter of answers."""
     return {
         name.removesuffix(",none"): float(value)

@@ -9,7 +9,7 @@ import pytest
 from core.errors import UserError
 from launch import __main__ as cli
 from launch import environment, terminal
-from tests.lab import transformers_peer
+from tests.lab import lm_eval_scores, transformers_peer
 from tests.lab.__main__ import main
 
 
@@ -45,6 +45,38 @@ def test_a_failed_command_does_not_wait_at_the_exit_barrier_of_jax(monkeypatch):
 def test_generation_refuses_wrong_arguments(words, message, capsys):
     assert main(["generation", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--folder gin --python python3", "--folder gin: expected the folder of a published model, with config.json"),
+        ("--folder {folder} --python no-such-python", "--python no-such-python: there is no such program"),
+        ("--folder {folder} --python {python}", "lm_eval ended with exit code 3"),
+    ],
+)
+def test_scores_of_lm_eval_refuse_wrong_arguments(words, message, capsys, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(lm_eval_scores, "_here", lambda folder: {})
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    folder = environment.WORKSPACE / "tests/models/fixtures/families/llama3"
+    assert main(["lm_eval_scores", *words.format(folder=folder, python=python).split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_scores_of_lm_eval_are_compared_one_by_one():
+    names = sorted(path.stem for path in lm_eval_scores.TASKS.glob("*.yaml"))
+    here = {f"renga_{name}": {"acc": 0.5, "acc_stderr": 0.1, "perplexity": 1.5} for name in names}
+    there = {task: {"acc": 0.5, "perplexity": 1.5 * (1 + 1e-5)} for task in here}
+    assert {(row[0], row[-1]) for row in lm_eval_scores.compare(here, there)} == {(task, "yes") for task in here}
+    there["renga_sums"]["acc"] = 0.5 + 1e-3
+    rows = lm_eval_scores.compare(here, there)
+    assert [row[:2] for row in rows if row[-1] == "no"] == [["renga_sums", "acc"]]
+    del there["renga_prose"]["perplexity"]
+    with pytest.raises(UserError, match=r"renga_prose has the scores \['acc', 'perplexity'\] here, and \['acc'\]"):
+        lm_eval_scores.compare(here, there)
 
 
 def test_an_environment_without_transformers_is_named(tmp_path):
