@@ -190,12 +190,12 @@ class DamagedError(RuntimeError):
 
 
 class LeftOut(NamedTuple):
-    """Arrays that are not saved, because they are frozen and can be read again from where the run read them.
+    """Arrays that are not saved, because they are frozen and came from a published folder.
 
     Attributes:
-      init_from: the source, as the configuration names it.
-      source: what it named: RUN@STEP or a published folder, as an absolute path or hf://.
-      renames: names in the run by names in the source.
+      init_from: the folder, as the configuration names it.
+      source: what it named: an absolute path or hf://.
+      renames: names in the run by names in the folder.
       arrays: names of the arrays.
     """
 

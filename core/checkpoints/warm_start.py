@@ -3,12 +3,13 @@
 All missing, unused and differently shaped parameters are listed before any array is read. Each host reads the shards of
 its own chips.
 
-Checkpoints of the run leave out those that are frozen; `Origin` reads them from the same source again.
+Checkpoints of a run from a published model leave out its frozen parameters; `Origin` reads them from there again.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -79,9 +80,28 @@ class Origin(NamedTuple):
         Raises:
           UserError: see `read_left_out`.
         """
-        specs, shapes = reading.by_name({"params": self.specs}), reading.by_name(abstract_state)
-        names = described.left_out.arrays if described.left_out else []
-        return read_left_out(source, described, {name: (shapes[name], specs[name]) for name in names})
+        return read_left_out(source, described, left_out_of(described, abstract_state, self.specs))
+
+
+def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> dict[str, tuple[Any, ParamSpec]]:
+    """Returns shape, dtype and sharding, and spec of each array of a state that a step leaves out, by name."""
+    shapes, by_name = reading.by_name(abstract_state), reading.by_name({"params": specs})
+    names = described.left_out.arrays if described.left_out else []
+    return {name: (shapes[name], by_name[name]) for name in names if name in shapes}
+
+
+def require_left_out(
+    source: ParameterSource, described: Description, wanted: Mapping[str, tuple[Any, ParamSpec]]
+) -> None:
+    """Checks that a source has arrays that a step leaves out; reads headers only. For the rest see `read_left_out`."""
+    assert described.left_out is not None
+    problems = [line for line in source.problems(*_trees(wanted)) if not _is_unused(line)]
+    if problems:
+        raise UserError(
+            f"{source.describe()} does not have the parameters that the checkpoint leaves out:\n  "
+            + "\n  ".join(units.shortened(problems, most=MOST_LINES))
+            + f"\n{_read_from(described.left_out)}; {PUT_BACK}"
+        )
 
 
 def read_left_out(
@@ -97,35 +117,45 @@ def read_left_out(
     Raises:
       UserError: the source does not have them, or others.
     """
+    require_left_out(source, described, wanted)
     assert described.left_out is not None
-    places = {name: name.removeprefix(_PREFIX).rpartition("/")[::2] for name in wanted}
-    shapes: dict[str, dict[str, Any]] = {}
-    specs: dict[str, dict[str, ParamSpec]] = {}
-    for name, (module, entry) in places.items():
-        shapes.setdefault(module, {})[entry], specs.setdefault(module, {})[entry] = wanted[name]
-    problems = [line for line in source.problems(shapes, specs) if not _is_unused(line)]
-    total = len(described.left_out.arrays)
-    where = f"the run read its {units.counted(total, 'frozen parameter')} from {described.left_out.source}"
-    if problems:
-        raise UserError(
-            f"{source.describe()} does not have the parameters that the checkpoint leaves out:\n  "
-            + "\n  ".join(units.shortened(problems, most=MOST_LINES))
-            + f"\n{where}; {_NAME_IT}"
-        )
-    found = source.load(shapes, specs, progress=lambda *_: None)
-    arrays = {name: found[module][entry] for name, (module, entry) in places.items()}
+    found = source.load(*_trees(wanted), progress=lambda *_: None)
+    arrays = {name: found[module][entry] for name in wanted for module, entry in (_place(name),)}
     own, other = {name: described.content[name] for name in wanted}, reading.describe(arrays)
     if own != other:
         wrong = [_path_of(name) for name in own if own[name] != other[name]]
         raise UserError(
-            f"{source.describe()} is not the source of the checkpoint's frozen parameters: {len(wrong)} of {total} "
-            f"differ ({', '.join(units.shortened(wrong, most=3))}). The hash of those read is "
-            f"{steps.content_hash(own)} in the checkpoint and {steps.content_hash(other)} there; {where}: {_NAME_IT}"
+            f"{source.describe()} is not the source of the checkpoint's frozen parameters: {len(wrong)} of "
+            f"{len(described.left_out.arrays)} differ ({', '.join(units.shortened(wrong, most=3))}). The hash of those "
+            f"read is {steps.content_hash(own)} in the checkpoint and {steps.content_hash(other)} there; "
+            f"{_read_from(described.left_out)}; {PUT_BACK}"
         )
     return arrays
 
 
-_NAME_IT = "name that source, unchanged, in INIT_FROM"
+PUT_BACK = (
+    "put it back, unchanged; commands that read this run itself also accept --gin \"INIT_FROM = 'NEW_PLACE'\" for it"
+)
+
+
+def _read_from(left_out: LeftOut) -> str:
+    return f"the run read its {units.counted(len(left_out.arrays), 'frozen parameter')} from {left_out.source}"
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Returns module and entry of a parameter from its name in a checkpoint."""
+    module, _, entry = name.removeprefix(_PREFIX).rpartition("/")
+    return module, entry
+
+
+def _trees(wanted: Mapping[str, tuple[Any, ParamSpec]]) -> tuple[Any, Any]:
+    """Returns the shapes and specs of arrays, by name, as trees of modules."""
+    shapes: dict[str, dict[str, Any]] = {}
+    specs: dict[str, dict[str, ParamSpec]] = {}
+    for name, (shape, spec) in wanted.items():
+        module, entry = _place(name)
+        shapes.setdefault(module, {})[entry], specs.setdefault(module, {})[entry] = shape, spec
+    return shapes, specs
 
 
 def _is_unused(line: str) -> bool:
@@ -180,11 +210,25 @@ class SavedParameters:
         return path in self._stored
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """See `ParameterSource`."""
+        """See `ParameterSource`. Parameters that the step leaves out are compared by its metadata."""
         del specs
         wanted = _by_path(shapes)
         kinds = {path: _read_as(kind, wanted.get(path)) for path, (kind, _) in self._content.items()}
         return reading.differences(kinds, wanted)
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """The parameters that the step leaves out."""
+        return self._described.left_out
+
+    def require_source(self, shapes: Any, specs: Specs) -> None:
+        """Checks that those of these parameters that the step leaves out are in their source; reads headers only.
+
+        Raises:
+          UserError: the source is not there, or does not have them.
+        """
+        if absent := self._absent(_by_path(shapes), _by_path(specs)):
+            require_left_out(self._source, self._described, absent)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
         """See `ParameterSource`. Floating-point parameters are converted to the dtype of `abstract`.
@@ -202,7 +246,7 @@ class SavedParameters:
                 "KEEP_CHECKPOINTS steps. Start again, or copy the step and name the copy"
             )
         progress("all", 1, 1)
-        by_path = self._read_left_out([path for path in wanted if self._is_left_out(path)], wanted, _by_path(specs))
+        by_path = self._read_left_out(wanted, _by_path(specs))
         places = {path: self._stored[path].rpartition("/")[::2] for path in wanted if path not in by_path}
         stored: dict[str, dict[str, Any]] = {}
         for path, (module, name) in places.items():
@@ -221,25 +265,27 @@ class SavedParameters:
             listed = ", ".join(units.shortened(wrong, most=3))
             raise steps.DamagedError(f"{len(wrong)} of {len(same)} arrays differ from what was saved: {listed}")
 
-    def _is_left_out(self, path: str) -> bool:
-        return _PREFIX + self._stored[path] not in self._described.saved
+    def _absent(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, tuple[Any, ParamSpec]]:
+        """Selects the parameters that the step leaves out; returns them by name, in the dtype of the run."""
+        names = {path: _PREFIX + self._stored[path] for path in wanted if path in self._stored}
+        absent = {path: name for path, name in names.items() if name not in self._described.saved}
+        saved_as = {path: jnp.dtype(self._content[path][0].partition("[")[0]) for path in absent}
+        return {name: (wanted[path].update(dtype=saved_as[path]), specs[path]) for path, name in absent.items()}
 
-    def _read_left_out(
-        self, left_out: Sequence[str], wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]
-    ) -> dict[str, Any]:
-        """Reads the parameters with these paths in the dtype of the run, and converts them."""
-        if not left_out:
-            return {}
+    @functools.cached_property
+    def _source(self) -> ParameterSource:
         assert self._described.left_out is not None
         if self._open_source is None:
             raise UserError(f"{self.describe()} leaves out parameters, which are in {self._described.left_out.source}")
-        source = self._open_source(self._described.left_out)
-        saved_as = {path: jnp.dtype(self._content[path][0].partition("[")[0]) for path in left_out}
-        asked = {
-            _PREFIX + self._stored[path]: (wanted[path].update(dtype=saved_as[path]), specs[path]) for path in left_out
-        }
-        found = read_left_out(source, self._described, asked)
-        return {path: found[_PREFIX + self._stored[path]].astype(wanted[path].dtype) for path in left_out}
+        return self._open_source(self._described.left_out)
+
+    def _read_left_out(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, Any]:
+        """Reads those of the parameters with these paths that the step leaves out, and converts them."""
+        if not (asked := self._absent(wanted, specs)):
+            return {}
+        found = read_left_out(self._source, self._described, asked)
+        paths_of = {_PREFIX + self._stored[path]: path for path in wanted}
+        return {paths_of[name]: array.astype(wanted[paths_of[name]].dtype) for name, array in found.items()}
 
 
 _PREFIX = "params/"

@@ -14,7 +14,7 @@ import jax
 
 from core import metrics, paths, published_files, slices, units
 from core.batches import batch_size
-from core.checkpoints import steps
+from core.checkpoints import reading, steps
 from core.errors import UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
@@ -36,6 +36,7 @@ EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
 # workstation, which in a dry run uses no network.
 Hosts = Literal["here", "simulated", "shipped to", "dry run"]
 _AWAY = ("shipped to", "dry run")
+_INITIAL = "initial parameters"  # the name of a finding
 _CUSTOMARY_SPARE_IDS = 256
 _SURELY_TOO_MUCH = 2.0  # times what a chip has, by an estimate that the compiler does not always confirm
 _T = TypeVar("_T")
@@ -76,8 +77,8 @@ def check(
         findings += data(experiment, smoked=smoked, hosts=hosts)
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
-        if meant.init_from:
-            findings.append(_initial_parameters(meant, program, run_dir, hosts))
+        if initial := _initial_parameters(meant, program, run_dir, hosts):
+            findings.append(initial)
         findings.append(_memory(program, with_activations=not smoked and hosts != "simulated"))
         findings.append(_host_memory(meant, program, hosts))
     return Checked(tuple(findings), experiment, program)
@@ -118,41 +119,68 @@ def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Pr
     return (experiment, program), f"{where}: {shape}; {rows}{padding(program.model)}"
 
 
-def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding:
-    """Checks that the parameters to start from fit the model; reads metadata and headers, no array."""
-    name, text, is_remote = "initial parameters", experiment.init_from, paths.is_remote(experiment.init_from)
-    if text.startswith("hf://") or _is_unseen(text, hosts, is_vocabulary=True):
-        return Finding(name, True, f"not checked: {text}", is_note=True)
-    is_away = hosts in _AWAY
+def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding | None:
+    """Checks parameters that a start reads: those of INIT_FROM, or those that the run's newest checkpoint leaves out.
+
+    Reads metadata and headers, but no array. Returns None if the run starts from its seed.
+    """
+    is_away, text = hosts in _AWAY, experiment.init_from
     with contextlib.chdir(environment.WORKSPACE) if is_away else contextlib.nullcontext():
         try:
             is_seen = hosts != "dry run" and (paths.is_remote(run_dir) or not is_away)
-            if is_seen and (saved := steps.complete(paths.resolve(run_dir) / steps.FOLDER)):
-                _require_left_out(experiment, paths.resolve(run_dir) / steps.FOLDER / str(saved[-1]))
-                return Finding(name, True, f"not read: the run resumes from step {saved[-1]:,}")
-            initial = warm_start.find(experiment, program)
-            assert initial is not None, text
+            if is_seen and (newest := _newest_readable(run_dir)):
+                return _read_on_resume(experiment, program, *newest, hosts)
+            return _read_by_fresh_start(experiment, program, hosts) if text else None
         except UserError as error:
-            return Finding(name, False, str(error))
+            return Finding(_INITIAL, False, str(error))
         except Exception as error:  # a bucket fails with its client's own types
+            is_remote = any(map(paths.is_remote, (text, run_dir)))
             if not is_remote and not isinstance(error, OSError):
                 raise
-            unread = f"cannot read {text} from here: {type(error).__name__}: {error}"
-            return Finding(name, is_away and is_remote, unread, is_note=is_away and is_remote)
-        found = "\n".join(filter(None, (initial.source.describe(), initial.notes)))
-        shipped = [] if is_remote or not is_away else [text.partition("@")[0]]
-        left = workstation.left_behind(shipped, workspace=environment.WORKSPACE)
-        return Finding(name, not left, left[0] if left else found, is_note=bool(initial.notes))
+            unread = f"cannot read {text or run_dir} from here: {type(error).__name__}: {error}"
+            return Finding(_INITIAL, is_away and is_remote, unread, is_note=is_away and is_remote)
 
 
-def _require_left_out(experiment: Experiment, step_folder: paths.Path) -> None:
-    """Checks that the frozen parameters that a step leaves out are where the run read them; raises UserError."""
-    try:
-        left_out = steps.read(step_folder).left_out
-    except Exception:  # of many types: the step is damaged, and a restore takes the one before it
-        return
-    if left_out:
-        warm_start.source_again(experiment, left_out)
+def _newest_readable(run_dir: str) -> tuple[int, steps.Description] | None:
+    """Returns the newest step with intact metadata, because a resume takes no damaged one; None if there is none."""
+    folder = paths.resolve(run_dir) / steps.FOLDER
+    for step in reversed(steps.complete(folder)):
+        with contextlib.suppress(UserError), reading.refusing_damage(folder / str(step)):
+            return step, steps.read(folder / str(step))
+    return None
+
+
+def _read_on_resume(
+    experiment: Experiment, program: Program, step: int, described: steps.Description, hosts: Hosts
+) -> Finding | None:
+    """Checks that the parameters that a step leaves out are in their source."""
+    if not (left_out := described.left_out):
+        detail = f"not read: the run resumes from step {step:,}"
+        return Finding(_INITIAL, True, detail) if experiment.init_from else None
+    place = warm_start.place_again(experiment, left_out)
+    if not _is_visible(place, hosts):
+        return Finding(_INITIAL, True, f"not checked: {place}", is_note=True)
+    source = warm_start.find_again(experiment, program, described).describe()
+    read = f"reads {units.counted(len(left_out.arrays), 'frozen parameter')} from {source}"
+    return Finding(_INITIAL, True, f"the run resumes from step {step:,} and {read}")
+
+
+def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
+    """Checks that the parameters of INIT_FROM fit the model."""
+    text = experiment.init_from
+    if not _is_visible(text, hosts):
+        return Finding(_INITIAL, True, f"not checked: {text}", is_note=True)
+    initial = warm_start.find(experiment, program, is_visible=lambda place: _is_visible(place, hosts))
+    assert initial is not None, text
+    found = "\n".join(filter(None, (initial.source.describe(), initial.notes)))
+    shipped = [] if paths.is_remote(text) or hosts not in _AWAY else [text.partition("@")[0]]
+    left = workstation.left_behind(shipped, workspace=environment.WORKSPACE)
+    return Finding(_INITIAL, not left, left[0] if left else found, is_note=bool(initial.notes))
+
+
+def _is_visible(place: str, hosts: Hosts) -> bool:
+    """Returns whether parameters can be checked from here, without a download."""
+    return not place.startswith("hf://") and not _is_unseen(place, hosts, is_vocabulary=True)
 
 
 def _memory(program: Program, *, with_activations: bool) -> Finding:

@@ -17,6 +17,7 @@ from core.batches import batch_shapes
 from core.checkpoints import inspection, published, reading, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
+from launch import flags
 from launch.experiment import Experiment
 from launch.experiments import saved_run
 from launch.runs import warm_start as warm_starts
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge", action="store_true", help="add adapters to their matrices, instead of writing a PEFT adapter"
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+    flags.add(parser, "--gin", help="overrides one binding of the run, such as INIT_FROM if its base was moved")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,11 +52,14 @@ def run(args: argparse.Namespace) -> int:
         published_files.check_name(args.push)
     step = steps.find(args.run)
     run_dir = str(step.parent.parent)
-    experiment = saved_run.read(run_dir).config.build()
+    experiment = saved_run.read(run_dir, bindings=args.gin).config.build()
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
     shapes, specs = _shapes(model)
+    if differences := warm_start.SavedParameters(step).problems(shapes, specs):
+        listed = "\n  ".join(units.shortened(differences, most=warm_start.MOST_LINES))
+        raise UserError(f"{args.run}: the parameters of step {step.name} are not those of its model:\n  {listed}")
     optimizer = experiment.optimizer.bound(specs)
     if optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes)):
         raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")

@@ -1,6 +1,6 @@
 """Reads INIT_FROM: the parameters that a new run starts from, and the frozen ones that its checkpoints leave out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ class Initial(NamedTuple):
     Attributes:
       source: where they are: one step of a run, or a published folder.
       notes: how the model that they belong to differs, and whether they have an average, which is not taken.
-      left_out: the frozen ones, which checkpoints leave out; None: there are none.
+      left_out: the frozen ones of a published folder, which checkpoints leave out; None: there are none.
     """
 
     source: warm_start.ParameterSource
@@ -31,10 +31,17 @@ class Initial(NamedTuple):
     left_out: steps.LeftOut | None
 
 
-def find(experiment: Experiment, program: Program) -> Initial | None:
+def find(
+    experiment: Experiment, program: Program, *, is_visible: Callable[[str], bool] = lambda place: True
+) -> Initial | None:
     """Returns the parameters that INIT_FROM names, after checking that they fit; None if the run starts from its seed.
 
     Reads metadata and headers, but no array. Of a run without a step, host 0 takes the newest one.
+
+    Args:
+      experiment: the experiment.
+      program: its program.
+      is_visible: whether a folder can be read from here: that of the parameters that a step of a run leaves out.
 
     Raises:
       UserError: there is no such run, step or folder, the model cannot read published parameters, or they do not fit.
@@ -43,14 +50,18 @@ def find(experiment: Experiment, program: Program) -> Initial | None:
         return None
     found = _opened(experiment.model, distributed.decided_by_host_zero(lambda: _pinned(experiment.init_from)))
     found = _renamed(found, experiment.init_renames)
-    warm_start.require_fit(
-        found,
-        program.abstract_state.params,
-        program.param_specs,
-        experiment.init_patterns,
-        optional=_optional(experiment),
-    )
-    notes = "INIT_FROM:\n  " + "\n  ".join(found.notes) if found.notes else ""
+    shapes, specs, optional = program.abstract_state.params, program.param_specs, _optional(experiment)
+    warm_start.require_fit(found, shapes, specs, experiment.init_patterns, optional=optional)
+    lines = list(found.notes)
+    if isinstance(found, warm_start.SavedParameters) and (left_out := found.left_out):
+        if is_visible(left_out.source):
+            read = (
+                warm_start.read_from(found, t, experiment.init_patterns, optional=optional) for t in (shapes, specs)
+            )
+            found.require_source(*read)
+        else:
+            lines.append(f"not checked: {left_out.source}, where the parameters that {found.describe()} leaves out are")
+    notes = "INIT_FROM:\n  " + "\n  ".join(lines) if lines else ""
     return Initial(found, notes, _left_out(experiment, program, found))
 
 
@@ -60,13 +71,37 @@ def source_again(experiment: Experiment, left_out: steps.LeftOut) -> warm_start.
     Raises:
       UserError: it is not there.
     """
+    return _source_of(left_out, experiment.model, place_again(experiment, left_out), "the checkpoint")
+
+
+def find_again(experiment: Experiment, program: Program, described: steps.Description) -> warm_start.ParameterSource:
+    """Returns the source of the parameters that a checkpoint leaves out, after checking that it has them.
+
+    Reads headers, but no array.
+
+    Raises:
+      UserError: it is not there, or lacks some of them.
+    """
+    assert described.left_out is not None
+    source = source_again(experiment, described.left_out)
+    wanted = warm_start.left_out_of(described, program.abstract_state, program.param_specs)
+    warm_start.require_left_out(source, described, wanted)
+    return source
+
+
+def place_again(experiment: Experiment, left_out: steps.LeftOut) -> str:
+    """Returns where `source_again` looks."""
     is_named = experiment.init_from not in ("", left_out.init_from)
+    return experiment.init_from if is_named else left_out.source
+
+
+def _source_of(left_out: steps.LeftOut, model: Model, place: str, checkpoint: str) -> warm_start.ParameterSource:
     try:
-        found = _opened(experiment.model, _pinned(experiment.init_from if is_named else left_out.source))
+        found = _opened(model, _pinned(place))
     except (UserError, OSError) as error:
         raise UserError(
-            f"the checkpoint does not contain {units.counted(len(left_out.arrays), 'frozen parameter')}, which the run "
-            f"read from {left_out.source}. {error}\nPut it back, or name where it is now in INIT_FROM"
+            f"{checkpoint} does not contain {units.counted(len(left_out.arrays), 'frozen parameter')}, which the run "
+            f"read from {left_out.source}. {error}\n{left_out.source}: {warm_start.PUT_BACK}"
         ) from error
     return _renamed(found, left_out.renames)
 
@@ -90,9 +125,11 @@ def _opened(model: Model, text: str) -> warm_start.ParameterSource:
         if not can(model, ReadsPublished):
             raise UserError(f"INIT_FROM = {text!r} is a published model: {lacking(model, ReadsPublished)}")
         return model.published(text)
-    saved = warm_start.SavedParameters(
-        steps.find(text), open_source=lambda left_out: _renamed(_opened(model, left_out.source), left_out.renames)
-    )
+
+    def open_source(left_out: steps.LeftOut) -> warm_start.ParameterSource:
+        return _source_of(left_out, model, left_out.source, f"INIT_FROM = {text!r}")
+
+    saved = warm_start.SavedParameters(steps.find(text), open_source=open_source)
     saved.notes = _notes(saved, model)
     return saved
 
@@ -140,16 +177,18 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
 
 
 def _left_out(experiment: Experiment, program: Program, found: warm_start.ParameterSource) -> steps.LeftOut | None:
-    """Returns the frozen parameters that are read from a source, which can be read there again."""
+    """Returns the frozen parameters that are read from a published folder.
+
+    Those of another run are saved: the step that they come from may be removed.
+    """
+    if isinstance(found, warm_start.SavedParameters):
+        return None
     read = warm_start.read_from(found, program.param_specs, experiment.init_patterns, optional=_optional(experiment))
     arrays = [name for name, spec in reading.by_name({"params": read}).items() if not spec.trainable]
     if not arrays:
         return None
-    if isinstance(found, warm_start.SavedParameters):
-        text = f"{found.folder.parent.parent}@{found.folder.name}"
-    else:
-        text = published_files.described(experiment.init_from)
-    return steps.LeftOut(experiment.init_from, text, dict(experiment.init_renames), arrays)
+    source = published_files.described(experiment.init_from)
+    return steps.LeftOut(experiment.init_from, source, dict(experiment.init_renames), arrays)
 
 
 def _optional(experiment: Experiment) -> Sequence[str]:

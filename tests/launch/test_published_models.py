@@ -406,12 +406,88 @@ def test_only_adapters_are_saved_and_the_base_is_read_again(adapted, tmp_path, c
             assert run_command(*command) == 2
             assert message in capsys.readouterr().err
         assert not any((tmp_path / "adapter").iterdir())
+        told = ("--gin", f"INIT_FROM = '{moved}'")
+        assert run_command("export", run, "--out", tmp_path / "adapter", *told) == 0
+        settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == str(moved)
         other.rename(base)
-        assert run_command("export", run, "--out", tmp_path / "adapter") == 2
+        assert run_command("export", run, "--out", tmp_path / "wrong") == 2
         assert wrong in capsys.readouterr().err
     finally:
         shutil.rmtree(base, ignore_errors=True)
         moved.rename(base)
+
+
+def initial_parameters(run, run_dir, *told):
+    """The finding of a check of the run's experiment in a run directory."""
+    config, where = str(run / "config.gin"), {"slice_name": "v4-16", "run_dir": str(run_dir)}
+    checked = preflight.check(config, bindings=told, **where, hosts="simulated")
+    [found] = [finding for finding in checked.findings if finding.name == "initial parameters"]
+    return found
+
+
+@pytest.mark.covers("N07")
+def test_a_check_reads_the_headers_of_the_base_that_a_start_needs(adapted, tmp_path):
+    """Of a run that is resumed, and of one that starts from its adapters."""
+    base, run, _ = adapted
+    moved = tmp_path / "moved"
+    shutil.copytree(base, tmp_path / "copy")
+    tuned = (tmp_path / "tuned", f"INIT_FROM = '{run}'", f"FOLDER = '{tmp_path}/copy'")
+    resumed_from = f"the run resumes from step 3 and reads 12 frozen parameters from the published folder {base}"
+    assert initial_parameters(run, run)[1:3] == (True, resumed_from)
+    assert initial_parameters(run, run, "INIT_FROM = ''")[1:3] == (True, resumed_from)
+    assert initial_parameters(run, *tuned).ok
+    base.rename(moved)
+    try:
+        gone = f"does not contain 12 frozen parameters, which the run read from {base}. "
+        for started in ((run,), (run, "INIT_FROM = ''"), tuned):
+            found = initial_parameters(run, *started)
+            assert not found.ok
+            assert gone in found.detail
+        found = initial_parameters(run, run, f"INIT_FROM = '{moved}'")
+        assert (found.ok, found.detail) == (True, resumed_from.replace(str(base), str(moved)))
+        tensors = load_file(moved / "model.safetensors")
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        shutil.copytree(moved, base)
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        for started in ((run,), tuned):
+            found = initial_parameters(run, *started)
+            assert not found.ok
+            assert "does not have the parameters that the checkpoint leaves out:\n  missing: model.l" in found.detail
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+        moved.rename(base)
+
+
+@pytest.mark.covers("N07")
+def test_a_run_that_starts_from_another_run_saves_all_of_its_parameters(adapted, tmp_path):
+    """Steps of other runs are removed while they train, and by `launch/run checkpoints prune`."""
+    base, run, state = adapted
+    moved, tuned = tmp_path / "moved", tmp_path / "tuned"
+    tuned.mkdir()
+    config = loader.load(str(run / "config.gin"), bindings=[f"INIT_FROM = '{run}'"], slice_name="v4-16")
+    (tuned / "config.gin").write_text(config.text)
+    ready = prepared(config, tuned)
+    assert ready.initial.left_out is None
+    checkpoints = Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)
+    checkpoints.save(1, state=training.restore_or_init(ready, checkpoints).state, data={}, meta=ready.meta)
+    checkpoints.close()
+    base.rename(moved)
+    try:
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed(tuned).params), jax.device_get(state.params))
+    finally:
+        moved.rename(base)
+
+
+@pytest.mark.covers("N07")
+def test_bindings_of_an_export_that_make_another_model_are_refused(adapted, tmp_path, capsys):
+    _, run, _ = adapted
+    told = "lora.adapted.rank = 4"
+    assert run_command("export", run, "--out", tmp_path / "out", "--merge", "--gin", told) == 2
+    said = capsys.readouterr().err
+    assert "the parameters of step 3 are not those of its model:" in said
+    assert "block/query_lora_b: float32[3, 8, 4, 8] in the checkpoint, expected float32[3, 4, 4, 8]" in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.covers("N07")

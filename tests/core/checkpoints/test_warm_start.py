@@ -238,7 +238,7 @@ def test_another_source_of_frozen_parameters_is_refused(saved, adapted, tmp_path
         f"(layers/block/query). The hash of those read is {steps.content_hash(recorded)} in the checkpoint and" in said
     )
     assert f"{steps.content_hash(changed)} there" in said
-    assert f"from {base}@7: name that source, unchanged, in INIT_FROM" in said
+    assert f"from {base}@7; put it back, unchanged; commands that read this run itself also accept --gin" in said
     del other["layers/block"]["up"]
     checkpoints = Checkpoints(tmp_path / "without" / "checkpoints", keep=1)
     checkpoints.save(7, state={"params": other}, data={}, meta={})
