@@ -48,7 +48,7 @@ def run(
     *,
     command: Sequence[str],
     log_directory: Path,
-    grace_seconds: float = 15.0,
+    grace_seconds: float = 60.0,
     words_seconds: float = WORDS_SECONDS,
     requested: list[int] | None = None,
 ) -> int:
@@ -58,7 +58,7 @@ def run(
       slice_: the slice to simulate.
       command: argv of every host.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
-      grace_seconds: time between asking a process to stop and killing it.
+      grace_seconds: time between asking a process to stop and killing it, in which it can save a checkpoint.
       words_seconds: time after the first failure in which other hosts can report, before they are asked to stop.
       requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
 
@@ -138,6 +138,13 @@ def _stop(hosts: Sequence[HostProcess], *, grace_seconds: float, requested: Sequ
     deadline = time.monotonic() + grace_seconds
     while any(host.poll() is None for host in hosts) and time.monotonic() < deadline and len(requested) < 2:
         time.sleep(_POLL_SECONDS)
+    late = [host.log_path.stem for host in hosts if host.poll() is None]
+    if late and len(requested) < 2:
+        print(
+            f"{', '.join(late)} did not end within {grace_seconds:g} s of SIGTERM and will be killed; steps since the "
+            "last checkpoint are lost",
+            file=sys.stderr,
+        )
     for host in hosts:
         _signal_session(host, signal.SIGKILL)
         host.wait()

@@ -171,6 +171,7 @@ def test_a_host_that_ignores_the_request_to_stop_is_killed_after_the_grace(tmp_p
     started = time.monotonic()
     assert run(V4_16, text, tmp_path, grace_seconds=0.5) == 3
     assert 0.9 < time.monotonic() - started < 5
+    assert "host_0 did not end within 0.5 s of SIGTERM and will be killed; steps since" in capfd.readouterr().err
 
 
 def test_a_host_may_use_the_grace_to_save(tmp_path, capfd):
