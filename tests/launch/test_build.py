@@ -79,7 +79,7 @@ def test_a_folder_in_use_is_refused_before_anything_is_built(tmp_path, capsys):
 
 
 def test_the_parser_takes_the_examples():
-    parser = main._parser(build, "launch/run build")
+    parser = main.parser(build, "launch/run build")
     for line in build.EXAMPLE.splitlines():
         _, _, kind, *_ = words = line.split()
         assert parser.parse_args(words[2:]).kind == kind

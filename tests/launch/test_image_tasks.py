@@ -1,7 +1,6 @@
 """Tasks with images, with and without text: smoke runs, token counts and summary follow the spec."""
 
 import dataclasses
-import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -97,8 +96,7 @@ def test_axes_are_part_of_the_identity_of_a_program_if_they_are_not_rows_and_pos
 
 
 def test_a_sample_is_written_beside_blank_images():
-    model = decoding.Recomputing(types.SimpleNamespace(spec=Captions().spec(8)))
-    batch = model._batch(jnp.broadcast_to(jnp.arange(16), (2, 16)))
+    batch = decoding.text_batch(Captions().spec(8), jnp.broadcast_to(jnp.arange(16), (2, 16)))
     assert batch["images"].shape == (2, 5, 7, 3)
     assert not batch["images"].any()
     assert batch["inputs"].tolist() == [list(range(16))] * 2

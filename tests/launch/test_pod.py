@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from core import paths, supervise
+from core.checkpoints import steps
 from launch import __main__ as cli
 from launch import environment
 from launch.hosts import gcloud, simulate, tpu_host, workstation
@@ -111,6 +112,7 @@ def test_simulation_gives_every_host_one_run_directory(place, calls, tmp_path):
 def test_a_simulated_smoke_run_has_a_directory_of_its_own_and_local_logs(place, calls, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
     monkeypatch.setattr(paths, "check_writable", lambda directory: directory)  # there is no such bucket
+    monkeypatch.setattr(steps, "complete", lambda folder: [])
     assert cli.main(["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--smoke"]) == 0
     ((_, _, command, logs),) = calls
     assert command[-3:] == ["--run-dir", "gs://bucket/runs/gin/quickstart-smoke", "--smoke"]
