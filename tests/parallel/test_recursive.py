@@ -77,6 +77,7 @@ def test_carry_and_table_are_split():
     assert not [shape for shape in gathers if "f32[48,64]" in shape]  # rows travel, never the table
 
 
+@pytest.mark.slow  # tests/launch/test_puzzle_resume.py has a quick run that resumes
 @pytest.mark.covers("C06", "C07")
 def test_a_resume_is_exact_and_may_change_the_strategy(tmp_path):
     program = bind(RECURSIVE, Example("v4-8", strategies.fsdp()), BATCHES[0])

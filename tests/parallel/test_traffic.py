@@ -290,7 +290,7 @@ def signature(found):
     return {(" ".join(c.axes), c.kind, "loop" if c.loops else "once") for c in found if c.payload_bytes >= LARGE_BYTES}
 
 
-QUICK = ("fsdp", "fsdp_tensor", "pipeline_fsdp")
+QUICK = ("fsdp", "fsdp_tensor")
 
 
 def some_quick(names):

@@ -202,6 +202,7 @@ time.sleep(30)
     assert seconds < 8
 
 
+@pytest.mark.slow
 def test_a_watchdog_that_only_reports_names_the_hung_host_and_ends_nothing(ends):
     story = """
 stop_the_clock()

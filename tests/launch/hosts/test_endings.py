@@ -74,6 +74,7 @@ def ends(run_hosts, tmp_path, kept_programs):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_a_killed_host_ends_the_run_and_is_named(ends):
     (zero, one), seconds = ends("os.kill(os.getpid(), signal.SIGKILL)")

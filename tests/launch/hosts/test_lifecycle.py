@@ -143,6 +143,7 @@ def test_reactions_of_the_watch_to_states(monkeypatch, run_says, state, code, st
     assert all(("create" in steps) == (state == "PREEMPTED") for steps in started)
 
 
+@pytest.mark.slow
 def test_a_failed_start_is_retried_and_does_not_count_as_a_restart(cloud, run, capfd):
     """A slice that is taken away tells its hosts to stop first: they end, and it still says READY."""
     assert run() == 0
