@@ -17,6 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "16"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+os.environ["NO_GCE_CHECK"] = "true"  # google.auth reads it when it is imported
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
