@@ -18,7 +18,7 @@ from core.health import exit_codes
 FIRST_PAUSE_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 300.0
 _POLL_SECONDS = 0.2
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 75.0  # more than a simulated pod gives its hosts; a second Ctrl-C ends the child at once
 
 
 def supervise(
@@ -81,7 +81,7 @@ def _listed(newest_step: Callable[[], int | None]) -> int | None:
 def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[str] | None = None) -> int:
     """Runs `command` to its end, and sends it SIGTERM when a stop is requested; returns its exit code.
 
-    Ctrl-C reaches the child, too, which then has some time to save and end by itself.
+    The terminal sends Ctrl-C to the child as well: it has time to save and end before it gets SIGTERM.
     """
     child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None)
     while child.poll() is None and not requested:

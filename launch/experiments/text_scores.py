@@ -1,4 +1,4 @@
-"""What benchmarks of language models ask of a model: likelihoods of texts, and continuations up to a stop string."""
+"""Computes likelihoods of texts, and continuations up to a stop string, for benchmarks of language models."""
 
 import functools
 from collections.abc import Sequence

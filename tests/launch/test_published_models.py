@@ -428,7 +428,7 @@ def initial_parameters(run, run_dir, *told):
 
 @pytest.mark.covers("N07")
 def test_a_check_reads_the_headers_of_the_base_that_a_start_needs(adapted, tmp_path):
-    """Of a run that is resumed, and of one that starts from its adapters."""
+    """The start resumes a run with adapters, or is a new run that starts from them."""
     base, run, _ = adapted
     moved = tmp_path / "moved"
     shutil.copytree(base, tmp_path / "copy")

@@ -131,7 +131,7 @@ def test_parameters_that_do_not_fit_are_listed_before_any_is_read(saved):
 
 
 def test_parameters_of_another_step_are_refused(saved, tmp_path):
-    """Every file is valid by itself, but the arrays are not those that the metadata describes."""
+    """The files are valid, but their arrays differ from the fingerprints in the metadata."""
     params, run = saved
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.save(7, state={"params": jax.tree.map(lambda a: jax.numpy.asarray(a) + 1, params)}, data={}, meta={})
