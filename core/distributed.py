@@ -47,7 +47,7 @@ _UNCONNECTED_ADVICE = (
     "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended (its log says "
     "why), or this machine is too busy to run all of them at once. Start the same command again when it is less busy."
 )
-_CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # errors that the loss of another host can cause
+CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # errors that the loss of another host can cause
 
 
 class Cluster(NamedTuple):
@@ -400,7 +400,7 @@ def exit_at_once_on_exception() -> None:
         if _UNCONNECTED in str(error):
             print(f"error: {_UNCONNECTED_ADVICE} ({str(error).splitlines()[0]})", file=sys.stderr)
         elif getattr(error, "says_all", False):
-            print(f"error: {error}", file=sys.stderr)
+            print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         else:
             traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
@@ -408,7 +408,7 @@ def exit_at_once_on_exception() -> None:
             exit_at_once(exit_codes.INTERRUPTED, "stopped by Ctrl-C")
         code = getattr(error, "exit_code", exit_codes.RAISED)
         first_line = next(iter(str(error).splitlines()), "")
-        heartbeat.raised(f"{kind.__name__}: {first_line}", code=code, is_consequence=isinstance(error, _CONSEQUENCES))
+        heartbeat.raised(f"{kind.__name__}: {first_line}", code=code, is_consequence=isinstance(error, CONSEQUENCES))
         os._exit(code)
 
     sys.excepthook = end

@@ -116,7 +116,7 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
         return command.run(args)
     except UserError as error:
         terminal.print_traceback(error)
-        print(terminal.wrapped(f"error: {error}"), file=sys.stderr)
+        print(terminal.wrapped("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         heartbeat.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
         return exit_codes.USER_ERROR
     except KeyboardInterrupt:

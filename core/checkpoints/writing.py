@@ -42,9 +42,11 @@ class WriteFailedError(RuntimeError):
 
     Attributes:
       says_all: its message contains the cause, so no traceback is printed.
+      ends_without_save: no other checkpoint is tried.
     """
 
     says_all = True
+    ends_without_save = True
 
 
 class TooSlowError(TimeoutError):

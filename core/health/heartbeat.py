@@ -189,8 +189,9 @@ class _Watch(threading.Thread):
         return self._stopped or (for_a_reason and (self._index != 0 or all(s.gone for s in others)))
 
     def _beat(self) -> None:
-        # Prints the stacks unless called again in time, also while C code holds the interpreter lock; takes 0.15 ms.
-        faulthandler.dump_traceback_later(self._limits.silent_seconds, exit=False)
+        if self._seen[self._index].left is None:
+            # Prints the stacks unless called again in time, also while C code holds the GIL; takes 0.15 ms.
+            faulthandler.dump_traceback_later(self._limits.silent_seconds, exit=False)
         here = phase.place()
         self._seen[self._index].place = here
         self._send({"at": list(here)})
@@ -206,6 +207,10 @@ class _Watch(threading.Thread):
             return
         self._beat()  # so that the others know the current place
         self._note(self._index, message)
+        if (
+            "left" in message
+        ):  # the interpreter ends this thread before the process, which may take longer on a busy host
+            faulthandler.cancel_dump_traceback_later()
         if self._index != 0 or "left" in message:
             self._send(message)
 

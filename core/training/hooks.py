@@ -17,7 +17,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from core import metrics
+from core import distributed, metrics
 from core.health import exit_codes, phase
 from core.step import TrainState
 from core.training import compilation, trainer
@@ -25,6 +25,8 @@ from core.training.trainer import DeviceBatches, Hook, StepReport, TrainStep
 from core.types import WeightedSum
 
 _STEP_FILE_BYTES = 64
+# How long a host that raised waits for the others to raise at the same step: this, and two steps.
+EMERGENCY_SECONDS, MOST_EMERGENCY_SECONDS = 5.0, 60.0
 
 Scalars = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 POLICIES = ("stop", "skip", "roll_back")
@@ -107,11 +109,12 @@ class Save(Hook):
         due: Callable[[int], bool],
         costs: Any,
         check: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
         """Takes a run's `Checkpoints`, the prefetcher's `position`, the metadata to store, and when a save is due.
 
         `costs.add(cost)` is called for each completed save, `costs.end()` after the last. `check()` is called before
-        anything is written, and raises an error if nothing must be.
+        anything is written, and raises an error if nothing must be. `say(text)` reports a save after an error.
         """
         self._checkpoints = checkpoints
         self._position = position
@@ -119,10 +122,14 @@ class Save(Hook):
         self._due = due
         self._costs = costs
         self._check = check
+        self._say = say
+        self._saved_step: int | None = None
+        self._step_seconds = 0.0
 
     def before_step(self, step: int) -> None:
         """Raises an error if the current save has failed on any host."""
-        del step
+        if self._saved_step is None:
+            self._saved_step = step - 1  # where the run starts
         self._checkpoints.check()
         self._tell()
 
@@ -136,6 +143,49 @@ class Save(Hook):
             self._checkpoints.wait()  # the save before this one may take minutes
             self._check()
             self._checkpoints.save(step, state=state, data=self._position(), meta=self._meta)
+        self._saved_step = step
+
+    def after_step(self, report: StepReport) -> None:
+        """Notes how long a step takes."""
+        self._step_seconds = report.seconds
+
+    def on_error(self, error: Exception, last: trainer.LastStep) -> None:
+        """Saves the last complete step, if the state is intact and finite and all hosts ended at this step.
+
+        Errors with the attribute `ends_without_save` save nothing: the state was saved, is not finite, or cannot be
+        written.
+
+        A save needs all hosts, and hosts that still wait in a collective cannot be interrupted. So each host that
+        raised waits some seconds for the others, in a barrier that either all pass or none.
+
+        Raises:
+          RuntimeError: the state could not be saved.
+        """
+        if getattr(error, "ends_without_save", False) or last.state is None or last.step == self._saved_step:
+            return
+        if distributed.process_count() > 1 and isinstance(error, distributed.CONSEQUENCES):
+            return  # another host is lost
+        before = phase.place().phase
+        phase.at(phase.SAVING)
+        try:
+            self._check()
+            self._require_all_hosts(last.step)
+            if bad := non_finite(last.metrics()):
+                raise RuntimeError(f"no checkpoint of step {last.step} was saved: {bad}")
+            self.at_boundary(last.step, last.state)
+            self._checkpoints.wait()
+        finally:
+            phase.at(before)  # which the other hosts report as the place of the error
+        self._say(
+            f"step {last.step}: saved a checkpoint after {type(error).__name__}; the same command resumes from it"
+        )
+
+    def _require_all_hosts(self, step: int) -> None:
+        patience_seconds = min(EMERGENCY_SECONDS + 2 * self._step_seconds, MOST_EMERGENCY_SECONDS)
+        try:
+            distributed.barrier(f"save after an error at step {step}", timeout_seconds=patience_seconds)
+        except TimeoutError as missing:
+            raise RuntimeError(f"no checkpoint of step {step} was saved, which needs all hosts: {missing}") from None
 
     def close(self) -> None:
         """Waits for the last save, and raises its error."""
@@ -151,6 +201,8 @@ class Save(Hook):
 
 class PreemptedError(RuntimeError):
     """The run was preempted after saving a checkpoint, and can be resumed."""
+
+    ends_without_save = True
 
 
 class StopWhenPreempted(Hook):
@@ -200,11 +252,12 @@ class NonFiniteLossError(RuntimeError):
     """The loss or the gradient is NaN or infinite."""
 
     exit_code = exit_codes.NON_FINITE
+    ends_without_save = True
 
 
-def found(report: StepReport) -> str:
+def non_finite(values: Mapping[str, float]) -> str:
     """Describes non-finite values, for example `loss = nan`; empty if loss and gradient norm are finite."""
-    looked_at = {name: report.metrics[name] for name in ("loss", "gradient_norm") if name in report.metrics}
+    looked_at = {name: values[name] for name in ("loss", "gradient_norm") if name in values}
     return ", ".join(f"{name} = {value}" for name, value in looked_at.items() if not math.isfinite(value))
 
 
@@ -213,7 +266,7 @@ class Stop(Hook):
 
     def after_step(self, report: StepReport) -> None:
         """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""
-        if bad := found(report):
+        if bad := non_finite(report.metrics):
             raise NonFiniteLossError(
                 f"step {report.step}: {bad}. The last checkpoint precedes this step. {_CAUSES}; start again from the "
                 "checkpoint with a lower rate, or set experiment.Experiment.non_finite = 'skip' or 'roll_back'."
@@ -234,10 +287,11 @@ class Skip(Hook):
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        self._say(report.step, SKIPPED, f"step {report.step}: {found(report)}; its update is left out")
+        bad = non_finite(report.metrics)
+        self._say(report.step, SKIPPED, f"step {report.step}: {bad}; its update is left out")
         if self._in_a_row >= MOST_SKIPPED:
             raise NonFiniteLossError(
-                f"step {report.step}: {found(report)}, as in the {MOST_SKIPPED - 1} steps before, whose updates were "
+                f"step {report.step}: {bad}, as in the {MOST_SKIPPED - 1} steps before, whose updates were "
                 f"left out too: no batch is to blame. {_CAUSES}."
             )
 
@@ -253,7 +307,7 @@ class RollBack(Hook):
 
     def after_step(self, report: StepReport) -> None:
         """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""
-        if bad := found(report):
+        if bad := non_finite(report.metrics):
             self._failed_at = max(self._failed_at, report.step)
             raise NonFiniteLossError(f"step {report.step}: {bad}. {_CAUSES}.")
         if report.step > self._failed_at:

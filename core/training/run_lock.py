@@ -94,6 +94,8 @@ def _machine() -> str:
 class LockLostError(RuntimeError):
     """The lock of this run was removed or taken over by another process."""
 
+    ends_without_save = True
+
 
 def holder(run_dir: str) -> Owner | None:
     """Returns the live process of this machine that holds the lock of a run directory, or None."""

@@ -11,9 +11,10 @@ The loop records its current phase in `core.health.phase`, for the hosts that mo
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -52,6 +53,21 @@ class StepReport(NamedTuple):
     device_seconds: float = 0.0
 
 
+class LastStep(NamedTuple):
+    """Where an exception ended the training loop.
+
+    Attributes:
+      step: the last step that was dispatched.
+      state: the state after it, if the position in the data belongs to it too; None if the exception came between
+        taking a batch and dispatching its step, or if the arrays were donated.
+      metrics: returns the metrics of the step; waits for the devices, so with several hosts only if all of them do.
+    """
+
+    step: int
+    state: TrainState | None
+    metrics: Callable[[], Mapping[str, float]]
+
+
 class Hook:
     """An extension of the training loop. Hooks run in order, on every host."""
 
@@ -68,6 +84,12 @@ class Hook:
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Called after step `step`, before the next is dispatched; `state` is valid only during this call."""
+
+    def on_error(self, error: Exception, last: LastStep) -> None:
+        """Called when an exception ends the loop, before `close`; `last.state` is valid only during this call.
+
+        An exception in this call, or in `close` after an error, is added to the first error as a note.
+        """
 
     def close(self) -> None:
         """Called when training ends, also after an error."""
@@ -110,11 +132,15 @@ class _Reader:
             found = jax.device_get(dict(dispatched.metrics))  # waits for the step
         self.phase = phase.TRAINING
         sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
-        values = {k: float(v) for k, v in found.items() if k not in sums}
         now = time.perf_counter()
         seconds = now - self._finished_at
         report = StepReport(
-            dispatched.step, values, sums, seconds, dispatched.input_wait_seconds, min(self._device_seconds, seconds)
+            dispatched.step,
+            _numbers(found),
+            sums,
+            seconds,
+            dispatched.input_wait_seconds,
+            min(self._device_seconds, seconds),
         )
         self._finished_at, self._device_seconds = now, 0.0
         with jax.profiler.TraceAnnotation(HOOKS):
@@ -126,6 +152,70 @@ class _Reader:
             if hook.needs_state(step):
                 hook.at_boundary(step, state)
         self._finished_at = time.perf_counter()  # time at a boundary is not part of a step
+
+
+class _Loop:
+    """The loop, with what a hook needs to know if an exception ends it."""
+
+    def __init__(self, train_step: TrainStep, batches: DeviceBatches, state: TrainState, hooks: Sequence[Hook]):
+        self._train_step, self._batches, self._state, self._hooks = train_step, batches, state, hooks
+        self._step = int(state.step)
+        self._is_between_steps = True  # otherwise the position in the data is one batch after the state
+        self._last: _Dispatched | None = None
+
+    def run(self, total_steps: int) -> TrainState:
+        reader = _Reader(self._hooks)
+        unread: _Dispatched | None = None
+        for step in range(self._step + 1, total_steps + 1):
+            phase.at(phase.BETWEEN, step=step)
+            for hook in self._hooks:
+                hook.before_step(step)
+            self._dispatch(step, reader)
+            if unread is not None:
+                reader.read(unread)
+            unread = self._last
+            if step == total_steps or any(hook.needs_state(step) for hook in self._hooks):
+                reader.read(unread)
+                unread = None
+                reader.boundary(step, self._state)
+        return self._state
+
+    def _dispatch(self, step: int, reader: _Reader) -> None:
+        with phase.enter(phase.READING), jax.profiler.TraceAnnotation(INPUT):
+            batch = next(self._batches)
+        self._is_between_steps = False
+        with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
+            self._state, metrics = self._train_step(self._state, batch)
+        self._step, self._is_between_steps = step, True
+        self._last = _Dispatched(step, metrics, self._batches.input_wait_seconds)
+
+    def close(self, error: BaseException | None) -> None:
+        """Closes every hook; after an exception of the loop, gives them the last step first."""
+        problems: list[Exception] = []
+        calls = [(hook, hook.close) for hook in self._hooks]
+        if isinstance(error, Exception):
+            last = self._last_step()
+            calls[:0] = [(hook, functools.partial(hook.on_error, error, last)) for hook in self._hooks]
+        for hook, call in calls:
+            try:
+                call()
+            except Exception as problem:
+                problems.append(problem)
+                if error is not None:
+                    error.add_note(f"then, in {type(hook).__name__}: {type(problem).__name__}: {problem}")
+        if error is None and problems:
+            raise problems[0]
+
+    def _last_step(self) -> LastStep:
+        is_intact = self._is_between_steps and not any(
+            leaf.is_deleted() for leaf in jax.tree.leaves(self._state) if isinstance(leaf, jax.Array)
+        )
+        last = self._last
+
+        def metrics() -> Mapping[str, float]:
+            return _numbers(jax.device_get(dict(last.metrics))) if last else {}
+
+        return LastStep(self._step, self._state if is_intact else None, metrics)
 
 
 def train(
@@ -143,27 +233,19 @@ def train(
     Returns:
       The state after the last step.
     """
-    reader = _Reader(hooks)
-    unread: _Dispatched | None = None
-    with contextlib.ExitStack() as closing:  # every hook is closed, in order, also when one of them raises
-        for hook in reversed(hooks):
-            closing.callback(hook.close)
-        for step in range(int(state.step) + 1, total_steps + 1):
-            phase.at(phase.BETWEEN, step=step)
-            for hook in hooks:
-                hook.before_step(step)
-            with phase.enter(phase.READING), jax.profiler.TraceAnnotation(INPUT):
-                batch = next(batches)
-            with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
-                state, metrics = train_step(state, batch)
-            if unread is not None:
-                reader.read(unread)
-            unread = _Dispatched(step, metrics, batches.input_wait_seconds)
-            if step == total_steps or any(hook.needs_state(step) for hook in hooks):
-                reader.read(unread)
-                unread = None
-                reader.boundary(step, state)
-    return state
+    loop = _Loop(train_step, batches, state, hooks)
+    del state
+    try:
+        final = loop.run(total_steps)
+    except BaseException as error:
+        loop.close(error)
+        raise
+    loop.close(None)
+    return final
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if not isinstance(value, WeightedSum)}
 
 
 def add_sums(total: Mapping[str, WeightedSum], more: Mapping[str, WeightedSum]) -> dict[str, WeightedSum]:

@@ -254,7 +254,7 @@ def _saving(
             lock.check(now=True)
 
     costs = SaveCosts(say=now.lines.note, write=now.writers.scalars)
-    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs, check=check)
+    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs, check=check, say=now.lines.note)
 
 
 def _profiles(now: _UnderWay) -> list[Hook]:

@@ -407,3 +407,24 @@ def test_limits_depend_on_the_phase():
         p: limits.of(failure_diagnosis.Place(3, p, 0.0)) for p in ("training", "between steps", "saving", "joining")
     }
     assert found == {"training": 1, "between steps": 1, "saving": 2, "joining": failure_diagnosis.JOINING_SECONDS}
+
+
+ENDING = """
+import atexit, sys, time
+from core.health import failure_diagnosis, heartbeat
+
+def end_slowly():  # as a busy machine does, once threads have been stopped
+    sys.setswitchinterval(60)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        pass
+
+atexit.register(end_slowly)  # runs after the one that `start` registers
+heartbeat.start(None, limits=failure_diagnosis.Limits(30.0, 30.0, silent_seconds=0.5))
+time.sleep(0.1)
+"""
+
+
+def test_a_process_that_ends_slowly_prints_no_stacks(run_hosts):
+    [result] = run_hosts(ENDING, hosts=1)
+    assert (result.returncode, result.output) == (0, "")

@@ -2,10 +2,11 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
-from core.training import hooks, run_lock
+from core.training import hooks, run_lock, trainer
 from core.training.trainer import StepReport
 from core.types import WeightedSum
 
@@ -107,6 +108,48 @@ def test_save_takes_the_position_at_that_moment():
     save.close()
     assert checkpoints.waited == 3
     assert costs.told == ["the first", "the last", "end"]
+
+
+def last_step(step, **metrics):
+    return trainer.LastStep(step, f"state {step}", lambda: metrics)
+
+
+@pytest.mark.covers("C11")
+def test_an_error_saves_the_last_complete_step_once():
+    checkpoints, said = Checkpoints(), []
+    save = hooks.Save(checkpoints, lambda: {"stream 0": b"7"}, {}, due=bool, costs=Costs(), say=said.append)
+    save.before_step(3)
+    save.on_error(ValueError("bad record"), last_step(2, loss=1.0))  # where the run started
+    save.on_error(ValueError("bad record"), last_step(7, loss=1.0)._replace(state=None))
+    save.on_error(hooks.NonFiniteLossError("step 7: loss = nan"), last_step(7, loss=1.0))
+    assert checkpoints.saved == []
+    for _ in range(2):
+        save.on_error(ValueError("bad record"), last_step(7, loss=1.0))
+    assert checkpoints.saved == [(7, "state 7", {"stream 0": b"7"}, {})]
+    assert checkpoints.waited == 2  # for the save before, and for this one to be complete
+    assert said == ["step 7: saved a checkpoint after ValueError; the same command resumes from it"]
+    with pytest.raises(RuntimeError, match="no checkpoint of step 9 was saved: gradient_norm = inf"):
+        save.on_error(ValueError("bad record"), last_step(9, loss=1.0, gradient_norm=math.inf))
+
+
+@pytest.mark.covers("C11")
+def test_an_error_of_one_host_alone_saves_nothing(monkeypatch):
+    """The others wait in a collective, so that a save, which needs all hosts, would wait for them for ever."""
+    patience = []
+
+    def nobody_comes(name, *, timeout_seconds):
+        patience.append(timeout_seconds)
+        raise TimeoutError("host 1 did not come")
+
+    monkeypatch.setattr(hooks.distributed, "barrier", nobody_comes)
+    checkpoints = Checkpoints()
+    save = hooks.Save(checkpoints, dict, {}, due=bool, costs=Costs())
+    save.after_step(report(7, seconds=2.0))
+    with pytest.raises(RuntimeError, match="step 7 was saved, which needs all hosts: host 1 did not come"):
+        save.on_error(ValueError("bad record"), last_step(7, loss=1.0))
+    monkeypatch.setattr(hooks.distributed, "process_count", lambda: 2)
+    save.on_error(jax.errors.JaxRuntimeError("connection reset"), last_step(7, loss=1.0))
+    assert (checkpoints.saved, patience) == ([], [9.0])
 
 
 @pytest.mark.covers("C04")

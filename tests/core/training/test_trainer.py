@@ -150,10 +150,50 @@ def test_every_hook_is_closed_if_one_fails_and_the_first_error_is_raised():
             raise OSError("disk full")
 
     events = []
-    with pytest.raises(OSError, match="disk full") as error:
+    with pytest.raises(hooks.NonFiniteLossError, match="step 2") as error:
         run(events, losses={2: float("nan")}, also=[hooks.Stop(), Failing()])
     assert events[-1] == "close"
-    assert isinstance(error.value.__context__, hooks.NonFiniteLossError)
+    assert error.value.__notes__ == ["then, in Failing: OSError: disk full"]
+    with pytest.raises(OSError, match="disk full"):
+        run(events := [], also=[Failing()])
+    assert events[-1] == "close"
+
+
+class Faulty(trainer.Hook):
+    """Raises before a step, and keeps what it is told of the last step."""
+
+    def __init__(self, at):
+        self.at, self.told = at, None
+
+    def before_step(self, step):
+        if step == self.at:
+            raise OverflowError("a bug")
+
+    def on_error(self, error, last):
+        self.told = str(error), last.step, last.state and int(last.state.step), dict(last.metrics())
+        raise PermissionError("read-only")
+
+
+@pytest.mark.covers("C11")
+def test_after_an_error_hooks_get_the_last_step_and_hide_nothing():
+    with pytest.raises(OverflowError, match="a bug") as error:
+        run([], also=[faulty := Faulty(at=3)])
+    assert faulty.told == ("a bug", 2, 2, {"loss": 0.5})
+    assert error.value.__notes__ == ["then, in Faulty: PermissionError: read-only"]
+    with pytest.raises(OverflowError):
+        run([], start=7, total=9, also=[faulty := Faulty(at=8)])
+    assert faulty.told == ("a bug", 7, 7, {})
+
+
+@pytest.mark.covers("C11")
+def test_there_is_no_state_to_save_once_the_data_is_ahead_of_it():
+    def fails(state, batch):
+        raise RuntimeError("out of memory")
+
+    faulty = Faulty(at=0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train(fails, Batches(), state_at(0), total_steps=3, hooks=[faulty])
+    assert faulty.told == ("out of memory", 0, None, {})
 
 
 def test_sums_are_added_in_double_precision():

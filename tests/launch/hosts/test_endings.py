@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from core import paths
+from core.checkpoints import inspection, steps
 from core.health import exit_codes
 from launch import environment
 
@@ -90,7 +92,24 @@ def test_an_exception_on_one_host_is_reported_by_the_other(ends):
     assert (zero.returncode, one.returncode) == (LOST, RAISED), zero.output[-3000:] + one.output[-3000:]
     assert "Traceback" in one.output
     assert re.search(rf"host 1 \(127\.0\.0\.1\) raised OverflowError: only here \(at {LAST_SEEN}\)", zero.output)
-    assert seconds < 15
+    assert re.search(r"no checkpoint of step 11 was saved, which needs all hosts: .*: host 0 did not come", one.output)
+    assert seconds < 20
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+@pytest.mark.covers("C11")
+def test_an_exception_on_all_hosts_saves_a_checkpoint_and_is_not_hidden(ends, tmp_path):
+    results, seconds = ends('raise OverflowError("everywhere")', host="PROCESS")
+    for result in results:
+        assert result.returncode == RAISED, result.output[-3000:]
+        assert "OverflowError: everywhere" in result.output
+        assert "then, in Save" not in result.output
+    assert "step 11: saved a checkpoint after OverflowError" in results[0].output
+    folder = paths.resolve(tmp_path / "run" / "checkpoints")
+    assert steps.complete(folder) == [11]
+    assert not inspection.verify(folder / "11").damaged
+    assert seconds < 20
 
 
 @pytest.mark.simulated(2)
