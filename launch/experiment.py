@@ -68,6 +68,9 @@ class Experiment:
       log_interval, eval_interval, checkpoint_interval: in steps.
       eval_batches: validation batches per evaluation; 0: no evaluation.
       keep_checkpoints: number of latest checkpoints to keep.
+      params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
+        0: none.
+      keep_params_checkpoints: number of latest ones of these to keep.
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
       prompt: text that the model continues at the end of the run.
@@ -110,6 +113,8 @@ class Experiment:
     eval_batches: int = 8
     checkpoint_interval: int = 1000
     keep_checkpoints: int = 3
+    params_checkpoint_interval: int = 0
+    keep_params_checkpoints: int = 3
     profile_steps: Sequence[int] = ()
     memory_profile_steps: Sequence[int] = ()
     prompt: str = ""
@@ -144,7 +149,9 @@ class Experiment:
     def _out_of_range(self) -> Iterator[str]:
         intervals = ("log_interval", "eval_interval", "checkpoint_interval")
         counted = ("batch_size", "total_steps", "accum_steps", *intervals, "keep_checkpoints")
-        for least, names in ((1, counted), (0, ("eval_batches", "seed", "compare_interval"))):
+        counted += ("keep_params_checkpoints",)
+        may_be_zero = ("eval_batches", "seed", "compare_interval", "params_checkpoint_interval")
+        for least, names in ((1, counted), (0, may_be_zero)):
             low = [name for name in names if getattr(self, name) < least]
             yield from (f"{name} = {getattr(self, name)}: expected at least {least}" for name in low)
         for name, choices in _CHOICES.items():

@@ -191,8 +191,8 @@ def load(
     program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
     where = f"step {folder.name} of {run_dir}"
     open_source = functools.partial(warm_start.source_again, experiment)
-    if not program.optimizer.is_averaging(program.abstract_state.opt_state):
-        source = SavedParameters(folder, open_source=open_source)
+    source = SavedParameters(folder, open_source=open_source)
+    if source.is_averaged or not program.optimizer.is_averaging(program.abstract_state.opt_state):
         params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
     else:
         origin = Origin(open_source, program.param_specs)

@@ -27,6 +27,8 @@ from core import distributed
 from core.errors import UserError
 
 FOLDER = "checkpoints"  # of a run directory
+PARAMS_FOLDER = "params"  # beside it: steps that contain the parameters alone
+AVERAGED = "averaged"  # in the metadata of such a step: whether they are the optimizer's average
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
 _COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into a bucket
 PART = "meta"  # subfolder of a step's folder
@@ -63,13 +65,13 @@ def _is_complete(folder: paths.Path) -> bool:
 
 
 def folder_of(run: str) -> paths.Path:
-    """Returns the folder of a run's checkpoints; `run` may also be that folder.
+    """Returns the folder of a run's checkpoints; `run` may also be that folder, or the one of parameters alone.
 
     Raises:
       UserError: there is none.
     """
     folder = paths.resolve(run)
-    folder = folder if folder.name == FOLDER else folder / FOLDER
+    folder = folder if _is_folder_of_steps(folder) else folder / FOLDER
     if not folder.exists():
         what = "has no checkpoints" if folder.parent.exists() else "does not exist"
         raise UserError(
@@ -81,11 +83,24 @@ def folder_of(run: str) -> paths.Path:
 def has_folder(text: str) -> bool:
     """Returns whether RUN or RUN@STEP names a run that has a folder of checkpoints."""
     folder = paths.resolve(text.rpartition("@")[0] or text)
-    return folder.exists() if folder.name == FOLDER else (folder / FOLDER).exists()
+    return folder.exists() if _is_folder_of_steps(folder) else (folder / FOLDER).exists()
+
+
+def _is_folder_of_steps(folder: paths.Path) -> bool:
+    return folder.name == FOLDER or (folder.name == PARAMS_FOLDER and (folder.parent / FOLDER).exists())
+
+
+def folders_of(run: str) -> list[paths.Path]:
+    """Returns the folder of `folder_of` and, of a run that saves parameters alone, theirs."""
+    folder = folder_of(run)
+    beside = folder.parent / PARAMS_FOLDER
+    return [folder, beside] if beside != folder and beside.exists() else [folder]
 
 
 def find(text: str) -> paths.Path:
     """Returns the folder of the step named by RUN@STEP, or of the latest complete step of RUN.
+
+    RUN@STEP may be a step that contains the parameters alone, if there is no other of this number.
 
     Raises:
       UserError: there is no such run or step; lists the steps that exist.
@@ -93,15 +108,17 @@ def find(text: str) -> paths.Path:
     run, mark, step = text.rpartition("@")
     if mark and not (run and step.isdecimal()):
         raise UserError(f"{text!r}: expected RUN or RUN@STEP with a step number, such as runs/first@1000")
-    folder = folder_of(run if mark else text)
+    folder, *beside = folders_of(run if mark else text)
     existing = complete(folder)
     chosen = int(step) if mark else max(existing, default=None)
-    if chosen not in existing:
-        listed = ", ".join(map(str, existing)) or "none"
-        raise UserError(
-            f"no complete checkpoint {f'of step {step} ' if mark else ''}in {folder}; existing steps: {listed}"
-        )
-    return folder / str(chosen)
+    if chosen in existing:
+        return folder / str(chosen)
+    listed = ", ".join(map(str, existing)) or "none"
+    for other in beside:
+        if chosen in (alone := complete(other)):
+            return other / str(chosen)
+        listed += f"; with parameters alone: {', '.join(map(str, alone)) or 'none'}"
+    raise UserError(f"no complete checkpoint {f'of step {step} ' if mark else ''}in {folder}; existing steps: {listed}")
 
 
 def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:

@@ -10,6 +10,10 @@ One step is one folder with three parts, written by all hosts together and made 
 Frozen parameters that the run read from another run or a published folder are not saved; a restore reads them there
 again (`warm_start.Origin`).
 
+Between such steps the parameters alone may be saved, as steps of the same form without opt_state and data:
+
+    RUN/params/150/state, meta
+
 A checkpoint does not depend on the number of hosts or the mesh that wrote it. The state is restored into any requested
 shardings, every reader gets the union of all streams, and the fingerprints of arrays do not depend on their sharding.
 """
@@ -50,6 +54,7 @@ class Checkpoints:
         directory: str,
         *,
         keep: int,
+        keep_params: int | None = None,
         timeout_seconds: float | None = None,
         read_only: bool = False,
         origin: Origin | None = None,
@@ -59,6 +64,7 @@ class Checkpoints:
         Args:
           directory: local or gs://, shared by all hosts.
           keep: number of latest steps to keep.
+          keep_params: number of latest steps with parameters alone to keep; None: none can be saved.
           timeout_seconds: time limit of a save, and of a restore before the watchdog ends the run; None: depends on
             the bytes per host (`writing.limit_seconds`).
           read_only: creates and removes nothing, so that it can be used while a job runs.
@@ -67,8 +73,9 @@ class Checkpoints:
         Raises:
           UserError: `keep` is below 1, or the folder to read does not exist.
         """
-        if keep < 1:
-            raise UserError(f"checkpoints: keep is {keep}; expected at least 1")
+        for name, value in (("keep", keep), ("keep_params", keep_params)):
+            if value is not None and value < 1:
+                raise UserError(f"checkpoints: {name} is {value}; expected at least 1")
         self._directory = paths.resolve(directory)
         if read_only and not self._directory.exists():
             raise UserError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
@@ -79,11 +86,16 @@ class Checkpoints:
         self._timeout_seconds = timeout_seconds
         self._costs: list[Cost] = []
         self._quiet = contextlib.ExitStack()  # from the start of a save until it is complete, or until `close`
+        self._manager = self._opened_at(self._directory, keep, read_only=read_only)
+        self._params_directory = self._directory.parent / steps.PARAMS_FOLDER
+        self._params_manager = self._opened_at(self._params_directory, keep_params) if keep_params else None
+
+    def _opened_at(self, directory: paths.Path, keep: int, *, read_only: bool = False) -> ocp.CheckpointManager:
         if not read_only and distributed.is_host_zero():
-            steps.set_incomplete_aside(self._directory)
-        distributed.barrier("checkpoints/open", timeout_seconds=OPEN_SECONDS)
-        self._manager = ocp.CheckpointManager(
-            self._directory,
+            steps.set_incomplete_aside(directory)
+        distributed.barrier(f"checkpoints/open {directory.name}", timeout_seconds=OPEN_SECONDS)
+        return ocp.CheckpointManager(
+            directory,
             options=ocp.CheckpointManagerOptions(
                 # For a reader, the values that Orbax would otherwise set with a warning: it neither saves nor removes.
                 max_to_keep=None if read_only else keep,
@@ -115,9 +127,32 @@ class Checkpoints:
         """
         reading.require_arrays(state)
         self.wait()
-        began = time.monotonic()
         if step in self._manager.all_steps():
             raise RuntimeError(f"step {step} is already saved in {self._directory}; a save never overwrites")
+        self._start(self._manager, self._directory, step, state=state, data=data, meta=meta)
+
+    def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:
+        """Starts an asynchronous save of parameters alone; otherwise like `save`.
+
+        Saved parameters of this step and later ones are removed: a resumed run repeats these steps.
+        """
+        assert self._params_manager is not None, "opened without keep_params"
+        self.wait()
+        for repeated in [there for there in self._params_manager.all_steps() if there >= step]:
+            self._params_manager.delete(repeated)
+        self._start(self._params_manager, self._params_directory, step, state={"params": params}, data={}, meta=meta)
+
+    def _start(
+        self,
+        manager: ocp.CheckpointManager,
+        directory: paths.Path,
+        step: int,
+        *,
+        state: Any,
+        data: Mapping[str, bytes],
+        meta: Mapping[str, Any],
+    ) -> None:
+        began = time.monotonic()
         content, left_out = reading.describe(state), self.left_out
         state = reading.without(state, left_out.arrays if left_out else ())
         described = steps.sealed(
@@ -133,7 +168,7 @@ class Checkpoints:
         host_bytes = reading.host_bytes(state)
         self._writing = Writing(
             step,
-            self._directory,
+            directory,
             size_bytes=size_bytes,
             host_bytes=host_bytes,
             limit_seconds=self._limit_seconds(host_bytes),
@@ -141,15 +176,11 @@ class Checkpoints:
         )
         self._quiet.enter_context(library_noise.while_saving())
         with self._giving_up():
-            self._writing.start(lambda: self._manager.save(step, args=parts, force=True), finish=self._finish)
+            self._writing.start(lambda: manager.save(step, args=parts, force=True), finish=lambda: _finish(manager))
 
     def _tell(self, error: BaseException) -> None:
         if self._writing is not None:
             self._writing.fail(error)
-
-    def _finish(self) -> None:
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
 
     def latest_step(self) -> int | None:
         """Returns the latest complete step that host 0 sees, or None."""
@@ -349,6 +380,13 @@ class Checkpoints:
             self.wait()
             if not self._given_up:
                 self._manager.close()
+                if self._params_manager is not None:
+                    self._params_manager.close()
+
+
+def _finish(manager: ocp.CheckpointManager) -> None:
+    manager.wait_until_finished()
+    manager.check_for_errors()
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:

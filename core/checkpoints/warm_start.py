@@ -217,6 +217,11 @@ class SavedParameters:
         return reading.differences(kinds, wanted)
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether the parameters are the average of the run's optimizer."""
+        return bool(self.meta.get(steps.AVERAGED))
+
+    @property
     def left_out(self) -> LeftOut | None:
         """The parameters that the step leaves out."""
         return self._described.left_out

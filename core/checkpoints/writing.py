@@ -272,10 +272,12 @@ class SaveCosts:
         """Reports the total: `checkpoints: 3 saved, 420 MiB each; training waited 600 ms per save, 4.9 % of 37 s`."""
         if not self._costs:
             return
+        most_bytes = max(cost.bytes for cost in self._costs)
+        each = "each" if all(cost.bytes == most_bytes for cost in self._costs) else "or less each"
         training_seconds = max(self._clock() - self._began, 1e-9)
         blocked = sum(cost.blocked_seconds for cost in self._costs)
         self._say(
-            f"checkpoints: {len(self._costs)} saved, {units.size(self._costs[-1].bytes)} each; training waited "
+            f"checkpoints: {len(self._costs)} saved, {units.size(most_bytes)} {each}; training waited "
             f"{units.seconds(blocked / len(self._costs), digits=2)} per save, "
             f"{100 * blocked / training_seconds:.2g} % of {units.seconds(training_seconds)}"
         )

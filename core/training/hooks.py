@@ -199,6 +199,37 @@ class Save(Hook):
             self._costs.add(cost)
 
 
+class SaveParams(Hook):
+    """Saves the parameters alone at the steps that are due; `Save` reports what the saves cost and their errors."""
+
+    def __init__(
+        self,
+        checkpoints: Any,
+        evaluated: Callable[[TrainState], Any],
+        meta: Mapping[str, Any],
+        *,
+        due: Callable[[int], bool],
+        check: Callable[[], None] = lambda: None,
+    ):
+        """Takes a run's `Checkpoints`, and a function that returns the parameters that an evaluation uses.
+
+        For the other arguments see `Save`.
+        """
+        self._checkpoints, self._evaluated, self._meta = checkpoints, evaluated, meta
+        self._due, self._check = due, check
+
+    def needs_state(self, step: int) -> bool:
+        """Returns True if a save is due."""
+        return self._due(step)
+
+    def at_boundary(self, step: int, state: TrainState) -> None:
+        """Starts an asynchronous save; the arrays are copied off the devices when this returns."""
+        with phase.enter(phase.SAVING):
+            self._checkpoints.wait()
+            self._check()
+            self._checkpoints.save_params(step, self._evaluated(state), self._meta)
+
+
 class PreemptedError(RuntimeError):
     """The run was preempted after saving a checkpoint, and can be resumed."""
 

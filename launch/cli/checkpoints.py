@@ -52,24 +52,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    folder = steps.folder_of(args.run_dir)
-    rows = inspection.table(folder)
-    print(f"{folder}: {units.counted(len(rows), 'folder')}")
-    if rows:
-        table = [inspection.HEADER, *rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
+    for folder in steps.folders_of(args.run_dir):
+        rows = inspection.table(folder)
+        print(f"{folder}: {units.counted(len(rows), 'folder')}")
+        if rows:
+            table = [inspection.HEADER, *rows]
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
     return exit_codes.DONE
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folder = steps.folder_of(args.run_dir)
-    numbers = steps.complete(folder) if args.step is None else [args.step]
-    if not numbers:
-        raise UserError(f"there is no complete checkpoint in {folder}")
+    if args.step is not None:
+        folders = [steps.find(f"{args.run_dir}@{args.step}")]
+    else:
+        by_folder = {folder: steps.complete(folder) for folder in steps.folders_of(args.run_dir)}
+        folders = [folder / str(step) for folder, found in by_folder.items() for step in reversed(found)]
+    if not folders:
+        raise UserError(f"there is no complete checkpoint in {steps.folder_of(args.run_dir)}")
     damaged = False
-    for number in reversed(numbers):
-        result = inspection.verify(steps.find(f"{args.run_dir}@{number}"))
+    for folder in folders:
+        result = inspection.verify(folder)
         damaged |= bool(result.damaged)
         print(result.describe(), flush=True)
     return exit_codes.FAILED if damaged else exit_codes.DONE

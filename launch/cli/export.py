@@ -57,12 +57,16 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(model, DecoderConfig):
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
     shapes, specs = _shapes(model)
-    if differences := warm_start.SavedParameters(step).problems(shapes, specs):
+    saved = warm_start.SavedParameters(step)
+    if differences := saved.problems(shapes, specs):
         listed = "\n  ".join(units.shortened(differences, most=warm_start.MOST_LINES))
         raise UserError(f"{args.run}: the parameters of step {step.name} are not those of its model:\n  {listed}")
     optimizer = experiment.optimizer.bound(specs)
-    if optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes)):
-        raise UserError(f"{args.run}: the optimizer averages parameters; exporting averages is not supported")
+    if optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes)) and not saved.is_averaged:
+        raise UserError(
+            f"{args.run}: the optimizer averages parameters, and step {step.name} has the average in the optimizer's "
+            "state, which is not exported; a step of the parameters alone (params_checkpoint_interval) is"
+        )
     if model.lora is not None and not args.merge and not _is_published(experiment.init_from):
         raise UserError(
             f"{args.run}: its base is {experiment.init_from or 'no published model'!r}, "

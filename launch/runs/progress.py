@@ -60,6 +60,12 @@ def show_summary(
         keep=experiment.keep_checkpoints,
         size_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved)),
     )
+    if every := experiment.params_checkpoint_interval:
+        alone = units.size(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved.params)))
+        saves += (
+            f"; the parameters alone every {units.counted(every, 'step')}, keeping the latest "
+            f"{experiment.keep_params_checkpoints}, {alone} each"
+        )
     if left_out:
         saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"

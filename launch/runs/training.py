@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core import distributed, metrics, paths, slices
+from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
 from core.errors import UserError
@@ -14,6 +15,7 @@ from core.health import heartbeat, phase
 from core.step import TrainState
 from core.training import compilation, evaluation, goodput, hooks, prefetch, profiling, run_lock
 from core.training.trainer import Hook, TrainStep
+from core.types import Params
 from launch import config, environment, program_identity
 from launch.runs import progress
 from launch.runs.prepared_run import INIT_FROM, Run
@@ -44,8 +46,14 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
       The last validation means, such as `validation/loss`; empty if nothing is evaluated.
     """
     with phase.enter(phase.RESTORING):
-        limits = {"keep": run.experiment.keep_checkpoints, "timeout_seconds": run.experiment.save_limit_seconds}
-        checkpoints = Checkpoints(run.checkpoint_dir, **limits, origin=run.origin)
+        settings = run.experiment
+        checkpoints = Checkpoints(
+            run.checkpoint_dir,
+            keep=settings.keep_checkpoints,
+            keep_params=settings.keep_params_checkpoints if settings.params_checkpoint_interval else None,
+            timeout_seconds=settings.save_limit_seconds,
+            origin=run.origin,
+        )
         start = restore_or_init(run, checkpoints)
         run = dataclasses.replace(run, meta={**run.meta, **start.meta})
     with contextlib.ExitStack() as stack:
@@ -180,15 +188,15 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
     preemption = hooks.StopWhenPreempted(distributed.preempted)
     used = [hooks.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers), *_logging(now)]
     if run.host.is_zero:
-        steps = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
-        used.append(goodput.Goodput(run.run_dir, **steps, write=now.writers.scalars, say=now.lines.note))
+        told = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
+        used.append(goodput.Goodput(run.run_dir, **told, write=now.writers.scalars, say=now.lines.note))
     if (every := run.experiment.compare_interval) and run.program.partitioner.mesh.size > 1:
         from core.training import replicas
 
         used.append(replicas.Compare(heartbeat.compare, every=every))
     if evaluate:
         used.append(evaluate)
-    used += [_saving(now, checkpoints, batches, preemption), preemption, *_profiles(now)]
+    used += [*_saving(now, checkpoints, batches, preemption), preemption, *_profiles(now)]
     if file := environment.read("RENGA_STEP_FILE"):
         used.append(hooks.NoteStep(file, name=f"host {run.host.index}", step=now.first_step))
     if now.lock:
@@ -242,7 +250,7 @@ def _evaluation(now: _UnderWay) -> evaluation.Evaluate | None:
 
 def _saving(
     now: _UnderWay, checkpoints: Checkpoints, batches: prefetch.Prefetch, preemption: hooks.StopWhenPreempted
-) -> hooks.Save:
+) -> list[Hook]:
     run, lock = now.run, now.lock
 
     def due(step: int) -> bool:
@@ -254,7 +262,19 @@ def _saving(
             lock.check(now=True)
 
     costs = SaveCosts(say=now.lines.note, write=now.writers.scalars)
-    return hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs, check=check, say=now.lines.note)
+    save = hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs, check=check, say=now.lines.note)
+    if not (every := run.experiment.params_checkpoint_interval):
+        return [save]
+    optimizer, abstract = run.program.optimizer, run.program.abstract_state
+    meta = {**run.meta, steps.AVERAGED: optimizer.is_averaging(abstract.opt_state)}
+
+    def evaluated(state: TrainState) -> Params:
+        return optimizer.evaluated(state.params, state.opt_state)
+
+    def due_alone(step: int) -> bool:
+        return step % every == 0 and not due(step)
+
+    return [save, hooks.SaveParams(checkpoints, evaluated, meta, due=due_alone, check=check)]
 
 
 def _profiles(now: _UnderWay) -> list[Hook]:

@@ -153,7 +153,9 @@ def _notes(saved: warm_start.SavedParameters, model: Model) -> tuple[str, ...]:
         f"{name} = {theirs!r} in {where}, {ours!r} in the model"
         for name, (theirs, ours) in differing_settings(other.model, model).items()
     ]
-    if is_averaging:
+    if saved.is_averaged:
+        lines.append(f"the parameters of {where} are an average, which its optimizer keeps for evaluation")
+    elif is_averaging:
         lines.append(f"the optimizer of {where} averages parameters: the parameters are taken, not their average")
     return tuple(lines)
 

@@ -9,7 +9,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import reading, steps, store
+from core import paths
+from core.checkpoints import inspection, reading, steps, store
+from core.checkpoints.warm_start import SavedParameters
 from core.errors import UserError
 from core.health import phase
 from core.health.failure_diagnosis import Limits
@@ -134,6 +136,32 @@ def test_the_latest_are_kept_and_found(opened, state, tmp_path):
         checkpoints.save(10, state=state, data={}, meta={})
     with pytest.raises(ValueError, match=r"no complete checkpoint of step 1 .*existing: \[9, 10\]"):
         checkpoints.restore(1, abstract(state))
+
+
+@pytest.mark.covers("C15")
+def test_parameters_alone_are_saved_between_steps_and_never_resumed_from(opened, state, tmp_path):
+    checkpoints = opened(keep_params=2)
+    checkpoints.save(10, state=state, data={}, meta={})
+    for step in (11, 12, 13):
+        checkpoints.save_params(step, state.params, {"averaged": False})
+    checkpoints.wait()
+    alone = paths.resolve(tmp_path / "params")
+    assert steps.complete(alone) == [12, 13]
+    assert checkpoints.restore_newest(abstract(state))[0] == 10
+    found = steps.find(f"{tmp_path}@13")
+    assert found == alone / "13"
+    assert steps.find(str(tmp_path)).name == "10"
+    assert inspection.verify(found).describe().startswith("step 13: intact (2 arrays, ")
+    w = SavedParameters(found).load(abstract(state).params, None, progress=lambda *_: None)["decoder/linear"]["w"]
+    np.testing.assert_array_equal(w, state.params["decoder/linear"]["w"])
+    with pytest.raises(UserError, match=r"of step 11 .*existing steps: 10; with parameters alone: 12, 13"):
+        steps.find(f"{tmp_path}@11")
+    repeated = opened(keep_params=2)
+    repeated.save_params(12, state.params, {"averaged": False})  # by a run that resumed from step 10
+    repeated.wait()
+    assert steps.complete(alone) == [12]
+    with pytest.raises(ValueError, match="keep_params is 0"):
+        opened(keep_params=0)
 
 
 @pytest.mark.covers("C04")

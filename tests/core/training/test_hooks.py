@@ -110,6 +110,16 @@ def test_save_takes_the_position_at_that_moment():
     assert costs.told == ["the first", "the last", "end"]
 
 
+@pytest.mark.covers("C15")
+def test_parameters_are_saved_alone_as_they_are_evaluated():
+    checkpoints, alone = Checkpoints(), []
+    checkpoints.save_params = lambda *args: alone.append((checkpoints.waited, *args))
+    save = hooks.SaveParams(checkpoints, lambda state: f"average of {state}", {"seed": 7}, due=lambda step: step == 4)
+    assert [step for step in range(1, 9) if save.needs_state(step)] == [4]
+    save.at_boundary(4, "state 4")
+    assert alone == [(1, 4, "average of state 4", {"seed": 7})]
+
+
 def last_step(step, **metrics):
     return trainer.LastStep(step, f"state {step}", lambda: metrics)
 

@@ -21,6 +21,7 @@ from launch.runs import prepared_run, training
 
 ROOT = environment.WORKSPACE
 
+AVERAGED = ["OPTIMIZER = @optimizers.averaged()", "optimizers.averaged.optimizer = @optimizers.adamw()"]
 SMALL = [
     "NUM_STREAMS = 4",
     "TOTAL_STEPS = 12",
@@ -187,6 +188,27 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
     one_process = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
     said = launch(*one_process, *endless, "--steps", str(saved + 2), slice_name="v4-16")
     assert f"resumed from {saved}" in said
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+@pytest.mark.covers("C15")
+def test_parameters_alone_are_saved_between_checkpoints_averaged_and_exported(launch, tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    every = [f"experiment.Experiment.{name} = 2" for name in ("params_checkpoint_interval", "keep_params_checkpoints")]
+    bindings = small(*every, *AVERAGED, "transformer.Transformer.num_kv_heads = 4", "PROMPT = ''")
+    said = launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(run_dir), *bindings)
+    card = " ".join(said.replace("│", " ").split())
+    assert "the parameters alone every 2 steps, keeping the latest 2, 177 KiB each" in card
+    assert re.search(r"checkpoints: 6 saved, [\d.]+ [KM]iB or less each", said)
+    verified = launch("checkpoints", "verify", str(run_dir))
+    found = re.findall(r"step (\d+): intact \((\d+) arrays.*", verified)
+    assert [int(step) for step, _ in found] == [12, 6, 10, 8]
+    assert int(found[0][1]) > 3 * int(found[2][1])
+    launch("export", f"{run_dir}@10", "--out", str(out), "--dtype", "float32")
+    assert (out / "model.safetensors").exists()
+    refused = launch("export", str(run_dir), "--out", str(tmp_path / "none"), code=exit_codes.USER_ERROR)
+    assert "a step of the parameters alone (params_checkpoint_interval) is" in refused
 
 
 @pytest.mark.covers("T10", "O07")
