@@ -170,17 +170,17 @@ class _Loop:
             phase.at(phase.BETWEEN, step=step)
             for hook in self._hooks:
                 hook.before_step(step)
-            self._dispatch(step, reader)
+            dispatched = self._dispatch(step, reader)
             if unread is not None:
                 reader.read(unread)
-            unread = self._last
+            unread = dispatched
             if step == total_steps or any(hook.needs_state(step) for hook in self._hooks):
-                reader.read(unread)
+                reader.read(dispatched)
                 unread = None
                 reader.boundary(step, self._state)
         return self._state
 
-    def _dispatch(self, step: int, reader: _Reader) -> None:
+    def _dispatch(self, step: int, reader: _Reader) -> _Dispatched:
         with phase.enter(phase.READING), jax.profiler.TraceAnnotation(INPUT):
             batch = next(self._batches)
         self._is_between_steps = False
@@ -188,6 +188,7 @@ class _Loop:
             self._state, metrics = self._train_step(self._state, batch)
         self._step, self._is_between_steps = step, True
         self._last = _Dispatched(step, metrics, self._batches.input_wait_seconds)
+        return self._last
 
     def close(self, error: BaseException | None) -> None:
         """Closes every hook; after an exception of the loop, gives them the last step first."""
