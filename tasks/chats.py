@@ -24,7 +24,7 @@ import numpy as np
 
 from core import paths, units
 from core.errors import UserError
-from tasks import documents, packing
+from tasks import documents, packing, text_formats
 from tasks.documents import VALIDATION_PERCENT, File, StreamSpec, list_files, pattern_problems, validation_names
 from tasks.ids import ChatVocabulary
 from tasks.streams import Stream
@@ -99,7 +99,9 @@ class ChatFiles:
             local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
             wrong = pattern_problems(f"text.chats.{name}", local, kinds=(".jsonl",))
             files = () if wrong else list_files(tuple(local))
-            found += wrong + documents.first_problems(files, read_line=read_chat, where=f"text.chats.{name}")
+            found += wrong + documents.first_problems(
+                files, first=functools.partial(documents.first_lines, read_chat), where=f"text.chats.{name}"
+            )
         if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
             found += [self._too_few(split) for split, chats in self._splits.items() if len(chats) < self.num_streams]
         return found
@@ -273,6 +275,8 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
 def _lines(files: Sequence[File]) -> Iterator[tuple[str, Chat]]:
     """Yields each conversation of the files with the text of its line."""
     for file in files:
-        for number, line in enumerate(paths.resolve(file.path).read_bytes().split(b"\n"), 1):
+        with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
+            content = stream.read()
+        for number, line in enumerate(content.split(b"\n"), 1):
             if chat := read_chat(file.path, number, line):
                 yield line.decode(), chat

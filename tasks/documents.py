@@ -17,17 +17,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from core import paths, units
 from core.errors import UserError
+from tasks import text_formats
 from tasks.ids import Vocabulary
 from tasks.streams import Stream
 
 VALIDATION_PERCENT = 5
 _LARGEST_PYTHON_FILE_BYTES = 2**20
-_LARGEST_DOCUMENT_BYTES = 256 * 2**20
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 _MOST_FILES = 32  # files that are checked before a run, spread evenly over the list
 _MOST_BYTES = 2**20  # bytes checked per file
@@ -72,18 +71,13 @@ def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
     return tuple(File(path[len(common) :].lstrip("/"), path, size) for path, size in sorted(sizes.items()))
 
 
-def is_json(files: tuple[File, ...]) -> bool:
-    """Returns True if these are .jsonl files."""
-    return bool(files) and files[0].path.endswith(".jsonl")
-
-
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
     """Splits files into training and validation by name; with two or more files, neither is empty."""
     chosen = validation_names(file.name for file in files)
     return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
 
 
-def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = (".txt", ".jsonl")) -> list[str]:
+def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = text_formats.KINDS) -> list[str]:
     """Returns the problems of local file patterns, each with its fix.
 
     Args:
@@ -94,17 +88,19 @@ def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = 
     found = []
     for pattern in patterns:
         files = list_files((pattern,))
-        found_kinds = sorted({pathlib.Path(file.path).suffix for file in files})
+        wrong = sorted({text_formats.kind(file.path) for file in files} - set(kinds))
         if paths.resolve(pattern).is_dir():
             found.append(f"{where}: {pattern!r} is a folder; name its files, such as {pattern.rstrip('/')}/*{kinds[0]}")
         elif not files:
             found.append(f"{where}: no file matches {pattern!r} (in {pathlib.Path.cwd()})")
-        elif found_kinds not in [[kind] for kind in kinds]:
-            expected = " or only ".join(kinds)
-            found.append(f"{where}: {pattern!r} matches files {_endings(found_kinds)}, expected only {expected}")
+        elif wrong:
+            expected = f"{', '.join(kinds)} (text also compressed: {', '.join(text_formats.COMPRESSIONS)})"
+            found.append(f"{where}: {pattern!r} matches files {_endings(wrong)}, expected {expected}")
         elif not any(file.size_bytes for file in files):
             found.append(f"{where}: all {len(files)} files that match {pattern!r} are empty")
-        large = [f.path for f in files if f.path.endswith(".txt") and f.size_bytes > _LARGEST_DOCUMENT_BYTES]
+        large = [
+            f.path for f in files if f.path.endswith(".txt") and f.size_bytes > text_formats.LARGEST_DOCUMENT_BYTES
+        ]
         if large:
             found.append(f"{where}: {large[0]} is one document of over 256 MiB; split it, or write .jsonl")
     return found
@@ -181,6 +177,10 @@ class Corpus(Protocol):
         """Returns a hexadecimal hash, equal for sources that give the same documents in the same order."""
 
 
+class MalformedDocument(UserError):
+    """One document is invalid; those after it can be read."""
+
+
 class Intake:
     """Validates and counts the documents of one source on this host; all streams of the source share it."""
 
@@ -237,7 +237,7 @@ def json_line(path: str, number: int, line: bytes) -> Any:
       line: the line itself.
 
     Raises:
-      UserError: the line is not JSON; the message names file and line.
+      MalformedDocument: the line is not JSON; the message names file and line.
     """
     if not line.strip():
         return None
@@ -246,7 +246,7 @@ def json_line(path: str, number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error})") from error
+        raise MalformedDocument(f"{where}: not JSON ({error})") from error
 
 
 def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
@@ -257,14 +257,16 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
       path, number, line: as in `json_line`.
 
     Raises:
-      UserError: the line is not JSON or has no text in `field`; the message names file and line.
+      MalformedDocument: the line is not JSON or has no text in `field`; the message names file and line.
     """
     if not line.strip():
         return b""
     where, record = f"{path}:{number}", json_line(path, number, line)
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UserError(f"{where}: no text in field {field!r}, found {_has(record, field)}; set text.files.field")
+        raise MalformedDocument(
+            f"{where}: no text in field {field!r}, found {_has(record, field)}; set text.files.field"
+        )
     return checked(encoded(text, where=where), where=where)
 
 
@@ -272,7 +274,7 @@ def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
     """Returns the text of one file (or of its beginning) as UTF-8; empty if it holds only white space.
 
     Raises:
-      UserError: the content is not text; the message names file and line.
+      MalformedDocument: the content is not text; the message names file and line.
     """
     return checked(content, where=path, is_cut=is_cut)
 
@@ -286,72 +288,78 @@ def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
       is_cut: `content` is only the beginning, possibly cut inside a character.
 
     Raises:
-      UserError: the bytes are not UTF-8, or contain a NUL character.
+      MalformedDocument: the bytes are not UTF-8, or contain a NUL character.
     """
     _require_utf8(content, where, is_cut=is_cut)
     if (at := content.find(b"\0")) >= 0:
-        raise UserError(f"{where}: a NUL character at byte {at}: the file is not text, or is damaged")
+        raise MalformedDocument(f"{where}: a NUL character at byte {at}: the file is not text, or is damaged")
     return content if content.strip() else b""
 
 
 def encoded(text: str, *, where: str) -> bytes:
-    """Encodes text as UTF-8. Raises UserError for half a surrogate pair."""
+    """Encodes text as UTF-8. Raises MalformedDocument for half a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
+        raise MalformedDocument(
             f"{where}: half a surrogate pair ({text[error.start]!a}) at character {error.start + 1}, which is not text"
         ) from error
 
 
-def first_problems(
-    files: Sequence[File], *, read_line: Callable[[str, int, bytes], Any] | None, where: str
-) -> list[str]:
+def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[Any]], where: str) -> list[str]:
     """Returns the problems found at the beginning of up to 32 local files.
 
     Args:
       files: files on a local disk.
-      read_line: reads one line, given path, number and bytes; a false value is blank. None: each file is one document.
+      first: reads the first documents of a file; a false value is blank.
       where: the configuration setting that names the files, for messages.
     """
     step = max(1, -(-len(files) // _MOST_FILES))
     looked_at, found, has_text = files[::step][:_MOST_FILES], [], False
     for file in looked_at:
         try:
-            for document in _first_documents(file, read_line):
+            for document in first(file):
                 has_text |= bool(document)
         except UserError as error:
             found.append(f"{where}: {error}")
-        except OSError as error:
-            found.append(f"{where}: cannot read {file.path}: {error.strerror}")
         if len(found) == _MOST_PROBLEMS:
             break
-    whole = len(looked_at) == len(files) and all(file.size_bytes <= _MOST_BYTES for file in files)
+    whole = len(looked_at) == len(files) and all(
+        file.size_bytes <= _MOST_BYTES and not text_formats.is_compressed(file.path) for file in files
+    )
     if whole and files and not found and not has_text:
         found.append(f"{where}: {units.counted(len(files), 'file')} with only white space and no text")
     return found
 
 
-def _first_documents(file: File, read_line: Callable[[str, int, bytes], Any] | None) -> Iterator[Any]:
-    with Path(file.path).open("rb") as opened:
-        content = opened.read(_MOST_BYTES)
-    is_cut = len(content) < os.stat(file.path).st_size  # noqa: PTH116 (one call, beside the read)
-    if read_line is None:
-        yield file_text(file.path, content, is_cut=is_cut)
-        return
+def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iterator[Any]:
+    """Reads the lines in the first MiB of a file with `read_line`, which is given path, number and bytes."""
+    content, is_cut = _beginning(file)
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1] if is_cut else lines, start=1):
         yield read_line(file.path, number, line)
 
 
+def first_text(file: File) -> Iterator[bytes]:
+    """Reads the first MiB of a file that is one document."""
+    content, is_cut = _beginning(file)
+    yield file_text(file.path, content, is_cut=is_cut)
+
+
+def _beginning(file: File) -> tuple[bytes, bool]:
+    """Returns the first MiB of a file, decompressed, and whether there is more."""
+    with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
+        return stream.read(_MOST_BYTES), bool(stream.read(1))
+
+
 def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:
-    """Raises UserError for bytes that are not UTF-8. If `is_cut`, the last character may be incomplete."""
+    """Raises MalformedDocument for bytes that are not UTF-8. If `is_cut`, the last character may be incomplete."""
     try:
         codecs.utf_8_decode(content, "strict", not is_cut)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         at = "" if b"\n" not in content else f", in line {line}"
-        raise UserError(
+        raise MalformedDocument(
             f"{where}: not UTF-8 text (byte 0x{content[error.start]:02x} at {error.start}{at}); convert it, such as "
             "iconv -f latin1 -t utf-8"
         ) from error

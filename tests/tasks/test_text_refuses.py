@@ -18,7 +18,7 @@ def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
     assert "no file matches" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]
     (tmp_path / "a.csv").write_text("x")
     (csv,) = text.files(train=f"{tmp_path}/*", **options).problems()
-    assert "ending in .csv, expected only .txt or only .jsonl" in csv
+    assert "ending in .csv, expected .txt, .jsonl, .parquet" in csv
     (tmp_path / "LICENSE").write_text("x")
     (licence,) = text.files(train=f"{tmp_path}/LICENSE", **options).problems()
     assert "LICENSE' matches files without an ending, expected" in licence

@@ -1,0 +1,115 @@
+"""Opens files of text by their endings: .txt and .jsonl, each also .gz, .zst or .bz2, and .parquet.
+
+pyarrow decompresses and reads columns; a missing end, a wrong checksum and a damaged footer are errors that name the
+file.
+"""
+
+import contextlib
+import io
+import itertools
+import pathlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from core import paths
+from core.errors import UserError
+
+KINDS = (".txt", ".jsonl", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+LARGEST_DOCUMENT_BYTES = 256 * 2**20
+_BUFFER_BYTES = 2**20
+_ROWS = 1024  # of a .parquet file that are decoded at a time
+
+
+class UnreadableFile(UserError):
+    """A file that cannot be read, or only in part."""
+
+
+def kind(path: str) -> str:
+    """Returns the ending of a file: `.jsonl` for `a.jsonl` and `a.jsonl.gz`, but `.csv.gz` for `a.csv.gz`."""
+    name = pathlib.PurePath(path)
+    if not is_compressed(path):
+        return name.suffix
+    packed = pathlib.PurePath(name.stem).suffix
+    return packed if packed in (".txt", ".jsonl") else f"{packed}{name.suffix}"
+
+
+def is_compressed(path: str) -> bool:
+    """Returns True if a file must be decompressed from its beginning."""
+    return pathlib.PurePath(path).suffix in COMPRESSIONS
+
+
+def opened(path: str) -> BinaryIO:
+    """Opens a file, local or gs://, for reading its decompressed bytes. Raises UnreadableFile, also while reading."""
+    with reading(path):
+        file = paths.resolve(path).open("rb")
+        if is_compressed(path):
+            import pyarrow
+
+            if not file.read(1):
+                raise UnreadableFile(f"cannot read {path}: it is empty, and not compressed text")
+            file.seek(0)
+            file = pyarrow.CompressedInputStream(file, COMPRESSIONS[pathlib.PurePath(path).suffix])
+        elif not paths.is_remote(path):
+            return file
+        return io.BufferedReader(file, _BUFFER_BYTES)
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Context that raises UnreadableFile, which names the place, if the system or the decompression fails."""
+    try:
+        yield
+    except OSError as error:  # pyarrow's have no strerror
+        raise UnreadableFile(f"cannot read {where}: {error.strerror or f'{error}; write or copy it again'}") from error
+
+
+class Rows:
+    """The texts of one column of a .parquet file.
+
+    Attributes:
+      groups: the number of rows before each row group, and of all rows.
+    """
+
+    def __init__(self, path: str, field: str) -> None:
+        """Reads the footer. Raises UserError if the file is damaged, or has no such column of text."""
+        import pyarrow
+        from pyarrow import parquet
+
+        self._path, self._field = path, field
+        try:
+            with reading(path):
+                self._file = parquet.ParquetFile(paths.resolve(path).open("rb"))
+        except pyarrow.ArrowInvalid as error:
+            raise UnreadableFile(f"cannot read {path}: {error}; write or copy it again") from error
+        schema, meta = self._file.schema_arrow, self._file.metadata
+        if field not in schema.names:
+            raise UserError(f"{path}: no column {field!r}, only {sorted(schema.names)}; set the field of the text")
+        found = schema.field(field).type
+        found = found.value_type if pyarrow.types.is_dictionary(found) else found
+        checks = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+        if not any(getattr(pyarrow.types, f"is_{check}")(found) for check in checks):
+            raise UserError(f"{path}: column {field!r} is {found}, expected text; set the field of the text")
+        self.groups = [0]
+        for group in range(meta.num_row_groups):
+            self.groups.append(self.groups[-1] + meta.row_group(group).num_rows)
+
+    def read(self, start: int, stop: int) -> Iterator[bytes | None]:
+        """Yields the values of rows [start, stop), None for a null; decodes whole row groups."""
+        import pyarrow
+
+        groups = [g for g, (a, b) in enumerate(itertools.pairwise(self.groups)) if a < stop and b > start]
+        at = self.groups[groups[0]] if groups else stop
+        batches = self._file.iter_batches(_ROWS, row_groups=groups, columns=[self._field])
+        while at < stop:
+            with reading(f"{self._path} after row {at}"):
+                batch = next(batches)
+                column = batch.column(0)
+                values: list[Any] = column.cast(pyarrow.large_binary()).to_pylist()
+            yield from values[max(start - at, 0) : stop - at]
+            at += len(values)
+
+
+def row_groups(path: str, field: str) -> list[tuple[int, int]]:
+    """Returns the rows [start, stop) of each row group of a .parquet file."""
+    return list(itertools.pairwise(Rows(path, field).groups))
