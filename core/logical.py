@@ -54,7 +54,7 @@ LOGICAL_AXES: Mapping[str, str] = {
     "layers": "layers of a stack, in model order",
     "puzzles": "rows of a table with one for each puzzle",
 }
-_declared: dict[str, str] = {}
+_declared: dict[str, str] = {"expert": "experts of a mixture"}  # axes that tables may leave out, then replicated
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
-from models import attention, derivatives, rotary
+from models import attention, derivatives, experts, rotary
 from models.attention import KeysAndValues
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 
@@ -64,27 +64,36 @@ class Block(hk.Module):
         self.config = config
         self.kind = kind
 
-    def __call__(self, x: jax.Array, side: Side) -> jax.Array:
-        """Runs the layer, [B, T, D] -> [B, T, D]."""
-        return self.extended(x, side, None)[0]
+    def __call__(self, x: jax.Array, side: Side) -> tuple[jax.Array, experts.Routing | None]:
+        """Runs the layer, [B, T, D] -> [B, T, D]; also returns the sums of the routing, if there are experts."""
+        x, _, routing = self._run(x, side, None)
+        return x, routing
 
-    def extended(self, x: jax.Array, side: Side, before: Earlier | None) -> tuple[jax.Array, KeysAndValues | None]:
+    def extended(self, x: jax.Array, side: Side, before: Earlier) -> tuple[jax.Array, KeysAndValues]:
         """Runs the layer on slots that follow cached ones.
 
         Args:
           x: [B, T, D].
-          side: with `padding` if there is a cache.
-          before: the cached slots; None: there are none, and none are to be cached.
+          side: with `padding`.
+          before: the cached slots.
 
         Returns:
           [B, T, D], and the cache with the new slots.
         """
+        x, after, _ = self._run(x, side, before)
+        assert after is not None
+        return x, after
+
+    def _run(
+        self, x: jax.Array, side: Side, before: Earlier | None
+    ) -> tuple[jax.Array, KeysAndValues | None, experts.Routing | None]:
         x = logical.constrain(x, "batch", "residual_length", "embed")
         mixed, new = self._attention(self._input_norm("attention", x), side, before)
         x = x + self._output_norm("attention", mixed)
         x = checkpoint_name(logical.constrain(x, "batch", "residual_length", "embed"), "attended")
-        x = x + self._output_norm("mlp", self._mlp(self._input_norm("mlp", x), side))
-        return logical.constrain(x, "batch", "residual_length", "embed"), new
+        y, routing = self._feed_forward(self._input_norm("mlp", x), side, before)
+        x = x + self._output_norm("mlp", y)
+        return logical.constrain(x, "batch", "residual_length", "embed"), new, routing
 
     def _input_norm(self, part: str, x: jax.Array) -> jax.Array:
         return normalized(self.config, f"{part}_norm", x)
@@ -93,10 +102,18 @@ class Block(hk.Module):
         return normalized(self.config, f"{part}_post_norm", x) if self.config.post_norm else x
 
     def _weight(
-        self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int, in_dims: int = 1
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        fan_in: int,
+        in_dims: int = 1,
+        stacked: int = 0,
     ) -> jax.Array:
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
-        return logical.param(name, shape, axes, init, in_dims=in_dims, compute_dtype=self.config.dtype)
+        how = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.config.dtype}
+        return logical.param(name, shape, axes, init, **how)
 
     def _biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
         """Adds a bias with these axes, the last ones of x, if the model has it."""
@@ -155,21 +172,51 @@ class Block(hk.Module):
         """Adds the output of the matrix's adapter, if the model has one, to the product with x."""
         if self.config.lora is None:
             return product
-        return self.config.lora.added(name, product, x, _AXES[name], rows=side.rows)
+        return self.config.lora.added(name, product, x, _AXES[name.removeprefix("shared_")], rows=side.rows)
 
-    def _mlp(self, x: jax.Array, side: Side) -> jax.Array:
+    def _feed_forward(
+        self, x: jax.Array, side: Side, before: Earlier | None
+    ) -> tuple[jax.Array, experts.Routing | None]:
         c = self.config
-        d, f = c.embed_dim, c.mlp_dim
-        gate = self._weight("gate", (d, f), ("embed", "mlp"), fan_in=d) if c.gated else None
-        up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
-        down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=2 * c.num_layers * f)
+        if c.experts is None:
+            return self._mlp(x, side), None
+        d, f, e = c.embed_dim, c.expert_dim, c.experts.number
+        init = hk.initializers.TruncatedNormal(d**-0.5)
+        router = logical.param("router", (d, e), ("embed", None), init)
+        inward, outward = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        gate = self._weight("gate", (e, d, f), inward, fan_in=d, stacked=1) if c.gated else None
+        up = self._weight("up", (e, d, f), inward, fan_in=d, stacked=1)
+        down = self._weight("down", (e, f, d), outward, fan_in=2 * c.num_layers * f, stacked=1)
+        real = side.segment_ids > 0
+        if before is not None:
+            real = before.start + jnp.arange(x.shape[1]) >= side.padding[:, None]
+        y, routing = experts.mixture(
+            c.experts,
+            x,
+            experts.Weights(router, gate, up, down),
+            real,
+            activation=c.activation,
+            drops=before is None,
+        )
+        if (width := c.experts.shared_mlp_dim) is not None:
+            y += self._mlp(x, side, prefix="shared_", width=width)
+        return y, routing
+
+    def _mlp(self, x: jax.Array, side: Side, *, prefix: str = "", width: int | None = None) -> jax.Array:
+        c = self.config
+        d, f = c.embed_dim, width or c.mlp_dim
+        gate = self._weight(f"{prefix}gate", (d, f), ("embed", "mlp"), fan_in=d) if c.gated else None
+        up = self._weight(f"{prefix}up", (d, f), ("embed", "mlp"), fan_in=d)
+        down = self._weight(f"{prefix}down", (f, d), ("mlp", "embed"), fan_in=2 * c.num_layers * f)
         if gate is None:
-            hidden = derivatives.activated(self._mlp_input("up", up, x, side), c.activation)
+            hidden = derivatives.activated(self._mlp_input(f"{prefix}up", up, x, side), c.activation)
         else:
-            hidden = self._mlp_input("gate", gate, x, side)
-            hidden = derivatives.gated(hidden, self._mlp_input("up", up, x, side), c.activation)
+            hidden = self._mlp_input(f"{prefix}gate", gate, x, side)
+            hidden = derivatives.gated(hidden, self._mlp_input(f"{prefix}up", up, x, side), c.activation)
         hidden = logical.constrain(hidden, "batch", "length", "mlp")  # [B, T, F]
-        return self._biased("down", self._adapted("down", hidden @ down, hidden, side), ("norm",), among=("all",))
+        return self._biased(
+            f"{prefix}down", self._adapted(f"{prefix}down", hidden @ down, hidden, side), ("norm",), among=("all",)
+        )
 
     def _mlp_input(self, name: str, weight: jax.Array, x: jax.Array, side: Side) -> jax.Array:
         return self._biased(name, self._adapted(name, x @ weight, x, side), ("mlp",), among=("all",))

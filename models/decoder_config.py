@@ -9,6 +9,7 @@ from typing import Any
 
 from core.errors import UserError
 from models import attention, derivatives, rotary
+from models.experts import Experts
 from models.lora import Lora
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
@@ -39,6 +40,7 @@ _CHOICES = {
 _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
 _NOT_SETTINGS = {"remat", "dtype", "attention", "vocab_multiple", "lora"}  # of a run, not of the model's function
+_EXPERTS_NOT_SETTINGS = {"mlp_dim", "capacity", "balance", "z_loss"}  # the width is listed as mlp_dim
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
 _POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
@@ -75,6 +77,7 @@ class DecoderConfig:
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
+      experts: a mixture of experts in place of the feed-forward layer; see `models.experts`.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
@@ -111,6 +114,7 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     scaled_embedding: bool = False
+    experts: Experts | None = None
     lora: Lora | None = None
     vocab_multiple: int = 128
 
@@ -144,10 +148,23 @@ class DecoderConfig:
         if self.lora is not None and not self.gated and "gate" in self.lora.targets:
             targets = tuple(target for target in self.lora.targets if target != "gate")
             raise UserError(f"lora.adapted.targets: this decoder has no matrix 'gate'; set targets = {targets}")
+        self._check_experts()
         if (self.window is None) == (LOCAL in self.kinds):
             raise UserError(
                 f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
                 "window needs local layers"
+            )
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        if self.bias == "all":
+            raise UserError("Transformer.bias = 'all': experts have no biases; expected 'none' or 'qkv'")
+        if self.lora is not None and (wrong := [t for t in self.lora.targets if t in ("gate", "up", "down")]):
+            targets = tuple(target for target in self.lora.targets if target not in wrong)
+            raise UserError(
+                f"lora.adapted.targets: {', '.join(wrong)} are matrices of experts, which have no adapters; set "
+                f"targets = {targets or ('query', 'key', 'value', 'output')}"
             )
 
     def __repr__(self) -> str:
@@ -164,12 +181,21 @@ class DecoderConfig:
             "query_scale": self.score_scale,
             "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
         }
+        if (experts := found.pop("experts")) is not None:
+            routing = dataclasses.asdict(experts)
+            found |= {f"experts.{name}": value for name, value in routing.items() if name not in _EXPERTS_NOT_SETTINGS}
+            found["mlp_dim"] = self.expert_dim
         return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
 
     @property
     def head_width(self) -> int:
         """K: the size of a head."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def expert_dim(self) -> int:
+        """The width of an expert, or of the feed-forward layer if there are none."""
+        return self.mlp_dim if self.experts is None else self.experts.mlp_dim or self.mlp_dim
 
     @property
     def stored_vocab_size(self) -> int:
@@ -190,11 +216,16 @@ class DecoderConfig:
         """Returns training FLOPs per token without recomputation.
 
         6 per parameter of a matrix product, and 6 L T H K for causal attention; in a local layer 12 W H K for a window
-        of W positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6.
+        of W positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
+        that a token passes through.
         """
         inner = self.num_heads * self.head_width
         kv = self.num_kv_heads * self.head_width
-        per_layer = self.embed_dim * (2 * inner + 2 * kv + (3 if self.gated else 2) * self.mlp_dim)
+        width, router = self.mlp_dim, 0
+        if self.experts is not None:
+            width = self.experts.top_k * self.expert_dim + (self.experts.shared_mlp_dim or 0)
+            router = self.experts.number
+        per_layer = self.embed_dim * (2 * inner + 2 * kv + (3 if self.gated else 2) * width + router)
         matmul = self.num_layers * per_layer + self.embed_dim * self.stored_vocab_size
         spans = {GLOBAL: length, LOCAL: min(length, 2 * (self.window or length))}  # twice the mean number attended to
         attended = sum(spans[self.kinds[i % len(self.kinds)]] for i in range(self.num_layers))
@@ -213,4 +244,16 @@ class DecoderConfig:
             num_heads=math.lcm(multiples["heads"], kv_heads * group),
             num_kv_heads=kv_heads,
             head_dim=math.lcm(8, multiples["head_dim"]),
+            experts=self.experts and self._fewer_experts(multiples),
+        )
+
+    def _fewer_experts(self, multiples: Mapping[str, int]) -> Experts:
+        assert self.experts is not None
+        width = math.lcm(16, multiples["mlp"])
+        return dataclasses.replace(
+            self.experts,
+            number=math.lcm(4, multiples["expert"]),
+            top_k=min(self.experts.top_k, 2),
+            mlp_dim=self.experts.mlp_dim and width,
+            shared_mlp_dim=self.experts.shared_mlp_dim and width,
         )

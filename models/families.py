@@ -16,6 +16,7 @@ from core.published_files import CONFIG, read_object
 from core.types import differing_settings
 from models import rope_settings
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
+from models.experts import Experts
 from models.rope_settings import LAYER_TYPES
 
 Config = Mapping[str, Any]
@@ -94,6 +95,9 @@ _REFUSED = {  # with the only supported value
     "add_cross_attention": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_jitter_noise": 0.0,
 }
 _TEXTS = {"hidden_act", "hidden_activation", "activation_function"}
 _NUMBERS = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
@@ -106,7 +110,7 @@ def _problem(key: str, value: Any, *, nullable: bool) -> str:
         return f"{key} is missing"
     if value is None and nullable:
         return ""
-    if key == "tie_word_embeddings":
+    if key in ("tie_word_embeddings", "norm_topk_prob"):
         fits, expected = isinstance(value, bool), "true or false"
     elif key in _TEXTS:
         fits, expected = isinstance(value, str), "the name of an activation"
@@ -164,6 +168,21 @@ def _qwen(config: Config, **other: Any) -> dict[str, Any]:
     if "sliding_attention" in (_layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return _llama(config, **other)
+
+
+def _mixtral(config: Config) -> dict[str, Any]:
+    experts = Experts(number=config["num_local_experts"], top_k=config["num_experts_per_tok"])
+    return _llama(config, window=config["sliding_window"], experts=experts)
+
+
+def _qwen3_moe(config: Config) -> dict[str, Any]:
+    experts = Experts(
+        number=config["num_local_experts"] or config["num_experts"],  # the names of transformers 5 and 4
+        top_k=config["num_experts_per_tok"],
+        mlp_dim=config["moe_intermediate_size"],
+        normalized=config["norm_topk_prob"],
+    )
+    return _qwen(config, qk_norm=True, experts=experts)
 
 
 def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
@@ -270,6 +289,24 @@ _GPT2 = {
     "activation_function": "gelu_new",
     "tie_word_embeddings": True,
 }
+_MIXTRAL = {
+    **_LLAMA,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_MOE = {
+    **_LLAMA,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_local_experts": None,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+}
 _HEADS = {"num_key_value_heads", "head_dim", "max_position_embeddings"}
 _CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "max_position_embeddings"}
 _FAMILIES: Mapping[str, _Family] = {
@@ -289,6 +326,8 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma2": _Family(lambda config: _gemma(config, period=2), _GEMMA2, _CAPS),
     "gemma3_text": _Family(_gemma3, _GEMMA3, _CAPS),
     "gemma3": _Family(_gemma3, _GEMMA3_NESTED, _CAPS),
+    "mixtral": _Family(_mixtral, _MIXTRAL, {*_HEADS, "sliding_window"}),
+    "qwen3_moe": _Family(_qwen3_moe, _QWEN3_MOE, {*_HEADS, "num_experts", "num_local_experts"}),
 }
 
 
@@ -312,6 +351,8 @@ def family(model: DecoderConfig) -> str:
     """
     if model.positions == "learned":
         found = "gpt2"
+    elif model.experts is not None:
+        found = "qwen3_moe" if model.qk_norm else "mixtral"
     elif model.norm == "rms_offset":
         found = "gemma3_text" if model.qk_norm else "gemma2"
     elif model.bias == "qkv":
@@ -321,13 +362,16 @@ def family(model: DecoderConfig) -> str:
     else:
         found = "llama" if model.window is None else "mistral"
     again = DecoderConfig(**fields(config(model, found)))
-    wrong = list(differing_settings(again, model))
+    wrong = differing_settings(again, model)
     if model.attention == "none":
-        wrong.append("attention")
+        wrong["attention"] = again.attention, model.attention
     if wrong:
         raise UserError(
             f"no published family has these fields; the nearest is {found}, which needs "
-            + ", ".join(f"{name} = {getattr(again, name)!r} (here {getattr(model, name)!r})" for name in wrong)
+            + ", ".join(
+                f"{name} = {getattr(again, name, theirs)!r} (here {getattr(model, name, ours)!r})"
+                for name, (theirs, ours) in wrong.items()
+            )
         )
     return found
 
@@ -361,8 +405,10 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
     }
     if model.max_positions is not None:
         result["max_position_embeddings"] = model.max_positions
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         result["sliding_window"] = model.window
+    if model.experts is not None:
+        result |= _experts_config(model, model.experts, kind)
     if kind.startswith("gemma"):
         result |= {
             "hidden_activation": _published(model.activation),
@@ -377,12 +423,24 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
     return result
 
 
+def _experts_config(model: DecoderConfig, experts: Experts, kind: str) -> dict[str, Any]:
+    training = {"router_aux_loss_coef": experts.balance, "output_router_logits": experts.balance > 0}
+    if kind == "mixtral":
+        sizes = {"intermediate_size": model.expert_dim, "num_local_experts": experts.number}
+    else:
+        sizes = {"moe_intermediate_size": model.expert_dim, "num_experts": experts.number}
+        sizes |= {"norm_topk_prob": experts.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return {**sizes, "num_experts_per_tok": experts.top_k, **training}
+
+
 _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }

@@ -49,14 +49,25 @@ def sources(model: DecoderConfig) -> dict[str, Source]:
         if model.bias == "qkv":
             block[f"{ours}_bias"] = Source(f"layers.{{}}.self_attn.{theirs}_proj.bias", f"({rows} head_dim)")
     block["output"] = Source("layers.{}.self_attn.o_proj.weight", "embed (heads head_dim)")
-    block |= {part: Source(f"layers.{{}}.mlp.{part}_proj.weight", "mlp embed") for part in ("gate", "up")}
-    block["down"] = Source("layers.{}.mlp.down_proj.weight", "embed mlp")
+    block |= _feed_forward_sources(model)
     result = {
         "embedding": Source("embed_tokens.weight", "vocab embed"),
         "final_norm": Source("norm.weight", "norm"),
         **{f"layers/block/{ours}": source for ours, source in block.items()},
     }
     return result if model.tied else {**result, "unembedding": Source("/lm_head.weight", "vocab embed")}
+
+
+def _feed_forward_sources(model: DecoderConfig) -> dict[str, Source]:
+    layer, names = "mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")}
+    if model.experts is not None and not model.qk_norm:  # Mixtral
+        layer, names = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+    start = f"layers.{{}}.{layer}." + ("" if model.experts is None else "experts.{}.")
+    dims = {"gate": "mlp embed", "up": "mlp embed", "down": "embed mlp"}
+    found = {part: Source(f"{start}{name}.weight", dims[part]) for part, name in names.items()}
+    return (
+        found if model.experts is None else {**found, "router": Source(f"layers.{{}}.{layer}.gate.weight", "_ embed")}
+    )
 
 
 def _gpt2_sources(model: DecoderConfig) -> dict[str, Source]:

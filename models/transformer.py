@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import decoder_block, derivatives, lora, losses, rotary
+from models import decoder_block, derivatives, experts, lora, losses, rotary
 from models.attention import KeysAndValues
 from models.decoder_block import Block, Earlier, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
@@ -64,10 +64,14 @@ class Transformer(DecoderConfig):
     def loss(
         self, params: Params, carry: tuple, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[tuple, LossOutput]:
-        """Returns the cross-entropy in nats summed over supervised positions, and their number; also in evaluation."""
+        """Returns the cross-entropy in nats summed over supervised positions, and their number.
+
+        In training the losses of experts are added; the metric `cross_entropy` is then without them.
+        """
         drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
         rows = random_bits.row_ids(batch) if drops else None
-        return carry, hk.transform(self._loss).apply(params, rng if drops else None, batch, rows)
+        run = hk.transform(functools.partial(self._loss, is_training=is_training))
+        return carry, run.apply(params, rng if drops else None, batch, rows)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the logits, [B, T, vocab_size], float32."""
@@ -88,28 +92,39 @@ class Transformer(DecoderConfig):
         """Returns the residual stream after the last layer and before the final norm, [B, T, D]."""
         return hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
 
-    def _loss(self, batch: Batch, rows: jax.Array | None = None) -> LossOutput:
-        def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array]) -> LossOutput:
+    def _loss(self, batch: Batch, rows: jax.Array | None = None, *, is_training: bool = True) -> LossOutput:
+        def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *routing: Any) -> LossOutput:
             _, targets, weights = side
-            return losses.cross_entropy(self._head(head, x), targets, weights, vocab_size=self.vocab_size)
+            found = losses.cross_entropy(self._head(head, x), targets, weights, vocab_size=self.vocab_size)
+            if self.experts is None:
+                return found
+            return experts.with_routing(self.experts, found, *routing, num_layers=self.num_layers, adds=is_training)
 
         return self._stack(batch, tail, rows)
 
     def _logits(self, batch: Batch) -> jax.Array:
-        return self._stack(batch, lambda head, x, side: self._head(head, x))
+        return self._stack(batch, lambda head, x, *_: self._head(head, x))
 
     def _stack(self, batch: Batch, tail_fn, rows: jax.Array | None = None) -> Any:
         embedding = self._embedding()
         head = self._head_params(embedding)
         side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), rows=rows)
+        has_experts = self.experts is not None
+
+        def layer(x: jax.Array, side: tuple[Side, jax.Array, jax.Array], kind: str = self.kinds[0]) -> Any:
+            x, routing = Block(self, kind)(x, side[0])
+            return x if routing is None else (x, routing.summed(side[2]))
+
         layers = stack.layer_stack(
-            lambda x, side, kind=self.kinds[0]: Block(self, kind)(x, side[0]),
+            layer,
             self.num_layers,
             remat=REMAT[self.remat],
             tail=None if tail_fn is None else stack.Tail(tail_fn, head),
+            outputs="summed" if has_experts else None,
             **self._pattern,
         )
-        return layers(self._embedded(embedding, batch), (side, batch["targets"], batch["weights"]))
+        found = layers(self._embedded(embedding, batch), (side, batch["targets"], batch["weights"]))
+        return found[0] if has_experts else found
 
     def empty_cache(self, rows: int, length: int) -> Cache:
         """Returns an empty cache of keys and values for `rows` rows of at most `length` slots.

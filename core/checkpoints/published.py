@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,17 +30,21 @@ _PART = "shard-{}.tmp"
 
 
 class _Parameter(NamedTuple):
-    """A parameter of the model: its source, and the length in the tensor of each axis but `layers`."""
+    """A parameter of the model: its source, and the length in a tensor of each axis that is no number of tensors."""
 
     source: Source
-    layers: int | None
-    shape: tuple[int, ...]  # of one layer
+    stacked: tuple[int, ...]  # number of tensors along the leading axes: (layers,), (layers, experts) or ()
     sizes: dict[str, int]
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Returns the place of each tensor along the leading axes."""
+        return list(np.ndindex(*self.stacked))
 
     @property
     def names(self) -> list[str]:
         """Returns the names of the tensors that contain the parameter."""
-        return [self.source.name.format(i) for i in range(self.layers or 1)]
+        return [self.source.name.format(*place) for place in self.places]
 
 
 def _described(
@@ -49,13 +54,12 @@ def _described(
     found = {}
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
         name, names, shape = parameters.path_name(path), spec.axes, tuple(leaf.shape)
-        layers = shape[0] if names[:1] == ("layers",) else None
-        if layers is not None:
-            names, shape = names[1:], shape[1:]
-        labels = [label or "_" for label in names]
-        sizes = {label: limits.get(label, size) for label, size in zip(labels, shape, strict=True)}
-        if name in sources:
-            found[name] = _Parameter(sources[name], layers, shape, sizes)
+        if (source := sources.get(name)) is None:
+            continue
+        depth = source.num_stacked
+        labels = [label or "_" for label in names[depth:]]
+        sizes = {label: limits.get(label, size) for label, size in zip(labels, shape[depth:], strict=True)}
+        found[name] = _Parameter(source, shape[:depth], sizes)
     return found
 
 
@@ -98,7 +102,7 @@ class PublishedFolder:
 
     def _use(self, tensors: Mapping[str, safetensors_files.Tensor]) -> None:
         self._tensors = tensors
-        plain = [source.name.format(0) for source in self._unprefixed.values() if not source.name.startswith("/")]
+        plain = [source.name.replace("{}", "0") for source in self._unprefixed.values() if source.name[0] != "/"]
         prefix = next((p for p in self._prefixes if any(p + name in tensors for name in plain)), self._prefixes[0])
         self._sources = {path: source.prefixed(prefix) for path, source in self._unprefixed.items()}
 
@@ -178,18 +182,17 @@ class PublishedFolder:
         for group in groups.values():
             for own in group:
                 progress(own.path, len(arrays) + 1, len(leaves))
-            for layer in range(group[0].parameter.layers or 1):
-                self._fill(group, layer)
+            for name, place in zip(group[0].parameter.names, group[0].parameter.places, strict=True):
+                self._fill(group, name, place)
             arrays |= {own.path: own.placed() for own in group}
         return jax.tree.unflatten(structure, [arrays[path] for path in described])
 
-    def _fill(self, group: Sequence[_Own], layer: int) -> None:
-        """Reads one layer of parameters that are parts of the same tensors."""
-        wanted = [(own.parameter, into, wanted) for own in group for into, wanted in own.of_layer(layer)]
+    def _fill(self, group: Sequence[_Own], name: str, place: tuple[int, ...]) -> None:
+        """Reads the tensor `name`, of which the parameters are parts."""
+        wanted = [(own.parameter, into, wanted) for own in group for into, wanted in own.at(place)]
         wanted = [one for one in wanted if one[1].size]
         if not wanted:
             return
-        name = group[0].parameter.names[layer]
         parts = [parameter.source.part(parameter.sizes, part) for parameter, _, part in wanted]
         reader = safetensors_files.Reader(self._tensors[name], parts)
         for parameter, into, part in wanted:
@@ -222,17 +225,16 @@ class _Own(NamedTuple):
             devices.setdefault(ranges, []).append(device)
         return cls(path, parameter, leaf, {}, devices)
 
-    def of_layer(self, layer: int) -> Iterator[tuple[np.ndarray, dict[str, slice]]]:
-        """Yields, for each part, the array of this layer to fill, and what of each axis of the tensor belongs there."""
-        sizes = self.parameter.sizes
+    def at(self, place: tuple[int, ...]) -> Iterator[tuple[np.ndarray, dict[str, slice]]]:
+        """Yields, for each part, the array of this place to fill, and what of each axis of the tensor belongs there."""
+        sizes, depth = self.parameter.sizes, len(place)
         for ranges in self.devices:
             if ranges not in self.blocks:
                 self.blocks[ranges] = np.zeros([stop - start for start, stop in ranges], self.leaf.dtype)
-            block, own = self.blocks[ranges], ranges
-            if self.parameter.layers is not None:
-                if not ranges[0][0] <= layer < ranges[0][1]:
-                    continue
-                block, own = block[layer - ranges[0][0]], ranges[1:]
+            leading, own = ranges[:depth], ranges[depth:]
+            if not all(start <= i < stop for i, (start, stop) in zip(place, leading, strict=True)):
+                continue
+            block = self.blocks[ranges][tuple(i - start for i, (start, _) in zip(place, leading, strict=True))]
             wanted = {
                 axis: slice(min(start, size), min(stop, size))
                 for (axis, size), (start, stop) in zip(sizes.items(), own, strict=True)
@@ -274,14 +276,15 @@ def tensors_of(
     Raises:
       UserError: a number is beyond the range of the dtype.
     """
-    parts: dict[str, list[tuple[str, int | None, _Parameter]]] = {}
+    parts: dict[str, list[tuple[str, tuple[int, ...], _Parameter]]] = {}
     for path, parameter in _described(shapes, specs, sources, limits).items():
-        for i, name in enumerate(parameter.names):
-            parts.setdefault(name, []).append((path, None if parameter.layers is None else i, parameter))
+        for name, place in zip(parameter.names, parameter.places, strict=True):
+            parts.setdefault(name, []).append((path, place, parameter))
+    read = functools.lru_cache(maxsize=1)(read)  # a layer of experts is read once for all of its tensors
     for name, found in parts.items():
         tensor = np.zeros(found[0][2].source.shape(found[0][2].sizes), dtype)
-        for path, layer, parameter in found:
-            values = read(path, layer)
+        for path, place, parameter in found:
+            values = read(path, place[0] if place else None)[place[1:]]
             _require_range(name, values, tensor.dtype)
             parameter.source.write(tensor, values, parameter.sizes)
         yield name, tensor

@@ -5,9 +5,10 @@ A `Source` describes the dimensions of a tensor by the logical axes of a paramet
     Source("h.{}.attn.c_attn.weight", "embed (0/3 heads head_dim)")
 
 is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `{}` stands
-for the number of the layer: a parameter with the axis `layers` is read from one tensor per layer. `_` is an unnamed
-dimension. An axis may be shorter in the tensor than in the parameter (a vocabulary that is stored rounded up); the
-remaining entries of the parameter are zero, and are not exported.
+for the number of the layer: a parameter with the axis `layers` is read from one tensor per layer. A second `{}` stands
+for the entries of its next axis, such as the experts of a layer. `_` is an unnamed dimension. An axis may be shorter in
+the tensor than in the parameter (a vocabulary that is stored rounded up); the remaining entries of the parameter are
+zero, and are not exported.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Source:
 
     Attributes:
       name: name of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
-      dims: the tensor's dimensions in terms of the parameter's axes; see the module.
+      dims: the tensor's dimensions in terms of the parameter's other axes; see the module.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Source:
     def prefixed(self, prefix: str) -> Source:
         """Returns the source with `prefix` before its tensor name."""
         return Source(self.name[1:] if self.name.startswith("/") else prefix + self.name, self.dims)
+
+    @property
+    def num_stacked(self) -> int:
+        """The number of leading axes of the parameter that have a tensor for each entry."""
+        return self.name.count("{}")
 
     @property
     def _groups(self) -> list[list[str]]:
