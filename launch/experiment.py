@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -32,7 +33,8 @@ from core.types import (
     can,
     missing,
 )
-from launch import environment
+from launch import environment, phases
+from launch.phases import Phase
 from parallel import compiler_options
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
@@ -53,6 +55,8 @@ class Experiment:
       optimizer: from `core.optimizers`, or a transformation of optax, which becomes an `Optimizer`.
       batch_size: rows of a global batch.
       total_steps: the last step; learning rate schedules refer to it too.
+      phases: changes of data, row length, batch size or strategy during the run; see `launch.phases`.
+      phase: if above 0, this experiment has the settings of that phase alone, to report or plan it; 1 is the first.
       accum_steps: microbatches per step.
       gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
@@ -99,6 +103,8 @@ class Experiment:
     optimizer: Optimizer | Transformation
     batch_size: int
     total_steps: int
+    phases: Sequence[Phase] = ()
+    phase: int = 0
     accum_steps: int = 1
     gather_once: bool = False
     compiler_options: compiler_options.Overrides = dataclasses.field(default_factory=dict)
@@ -134,6 +140,10 @@ class Experiment:
         if problems := [*self._wrong_parts(), *self._out_of_range(), *options]:
             raise UserError("Experiment: " + "; ".join(problems))
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
+        spans = self.spans() if self.phases else ()  # refuses settings that a phase cannot have
+        if self.phase and spans:
+            for name in (*phases.CHANGED, "phases", "phase"):
+                object.__setattr__(self, name, getattr(spans[self.phase - 1].experiment, name))
 
     def _wrong_parts(self) -> Iterator[str]:
         """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
@@ -161,10 +171,43 @@ class Experiment:
             value = getattr(self, f"{name}_limit_seconds")
             if value is not None and not 0 < value < math.inf:
                 yield f"{name}_limit_seconds = {value}: expected a finite number above 0"
+        yield from phases.problems(self.phases, total_steps=self.total_steps)
+        if not 0 <= self.phase <= len(self.phases) + 1:
+            yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"
         if self.step_limit_seconds > self.compile_limit_seconds:
             yield (
                 f"step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
                 f"{self.compile_limit_seconds}: a step that compiles takes longer than one that does not"
+            )
+
+    def spans(self) -> tuple[Span, ...]:
+        """Returns the phases of the experiment in order; an experiment without phases is one.
+
+        Raises:
+          UserError: a phase has settings that an experiment cannot have.
+        """
+        ends = [phase.after for phase in self.phases]
+        bounds = zip([0, *ends], [*ends, self.total_steps], strict=True)
+        own = dataclasses.replace(self, phases=(), phase=0) if self.phases else self
+        found = []
+        for number, (first, last) in enumerate(bounds, start=1):
+            try:
+                own = dataclasses.replace(own, **self.phases[number - 2].changes) if number > 1 else own
+            except UserError as error:
+                raise UserError(f"phase {number}: {error}") from error
+            found.append(Span(number, len(ends) + 1, first, last, own))
+        return tuple(found)
+
+    def require_same_state(self) -> None:
+        """Raises UserError if the model carries state whose shapes differ between phases: it belongs to rows."""
+        shapes = {}
+        for span in self.spans() if self.phases else ():
+            batch = batch_shapes(span.experiment.task.spec(span.experiment.batch_size))
+            shapes[span.number] = jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(self.model.init_carry, batch))
+        if wrong := [number for number, found in shapes.items() if found != shapes[1]]:
+            raise UserError(
+                f"phase {wrong[0]} has other rows than phase 1, and the model carries state from batch to batch "
+                "that belongs to rows: keep batch_size and the row length, or make it a run of its own (INIT_FROM)"
             )
 
     @property
@@ -282,6 +325,31 @@ class Experiment:
             frozen=self.frozen,
             frozen_dtype=self.frozen_dtype,
         )
+
+
+class Span(NamedTuple):
+    """One phase of an experiment.
+
+    Attributes:
+      number: of the phase, from 1.
+      count: number of phases.
+      first_step, last_step: the steps done before it and after it.
+      experiment: the experiment of this phase alone, with the same `total_steps`.
+    """
+
+    number: int
+    count: int
+    first_step: int
+    last_step: int
+    experiment: Experiment
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order of its data."""
+        return self.experiment.seed + self.number - 1
+
+    def __str__(self) -> str:
+        return f"phase {self.number} of {self.count}"
 
 
 def padding(model: Model) -> str:

@@ -181,7 +181,8 @@ def load(
         raise UserError(published_files.unknown(text))
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)
-    experiment = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name).config.build()
+    found = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name)
+    experiment = found.config.build().spans()[-1].experiment
     vocabulary = experiment.task.vocabulary
     if vocabulary is not None:
         vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())

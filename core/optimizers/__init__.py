@@ -7,7 +7,7 @@ rules.py       adamw, adafactor, lion, muon, adam_atan2; averages of parameters;
 
 from core.optimizers.base import Optimizer, Rule, Transformation, as_optimizer, from_optax, state_axes
 from core.optimizers.rules import adafactor, adam_atan2, adamw, averaged, lion, muon, with_table
-from core.optimizers.schedules import Schedule, constant, warmup_cosine, warmup_floor, warmup_linear
+from core.optimizers.schedules import Schedule, constant, joined, warmup_cosine, warmup_floor, warmup_linear
 
 __all__ = [
     "Optimizer",
@@ -21,6 +21,7 @@ __all__ = [
     "averaged",
     "constant",
     "from_optax",
+    "joined",
     "lion",
     "muon",
     "state_axes",

@@ -6,12 +6,13 @@ read, before they could cause a NaN loss.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from core.errors import UserError
 
@@ -84,6 +85,24 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
         return peak * jnp.minimum(done / max(warmup_steps, 1), floor + (1 - floor) * _half_cosine(progress))
 
     return schedule
+
+
+def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Returns schedules one after the other (`optax.join_schedules`): for the phases of a run.
+
+    Args:
+      schedules: each is a function of the steps since its boundary; the first, of all steps.
+      boundaries: after which of the run's steps the second schedule begins, the third, …
+
+    Raises:
+      UserError: not one boundary fewer than schedules, or boundaries not in ascending order.
+    """
+    if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted({step for step in boundaries if step > 0}):
+        raise UserError(
+            f"joined: {len(schedules)} schedules and boundaries = {list(boundaries)}: expected "
+            f"{len(schedules) - 1} steps in ascending order"
+        )
+    return optax.join_schedules(schedules, boundaries)
 
 
 def _half_cosine(progress: jax.Array) -> jax.Array:

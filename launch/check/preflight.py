@@ -21,7 +21,7 @@ from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, can
 from launch import environment, findings, flags, terminal
 from launch.config import loader
-from launch.experiment import Experiment, padding
+from launch.experiment import Experiment, Span, padding
 from launch.findings import Finding, is_ready
 from launch.hosts import workstation
 from launch.runs import smoke, warm_start
@@ -73,8 +73,14 @@ def check(
     if experiment is not None:
         if project := experiment.wandb_project:
             _attempt("metrics", lambda: (metrics.require_wandb(project), f"and in {project}"), findings)
-        meant, program = _attempt("layout", lambda: _bind(experiment, smoked=smoked), findings) or (experiment, None)
-        findings += data(experiment, smoked=smoked, hosts=hosts)
+        first, *later = experiment.spans()
+        own = first.experiment
+        meant, program = _attempt("layout", lambda: _bind(own, smoked=smoked), findings) or (own, None)
+        findings += data(own, smoked=smoked, hosts=hosts)
+        if later:
+            _attempt("state", lambda: (experiment.require_same_state(), "the same in all phases"), findings)
+        for span in later:
+            findings += _later(span, smoked=smoked, hosts=hosts)
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
         if initial := _initial_parameters(meant, program, run_dir, hosts):
@@ -82,6 +88,16 @@ def check(
         findings.append(_memory(program, with_activations=not smoked and hosts != "simulated"))
         findings.append(_host_memory(meant, program, hosts))
     return Checked(tuple(findings), experiment, program)
+
+
+def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
+    """Checks a phase after the first."""
+    found: list[Finding] = []
+    if bound := _attempt("layout", lambda: _bind(span.experiment, smoked=smoked), found):
+        found.append(_memory(bound[1], with_activations=not smoked and hosts != "simulated"))
+        found.append(_host_memory(*bound, hosts))
+    found += data(span.experiment, smoked=smoked, hosts=hosts)
+    return [finding._replace(name=f"{finding.name} of phase {span.number}") for finding in found]
 
 
 def require(path: str, **options: Any) -> Checked:

@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     if alone or args.simulate:
         jax.config.update("jax_platforms", "cpu")
     found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
-    built = found.config.build()
+    built = found.config.build().spans()[-1].experiment  # PHASE = N evaluates on the data of another one
     sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
     asked = scoring.select(built.task, **sizes, rows=args.rows)
     experiment = dataclasses.replace(built, task=asked.task)

@@ -233,14 +233,23 @@ def _one_program(args: argparse.Namespace) -> Any:
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
-    experiment = config.build()
-    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    written = []
+    for span in config.build().spans():
+        if span.count > 1:
+            print(f"\n{span}, after step {span.first_step:,} to {span.last_step:,}\n")
+        program = span.experiment.bind(compiled.devices_of(slices.get(span.experiment.slice)))
+        written.append(_described(program, is_compiled=bool(args.compile or args.json)))
+    return written if len(written) > 1 else written[0]
+
+
+def _described(program: Program, *, is_compiled: bool) -> Any:
+    """Prints the report of a program; returns the compiler's figures as JSON values, or None if it is not compiled."""
     print(report.table(program))
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")
     if schedule := program.partitioner.pipeline:
         print("\n" + drawing.text(schedule, stages=program.partitioner.shape["stage"]))
-    if not (args.compile or args.json):
+    if not is_compiled:
         return None
     found = analysis.analyze(program)
     show(found)

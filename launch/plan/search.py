@@ -18,6 +18,8 @@ from parallel.planning.candidates import Candidate, Layout
 from parallel.planning.records import Record
 from parallel.planning.selection import JudgedCandidate
 
+_INNER = "model"  # by this parameter a function such as `lora.adapted` is given a model
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:
@@ -59,7 +61,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     """
     slice_ = slices.get(slice_name)
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
-    experiment = config.build()
+    experiment = config.build().spans()[0].experiment  # PHASE = N plans another one
     writer = Writer(config, experiment)
     for size in set(batch_sizes) - {experiment.batch_size}:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
@@ -159,16 +161,25 @@ class Writer:
         self._model_import = config.import_line(self.remat_home.partition(".")[0]) if self.remat_home else ""
 
     def _constructor(self, value: Any, model: Any) -> str | None:
-        """Returns the constructor of the model that has `remat`, inside the wrappers that `value` refers to."""
+        """Returns the constructor that has `remat`, inside the wrappers and functions of a model that `value` names."""
         path = wrappers.field_path(model, "remat")
-        for attribute in (*(path or ()), None):
-            while isinstance(value, Macro):
-                value = self._values.get(value.name)
-            if path is None or not (isinstance(value, Reference) and value.evaluate and not value.scope):
+        if path is None:
+            return None
+        for attribute in path:
+            if (wrapper := self._called(value)) is None:
                 return None
-            if attribute is not None:
-                value = self._values.get(f"{value.selector}.{attribute}")
-        return value.selector
+            value = self._values.get(f"{wrapper.selector}.{attribute}")
+        while (found := self._called(value)) is not None:
+            if found.target.takes_any or "remat" in found.target.parameters:
+                return found.selector
+            value = self._values.get(f"{found.selector}.{_INNER}")  # a function that changes the model that it is given
+        return None
+
+    def _called(self, value: Any) -> Reference | None:
+        """Returns the constructor call that a value is, directly or by macros; None if it is another value."""
+        while isinstance(value, Macro):
+            value = self._values.get(value.name)
+        return value if isinstance(value, Reference) and value.evaluate and not value.scope else None
 
     def can_write(self, candidate: Candidate) -> bool:
         """Returns whether gin bindings can express the candidate's choice of `remat`."""

@@ -17,7 +17,7 @@ from core.errors import UserError
 from core.health import phase
 from core.training import compilation
 from launch import environment
-from launch.experiment import Experiment
+from launch.experiment import Experiment, Span
 from launch.hosts.cluster import Host
 from parallel import host_memory
 from parallel.partitioner import Program
@@ -39,7 +39,13 @@ class Run:
     run_dir: str  # the run directory, shared by all hosts
     meta: Mapping[str, Any]  # metadata saved with every checkpoint; equal on all hosts
     last_step: int  # the step at which to stop
+    span: Span  # the phase of the experiment that it trains
     initial: "Initial | None" = None  # the parameters of INIT_FROM; None: the run starts from its seed, or is resumed
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no phase follows that the run trains."""
+        return self.last_step < self.span.last_step or self.span.number == self.span.count
 
     @property
     def origin(self) -> Origin:
@@ -67,14 +73,18 @@ def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: i
 
 
 def prepare_run(
-    experiment: Experiment, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host
+    experiment: Experiment | Span, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host
 ) -> Run:
     """Binds an experiment to the devices of the joined hosts, prepares its data, and checks that everything fits.
+
+    Of an experiment with phases, it prepares the one given, or the first.
 
     Raises:
       UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.
     """
     phase.at(phase.OPENING)
+    span = experiment if isinstance(experiment, Span) else experiment.spans()[0]
+    experiment, last_step = span.experiment, min(last_step, span.last_step)
     compilation.use_cache(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
     program = experiment.bind(jax.devices())
     host_memory.require(program, experiment.task, eval_batches=experiment.eval_batches)
@@ -89,7 +99,7 @@ def prepare_run(
             print(f"note: {initial.notes}", flush=True)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)
     with phase.enter(phase.PREPARING):
-        _prepare_data(experiment, run_dir, host)
+        _prepare_data(span, run_dir, host)
     if host.is_zero and not is_resumed:
         published_files.keep_copies(run_dir)
     if problems := experiment.data_problems(prepared=True):
@@ -104,17 +114,17 @@ def prepare_run(
         **({INIT_FROM: initial.source.describe()} if initial is not None else {}),
     }
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
-    return Run(experiment, program, host, run_dir, meta, last_step, initial)
+    return Run(experiment, program, host, run_dir, meta, last_step, span, initial)
 
 
-def _prepare_data(experiment: Experiment, run_dir: str, host: Host) -> None:
+def _prepare_data(span: Span, run_dir: str, host: Host) -> None:
     """Host 0 builds or reads the data, then the others read it; each waits as long as a large build may take."""
     if host.is_zero:
-        experiment.task.prepare(run_dir, is_host_zero=True)
+        span.experiment.task.prepare(run_dir, is_host_zero=True)
     else:
         limit = f"{DATA_SECONDS / 60:g} minutes"
         print(f"{host.name}: waits for host 0 to build or read the data, {limit} at most", flush=True)
-    distributed.barrier("data/prepared by host 0", timeout_seconds=DATA_SECONDS)
+    distributed.barrier(f"data/{span}/prepared by host 0", timeout_seconds=DATA_SECONDS)
     if not host.is_zero:
-        experiment.task.prepare(run_dir, is_host_zero=False)
-    distributed.barrier("data/prepared by all", timeout_seconds=DATA_SECONDS)
+        span.experiment.task.prepare(run_dir, is_host_zero=False)
+    distributed.barrier(f"data/{span}/prepared by all", timeout_seconds=DATA_SECONDS)

@@ -70,6 +70,8 @@ def show_summary(
         saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
     early = f" of {experiment.total_steps:,}" if run.last_step < experiment.total_steps else ""
+    if run.span.count > 1:
+        card["phase"] = f"{run.span.number} of {run.span.count}, after step {run.span.first_step:,}"
     card |= {**measured, "saves": saves, "steps": f"to {run.last_step:,}{early}, {left}", "run": run.run_dir}
     grid = Table.grid(padding=(0, 2))
     for name, value in card.items():

@@ -59,6 +59,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         task=task,
         batch_size=math.lcm(rows, task.num_streams) if partly else rows,
         total_steps=STEPS,
+        phases=(),
         log_interval=5,
         eval_interval=STEPS,
         eval_batches=1,

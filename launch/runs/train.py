@@ -3,13 +3,16 @@
 import argparse
 import contextlib
 import sys
+from collections.abc import Iterator, Sequence
 
-from core import distributed, metrics, published_files, slices, versions
+from core import distributed, metrics, paths, published_files, slices, versions
+from core.checkpoints import steps
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
 from launch import environment, flags
 from launch.config import loader
+from launch.experiment import Span
 from launch.hosts import cluster, tpu_host
 from launch.runs import prepared_run, training
 from launch.runs.progress import Waiting
@@ -45,13 +48,16 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     published_files.use_copies(run_dir)
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
+    experiment.require_same_state()
+    spans = experiment.spans()
     if args.smoke:
         from launch.runs import smoke
 
-        experiment = smoke.shrink(experiment)
+        spans = tuple(span for each in spans for span in smoke.shrink(each.experiment).spans())
     metrics.require_wandb(experiment.wandb_project)
     revision = versions.git_revision()
-    last_step = min(args.steps or experiment.total_steps, experiment.total_steps)
+    longest = max(span.last_step for span in spans)
+    last_step = min(args.steps or longest, longest)
     held: list[RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
@@ -72,17 +78,30 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         for note in config.notes:
             print(f"note: {note}")
         stack.enter_context(Waiting())
-    run = prepared_run.prepare_run(
-        experiment,
-        config_text=config.text,
-        revision=revision,
-        run_dir=smoke.attempt(run_dir) if args.smoke else run_dir,
-        last_step=last_step,
-        host=host,
-    )
     try:
-        smoke.rehearse(run) if args.smoke else training.train(run, lock=next(iter(held), None))
+        for span in spans if args.smoke else _left(spans, run_dir, last_step):
+            run = prepared_run.prepare_run(
+                span,
+                config_text=config.text,
+                revision=revision,
+                run_dir=smoke.attempt(run_dir) if args.smoke else run_dir,
+                last_step=last_step,
+                host=host,
+            )
+            smoke.rehearse(run) if args.smoke else training.train(run, lock=next(iter(held), None))
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
     return exit_codes.DONE
+
+
+def _left(spans: Sequence[Span], run_dir: str, last_step: int) -> Iterator[Span]:
+    """Yields the phases that are left to train; the last one if none is."""
+    folder = paths.resolve(run_dir) / steps.FOLDER
+    done = distributed.decided_by_host_zero(lambda: max(steps.complete(folder), default=0))
+    for span in spans:
+        is_last = span.number == span.count or span.last_step >= last_step
+        if is_last or done < span.last_step:
+            yield span
+        if is_last:
+            return

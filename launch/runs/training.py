@@ -42,6 +42,8 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
 
     The host that holds the lock of the run directory passes it; the hooks `also` run after the standard ones.
 
+    Of an experiment with phases, it trains one of them.
+
     Returns:
       The last validation means, such as `validation/loss`; empty if nothing is evaluated.
     """
@@ -78,8 +80,9 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
         checkpoints.close()
     phase.at(phase.ENDING)
     validation = evaluate.latest if evaluate else {}
-    progress.show_end(run, state, validation)
-    distributed.barrier("run/end")
+    if run.is_last:
+        progress.show_end(run, state, validation)
+    distributed.barrier(f"run/end of step {run.last_step}")
     return validation
 
 
@@ -128,13 +131,21 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
         checkpoints.left_out = run.initial.left_out if run.initial else None
         return Start(_first_state(run))
     step, state, position, meta = found
+    if step < run.span.first_step:
+        raise RuntimeError(
+            f"the newest checkpoint that can be restored is of step {step}, and {run.span} begins after step "
+            f"{run.span.first_step}: start the run again, and it trains the phase before once more"
+        )
+    kept = {name: meta[name] for name in (INIT_FROM,) if name in meta}
+    if 0 < step == run.span.first_step:  # the position is in the data of the phase before
+        return Start(state, None, step, kept)
     if meta["data"] != run.meta["data"]:
         raise UserError(
             f"the checkpoint of step {step} was trained on other data, so its position in the data does not apply.\n"
             f"  then: {meta.get('data_source', 'not recorded')}\n  now:  {run.meta['data_source']}\n"
             "Files are compared by name and size. Use another --run-dir, or the same data."
         )
-    return Start(state, position, step, {name: meta[name] for name in (INIT_FROM,) if name in meta})
+    return Start(state, position, step, kept)
 
 
 def _first_state(run: Run) -> TrainState:
@@ -148,7 +159,7 @@ def _first_state(run: Run) -> TrainState:
 def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
     """Returns training batches on the devices, starting at a position."""
     layout = run.program.partitioner.data_layout(run.experiment.batch_size)
-    batches = run.experiment.task.train(layout, seed=run.experiment.seed)
+    batches = run.experiment.task.train(layout, seed=run.span.seed)
     if position is not None:
         prefetch.restore(batches, position)
     return prefetch.Prefetch(batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval)
@@ -168,7 +179,7 @@ def compile_together(run: Run, first_step: int) -> TrainStep:
     with phase.enter(phase.COMPILING):
         compiled = run.program.lower_train_step().compile()
         seconds = _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
-        distributed.barrier("run/compiled", timeout_seconds=seconds)
+        distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=seconds)
     # Calling the jitted function would compile it once more.
     return compilation.OnceCompiled(compiled, named_by=run.program.train_step)
 

@@ -120,7 +120,7 @@ def test_only_adapters_have_state_and_the_base_keeps_its_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp_tensor", "pipeline_fsdp"])
+@pytest.mark.parametrize("name", sorted(agreement.EXAMPLES))
 def test_adapters_with_dropout_agree_with_one_device(name):
     model = lora.adapted(model=BASE, rank=4, dropout=0.2, base_dtype="float32")
     example = agreement.EXAMPLES[name]

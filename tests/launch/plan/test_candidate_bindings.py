@@ -97,3 +97,16 @@ def test_degrees_of_the_file_do_not_remain():
 def test_names_tell_candidates_apart(options):
     names = [(one.name, one.candidate.batch_size) for one in options]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "home"), [("gin/llama_3_1_8b_lora.gin", "transformer.preset"), ("gin/quickstart.gin", None)]
+)
+def test_a_decoder_with_adapters_is_planned_as_its_base_is(experiment, home):
+    adapters = [] if home else ["from models import lora", "MODEL = @lora.adapted()"]
+    adapters += [] if home else ["lora.adapted.model = @transformer.Transformer()"]
+    asked = search.ask(experiment, slice_name="v4-8", bindings=adapters)
+    writer = search.Writer(asked.config, asked.experiment)
+    assert writer.remat_home == (home or "transformer.Transformer")
+    bindings = [*adapters, *writer.bindings(Candidate(None, "full", 1, asked.experiment.batch_size))]
+    assert loader.load(experiment, bindings=bindings, slice_name="v4-8").build().model.remat == "full"

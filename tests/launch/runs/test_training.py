@@ -22,6 +22,7 @@ from launch.runs import prepared_run, training
 ROOT = environment.WORKSPACE
 
 AVERAGED = ["OPTIMIZER = @optimizers.averaged()", "optimizers.averaged.optimizer = @optimizers.adamw()"]
+WHOLE = types.SimpleNamespace(first_step=0)  # the span of a run without phases
 SMALL = [
     "NUM_STREAMS = 4",
     "TOTAL_STEPS = 12",
@@ -124,13 +125,15 @@ def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monke
 
     monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: done.append(timeout_seconds))
     experiment = types.SimpleNamespace(task=types.SimpleNamespace(prepare=prepare))
-    prepared_run._prepare_data(experiment, "run", Host(index, 2, simulated=True))
+    prepared_run._prepare_data(types.SimpleNamespace(experiment=experiment), "run", Host(index, 2, simulated=True))
     assert done == (["run True", 3600, 3600] if index == 0 else [3600, "run False", 3600])
     said = "host 1 of 2: waits for host 0 to build or read the data, 60 minutes at most\n"
     assert capsys.readouterr().out == (said if index else "")
 
 
-@pytest.mark.parametrize(("count", "done"), [(1, []), (2, ["lowered", "compiled", ("run/compiled", 50.0)])])
+@pytest.mark.parametrize(
+    ("count", "done"), [(1, []), (2, ["lowered", "compiled", ("run/compiled after step 8", 50.0)])]
+)
 def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, done):
     did = []
     lowered = types.SimpleNamespace(compile=lambda: did.append("compiled"))
@@ -299,7 +302,7 @@ def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
 def test_other_data_is_reported_by_its_files_instead_of_a_hash():
     meta = {"data": "0" * 64, "data_source": "text.files: train a.txt (1 file, 9 bytes)"}
     found = 3, None, {}, {"data": "1" * 64, "data_source": "text.files: train a.txt (1 file, 8 bytes)"}
-    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta)
+    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE)
     with pytest.raises(ValueError, match="the checkpoint of step 3 was trained on other data") as error:
         training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda state: found))
     assert "then: text.files: train a.txt (1 file, 8 bytes)" in str(error.value)
@@ -309,7 +312,7 @@ def test_other_data_is_reported_by_its_files_instead_of_a_hash():
 
 def test_a_resumed_run_keeps_in_its_metadata_what_it_was_initialized_from():
     meta = {"data": "0", "config": "now"}
-    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta)
+    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE)
     for then, kept in (({"init_from": "step 7 of a"}, {"init_from": "step 7 of a"}), ({}, {})):
         found = 3, "state", {}, {"data": "0", "config": "then", **then}
         start = training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda _, found=found: found))

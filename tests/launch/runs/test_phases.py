@@ -1,0 +1,151 @@
+"""Runs with phases: data, row length, batch size and strategy change after given steps, and a resume is exact."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from core import optimizers
+from core.errors import UserError
+from launch import environment
+from launch.check import preflight
+from launch.config import loader
+from launch.experiment import Experiment
+
+TINY = [
+    "NUM_STREAMS = 4",
+    "TOTAL_STEPS = 9",
+    "WARMUP_STEPS = 2",
+    "BATCH_SIZE = 16",
+    "LENGTH = 32",
+    "CHECKPOINT_INTERVAL = 100",
+    "EVAL_BATCHES = 0",
+    "LOG_INTERVAL = 1",
+    "PROMPT = ''",
+    "transformer.Transformer.num_layers = 2",
+    "transformer.Transformer.embed_dim = 32",
+    "transformer.Transformer.mlp_dim = 64",
+]
+PHASES = [
+    "PHASES = (@longer/experiment.Phase(), @split/experiment.Phase())",
+    "longer/experiment.Phase.after = 4",
+    "longer/experiment.Phase.batch_size = 8",
+    "longer/experiment.Phase.task = @longer/text.python_source()",
+    "longer/text.python_source.length = 64",
+    "split/experiment.Phase.after = 7",
+    "split/experiment.Phase.strategy = @strategies.fsdp_tensor()",
+    "strategies.fsdp_tensor.tensor = 2",
+    "split/experiment.Phase.accum_steps = 2",
+]
+
+
+def experiment(*more) -> Experiment:
+    return loader.load("gin/quickstart.gin", bindings=[*TINY, *PHASES, *more]).build()
+
+
+def test_a_phase_keeps_what_it_does_not_change():
+    spans = experiment().spans()
+    assert [(s.number, s.count, s.first_step, s.last_step) for s in spans] == [(1, 3, 0, 4), (2, 3, 4, 7), (3, 3, 7, 9)]
+    seen = [(s.experiment.batch_size, s.experiment.row_length, s.experiment.accum_steps) for s in spans]
+    assert seen == [(16, 32, 1), (8, 64, 1), (8, 64, 2)]
+    assert [s.experiment.strategy.name for s in spans] == ["fsdp", "fsdp", "fsdp_tensor"]
+    assert {s.experiment.total_steps for s in spans} == {9}
+    assert len({s.seed for s in spans}) == 3
+
+
+def test_a_command_can_name_one_phase():
+    chosen = experiment("PHASE = 2")
+    assert (chosen.batch_size, chosen.row_length, chosen.phases) == (8, 64, ())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["split/experiment.Phase.after = 4"], "phase 3 begins after step 4: expected a step from 5 to 8"),
+        (["longer/experiment.Phase.after = 0"], "phase 2 begins after step 0: expected a step from 1 to 8"),
+        (["split/experiment.Phase.after = 9"], "phase 3 begins after step 9"),
+        (["PHASE = 4"], "phase = 4: expected from 1 to 3"),
+        (["longer/experiment.Phase.batch_size = 0"], "phase 2: Experiment: batch_size = 0"),
+        (
+            [
+                "PHASES = (@longer/experiment.Phase(), @split/experiment.Phase(), @none/experiment.Phase())",
+                "none/experiment.Phase.after = 8",
+            ],
+            "phase 4 changes nothing",
+        ),
+    ],
+)
+def test_phases_that_cannot_be_are_refused(more, message):
+    with pytest.raises(UserError, match=message):
+        experiment(*more)
+
+
+def test_state_that_belongs_to_rows_needs_the_same_rows_in_all_phases():
+    class Carries:
+        def init_carry(self, batch):
+            return np.zeros(batch["inputs"].shape)
+
+    whole = experiment()
+    whole.require_same_state()
+    with pytest.raises(UserError, match="phase 2 has other rows than phase 1, and the model carries state"):
+        _with_model(whole, Carries).require_same_state()
+
+
+def _with_model(whole, carries):
+    class Model(type(whole.model)):
+        init_carry = carries.init_carry
+
+    fields = {f.name: getattr(whole.model, f.name) for f in dataclasses.fields(whole.model)}
+    return dataclasses.replace(whole, model=Model(**fields))
+
+
+@pytest.mark.covers("T16")
+def test_schedules_follow_one_another():
+    rate = optimizers.joined(schedules=(optimizers.constant(1.0), lambda step: 2.0 + step), boundaries=(3,))
+    assert [float(rate(step)) for step in range(6)] == [1, 1, 1, 2, 3, 4]
+    for wrong in ((), (3, 2), (0,)):
+        with pytest.raises(UserError, match="2 schedules and boundaries"):
+            optimizers.joined(schedules=(rate, rate), boundaries=wrong)
+
+
+def losses(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D12", "T16")
+def test_a_run_that_stops_in_a_phase_or_at_its_end_continues_bit_for_bit(launch, tmp_path):
+    flags = [word for binding in (*TINY, *PHASES) for word in ("--gin", binding)]
+
+    def train(run_dir, *more):
+        told = ["train", environment.WORKSPACE / "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", run_dir]
+        return launch(*map(str, told), *flags, *more, slice_name="v4-16")
+
+    said = train(tmp_path / "whole")
+    for words in ("16 rows x 32 tokens", "8 rows x 64 tokens", "2 of 3, after step 4", "fsdp 4 x tensor 2"):
+        assert words in said
+    want = losses(tmp_path / "whole")
+    assert sorted(want) == list(range(1, 10))
+    train(tmp_path / "first", "--steps", "4")
+    for steps in (4, 6):  # at the boundary, and within the second phase
+        folder = tmp_path / f"stopped after {steps}"
+        shutil.copytree(tmp_path / "first", folder)
+        if steps > 4:
+            train(folder, "--steps", str(steps))
+        train(folder)
+        assert losses(folder) == want
+
+
+def test_the_check_before_a_start_covers_every_phase(tmp_path):
+    wrong = ["split/experiment.Phase.batch_size = 12"]
+    found = preflight.check(
+        "gin/quickstart.gin", bindings=[*TINY, *PHASES, *wrong], slice_name="v4-16", run_dir=str(tmp_path)
+    ).findings
+    names = {finding.name: finding for finding in found}
+    assert names["layout of phase 2"].ok
+    assert names["memory of phase 2"].ok
+    assert not names["layout of phase 3"].ok
+    assert "12" in names["layout of phase 3"].detail
