@@ -39,7 +39,7 @@ _CHOICES = {
 # a program by this text, which a new field with a neutral default leaves as it was.
 _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
-_NOT_SETTINGS = {"remat", "dtype", "attention", "vocab_multiple", "lora"}  # of a run, not of the model's function
+_NOT_SETTINGS = {"remat", "dtype", "attention", "vocab_multiple", "lora", "loss_chunk"}  # of a run, not of the function
 _EXPERTS_NOT_SETTINGS = {"mlp_dim", "capacity", "balance", "z_loss"}  # the width is listed as mlp_dim
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
@@ -79,6 +79,8 @@ class DecoderConfig:
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
       experts: a mixture of experts in place of the feed-forward layer; see `models.experts`.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
+      loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
+        logits are small enough (`models.chunked_loss.default_positions`).
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
     Raises:
@@ -116,12 +118,15 @@ class DecoderConfig:
     scaled_embedding: bool = False
     experts: Experts | None = None
     lora: Lora | None = None
+    loss_chunk: int | None = None
     vocab_multiple: int = 128
 
     def __post_init__(self):
         for field in (*_COUNTS, *_OPTIONAL_COUNTS):
             if (value := getattr(self, field)) is not None and value < 1:
                 raise UserError(f"Transformer.{field} = {value}: expected at least 1")
+        if self.loss_chunk is not None and self.loss_chunk < 0:
+            raise UserError(f"Transformer.loss_chunk = {self.loss_chunk}: expected None, 0 or a number of positions")
         for field in _POSITIVE:
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise UserError(f"Transformer.{field} = {value}: expected a finite number above 0")

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import decoder_block, derivatives, experts, lora, losses, rotary
+from models import chunked_loss, decoder_block, derivatives, experts, lora, losses, rotary
 from models.attention import KeysAndValues
 from models.decoder_block import Block, Earlier, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
@@ -94,13 +94,23 @@ class Transformer(DecoderConfig):
 
     def _loss(self, batch: Batch, rows: jax.Array | None = None, *, is_training: bool = True) -> LossOutput:
         def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *routing: Any) -> LossOutput:
-            _, targets, weights = side
-            found = losses.cross_entropy(self._head(head, x), targets, weights, vocab_size=self.vocab_size)
+            found = self._cross_entropy(head, x, side[1:])
             if self.experts is None:
                 return found
             return experts.with_routing(self.experts, found, *routing, num_layers=self.num_layers, adds=is_training)
 
         return self._stack(batch, tail, rows)
+
+    def _cross_entropy(self, head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
+        """Returns the cross-entropy of targets with weights, in chunks of positions if there are many logits."""
+
+        def sums(head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
+            return losses.cross_entropy(self._head(head, x), *side, vocab_size=self.vocab_size)
+
+        chunk = self.loss_chunk
+        if chunk is None:
+            chunk = chunked_loss.default_positions(*x.shape[:2], self.stored_vocab_size)
+        return chunked_loss.total(sums, head, x, side, positions=chunk) if chunk else sums(head, x, side)
 
     def _logits(self, batch: Batch) -> jax.Array:
         return self._stack(batch, lambda head, x, *_: self._head(head, x))

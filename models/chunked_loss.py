@@ -1,0 +1,178 @@
+"""A loss in chunks of positions, which never holds the logits of all positions.
+
+The logits of a large vocabulary are the largest array of a step: 8192 positions and 128,256 entries take 4 GiB in
+float32, and their gradient as much. A loss is a sum over positions, so a loop over chunks computes it with the logits
+of one chunk. Under differentiation the same loop computes the gradient: by the loss sum it is known as soon as the
+logits are, so nothing is computed twice.
+
+    for chunk c:  sums += fn(params, x[c]);   d params += d fn / d params;   d x[c] = d fn / d x[c]
+
+The loop runs in a region where the mesh axes that shard rows and positions are manual: every chip splits its own
+positions, adds up its own gradient of the parameters in float32, and the gradients of all chips are summed once. All
+other axes, such as those of the vocabulary, stay automatic.
+
+B batch, T length, D embed, C positions of a chunk.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from core import logical
+from core.types import LossOutput
+
+Sums = Callable[[Any, jax.Array, Any], LossOutput]
+
+CHUNK_BYTES = 2 * 2**30  # float32 logits of a chip that are computed at once by default
+
+
+class _Layout(NamedTuple):
+    """The sharding of rows and positions, in the region around the loop.
+
+    Attributes:
+      rows: spec of [B, T] over the manual axes.
+      manual: the axes of `rows`, of degree above 1.
+      pieces: the number of shards of positions over other axes; every chunk has as many positions of each.
+    """
+
+    rows: PartitionSpec
+    manual: tuple[str, ...]
+    pieces: int
+
+
+def default_positions(rows: int, length: int, vocab: int) -> int | None:
+    """Returns the positions of a row on one chip that make a chunk; None if the logits are small enough for one.
+
+    Args:
+      rows, length, vocab: shape of the logits, of all chips that automatic mesh axes shard them over.
+    """
+    spec, sizes = logical.activation_spec("batch", "length", "vocab"), jax.sharding.get_abstract_mesh().shape
+    shards = [logical.shards(entry, sizes) for entry in spec or ()] or [1, 1, 1]
+    rows, length, vocab = (n // shard for n, shard in zip((rows, length, vocab), shards, strict=True))
+    chunks = math.ceil(4 * rows * length * vocab / CHUNK_BYTES)
+    return math.ceil(length / chunks) if chunks > 1 else None
+
+
+def total(fn: Sums, params: Any, x: jax.Array, side: Any, *, positions: int) -> LossOutput:
+    """Returns `fn(params, x, side)`, computed in chunks.
+
+    `params` and `x` have gradients, through `loss_sum` alone; `side` has none.
+
+    Args:
+      fn: returns sums over positions; a position whose entries of `x` and `side` are 0 adds 0. It may not close over
+        arrays.
+      params: tree of arrays.
+      x: [B, T, D], with the axes batch, residual_length and embed.
+      side: tree of [B, T].
+      positions: C, the positions of each row that a chip computes at a time; it need not divide T.
+    """
+    layout = _layout()
+
+    @jax.custom_vjp
+    def run(params: Any, x: jax.Array, side: Any) -> LossOutput:
+        def local(params: Any, x: jax.Array, side: Any) -> LossOutput:
+            chunks = _split((x, side), layout.pieces, positions)
+            each = jax.lax.map(lambda chunk: fn(params, *chunk), chunks)
+            return _summed(jax.tree.map(lambda a: jnp.sum(a, axis=0), each), layout)
+
+        return _on_chips(local, layout, PartitionSpec())(params, x, side)
+
+    def forward(params: Any, x: jax.Array, side: Any) -> tuple[LossOutput, tuple]:
+        def local(params: Any, x: jax.Array, side: Any) -> tuple[LossOutput, Any, jax.Array]:
+            sums, d_params, dx = _with_gradients(fn, params, _split((x, side), layout.pieces, positions))
+            d_params = jax.tree.map(lambda g: g[None], d_params)
+            return _summed(sums, layout), d_params, _joined(dx, layout.pieces, x.shape[1])
+
+        out = (PartitionSpec(), PartitionSpec(layout.manual or None), layout.rows)
+        sums, d_params, dx = _on_chips(local, layout, out)(params, x, side)
+        return sums, (params, d_params, dx)
+
+    def back(saved: tuple, d_sums: LossOutput) -> tuple[Any, jax.Array, None]:
+        params, d_params, dx = saved
+        d_params = jax.tree.map(lambda g, a: _over_chips((g * d_sums.loss_sum).astype(a.dtype)), d_params, params)
+        dx = (dx.astype(jnp.float32) * d_sums.loss_sum).astype(dx.dtype)
+        return d_params, logical.constrain(dx, "batch", "residual_length", "embed"), None
+
+    run.defvjp(forward, back)
+    return run(params, x, side)
+
+
+def _layout() -> _Layout:
+    spec, sizes = logical.activation_spec("batch", "length"), jax.sharding.get_abstract_mesh().shape
+    if spec is None:
+        return _Layout(PartitionSpec(), (), 1)
+    entries = [tuple(axis for axis in logical.mesh_axes(entry) if sizes[axis] > 1) for entry in spec]
+    manual = tuple(axis for entry in entries for axis in entry)
+    between = logical.mesh_axes(logical.activation_spec("residual_length")[0])
+    pieces = logical.shards(tuple(axis for axis in between if axis not in manual), sizes)
+    return _Layout(PartitionSpec(*(entry or None for entry in entries)), manual, pieces)
+
+
+def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
+    """Returns `local` mapped over the shards of rows and positions."""
+    if not layout.manual:  # an empty `axis_names` would mean all axes
+        return local
+    return jax.shard_map(
+        local,
+        in_specs=(PartitionSpec(), layout.rows, layout.rows),
+        out_specs=out_specs,
+        axis_names=set(layout.manual),
+        check_vma=False,
+    )
+
+
+def _with_gradients(fn: Sums, params: Any, chunks: tuple[jax.Array, Any]) -> tuple[LossOutput, Any, jax.Array]:
+    """Returns the sums over all chunks, their gradient by `params`, float32, and by each x, [n, B, C, D]."""
+
+    def loss_sum(params: Any, x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:
+        out = fn(params, x, side)
+        return out.loss_sum, out
+
+    def add(total: tuple, chunk: tuple[jax.Array, Any]) -> tuple[tuple, jax.Array]:
+        (d_params, dx), out = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)(params, *chunk)
+        return jax.tree.map(lambda a, new: a + new.astype(a.dtype), total, (out, d_params)), dx
+
+    one = jax.eval_shape(fn, params, *jax.tree.map(lambda a: a[0], chunks))
+    sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
+    (sums, d_params), dx = jax.lax.scan(add, (sums, zeros), chunks)
+    return sums, d_params, dx
+
+
+def _summed(sums: LossOutput, layout: _Layout) -> LossOutput:
+    return jax.lax.psum(sums, layout.manual) if layout.manual else sums
+
+
+def _over_chips(gradients: jax.Array) -> jax.Array:
+    """Sums gradients over their first dimension, the chips, in their dtype: `jnp.sum` would send float32."""
+    return jax.lax.reduce(gradients, jnp.zeros((), gradients.dtype), jax.lax.add, (0,))
+
+
+def _split(tree: Any, pieces: int, positions: int) -> Any:
+    """Splits leaves [B, T, ...] into chunks [n, B, pieces C, ...], padded with zeros; C is at most `positions`.
+
+    Each chunk has C positions of each of the `pieces` equal parts of a row.
+    """
+
+    def one(a: jax.Array) -> jax.Array:
+        rows, length, *rest = a.shape
+        part = length // pieces
+        chunks = math.ceil(part / positions)
+        size = math.ceil(part / chunks)
+        a = a.reshape(rows, pieces, part, *rest)
+        a = jnp.pad(a, ((0, 0), (0, 0), (0, chunks * size - part), *((0, 0) for _ in rest)))
+        a = jnp.moveaxis(a.reshape(rows, pieces, chunks, size, *rest), 2, 0)
+        return a.reshape(chunks, rows, pieces * size, *rest)
+
+    return jax.tree.map(one, tree)
+
+
+def _joined(a: jax.Array, pieces: int, length: int) -> jax.Array:
+    """Reverses `_split` for one array: [n, B, pieces C, D] -> [B, T, D]."""
+    chunks, rows, _, width = a.shape
+    a = jnp.moveaxis(a.reshape(chunks, rows, pieces, -1, width), 0, 2)
+    return a.reshape(rows, pieces, -1, width)[:, :, : length // pieces].reshape(rows, length, width)
