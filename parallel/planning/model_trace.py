@@ -234,14 +234,16 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
     def looped(*, in_kernel: bool) -> float:
         return flops([p for p in both if p.in_loop], in_kernel=in_kernel) / (flops(both, in_kernel=in_kernel) or 1.0)
 
+    again = _computes_again(backward.jaxpr)
+    found = (sizes.kept(leaf, gathers_again=again) for leaf in jax.tree.leaves(kept))
     return Work(
         forward_flops=flops(ahead, in_kernel=False),
         flops=flops(both, in_kernel=False),
         kernel_flops=flops(both, in_kernel=True),
         forward_kernel_flops=flops(ahead, in_kernel=True),
-        kept=tuple(_distinct(k for leaf in jax.tree.leaves(kept) if (k := sizes.kept(leaf)))),
+        kept=tuple(_distinct(k for k in found if k)),
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
-        gathers_again=_computes_again(backward.jaxpr),
+        gathers_again=again,
         looped=(looped(in_kernel=False), looped(in_kernel=True)),
     )
 
@@ -328,9 +330,17 @@ class _Sizes:
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
         self.rows = next(n for n in _CANDIDATE_ROWS if n not in taken)
 
-    def kept(self, leaf: Any) -> Kept | None:
-        """Describes a kept array; None for parameters, which are there anyway, and for small arrays."""
-        if (leaf.shape, leaf.dtype) in self._params or leaf.size < 2**10 or not hasattr(leaf.dtype, "itemsize"):
+    def kept(self, leaf: Any, *, gathers_again: bool) -> Kept | None:
+        """Describes a kept array; None for parameters, which are there anyway, and for small arrays.
+
+        Frozen matrices of layers in the compute dtype look like parameters, but are kept as gathered for the layer.
+        """
+        is_gathered = leaf.dtype == jnp.bfloat16 and leaf.ndim > 2 and not gathers_again
+        if (
+            ((leaf.shape, leaf.dtype) in self._params and not is_gathered)
+            or leaf.size < 2**10
+            or not hasattr(leaf.dtype, "itemsize")
+        ):
             return None
         if leaf.shape in self._weights:
             axes = self._weights[leaf.shape]
