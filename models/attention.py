@@ -3,21 +3,28 @@
 Both compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment. The plain
 implementation is the reference and materializes [B, H, T, T] scores; splash (a Pallas kernel that comes with JAX) does
 not. On TPUs the kernel runs inside a `shard_map` over rows, heads and query positions, because the partitioner cannot
-partition a kernel. Where positions are sharded, queries stay on their chips and keys and values are gathered.
+partition a kernel. Where positions are sharded, queries stay on their chips. Keys and values are gathered, or travel
+around a ring of chips if the activation table also shards `kv_length` (`models.ring_attention`), but for windows: most
+keys of a ring would be outside of them.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from core import logical
+from core.errors import UserError
+from models import ring_attention
 
 LANES = 128  # a TPU vector register is 128 wide; splash blocks are multiples of it
 CHOICES = ("auto", "plain", "splash", "none")
@@ -42,6 +49,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    arranged: bool = False,
 ) -> jax.Array:
     """Computes causal attention within segments.
 
@@ -55,21 +63,77 @@ def attend(
       scale: factor of the scores; None: 1 / sqrt(K).
       window: a query attends to this many positions, its own being the last; None: to all positions up to its own.
       softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
+      arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
 
     Returns:
       [B, T, H, K].
+
+    Raises:
+      UserError: the kernel is chosen, and the positions of a chip do not fill its tiles.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
-    k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
-    by_kernel, by_products = (
-        functools.partial(form, scale=scale, window=window, softcap=softcap) for form in (splash_attention, plain)
-    )
-    if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
-        return by_products(q, k, v, segment_ids)
     if choice == "splash":
-        return by_kernel(q, k, v, segment_ids)
-    return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=by_kernel, default=by_products)
+        _check_tiles(q.shape[1])
+    order, kv_segment_ids = None, segment_ids
+    if ring_attention.shards() == 1:
+        k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
+    elif not arranged:
+        heads = [ring_attention.arrange(a, "batch", "length", None, None) for a in (q, k, v)]
+        rows = ring_attention.arrange(segment_ids, "batch", "length")
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        mixed = attend(*heads, rows, choice=choice, arranged=True, **options)
+        return ring_attention.arrange(mixed, "batch", "length", "heads", "head_dim", back=True)
+    elif window is None:
+        return _around_ring(q, k, v, segment_ids, choice=choice, scale=scale, softcap=softcap)
+    else:
+        order = ring_attention.order(q.shape[1])
+        k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
+    options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
+    by_kernel, by_products = (functools.partial(form, **options) for form in (splash_attention, plain))
+    operands = (q, k, v, segment_ids, kv_segment_ids)
+    if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
+        return by_products(*operands)
+    if choice == "splash":
+        return by_kernel(*operands)
+    return jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_products)
+
+
+def _gathered_from_ring(x: jax.Array) -> jax.Array:
+    """Returns keys, values or segments [B, T, ...] of whole rows, in the order of the row."""
+    names = ("batch", None, "kv_heads", "head_dim")[: x.ndim]
+    return ring_attention.arrange(logical.constrain(x, *names), *names, back=True)
+
+
+def _around_ring(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    choice: str,
+    scale: float | None,
+    softcap: float | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes attention of rows in the order of the ring; arguments as in `attend`."""
+    ring_attention.order(q.shape[1])  # refuses positions that do not divide
+    q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length")
+    axes = tuple(logical.mesh_axes(kv_spec[1]))
+    by_products = ring_attention.Pairs(axes, MIXED, softcap)
+    by_kernel = dataclasses.replace(by_products, block_sizes=_block_sizes, interpret=interpret)
+
+    def form(pairs: ring_attention.Pairs) -> Callable[..., jax.Array]:
+        return functools.partial(
+            ring_attention.attend, pairs=pairs, specs=(q_spec, kv_spec, PartitionSpec(*q_spec[:2]))
+        )
+
+    if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
+        return form(by_products)(q, k, v, segment_ids)
+    if choice == "splash":
+        return form(by_kernel)(q, k, v, segment_ids)
+    return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=form(by_kernel), default=form(by_products))
 
 
 def plain(
@@ -77,18 +141,31 @@ def plain(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
+    kv_segment_ids: jax.Array | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    order: np.ndarray | None = None,
 ) -> jax.Array:
-    """Computes attention with scores and softmax in float32: the reference. Arguments and result as in `attend`."""
-    length = q.shape[1]
+    """Computes attention with scores and softmax in float32: the reference.
+
+    Args:
+      q, k, v, segment_ids, scale, window, softcap: as in `attend`.
+      kv_segment_ids: of the keys; None: as of the queries.
+      order: the positions of the queries, if they are not in the order of the row as the keys are.
+
+    Returns:
+      [B, T, H, K].
+    """
+    places = jnp.arange(q.shape[1])
+    behind = (places if order is None else jnp.asarray(order))[:, None] - places  # [T, S]
     scores = _scores(q, k, scale=scale, softcap=softcap)
-    causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]  # [T, S]
+    causal = behind >= 0
     if window is not None:
-        causal &= jnp.arange(length)[:, None] - jnp.arange(length)[None, :] < window
-    visible = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])  # [B, T, S]
+        causal &= behind < window
+    of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+    visible = causal & (segment_ids[:, :, None] == of_keys[:, None, :])  # [B, T, S]
     return _mixed(scores, visible, v)
 
 
@@ -266,27 +343,28 @@ def splash_attention(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
+    kv_segment_ids: jax.Array | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    order: np.ndarray | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
 
     Args:
-      q, k, v, segment_ids, scale, window, softcap: as in `attend`; a chip needs all positions of its keys and values.
+      q, k, v, segment_ids, kv_segment_ids, scale, window, softcap, order: as in `plain`; a chip needs all positions of
+        its keys and values.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """
     q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    make = functools.partial(_kernel, q.shape[1], q.shape[2], window=window, softcap=softcap, interpret=interpret)
-    q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
-    if q_spec is None:
-        return _attend_locally(make(), q, k, v, segment_ids, segment_ids)
-    kv_spec = logical.activation_spec("batch", "kv_length", "kv_heads", "head_dim")
-    if kv_spec[2] != q_spec[2]:  # key heads are sharded differently from query heads: repeat them for every query head
-        k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
-        kv_spec = PartitionSpec(*kv_spec[:2], *q_spec[2:])
+    of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+    options = {"window": window, "softcap": softcap, "order": order, "interpret": interpret}
+    make = functools.partial(_kernel, q.shape[1], q.shape[2], **options)
+    if logical.activation_spec("batch") is None:
+        return _attend_locally(make(), q, k, v, segment_ids, of_keys)
+    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length" if order is None else None)
     mesh = jax.sharding.get_abstract_mesh()
     length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
     kernel = make(length_shards=length_shards, head_shards=head_shards)
@@ -299,7 +377,22 @@ def splash_attention(
         out_specs=q_spec,
         axis_names=logical.automatic_axes(),
         check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
-    )(kernel, q, k, v, segment_ids, segment_ids)
+    )(kernel, q, k, v, segment_ids, of_keys)
+
+
+def _matching_heads(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, positions: str | None
+) -> tuple[jax.Array, jax.Array, tuple[PartitionSpec, PartitionSpec]]:
+    """Returns keys, values and the specs of q and of both, with a key head on the chip of every query head.
+
+    `positions` is the logical axis of the positions of keys.
+    """
+    q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
+    kv_spec = logical.activation_spec("batch", positions, "kv_heads", "head_dim")
+    if kv_spec[2] != q_spec[2]:  # key heads are sharded differently from query heads: repeat them for every query head
+        k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
+        kv_spec = PartitionSpec(*kv_spec[:2], *q_spec[2:])
+    return k, v, (q_spec, kv_spec)
 
 
 def _kernel(
@@ -308,6 +401,7 @@ def _kernel(
     *,
     window: int | None,
     softcap: float | None,
+    order: np.ndarray | None,
     interpret: bool,
     length_shards: int = 1,
     head_shards: int = 1,
@@ -318,6 +412,8 @@ def _kernel(
         mask = splash.CausalMask(shape, shard_count=length_shards)
     else:
         mask = splash.LocalMask(shape, (window - 1, 0), 0, shard_count=length_shards)
+    if order is not None:
+        mask.q_sequence = order.astype(np.int32)
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         attn_logits_soft_cap=softcap,
@@ -345,9 +441,26 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
 
 def _tiles(length: int) -> bool:
     """Returns whether every chip's query positions fill whole tiles."""
+    return length % _tile_unit() == 0
+
+
+def _tile_unit() -> int:
+    """Returns the number of which the length of a row is a multiple if the kernel's tiles fit."""
     spec = logical.activation_spec("length")
     shards = 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
-    return length % (shards * LANES) == 0
+    chunks = 2 if ring_attention.shards() > 1 else 1  # of each chip
+    return shards * chunks * LANES
+
+
+def _check_tiles(length: int) -> None:
+    if not _tiles(length):
+        unit = _tile_unit()
+        raise UserError(
+            f"attention = 'splash': {length} positions are not a multiple of {unit}: the kernel needs tiles of {LANES} "
+            "positions in each shard of a row, two of them in a ring. Nearest lengths that fit: "
+            f"{', '.join(map(str, logical.nearest_multiples(length, unit)))}; attention = 'auto' computes other "
+            "lengths by plain products"
+        )
 
 
 @functools.cache

@@ -145,7 +145,7 @@ class Block(hk.Module):
             "softcap": c.attention_softcap,
         }
         if before is None:
-            mixed, after = attention.attend(q, key, value, side.segment_ids, **how), None
+            mixed, after = attention.attend(q, key, value, side.segment_ids, arranged=True, **how), None
         else:
             mixed, after = attention.cached(q, key, value, *before, side.padding, **how)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import chunked_loss, decoder_block, derivatives, experts, lora, losses, rotary
+from models import chunked_loss, decoder_block, derivatives, experts, lora, losses, ring_attention, rotary
 from models.attention import KeysAndValues
 from models.decoder_block import Block, Earlier, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 Cache = tuple[KeysAndValues, ...]  # of every layer
+_FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # of a batch, [B, T] each
 
 
 class Head(NamedTuple):
@@ -90,7 +91,8 @@ class Transformer(DecoderConfig):
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the residual stream after the last layer and before the final norm, [B, T, D]."""
-        return hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
+        x = hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
+        return ring_attention.arrange(x, "batch", "residual_length", "embed", back=True)
 
     def _loss(self, batch: Batch, rows: jax.Array | None = None, *, is_training: bool = True) -> LossOutput:
         def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *routing: Any) -> LossOutput:
@@ -113,9 +115,12 @@ class Transformer(DecoderConfig):
         return chunked_loss.total(sums, head, x, side, positions=chunk) if chunk else sums(head, x, side)
 
     def _logits(self, batch: Batch) -> jax.Array:
-        return self._stack(batch, lambda head, x, *_: self._head(head, x))
+        logits = self._stack(batch, lambda head, x, *_: self._head(head, x))
+        return ring_attention.arrange(logits, "batch", "length", "vocab", back=True)
 
     def _stack(self, batch: Batch, tail_fn, rows: jax.Array | None = None) -> Any:
+        """Runs the layers; positions are in the order of the ring if keys and values travel around one."""
+        batch = {name: ring_attention.arrange(batch[name], "batch", "length") for name in _FIELDS}
         embedding = self._embedding()
         head = self._head_params(embedding)
         side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), rows=rows)

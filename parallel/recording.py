@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from core import parameters, stack
+from core import logical, parameters, stack
 from core.batches import batch_shapes, batch_size
+from core.errors import UserError
 from core.step import TrainState
 from core.types import Generates, can
 from parallel import agreement
@@ -49,7 +50,17 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
 
     Returns:
       The recording, on every host; the state before step 1 is phase `START` of step 0.
+
+    Raises:
+      UserError: the strategy computes the positions of rows in another order (`models.ring_attention`).
     """
+    strategy, shape = program.partitioner.strategy, program.partitioner.shape
+    if logical.shards(strategy.activation_rules["kv_length"], shape) > 1:
+        raise UserError(
+            f"strategy {strategy.name!r}: with keys sharded by position (kv_length), layers have the positions of a "
+            "row in another order, and cannot be compared position by position. Set strategies.context.ring = False "
+            "here, or compare training steps: launch/run agreement"
+        )
     recording = dataclasses.replace(program, optimizer=agreement.record_gradients(program.optimizer))
     rows = np.asarray(program.partitioner.data_layout(batch_size(batches[0])).rows)
     order, forward = _Order(program), _Forward(program)

@@ -141,6 +141,8 @@ def kernel_flops(kernel: Kernel) -> float | None:
         products = _FUSED_BACKWARD
     # Of the scores, those at or before the query, on the chip with the last queries, which takes longest: 1/2 where a
     # chip has all queries, close to 1 where it has only the last eighth of them.
+    if "/full_pair/" in kernel.op_name:  # keys that arrive in a ring: `models.ring_attention`
+        return 2.0 * products * math.prod(arrays[0]) * keys * kernel.times
     share = min(1 - queries / (2 * keys), _window_share(kernel, queries, keys, by_keys=name == "splash_mha_dkv"))
     return 2.0 * products * math.prod(arrays[0]) * keys * share * kernel.times
 

@@ -30,6 +30,7 @@ SLOW = {  # by what is quick and splits in the same way
     "fsdp": "mesh3d: data, fsdp and tensor together",
     "hsdp": "mesh3d",
     "fsdp_tensor": "mesh3d",
+    "context_ring": "tests/models/test_ring_attention.py",
     "multislice": "mesh3d, which splits rows over two axes too",
     "whole key heads": "tensor, but that key heads may stay whole is seen only here",
     **{n: "tests/parallel/pipeline" for n in CASES if n.startswith("pipeline")},

@@ -62,6 +62,7 @@ PIECES = {  # strategy: into how many pieces each axis of a parameter is cut
     "fsdp_tensor": {"embed": 4, **BY_4},
     "sequence_tensor": {"embed": 4, **BY_4},
     "context": {"embed": 16},
+    "context_ring": {"embed": 16},
     "mesh3d": {"embed": 4, **BY_2},
     "multislice": {"embed": 8},
     "pipeline": {"layers": 4, "vocab": 4},

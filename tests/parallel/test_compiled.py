@@ -44,7 +44,8 @@ QUICK = ("fsdp",)
 def test_a_step_compiles_with_splash_inside(name):
     example = EXAMPLES[name]
     model = dataclasses.replace(SMALL, num_layers=4)  # two stages of two turns
-    bound = program(model, example.strategy, example.slice, rows=16, length=512)  # 128 positions on each of 4 chips
+    length = 1024 if name == "context_ring" else 512  # 128 positions on each of 4 chips, or in both of their chunks
+    bound = program(model, example.strategy, example.slice, rows=16, length=length)
     result = compiled.compile_for_slice(bound)
     assert "tpu_custom_call" in result.hlo
     sizes = report.totals(bound)

@@ -29,8 +29,8 @@ def of(mesh_shape, *, params=None, activations=None, **options):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_shipped_table_is_named_after_what_makes_it_and_fills_its_slice(name):
     table, slice_ = EXAMPLES[name].strategy, slices.get(EXAMPLES[name].slice)
-    assert table.name == name
-    assert getattr(strategies, name).__name__ == name
+    assert table.name == name.removesuffix("_ring")  # an argument of the same constructor
+    assert getattr(strategies, table.name).__name__ == table.name
     shape = strategy.resolve(table, slice_)
     assert tuple(shape) == tuple(axis for axis in strategy.MESH_AXES if axis != "expert")
     assert math.prod(shape.values()) == slice_.chips

@@ -43,6 +43,11 @@ def test_the_chip_with_the_last_queries_sees_most_keys():
     assert cost.kernel_flops(split) == 2 * 2 * 8 * 512 * 2048 * 64 * 0.875
 
 
+def test_keys_that_arrive_in_a_ring_are_all_seen():
+    full = FORWARD._replace(op_name="jit(run)/while/body/full_pair/splash_mha_fwd/pallas_call")
+    assert cost.kernel_flops(full) == 2 * cost.kernel_flops(FORWARD)
+
+
 @pytest.mark.parametrize(
     ("name", "blocks", "products"),
     [("splash_mha_fwd", "s8[1,16,3]", 2), ("splash_mha_dq", "s8[1,16,3]", 3), ("splash_mha_dkv", "s8[1,3,16]", 4)],
