@@ -182,7 +182,7 @@ class Block(hk.Module):
             return self._mlp(x, side), None
         d, f, e = c.embed_dim, c.expert_dim, c.experts.number
         init = hk.initializers.TruncatedNormal(d**-0.5)
-        router = logical.param("router", (d, e), ("embed", None), init)
+        router = logical.param("router", (d, e), ("embed", None), init, kind="router")
         inward, outward = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
         gate = self._weight("gate", (e, d, f), inward, fan_in=d, stacked=1) if c.gated else None
         up = self._weight("up", (e, d, f), inward, fan_in=d, stacked=1)

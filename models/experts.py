@@ -170,7 +170,7 @@ class Routing(NamedTuple):
 
 
 def with_routing(
-    settings: Experts, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, adds: bool
+    settings: Experts, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, is_training: bool
 ) -> LossOutput:
     """Adds the losses of routing and its metrics, means over layers, to the sums of a decoder.
 
@@ -179,7 +179,7 @@ def with_routing(
       found: cross-entropy.
       sums: `Routing.summed` of all layers.
       num_layers: L.
-      adds: whether the losses are added.
+      is_training: whether the losses are added, and the load of every expert is a metric.
     """
     weight_sum = found.weight_sum
     per_expert = sums["tokens"] * settings.top_k / settings.number
@@ -190,10 +190,12 @@ def with_routing(
         "experts/entropy": WeightedSum(sums["entropy"], sums["tokens"]),
         "experts/dropped": WeightedSum(sums["dropped"], settings.top_k * sums["tokens"]),
     }
+    if not is_training:
+        return found._replace(metrics={**found.metrics, **metrics})
     for e in range(settings.number):
         metrics[f"experts/load_{e:0{digits}d}"] = WeightedSum(sums["choices"][e], per_expert)
     loss_sum = found.loss_sum
-    if adds and (settings.balance or settings.z_loss):
+    if settings.balance or settings.z_loss:
         metrics["cross_entropy"] = WeightedSum(loss_sum, weight_sum)
         loss_sum += (settings.balance * sums["balance"] + settings.z_loss * sums["z"]) / num_layers
     return found._replace(loss_sum=loss_sum, metrics={**found.metrics, **metrics})

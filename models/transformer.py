@@ -99,7 +99,9 @@ class Transformer(DecoderConfig):
             found = self._cross_entropy(head, x, side[1:])
             if self.experts is None:
                 return found
-            return experts.with_routing(self.experts, found, *routing, num_layers=self.num_layers, adds=is_training)
+            return experts.with_routing(
+                self.experts, found, *routing, num_layers=self.num_layers, is_training=is_training
+            )
 
         return self._stack(batch, tail, rows)
 

@@ -54,6 +54,7 @@ EXAMPLES: Mapping[str, Example] = {
     "context_ring": Example("v4-32", strategies.context(sequence=4, ring=True)),
     "mesh3d": Example("v4-32", strategies.mesh3d(data=2, tensor=2)),
     "multislice": Example("2xv4-16", strategies.multislice(slices=2)),
+    "experts": Example("v4-32", strategies.experts(expert=2, tensor=2)),
     "pipeline": Example("v4-32", strategies.pipeline(schedule=schedules.gpipe(num_microbatches=4))),
     "pipeline_fsdp": Example(
         "v4-32", strategies.pipeline_fsdp(stage=4, schedule=schedules.one_f_one_b(num_microbatches=4))
@@ -61,6 +62,10 @@ EXAMPLES: Mapping[str, Example] = {
     "pipeline_fsdp_tensor": Example(
         "v4-32",
         strategies.pipeline_fsdp_tensor(stage=2, tensor=4, schedule=schedules.circular(num_microbatches=4, repeats=2)),
+    ),
+    "pipeline_experts": Example(
+        "v4-32",
+        strategies.pipeline_experts(stage=2, expert=2, tensor=2, schedule=schedules.one_f_one_b(num_microbatches=4)),
     ),
     "pipeline_data": Example(
         "2xv4-16", strategies.pipeline_data(slices=2, schedule=schedules.gpipe(num_microbatches=2))
@@ -85,9 +90,11 @@ MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, loss
     "context_ring": (19, 5, 6, 10),
     "mesh3d": (15, 4, 7, 9),
     "multislice": (13, 4, 5, 10),
+    "experts": (15, 4, 7, 9),
     "pipeline": (16, 4, 6, 10),
     "pipeline_fsdp": (16, 4, 6, 10),
     "pipeline_fsdp_tensor": (14, 3, 9, 12),
+    "pipeline_experts": (14, 3, 9, 12),
     "pipeline_data": (15, 4, 6, 12),
 }
 # Lower bound of the size of a leaf, as a fraction of a norm: of all gradients, of all moments of one kind or, for

@@ -4,8 +4,9 @@ Arguments named after mesh axes are their degrees; -1 takes the remaining chips.
 `schedule` the schedule of a pipeline (`parallel.pipeline.schedules`).
 
 Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
-is not sharded; d is data, s is sequence, t is tensor, p is stage; gather_f and scatter_f are collectives over fsdp.
-B batch, L length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab, m microbatch.
+is not sharded; d is data, e is expert, s is sequence, t is tensor, p is stage; gather_f, scatter_f and exchange_f are
+collectives over fsdp. B batch, L length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab, E experts, C
+tokens of an expert, m microbatch.
 """
 
 from core.logical import Rules
@@ -18,6 +19,7 @@ __all__ = [
     "Strategy",
     "context",
     "data_parallel",
+    "experts",
     "fsdp",
     "fsdp_tensor",
     "hsdp",
@@ -26,6 +28,7 @@ __all__ = [
     "override",
     "pipeline",
     "pipeline_data",
+    "pipeline_experts",
     "pipeline_fsdp",
     "pipeline_fsdp_tensor",
     "sequence_tensor",
@@ -36,6 +39,8 @@ __all__ = [
 _BY_TENSOR: Rules = {"mlp": "tensor", "heads": "tensor", "kv_heads": "tensor", "vocab": "tensor"}
 _BY_STAGE: Rules = {"layers": "stage", "vocab": "stage"}  # all stages share the embedding and the head
 _BY_STAGE_AND_TENSOR: Rules = {**_BY_TENSOR, "layers": "stage", "vocab": ("stage", "tensor")}
+# Matrices of experts are stored by expert; those of attention by head_dim, and gathered.
+_BY_EXPERT: Rules = {"expert": "expert", "head_dim": "expert"}
 _SCHEDULE = schedules.gpipe(num_microbatches=8)
 
 
@@ -153,6 +158,25 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
     )
 
 
+def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
+    """fsdp_tensor with experts sharded over expert, which also shards rows: chips exchange tokens over it.
+
+    exchange_e(In[E, C, B_ef, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, C, B_f, F_t];   exchange_e(H · gather_f(Wout))
+    """
+    return Strategy(
+        name="experts",
+        mesh_shape={"fsdp": fsdp, "expert": expert, "tensor": tensor},
+        param_rules={**REPLICATED, **_BY_TENSOR, **_BY_EXPERT, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={
+            **REPLICATED,
+            **_BY_TENSOR,
+            "expert": "expert",
+            "batch": ("fsdp", "expert"),
+            "puzzles": "fsdp",
+        },
+    )
+
+
 def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
     """Replicas (data) of fsdp x tensor groups.
 
@@ -237,5 +261,28 @@ def pipeline_fsdp_tensor(
         dcn_shape={"stage": slices},
         param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
         activation_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "batch": "fsdp", "puzzles": "fsdp"},
+        pipeline=schedule,
+    )
+
+
+def pipeline_experts(
+    *, stage: int, expert: int, fsdp: int = -1, tensor: int = 1, slices: int = 1, schedule: Schedule = _SCHEDULE
+) -> Strategy:
+    """experts inside the stages of a pipeline.
+
+    stage s: exchange_e(In[E, C, B_efm, D]) · gather_f(Win[E_e, D_f, F_t]) → Out → exchange_e → stage s + 1
+    """
+    return Strategy(
+        name="pipeline_experts",
+        mesh_shape={"stage": stage, "fsdp": fsdp, "expert": expert, "tensor": tensor},
+        dcn_shape={"stage": slices},
+        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, **_BY_EXPERT, "embed": "fsdp", "puzzles": "fsdp"},
+        activation_rules={
+            **REPLICATED,
+            **_BY_STAGE_AND_TENSOR,
+            "expert": "expert",
+            "batch": ("fsdp", "expert"),
+            "puzzles": "fsdp",
+        },
         pipeline=schedule,
     )

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from core import slices, wrappers
 from core.errors import UserError
 from core.slices import Slice
@@ -93,7 +95,8 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
         frozen=experiment.frozen,
         frozen_dtype=experiment.frozen_dtype,
     )
-    layouts = candidates.layouts(question.slice, only=only)
+    has_experts = any("expert" in axes.names for axes in jax.tree.leaves(trace.axes.params))
+    layouts = candidates.layouts(question.slice, only=only, has_experts=has_experts)
     own = () if any(layout.strategy() == experiment.strategy for layout in layouts) or only else (None,)
     tried = candidates.candidates(
         [*own, *layouts],

@@ -97,12 +97,13 @@ class Candidate:
         return ", ".join(parts)
 
 
-def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
+def layouts(slice: Slice, *, only: Sequence[str] = (), has_experts: bool = True) -> list[Layout]:
     """Returns every strategy with every combination of degrees that makes a distinct mesh on this slice.
 
     Args:
       slice: the slice to train on.
       only: names of constructors; empty for all.
+      has_experts: whether the model has experts; without, strategies that shard them are tried only if named.
 
     Raises:
       UserError: a name that is not a strategy.
@@ -118,6 +119,8 @@ def layouts(slice: Slice, *, only: Sequence[str] = ()) -> list[Layout]:
         for degrees in _degrees(known[name], slice):
             for choice in _choices(name, dict(degrees), slice):
                 layout = Layout(name, degrees, choice)
+                if not (has_experts or only) and layout.strategy().param_rules.get("expert"):
+                    continue
                 found.setdefault(_what_it_is(layout.strategy(), slice), layout)
     return list(found.values())
 

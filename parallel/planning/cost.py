@@ -1,7 +1,7 @@
 """Predicts the time of a compiled step: from all traffic hidden behind computation to none hidden.
 
     compute    the compiler's estimated cycles, as often as they run / the chip's clock
-    kernels    FLOPs of attention kernels from their shapes / 40 % of the chip's peak
+    kernels    FLOPs of attention kernels and grouped products from their shapes / 40 % of the chip's peak
     traffic    wire bytes of every collective / what the links of its group carry (`planning.links`)
 
     hidden     max(compute + kernels, traffic)        exposed    compute + kernels + traffic
@@ -28,8 +28,9 @@ from parallel.traffic import Collective
 # the matrix units do per cycle (Google Cloud, "TPU v5p", "TPU v5e", "TPU v6e"): 2 x 4 units of 128 x 128 in v5p, 4 in
 # v5e, and in v6e as many FLOPs as the compiler counts per cycle (a test compiles a product for each generation).
 CLOCK_HZ: Mapping[str, float] = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
-# Of peak, in a splash kernel. Assumed; published rates of causal flash attention on TPUs are 30 to 60 %.
+# Of peak, in a kernel. Assumed; published rates of causal flash attention on TPUs are 30 to 60 %.
 KERNEL_SHARE_OF_PEAK = 0.4
+_GROUPED = ("gmm", "tgmm")  # products of groups of rows (`models.grouped_products`), by JAX's name for the kernel
 # Number of matrix products of [B, H, Q, S] x K in each splash kernel, by JAX's name for it. Forward: scores and values.
 # dq: scores, dP and dQ. dkv: scores, dP, dK and dV; also dQ where the backward pass is a single kernel.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
@@ -60,7 +61,7 @@ class StepTime(NamedTuple):
 
     Attributes:
       compute: computation, as estimated by the compiler.
-      kernels: attention kernels.
+      kernels: attention kernels and grouped products.
       traffic: traffic by mesh axes, most seconds first.
       unpriced: operations without an estimate: unknown kernels, and loops of unknown trip count (counted once).
     """
@@ -131,6 +132,8 @@ def kernel_flops(kernel: Kernel) -> float | None:
 
     The compiler does not estimate Mosaic kernels. B rows, H query heads, Q query and S key positions, K head_dim.
     """
+    if kernel.name.partition(".")[0] in _GROUPED:
+        return _grouped_flops(kernel)
     name = next((n for n in _PRODUCTS if kernel.name.startswith(n) or f"/{n}" in kernel.op_name), None)
     if name is None:
         return None
@@ -145,6 +148,19 @@ def kernel_flops(kernel: Kernel) -> float | None:
         return 2.0 * products * math.prod(arrays[0]) * keys * kernel.times
     share = min(1 - queries / (2 * keys), _window_share(kernel, queries, keys, by_keys=name == "splash_mha_dkv"))
     return 2.0 * products * math.prod(arrays[0]) * keys * share * kernel.times
+
+
+def _grouped_flops(kernel: Kernel) -> float:
+    """Returns the FLOPs of all executions of a grouped product, as if every row belonged to a group.
+
+    x [S, D] times one of E matrices [D, F] is [S, F]; for the gradient of the matrices, two arrays [S, D] and [S, F]
+    become [E, D, F].
+    """
+    rows = [dims for operand in kernel.operands if len(dims := _dimensions(operand, "bf16|f32")) == 2]
+    (result,) = (_dimensions(array, "bf16|f32") for array in kernel.results)
+    if len(result) == 3:
+        return 2.0 * rows[1][0] * result[1] * result[2] * kernel.times
+    return 2.0 * math.prod(rows[0]) * result[1] * kernel.times
 
 
 def _window_share(kernel: Kernel, queries: int, keys: int, *, by_keys: bool) -> float:

@@ -268,6 +268,8 @@ def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False, in_loop
             contracted = tuple(left.shape[i] for i in contracting)
             flops = 2.0 * result.size * math.prod(contracted) * times
             yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel, in_loop)
+        elif name == "ragged_dot_general":  # as if every row belonged to a group
+            yield _grouped_product(equation, times, in_kernel, in_loop)
         elif name == "cond":
             runs = [list(_products(branch.jaxpr, times, in_kernel, in_loop)) for branch in params["branches"]]
             yield from max(runs, key=lambda run: sum(p.flops for p in run))
@@ -280,6 +282,18 @@ def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False, in_loop
             turns = params["length"] if name == "scan" else 1
             for inner in _inner(params):
                 yield from _products(inner, times * turns, in_kernel, in_loop or turns > 1)
+
+
+def _grouped_product(equation: Any, times: float, in_kernel: bool, in_loop: bool) -> _Product:
+    left, result = equation.invars[0].aval, equation.outvars[0].aval
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracting, _), _ = numbers.dot_dimension_numbers
+    contracted = tuple(left.shape[i] for i in contracting)
+    # Where the groups are of contracted rows, each row contributes to one of the results alone.
+    is_of_rows = bool(set(numbers.lhs_ragged_dimensions) & set(contracting))
+    size = result.size // result.shape[0] if is_of_rows else result.size
+    flops = 2.0 * size * math.prod(contracted) * times
+    return _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel, in_loop)
 
 
 def _computed_share(mask: Any) -> float:

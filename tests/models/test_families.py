@@ -13,6 +13,7 @@ from core import logical, parameters
 from core.checkpoints import published
 from core.errors import UserError
 from models import families, family_tensors, presets, pretrained, transformer
+from models.experts import Experts
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
@@ -75,6 +76,17 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
         assert relative_error(gradient, reference[f"grad/{tensor}"]) < 2e-5, tensor
 
 
+def test_a_folder_with_another_number_of_experts_is_refused_with_both_numbers():
+    model = pretrained.model(str(HERE / "mixtral"), dtype="float32", vocab_multiple=8)
+    wider = dataclasses.replace(model, experts=dataclasses.replace(model.experts, number=8))
+    source = wider.published(str(HERE / "mixtral"))
+    assert any(note.startswith("experts.number = 6 in ") and note.endswith("8 in the model") for note in source.notes)
+    wanted = logical.abstract_init(wider.init, jax.random.key(0), batch_of(np.zeros((1, 2))))
+    said = "\n".join(source.problems(*wanted))
+    assert "missing: model.layers.0.block_sparse_moe.experts.6.w1.weight [44, 24]" in said
+    assert "block_sparse_moe.gate.weight: shape [6, 24], the model needs [8, 24]" in said
+
+
 # A mutation of each feature of a family, by the field that it changes.
 MUTATIONS = {
     "gpt2": [
@@ -107,6 +119,10 @@ MUTATIONS = {
         {"query_scale": None},
     ],
 }
+MUTATIONS |= {
+    "mixtral": [{"experts": Experts(number=6, top_k=1)}, {"experts": Experts(number=6, top_k=2, normalized=False)}],
+    "qwen3_moe": [{"experts": Experts(number=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
+}
 CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
 
 
@@ -132,6 +148,7 @@ COUNTS = {
     "llama-3.2-3b": 3_212_749_824,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-7b": 7_615_616_512,
@@ -141,6 +158,7 @@ COUNTS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
@@ -179,6 +197,7 @@ PUBLISHED = {
     "llama-3.2-3b": ("llama", 131072, 5e5, 1e-5, True, None),
     "mistral-7b-v0.1": ("mistral", 32768, 1e4, 1e-5, False, 4096),
     "mistral-7b-v0.3": ("llama", 32768, 1e6, 1e-5, False, None),  # without a window, Mistral is Llama
+    "mixtral-8x7b": ("mixtral", 32768, 1e6, 1e-5, False, None),
     "qwen2.5-0.5b": ("qwen2", 32768, 1e6, 1e-6, True, None),
     "qwen2.5-1.5b": ("qwen2", 131072, 1e6, 1e-6, True, None),
     "qwen2.5-7b": ("qwen2", 131072, 1e6, 1e-6, False, None),
@@ -188,6 +207,7 @@ PUBLISHED = {
     "qwen3-8b": ("qwen3", 40960, 1e6, 1e-6, False, None),
     "qwen3-14b": ("qwen3", 40960, 1e6, 1e-6, False, None),
     "qwen3-32b": ("qwen3", 40960, 1e6, 1e-6, False, None),
+    "qwen3-30b-a3b": ("qwen3_moe", 40960, 1e6, 1e-6, False, None),
     "gemma-2-2b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
     "gemma-2-9b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
     "gemma-2-27b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
@@ -247,6 +267,11 @@ def test_a_configuration_is_written_as_it_was_read(name):
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
+        (
+            "mixtral",
+            {"experts": Experts(number=6, top_k=2, scores="sigmoid")},
+            "needs experts.scores = 'softmax' (here",
+        ),
         ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
         ("llama2", {"scaled_embedding": True}, "scaled_embedding = False (here True)"),
         ("mistral", {"pattern": ("local", "global")}, "nearest is mistral, which needs pattern = ()"),

@@ -32,6 +32,7 @@ SLOW = {  # by what is quick and splits in the same way
     "fsdp_tensor": "mesh3d",
     "context_ring": "tests/models/test_ring_attention.py",
     "multislice": "mesh3d, which splits rows over two axes too",
+    "experts": "test_experts_agree.py, whose model has experts",
     "whole key heads": "tensor, but that key heads may stay whole is seen only here",
     **{n: "tests/parallel/pipeline" for n in CASES if n.startswith("pipeline")},
 }

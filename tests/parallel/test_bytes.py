@@ -65,9 +65,11 @@ PIECES = {  # strategy: into how many pieces each axis of a parameter is cut
     "context_ring": {"embed": 16},
     "mesh3d": {"embed": 4, **BY_2},
     "multislice": {"embed": 8},
+    "experts": {"embed": 4, **BY_2, "head_dim": 2},
     "pipeline": {"layers": 4, "vocab": 4},
     "pipeline_data": {"layers": 2, "vocab": 2},
     "pipeline_fsdp": {"layers": 4, "vocab": 4, "embed": 4},
+    "pipeline_experts": {**BY_2, "layers": 2, "vocab": 4, "embed": 2, "head_dim": 2},
     "pipeline_fsdp_tensor": {**BY_4, "layers": 2, "vocab": 8, "embed": 2},
 }
 OPTIMIZER_PIECES = PIECES | {"zero1": {"embed": 16}}

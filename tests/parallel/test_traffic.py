@@ -1,5 +1,6 @@
 """Collectives mapped back to mesh axes, with bytes that agree with a hand calculation."""
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -8,7 +9,7 @@ import re
 import pytest
 
 from core import logical, optimizers, slices
-from models import transformer
+from models import experts, transformer
 from parallel import analysis, compiled, partitioner, strategies, strategy, traffic
 from parallel.agreement import EXAMPLES
 from parallel.hlo import dataflow, executions, program, replica_groups
@@ -214,12 +215,12 @@ MODEL = transformer.Transformer(
 ROWS, LENGTH = 16, 64
 
 
-def analyze(tables, slice_name, **options):
+def analyze(tables, slice_name, *, model=MODEL, **options):
     slice_ = slices.get(slice_name)
     spec = streams.batch_spec(ROWS, length=LENGTH)
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
-    return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0, **options))
+    return analysis.analyze(bound.program(model, optimizer, spec, seed=0, **options))
 
 
 def both(axes, kind):
@@ -263,17 +264,40 @@ SIGNATURES = {
     | both("tensor", "all-reduce")
     | {("data", "all-reduce", "once")},
     "multislice": WEIGHTS_OVER_FSDP | ROWS_OVER_FSDP | both("fsdp", "all-reduce") | both("data", "all-reduce"),
+    # Of a decoder without experts, whose matrices of attention are stored over expert, too.
+    "experts": WEIGHTS_OVER_FSDP
+    | {("fsdp", "all-reduce", "loop"), ("fsdp", "reduce-scatter", "loop")}
+    | {("expert", "all-gather", "loop"), ("expert", "reduce-scatter", "loop"), ("expert", "all-reduce", "once")}
+    | {("fsdp expert", "all-gather", "loop"), *both("fsdp expert", "all-reduce")}
+    | {("fsdp expert", kind, "once") for kind in ("all-to-all", "collective-permute")}
+    | {("fsdp expert tensor", "all-reduce", "loop"), *both("tensor", "all-reduce")},
     "pipeline": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
     "pipeline_data": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
     "pipeline_fsdp": BETWEEN_STAGES
     | ONCE_OVER_FSDP
     | ROWS_OVER_FSDP
     | both("stage", "all-reduce"),  # 1F1B: the tail loops
+    "pipeline_experts": BETWEEN_STAGES
+    | ONCE_OVER_FSDP
+    | {("expert", kind, "once") for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")}
+    | {("fsdp expert", kind, "once") for kind in ("all-reduce", "collective-permute")}
+    | both("stage tensor", "all-reduce")
+    | both("tensor", "all-reduce"),
     "pipeline_fsdp_tensor": BETWEEN_STAGES
     | ONCE_OVER_FSDP
     | ROWS_OVER_FSDP
     | {("stage tensor", "all-reduce", "once"), ("tensor", "all-reduce", "loop")}
     | {("", "collective-permute", "once")},  # parts of the circular order that stay
+}
+# Of a mixture, in a step: capacity sends the slots of the experts there and back, forward, recomputed and backward.
+EXCHANGED = {
+    1.0: {
+        ("expert", "all-to-all", "bf16"): 6 * [ROWS // 4 * 4 * 32 * MODEL.embed_dim * 2]
+    },  # 4 experts x 32 slots of a row
+    None: {
+        ("expert", "all-gather", "bf16"): 3 * [ROWS * LENGTH * MODEL.embed_dim * 2],
+        ("expert", "reduce-scatter", "bf16"): 2 * [ROWS * LENGTH * MODEL.embed_dim * 2],
+    },
 }
 BETWEEN_SLICES = {"multislice": {"data"}, "pipeline_data": {"stage"}}
 
@@ -304,6 +328,21 @@ def test_signature(name, compiled_for_a_slice):
     assert signature(found) == SIGNATURES[name]
     large = [c for c in found if c.payload_bytes >= LARGE_BYTES]
     assert {" ".join(c.axes) for c in large if c.network == "DCN"} == BETWEEN_SLICES.get(name, set())
+
+
+@pytest.mark.covers("M18", "M19")
+@pytest.mark.compiled("v4-8")
+@pytest.mark.parametrize("capacity", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_tokens_are_exchanged_over_the_axis_of_experts_and_matrices_of_experts_stay(capacity):
+    routed = experts.Experts(number=4, top_k=2, capacity=capacity)
+    found = analyze(strategies.experts(expert=4), "v4-8", model=dataclasses.replace(MODEL, experts=routed)).collectives
+    matrix = MODEL.embed_dim * MODEL.mlp_dim * 2  # of one expert, in bfloat16
+    assert not [c for c in found if c.loops and c.payload_bytes == 4 * matrix]
+    for (axes, kind, dtype), payloads in EXCHANGED[capacity].items():
+        sent = [c for c in found if (" ".join(c.axes), c.kind, c.dtype) == (axes, kind, dtype) and c.loops]
+        tokens = [c for c in sent if c.payload_bytes == payloads[0]]
+        assert [c.payload_bytes for c in tokens] == payloads
+        assert {c.times for c in tokens} == {MODEL.num_layers}
 
 
 @pytest.mark.covers("T02")

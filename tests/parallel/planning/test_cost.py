@@ -59,6 +59,18 @@ def test_a_window_leaves_few_scores(name, blocks, products):
     assert cost.kernel_flops(local) == products * 2 * 32 * 8192 * 1024 * 128
 
 
+@pytest.mark.parametrize(
+    ("name", "operands", "result"),
+    [
+        ("gmm.1", ["s32[]", "s32[9]", "bf16[2048,512]", "bf16[8,512,1024]"], "bf16[2048,1024]"),
+        ("gmm.7", ["s32[]", "s32[9]", "bf16[2048,1024]", "bf16[8,512,1024]"], "bf16[2048,512]"),
+        ("tgmm.2", ["s32[]", "s32[9]", "bf16[2048,512]", "bf16[2048,1024]"], "bf16[8,512,1024]"),
+    ],
+)
+def test_flops_of_grouped_products(name, operands, result):
+    assert cost.kernel_flops(kernel(name, operands, [result], 3)) == 3 * 2 * 2048 * 512 * 1024
+
+
 def test_a_kernel_that_is_not_known_has_no_price():
     assert cost.kernel_flops(kernel("ragged_gather.3", [HEADS], [HEADS])) is None
 
