@@ -32,11 +32,11 @@ from core.types import Params
 KINDS: Mapping[str, str] = {
     "matrix": "maps inputs to outputs",
     "embedding": "one vector for each entry of a vocabulary or each position, or the transposed output matrix",
-    "router": "maps inputs to scores of experts, in float32 even where matrices are narrower",
     "norm": "scale or offset of a normalisation",
     "bias": "a vector or number that is added or multiplied",
     "table": "one vector for each of many items, of which a step uses a few rows",
     "constant": "not trained",
+    "router": "maps inputs to scores of experts, in float32 also where matrices are narrower",
 }
 
 

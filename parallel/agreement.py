@@ -90,11 +90,11 @@ MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, loss
     "context_ring": (19, 5, 6, 10),
     "mesh3d": (15, 4, 7, 9),
     "multislice": (13, 4, 5, 10),
-    "experts": (15, 4, 7, 9),
+    "experts": (15, 4, 6, 10),
     "pipeline": (16, 4, 6, 10),
     "pipeline_fsdp": (16, 4, 6, 10),
     "pipeline_fsdp_tensor": (14, 3, 9, 12),
-    "pipeline_experts": (14, 3, 9, 12),
+    "pipeline_experts": (18, 4, 6, 11),
     "pipeline_data": (15, 4, 6, 12),
 }
 # Lower bound of the size of a leaf, as a fraction of a norm: of all gradients, of all moments of one kind or, for

@@ -63,7 +63,7 @@ CASES = [
     if not (name == "context" and MODELS[model].experts.capacity)  # refused, below
 ]
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
-MEASURED = (20, 4, 9, 24)
+MEASURED = (11, 7, 3, 23)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def test_a_shipped_table_is_named_after_what_makes_it_and_fills_its_slice(name):
     assert table.name == name.removesuffix("_ring")  # an argument of the same constructor
     assert getattr(strategies, table.name).__name__ == table.name
     shape = strategy.resolve(table, slice_)
-    assert tuple(shape) == tuple(axis for axis in strategy.MESH_AXES if axis != "expert")
+    assert tuple(shape) == tuple(axis for axis in strategy.MESH_AXES if axis != "expert" or "experts" in name)
     assert math.prod(shape.values()) == slice_.chips
 
 
@@ -112,14 +112,16 @@ def test_one_mapping_replaces_rows_of_all_tables(monkeypatch):
     """A declared axis is replicated by the tables of the library until one of them places it."""
     monkeypatch.setattr(logical, "_declared", {})
     with pytest.raises(
-        ValueError, match=r"unknown logical axis 'expert'; .*logical\.declare\('expert', 'what it counts'\)"
+        ValueError, match=r"unknown logical axis 'depth'; .*logical\.declare\('depth', 'what it counts'\)"
     ):
-        strategies.override(strategies.fsdp(), {"expert": "tensor"})
+        strategies.override(strategies.fsdp(), {"depth": "tensor"})
+    logical.declare("depth", "planes of an image")
     logical.declare("expert", "experts of a mixture")
-    weights = logical.Axes(("expert", "embed", None))
+    weights = logical.Axes(("depth", "embed", None))
     for example in EXAMPLES.values():
         for table in (example.strategy.param_rules, example.strategy.activation_rules):
             assert logical.partition_spec(weights, table)[0] is None
+    weights = logical.Axes(("expert", "embed", None))
     placed = strategies.override(strategies.fsdp_tensor(tensor=2), {"expert": "tensor"}, activation_rules={"mlp": None})
     assert logical.partition_spec(weights, placed.param_rules) == PartitionSpec("tensor", "fsdp", None)
     assert logical.partition_spec(weights, placed.activation_rules) == PartitionSpec("tensor", None, None)

@@ -266,11 +266,10 @@ SIGNATURES = {
     "multislice": WEIGHTS_OVER_FSDP | ROWS_OVER_FSDP | both("fsdp", "all-reduce") | both("data", "all-reduce"),
     # Of a decoder without experts, whose matrices of attention are stored over expert, too.
     "experts": WEIGHTS_OVER_FSDP
-    | {("fsdp", "all-reduce", "loop"), ("fsdp", "reduce-scatter", "loop")}
-    | {("expert", "all-gather", "loop"), ("expert", "reduce-scatter", "loop"), ("expert", "all-reduce", "once")}
-    | {("fsdp expert", "all-gather", "loop"), *both("fsdp expert", "all-reduce")}
+    | {("fsdp expert", "all-gather", "loop"), ("expert", "all-reduce", "once")}
+    | both("fsdp expert", "all-reduce")
     | {("fsdp expert", kind, "once") for kind in ("all-to-all", "collective-permute")}
-    | {("fsdp expert tensor", "all-reduce", "loop"), *both("tensor", "all-reduce")},
+    | both("tensor", "all-reduce"),
     "pipeline": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
     "pipeline_data": BETWEEN_STAGES | {(axis, "all-reduce", "once") for axis in ("stage", "data")},
     "pipeline_fsdp": BETWEEN_STAGES
