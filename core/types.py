@@ -330,6 +330,16 @@ class ChoosesAttention(Protocol):
     attention: str
 
 
+class ChunksLoss(Protocol):
+    """A dataclass that can compute its loss in chunks of positions, so that not all logits are held.
+
+    Enables: plans that count the logits of a chunk.
+    """
+
+    loss_chunk: int | None  # positions of a chunk; 0: all; None: all if the logits of a chip have at most `chunk_bytes`
+    chunk_bytes: int  # the most that the logits of a chunk have if `loss_chunk` is None
+
+
 # Optional abilities of tasks.
 
 

@@ -15,11 +15,12 @@ B batch, T length, D embed, C positions of a chunk.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from core import logical
@@ -60,7 +61,8 @@ def default_positions(rows: int, length: int, vocab: int) -> int | None:
 def total(fn: Sums, params: Any, x: jax.Array, side: Any, *, positions: int) -> LossOutput:
     """Returns `fn(params, x, side)`, computed in chunks.
 
-    `params` and `x` have gradients, through `loss_sum` alone; `side` has none.
+    `params` and `x` have gradients, through `loss_sum` alone; `side` has none. Gradients of frozen parameters are not
+    computed.
 
     Args:
       fn: returns sums over positions; a position whose entries of `x` and `side` are 0 adds 0. It may not close over
@@ -81,23 +83,30 @@ def total(fn: Sums, params: Any, x: jax.Array, side: Any, *, positions: int) -> 
 
         return _on_chips(local, layout, PartitionSpec())(params, x, side)
 
-    def forward(params: Any, x: jax.Array, side: Any) -> tuple[LossOutput, tuple]:
-        def local(params: Any, x: jax.Array, side: Any) -> tuple[LossOutput, Any, jax.Array]:
-            sums, d_params, dx = _with_gradients(fn, params, _split((x, side), layout.pieces, positions))
-            d_params = jax.tree.map(lambda g: g[None], d_params)
-            return _summed(sums, layout), d_params, _joined(dx, layout.pieces, x.shape[1])
+    def forward(*operands: Any) -> tuple[LossOutput, tuple]:
+        params, x, side = (jax.tree.map(lambda a: a.value, operand) for operand in operands)
+        trained = [a.perturbed for a in jax.tree.leaves(operands[0])]  # no gradient of a frozen output matrix
+
+        def local(params: Any, x: jax.Array, side: Any) -> tuple[LossOutput, list[jax.Array], jax.Array]:
+            sums, grads, dx = _with_gradients(fn, params, trained, _split((x, side), layout.pieces, positions))
+            return _summed(sums, layout), [g[None] for g in grads], _joined(dx, layout.pieces, x.shape[1])
 
         out = (PartitionSpec(), PartitionSpec(layout.manual or None), layout.rows)
-        sums, d_params, dx = _on_chips(local, layout, out)(params, x, side)
-        return sums, (params, d_params, dx)
+        sums, grads, dx = _on_chips(local, layout, out)(params, x, side)
+        return sums, (params, _placed(grads, trained), dx)
 
     def back(saved: tuple, d_sums: LossOutput) -> tuple[Any, jax.Array, None]:
-        params, d_params, dx = saved
-        d_params = jax.tree.map(lambda g, a: _over_chips((g * d_sums.loss_sum).astype(a.dtype)), d_params, params)
-        dx = (dx.astype(jnp.float32) * d_sums.loss_sum).astype(dx.dtype)
-        return d_params, logical.constrain(dx, "batch", "residual_length", "embed"), None
+        (params, grads, dx), scale = saved, d_sums.loss_sum
+        if isinstance(scale, SymbolicZero):
+            scale = jnp.zeros((), scale.dtype)
+        leaves, structure = jax.tree.flatten(params)
+        d_params = [
+            g if g is None else _over_chips((g * scale).astype(a.dtype)) for g, a in zip(grads, leaves, strict=True)
+        ]
+        dx = (dx.astype(jnp.float32) * scale).astype(dx.dtype)
+        return structure.unflatten(d_params), logical.constrain(dx, "batch", "residual_length", "embed"), None
 
-    run.defvjp(forward, back)
+    run.defvjp(forward, back, symbolic_zeros=True)
     return run(params, x, side)
 
 
@@ -125,22 +134,33 @@ def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
     )
 
 
-def _with_gradients(fn: Sums, params: Any, chunks: tuple[jax.Array, Any]) -> tuple[LossOutput, Any, jax.Array]:
-    """Returns the sums over all chunks, their gradient by `params`, float32, and by each x, [n, B, C, D]."""
+def _with_gradients(
+    fn: Sums, params: Any, trained: Sequence[bool], chunks: tuple[jax.Array, Any]
+) -> tuple[LossOutput, list[jax.Array], jax.Array]:
+    """Returns the sums over all chunks, their gradients by trained leaves, float32, and by each x, [n, B, C, D]."""
+    leaves, structure = jax.tree.flatten(params)
 
-    def loss_sum(params: Any, x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:
-        out = fn(params, x, side)
+    def loss_sum(learned: list[jax.Array], x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:
+        given = [a if b is None else b for a, b in zip(leaves, _placed(learned, trained), strict=True)]
+        out = fn(structure.unflatten(given), x, side)
         return out.loss_sum, out
 
+    learned = [a for a, is_trained in zip(leaves, trained, strict=True) if is_trained]
+
     def add(total: tuple, chunk: tuple[jax.Array, Any]) -> tuple[tuple, jax.Array]:
-        (d_params, dx), out = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)(params, *chunk)
-        return jax.tree.map(lambda a, new: a + new.astype(a.dtype), total, (out, d_params)), dx
+        (grads, dx), out = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)(learned, *chunk)
+        return jax.tree.map(lambda a, new: a + new.astype(a.dtype), total, (out, grads)), dx
 
     one = jax.eval_shape(fn, params, *jax.tree.map(lambda a: a[0], chunks))
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
-    (sums, d_params), dx = jax.lax.scan(add, (sums, zeros), chunks)
-    return sums, d_params, dx
+    (sums, grads), dx = jax.lax.scan(add, (sums, [jnp.zeros(a.shape, jnp.float32) for a in learned]), chunks)
+    return sums, grads, dx
+
+
+def _placed(chosen: Sequence[jax.Array], places: Sequence[bool]) -> list[jax.Array | None]:
+    """Returns the arrays in the places that are true, and None in the others."""
+    arrays = iter(chosen)
+    return [next(arrays) if here else None for here in places]
 
 
 def _summed(sums: LossOutput, layout: _Layout) -> LossOutput:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.errors import UserError
-from models import attention, derivatives, rotary
+from models import attention, chunked_loss, derivatives, rotary
 from models.experts import Experts
 from models.lora import Lora
 
@@ -206,6 +206,11 @@ class DecoderConfig:
     def stored_vocab_size(self) -> int:
         """V: the vocabulary rounded up to `vocab_multiple`."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most bytes of logits that a chip computes at a time."""
+        return chunked_loss.CHUNK_BYTES
 
     @property
     def kinds(self) -> tuple[str, ...]:

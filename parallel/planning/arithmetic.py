@@ -15,7 +15,8 @@ layouts to compile. Wherever its figures are printed, they are labelled as arith
 `launch/plan/README.md` compares it with the compiler's figures.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core.logical import Axes
@@ -119,7 +120,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
     parts["saved activations"], others = _kept(sharded, work, step, rows)
     accumulated = sharded.gradients if step.accum_steps > 1 else 0.0
     at_loss = {
-        "logits": sum(others) + max(others, default=0.0),
+        "logits": _logits(sharded, work, rows, others),
         "gathered weights": sharded.gathered if sharded.tables.pipeline else 0.0,
         "gradients": accumulated,
     }
@@ -147,6 +148,22 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
         layers = next((leaf.shape[0] for leaf, of in sharded.params if of.names[:1] == ("layers",)), 1)
         share /= schedules.padded(layers, schedule.layer_unit(stages)) // schedule.layer_unit(stages)
     return inputs * share, others
+
+
+def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[float]) -> float:
+    """Returns the bytes of what is kept outside of loops, with the gradient of its largest array, usually the logits.
+
+    Of logits that are computed in chunks there are those of one chunk, and their gradient in half as many bytes.
+    """
+    sizes = [_kept_bytes(sharded, k, rows) for k in work.kept if k.has_rows and "vocab" in k.axes.names]
+    largest = max(sizes, default=0.0)
+    if not work.chunk_bytes or largest <= work.chunk_bytes:
+        return sum(others) + max(others, default=0.0)
+    pieces = sharded.shards(["vocab"], sharded.tables.activation_rules)  # of the gradient of the output matrix
+    others = [
+        _kept_bytes(sharded, k, rows) / (1 if k.has_rows else pieces) for k in work.kept_in_chunks if k.copies == 1
+    ]
+    return sum(others) + max(others, default=0.0) + 1.5 * largest / math.ceil(largest / work.chunk_bytes)
 
 
 def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:

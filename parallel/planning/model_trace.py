@@ -9,6 +9,7 @@ rows, and the sizes of the named axes of parameters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from core.logical import Axes
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.step import TrainState
-from core.types import Batch, ChoosesAttention, ChoosesDtype, Model, Params, can
+from core.types import Batch, ChoosesAttention, ChoosesDtype, ChunksLoss, Model, Params, can
 from parallel import strategy
 from parallel.planning import candidates
 
@@ -80,6 +81,8 @@ class Work(NamedTuple):
       reductions: reductions of a forward pass.
       gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are saved.
       looped: share of `flops`, and of `kernel_flops`, that loops over layers compute.
+      chunk_bytes: logits of a chip above which the loss is computed in chunks of at most so many bytes; 0: never.
+      kept_in_chunks: arrays that are kept if it is.
     """
 
     forward_flops: float
@@ -90,6 +93,8 @@ class Work(NamedTuple):
     reductions: tuple[Reduction, ...]
     gathers_again: bool = True
     looped: tuple[float, float] = (0.0, 0.0)
+    chunk_bytes: int = 0
+    kept_in_chunks: tuple[Kept, ...] = ()
 
     def with_padding(self, padding: float) -> Work:
         """Returns the work if loops over layers run `padding` times as many."""
@@ -213,20 +218,31 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
     """
     sizes = _Sizes(params, param_axes, spec)
     batch = batch_shapes(spec, rows=sizes.rows)
-    carry = jax.eval_shape(model.init_carry, batch)
-    rng = jax.eval_shape(lambda: jax.random.key(0))
+    whole: Any = model
+    has_field = can(model, ChunksLoss) and wrappers.field_path(model, "loss_chunk") is not None
+    if chooses := has_field and whole.loss_chunk is None:
+        whole = wrappers.with_field(model, "loss_chunk", 0)
+    inputs = params, jax.eval_shape(model.init_carry, batch), jax.eval_shape(lambda: jax.random.key(0)), batch
 
-    def loss(params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
+    def loss(model: Model, params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
         return model.loss(trainable(params), carry, rng, batch, is_training=True)[1].loss_sum
 
-    def forward(params: Any, carry: Any, rng: Any, batch: Any) -> Any:
-        value, back = jax.vjp(lambda p: loss(p, carry, rng, batch), params)
+    def forward(model: Model, params: Any, *others: Any) -> Any:
+        value, back = jax.vjp(lambda p: loss(model, p, *others), params)
         return value, back  # what is kept is what `back` closes over
 
-    inputs = params, carry, rng, batch
-    traced, (_, kept) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
-    backward = jax.make_jaxpr(jax.grad(loss))(*inputs)
+    kept_in_chunks: Any = ()
+    if chooses:
+        chunked: Any = wrappers.with_field(model, "loss_chunk", row_length(spec))
+        _, kept_in_chunks = jax.eval_shape(functools.partial(forward, chunked), *inputs)
+    traced, (_, kept) = jax.make_jaxpr(functools.partial(forward, whole), return_shape=True)(*inputs)
+    backward = jax.make_jaxpr(jax.grad(functools.partial(loss, whole)))(*inputs)
+    again = _computes_again(backward.jaxpr)
     ahead, both = list(_products(traced.jaxpr)), list(_products(backward.jaxpr))
+
+    def described(kept: Any) -> tuple[Kept, ...]:
+        found = (sizes.kept(leaf, gathers_again=again) for leaf in jax.tree.leaves(kept))
+        return tuple(_distinct(k for k in found if k))
 
     def flops(products: Sequence[_Product], *, in_kernel: bool) -> float:
         return sum(p.flops for p in products if p.in_kernel == in_kernel) / sizes.rows
@@ -234,17 +250,17 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
     def looped(*, in_kernel: bool) -> float:
         return flops([p for p in both if p.in_loop], in_kernel=in_kernel) / (flops(both, in_kernel=in_kernel) or 1.0)
 
-    again = _computes_again(backward.jaxpr)
-    found = (sizes.kept(leaf, gathers_again=again) for leaf in jax.tree.leaves(kept))
     return Work(
         forward_flops=flops(ahead, in_kernel=False),
         flops=flops(both, in_kernel=False),
         kernel_flops=flops(both, in_kernel=True),
         forward_kernel_flops=flops(ahead, in_kernel=True),
-        kept=tuple(_distinct(k for k in found if k)),
+        kept=described(kept),
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=again,
         looped=(looped(in_kernel=False), looped(in_kernel=True)),
+        chunk_bytes=whole.chunk_bytes if chooses else 0,
+        kept_in_chunks=described(kept_in_chunks),
     )
 
 

@@ -258,6 +258,11 @@ SIGNATURES = {
     | {("sequence", "all-to-all", "once")}
     | both("fsdp sequence", "all-reduce")
     | {("sequence", kind, "loop") for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")},
+    "context_ring": both("fsdp sequence", "all-gather")
+    | ROWS_OVER_FSDP
+    | {("sequence", "all-to-all", "once")}
+    | both("fsdp sequence", "all-reduce")
+    | {("sequence", "collective-permute", "loop")},  # keys and values, and their gradients
     "mesh3d": WEIGHTS_OVER_FSDP
     | ROWS_OVER_FSDP
     | both("data fsdp", "all-reduce")
