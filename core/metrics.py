@@ -28,6 +28,41 @@ OWN_FOLDER = "metrics"
 TENSORBOARD_NAME = "tensorboard"
 EVALUATED_ON = "validation/of"  # tag of the text that describes the rows of the validation metrics
 
+# The page Custom Scalars of TensorBoard: charts by category, each with regular expressions of the tags that it shows.
+DASHBOARD = {
+    "learning": {
+        "loss": ["^loss$", "^validation/loss$"],
+        "validation": ["^validation/"],
+        "gradient norm": ["^gradient_norm$"],
+        "learning rate": ["^learning_rate$"],
+        "skipped updates and rollbacks": ["^skipped_updates$", "^rolled_back$"],
+    },
+    "speed": {
+        "tokens per second": ["^tokens_per_second$"],
+        "where a step's seconds go": ["^(step|input_wait|device|host)_seconds$"],
+        "MFU": ["^mfu$"],
+        "goodput over all starts": ["^goodput$"],
+    },
+    "hosts": {
+        "own seconds by host": ["^hosts/own_seconds/"],
+        "spread between hosts": ["^hosts/.*_spread$"],
+        "slowest host": ["^hosts/slowest$"],
+        "GiB of HBM by chip": ["^hbm_gib/"],
+    },
+    "checkpoints and compilation": {
+        "seconds of a save": ["^checkpoint/.*_seconds$"],
+        "bytes of a save": ["^checkpoint/bytes$"],
+        "programs, compiled and from the cache": ["^compile/(programs|found)$"],
+        "seconds of compilation": ["^compile/seconds$"],
+    },
+    "statistics of the update (statistics_interval)": {
+        "update / parameter": ["^statistics/update_ratio/"],
+        "RMS of parameters": ["^statistics/param_rms/"],
+        "RMS of gradients": ["^statistics/gradient_rms/"],
+        "RMS of updates": ["^statistics/update_rms/"],
+    },
+}
+
 _SECONDS_BETWEEN_COPIES = 30.0  # limits the rate of writes to a bucket
 
 
@@ -116,6 +151,12 @@ class TensorBoard:
             purge_step=first_step or None,
             flush_secs=30,
             filename_suffix=f".{time.time_ns()}",  # otherwise two starts within a second would share a file
+        )
+        self._events.add_custom_scalars(
+            {
+                category: {title: ["Multiline", tags] for title, tags in charts.items()}
+                for category, charts in DASHBOARD.items()
+            }
         )
         self._closed = False
 

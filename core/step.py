@@ -9,18 +9,51 @@ Every microbatch has the same random key; random bits of different rows differ b
 the rows in the global batch (`core.random_bits`).
 """
 
+import dataclasses
+import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from core import random_bits
+from core import parameters, random_bits
 from core.errors import UserError
 from core.optimizers import Optimizer
 from core.types import Batch, Carry, Evaluates, LossOutput, Model, Params, WeightedSum, can
 
-Metrics = Mapping[str, jax.Array | WeightedSum]  # name -> [], float32, or a sum with its weight
+STATISTICS = "statistics"  # the metric that `UpdateStatistics` are
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rms"], meta_fields=["groups"])
+@dataclasses.dataclass(frozen=True)
+class UpdateStatistics:
+    """Root mean squares of parameters, gradients and updates, by group of parameters.
+
+    Attributes:
+      rms: [3, number of groups], float32; negative in steps that compute none.
+      groups: names of the groups: paths of the trained parameters with `*` for every number, so that the layers of a
+        model are one group, however they are stored.
+    """
+
+    rms: jax.Array
+    groups: tuple[str, ...]
+
+    def named(self) -> dict[str, WeightedSum]:
+        """Returns the metrics by name, and update_ratio, the update's part of the parameter; none if not computed."""
+        if self.rms[0, 0] < 0:
+            return {}
+        found: dict[str, np.floating] = {}
+        for name, (param, grad, update) in zip(self.groups, np.asarray(self.rms, np.float64).T, strict=True):
+            found |= {f"param_rms/{name}": param, f"gradient_rms/{name}": grad, f"update_rms/{name}": update}
+            found |= {f"update_ratio/{name}": update / param} if param else {}
+        return {f"{STATISTICS}/{name}": WeightedSum(value, np.float64(1.0)) for name, value in found.items()}
+
+
+# name -> [], float32, or a sum with its weight; under STATISTICS, if they are computed at all, UpdateStatistics
+Metrics = Mapping[str, jax.Array | WeightedSum | UpdateStatistics]
 Grad = Callable[[Params, Batch], tuple[Params, LossOutput]]  # gradient of the loss sum, and the sums
 SumGradients = Callable[[Grad, Params, Batch, int], tuple[Params, LossOutput]]
 
@@ -73,6 +106,7 @@ def train_step(
     accum_steps: int = 1,
     sum_gradients: SumGradients = sum_gradients,
     skip_non_finite: bool = False,
+    statistics_interval: int = 0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the training step, `(state, batch) -> (state, metrics)`.
 
@@ -86,6 +120,7 @@ def train_step(
       skip_non_finite: whether a non-finite loss or gradient leaves parameters, optimizer state and carry unchanged and
         sets the metric `skipped_updates` to 1. The step is counted, because its batch was used; the learning rate
         schedule counts only applied updates.
+      statistics_interval: steps between two that compute `UpdateStatistics`, which become a metric; 0: none do.
 
     Returns:
       A pure function. Its metrics are, for this step: loss (the mean), learning_rate (of this update, even if it is
@@ -111,10 +146,15 @@ def train_step(
         items = jnp.maximum(out.weight_sum, 1.0)
         grads = jax.tree.map(lambda g: g / items, grads)
         loss = out.loss_sum / items
+        statistics = {}
+        if statistics_interval:
+            found, grads = _statistics(optimizer, grads, state, out.extras, loss, every=statistics_interval)
+            statistics = {STATISTICS: found}
         params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras, value=loss)
         rate = optimizer.rate(state.opt_state, state.step, after=opt_state)
         metrics = {
             **out.metrics,
+            **statistics,
             "loss": loss,
             **({} if rate is None else {"learning_rate": rate}),
             "gradient_norm": optimizer.gradient_norm(grads),
@@ -126,11 +166,43 @@ def train_step(
     return run
 
 
+def _statistics(
+    optimizer: Optimizer, grads: Params, state: TrainState, extras: Any, loss: jax.Array, *, every: int
+) -> tuple[UpdateStatistics, Params]:
+    """Returns the statistics of an update, and the gradients, which are ready only when the statistics are.
+
+    The branch that is taken in every `every`-th step computes the update once more. So the other steps neither
+    compute nor keep anything for it, and the update itself can still replace the parameters in place.
+    """
+    groups: dict[str, list[int]] = {}
+    is_trained = jax.tree.leaves(optimizer.trained(state.params))
+    for index, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state.params)):
+        if is_trained[index]:
+            groups.setdefault(re.sub(r"\d+", "*", parameters.path_name(path)), []).append(index)
+
+    def rms(tree: Params) -> jax.Array:
+        leaves = jax.tree.leaves(tree)
+        squares = [sum(jnp.sum(jnp.square(leaves[i].astype(jnp.float32))) for i in group) for group in groups.values()]
+        return jnp.sqrt(jnp.stack(squares) / jnp.asarray([sum(leaves[i].size for i in g) for g in groups.values()]))
+
+    def compute(grads: Params, state: TrainState) -> jax.Array:
+        after, _ = optimizer.update(grads, state.opt_state, state.params, extras, value=loss)
+        updates = jax.tree.map(jnp.subtract, after, state.params)
+        return jnp.stack([rms(state.params), rms(grads), rms(updates)])
+
+    def nothing(grads: Params, state: TrainState) -> jax.Array:
+        return jnp.full((3, len(groups)), -1.0)
+
+    found = jax.lax.cond((state.step + 1) % every == 0, compute, nothing, grads, state._replace(carry=()))
+    found, grads = jax.lax.optimization_barrier((found, grads))
+    return UpdateStatistics(found, tuple(groups)), grads
+
+
 def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
     """Keeps the previous state, apart from the step, if the loss or the gradient norm is not finite."""
     loss, norm = metrics["loss"], metrics["gradient_norm"]
-    assert not isinstance(loss, WeightedSum)
-    assert not isinstance(norm, WeightedSum)
+    assert isinstance(loss, jax.Array)
+    assert isinstance(norm, jax.Array)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     return kept._replace(step=after.step), {**metrics, "skipped_updates": 1.0 - finite.astype(jnp.float32)}

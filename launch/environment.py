@@ -6,9 +6,12 @@ An empty value counts as unset.
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import UserError
+
+if TYPE_CHECKING:
+    from core.slices import Slice  # a host reads its environment before its packages are installed
 
 WORKSPACE = Path(__file__).resolve().parent.parent
 
@@ -116,6 +119,19 @@ def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mappi
     is_ours = path.is_relative_to(WORKSPACE) or "://" in str(experiment)
     root = read("RENGA_RUN_ROOT", environ=environ) or str((WORKSPACE if is_ours else path.parent) / "runs")
     return f"{root.rstrip('/')}/{path.parent.name}/{path.stem}{'-smoke' if smoke else ''}"
+
+
+def require_named(run_dir: str | None, slice_: "Slice") -> None:
+    """Requires that a place that lasts was named for the run of a slice with several hosts, unless it is simulated.
+
+    Raises:
+      UserError: there is neither --run-dir nor RENGA_RUN_ROOT, so each host would write to its own disk.
+    """
+    if slice_.hosts > 1 and not (run_dir or read("RENGA_RUN_ROOT") or read("RENGA_SIMULATE")):
+        raise UserError(
+            f"{slice_.name} has {slice_.hosts} hosts, and no place for the run was named. Set RENGA_RUN_ROOT to "
+            "gs://BUCKET/…, under which each experiment has a folder {group}/{experiment}, or give --run-dir"
+        )
 
 
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:

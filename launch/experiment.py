@@ -75,6 +75,7 @@ class Experiment:
       params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
         0: none.
       keep_params_checkpoints: number of latest ones of these to keep.
+      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: none.
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
       prompt: text that the model continues at the end of the run.
@@ -121,6 +122,7 @@ class Experiment:
     keep_checkpoints: int = 3
     params_checkpoint_interval: int = 0
     keep_params_checkpoints: int = 3
+    statistics_interval: int = 0
     profile_steps: Sequence[int] = ()
     memory_profile_steps: Sequence[int] = ()
     prompt: str = ""
@@ -160,7 +162,7 @@ class Experiment:
         intervals = ("log_interval", "eval_interval", "checkpoint_interval")
         counted = ("batch_size", "total_steps", "accum_steps", *intervals, "keep_checkpoints")
         counted += ("keep_params_checkpoints",)
-        may_be_zero = ("eval_batches", "seed", "compare_interval", "params_checkpoint_interval")
+        may_be_zero = ("eval_batches", "seed", "compare_interval", "params_checkpoint_interval", "statistics_interval")
         for least, names in ((1, counted), (0, may_be_zero)):
             low = [name for name in names if getattr(self, name) < least]
             yield from (f"{name} = {getattr(self, name)}: expected at least {least}" for name in low)
@@ -174,6 +176,11 @@ class Experiment:
         yield from phases.problems(self.phases, total_steps=self.total_steps)
         if not 0 <= self.phase <= len(self.phases) + 1:
             yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"
+        if self.statistics_interval > 0 and self.statistics_interval % self.log_interval:
+            yield (
+                f"statistics_interval = {self.statistics_interval}: expected a multiple of log_interval = "
+                f"{self.log_interval}, so that they are written with the step that they are of"
+            )
         if self.step_limit_seconds > self.compile_limit_seconds:
             yield (
                 f"step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
@@ -324,6 +331,7 @@ class Experiment:
             compiler_overrides=self.compiler_options,
             frozen=self.frozen,
             frozen_dtype=self.frozen_dtype,
+            statistics_interval=self.statistics_interval,
         )
 
 

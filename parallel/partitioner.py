@@ -120,6 +120,7 @@ class Partitioner:
         compiler_overrides: compiler_options.Overrides | None = None,
         frozen: Sequence[str] = (),
         frozen_dtype: str = "bfloat16",
+        statistics_interval: int = 0,
     ) -> Program:
         """Returns the model's training and evaluation steps under this partitioner.
 
@@ -129,7 +130,7 @@ class Partitioner:
           spec: fields of a global batch.
           seed: seed of initialization and training.
           accum_steps, gather_once: see `parallel.accumulation`.
-          skip_non_finite: see `core.step`.
+          skip_non_finite, statistics_interval: see `core.step`.
           compiler_overrides: options of `parallel.compiler_options` to change, by name.
           frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
             that the model freezes.
@@ -139,7 +140,7 @@ class Partitioner:
           UserError: lists every mismatch between the model, the batch and the tables.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
-        return Program(self, model, optimizer, dict(spec), seed, *flags)
+        return Program(self, model, optimizer, dict(spec), seed, *flags, statistics_interval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Program:
 
     Attributes:
       partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides, frozen,
-        frozen_dtype: the arguments of `Partitioner.program`.
+        frozen_dtype, statistics_interval: the arguments of `Partitioner.program`.
     """
 
     partitioner: Partitioner
@@ -162,6 +163,7 @@ class Program:
     compiler_overrides: compiler_options.Overrides = dataclasses.field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     frozen_dtype: str = "bfloat16"
+    statistics_interval: int = 0
 
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
@@ -367,6 +369,7 @@ class Program:
             seed=self.seed,
             accum_steps=self.accum_steps,
             skip_non_finite=self.skip_non_finite,
+            statistics_interval=self.statistics_interval,
             sum_gradients=add,
         )
 

@@ -29,8 +29,8 @@ class Limits(NamedTuple):
 
     Attributes:
       step_seconds: limit for a step, and for the time between two steps.
-      slow_seconds: limit for compiling, reading, opening, evaluating, saving and restoring. Joining has at least
-        JOINING_SECONDS, saving and restoring at least their own limit (`core.checkpoints.writing.limit_seconds`).
+      slow_seconds: limit for compiling, reading, opening, meeting, evaluating, saving and restoring. Joining has at
+        least JOINING_SECONDS, saving and restoring at least their own limit (`core.checkpoints.writing.limit_seconds`).
       silent_seconds: limit for the time without a message from a host with an open connection; less than the timeout of
         JAX's heartbeat. Also the limit for one host to evaluate or end while others wait for it in a step.
       apart_seconds: limit for one host to save or restore while others wait for it in a step.
@@ -47,7 +47,7 @@ class Limits(NamedTuple):
         """Returns the time that one host may spend in a collective phase without the others; None for other phases."""
         if place.phase in (phase.SAVING, phase.RESTORING):
             return self.apart_seconds
-        return self.silent_seconds if place.phase in (phase.EVALUATING, phase.ENDING) else None
+        return self.silent_seconds if place.phase in (phase.MEETING, phase.EVALUATING, phase.ENDING) else None
 
     def of(self, place: Place) -> float:
         """Returns the limit of a phase; infinite while data is prepared, which has limits of its own."""

@@ -17,6 +17,7 @@ READING = "reading data"
 COMPILING = "compiling"  # until the first step is done: the hosts compile at different speeds
 TRAINING = "training"
 BETWEEN = "between steps"
+MEETING = "waiting for all hosts"  # before they evaluate or save together
 EVALUATING = "evaluating"
 SAVING = "saving"
 ENDING = "ending"

@@ -85,7 +85,8 @@ class Optimizer:
         """The optax transformation for the bound parameters."""
         return optax.with_extra_args_support(self.rule(self._specs))
 
-    def _trained(self, params: Params) -> Any:
+    def trained(self, params: Params) -> Any:
+        """Returns a tree of booleans: whether each parameter is trained."""
         return parameters.labelled(trained_of(self._specs))(params)
 
     @property
@@ -114,12 +115,12 @@ class Optimizer:
         """
         updates, state = self.transformation.update(grads, state, params, extras=extras, value=value)
         after = optax.apply_updates(params, updates)
-        trained = self._trained(params)
+        trained = self.trained(params)
         return jax.tree.map(lambda new, old, is_trained: new if is_trained else old, after, params, trained), state
 
     def gradient_norm(self, grads: Params) -> jax.Array:
         """Returns the global norm of the gradients of trained parameters, [], float32."""
-        trained = jax.tree.map(lambda g, is_trained: g if is_trained else None, grads, self._trained(grads))
+        trained = jax.tree.map(lambda g, is_trained: g if is_trained else None, grads, self.trained(grads))
         return optax.global_norm(trained)
 
     def rate(self, state: Any, step: jax.Array, *, after: Any) -> jax.Array | None:
@@ -143,7 +144,7 @@ class Optimizer:
 
     def trainable(self, params: Params) -> Params:
         """Returns `params` with `stop_gradient` applied to the frozen ones."""
-        return jax.tree.map(lambda p, on: p if on else jax.lax.stop_gradient(p), params, self._trained(params))
+        return jax.tree.map(lambda p, on: p if on else jax.lax.stop_gradient(p), params, self.trained(params))
 
     def evaluated(self, params: Params, state: Any) -> Params:
         """Returns the parameters to evaluate, sample from and export: the averaged ones if the optimizer averages.

@@ -61,6 +61,12 @@ def totals() -> Totals:
     return _totals
 
 
+def cached_programs(folder: str) -> int:
+    """Returns the number of compiled programs in a cache folder; 0 if it does not exist."""
+    place = paths.resolve(folder)
+    return sum(name.endswith("-cache") for name in paths.sizes(place)) if place.exists() else 0
+
+
 def use_cache(folder: str) -> None:
     """Caches compiled programs in `folder` (local or gs://) from now on.
 

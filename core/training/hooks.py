@@ -39,17 +39,18 @@ Say = Callable[[int, str, str], None]  # (step, name of the metric that becomes 
 
 
 class Compiled(Hook):
-    """Reports the compiled programs once, after the first step."""
+    """Reports the compiled programs after the first step, and whenever others were compiled since."""
 
     def __init__(self, write: Callable[[int, compilation.Totals], None]):
         """Takes `write(step, totals)`, which is called with the compilations of the process so far."""
-        self._write: Callable[[int, compilation.Totals], None] | None = write
+        self._write = write
+        self._reported: compilation.Totals | None = None
 
     def after_step(self, report: StepReport) -> None:
-        """Reports after the first step."""
-        if self._write is not None:
-            self._write(report.step, compilation.totals())
-            self._write = None
+        """Reports if there is something new."""
+        if (totals := compilation.totals()) != self._reported:
+            self._write(report.step, totals)
+            self._reported = totals
 
 
 class Log(Hook):
@@ -95,6 +96,32 @@ class Log(Hook):
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+class Meet(Hook):
+    """Waits for all hosts before they evaluate or save together; must precede the hooks that do.
+
+    If a host does not come, the error names it and what the others wait for, instead of a collective that hangs.
+    """
+
+    def __init__(self, purposes: Mapping[str, Hook], *, timeout_seconds: float):
+        """Takes the hooks by what they do, such as `evaluation`, and how long to wait."""
+        self._purposes, self._timeout_seconds = purposes, timeout_seconds
+        self._meetings = 0  # numbered, because a step may be repeated after a rollback
+
+    def needs_state(self, step: int) -> bool:
+        """Returns True if one of the hooks does."""
+        return any(hook.needs_state(step) for hook in self._purposes.values())
+
+    def at_boundary(self, step: int, state: TrainState) -> None:
+        """Waits. Raises TimeoutError naming the hosts that did not come."""
+        del state
+        self._meetings += 1
+        why = " and ".join(name for name, hook in self._purposes.items() if hook.needs_state(step))
+        with phase.enter(phase.MEETING):
+            distributed.barrier(
+                f"{why} after step {step} (meeting {self._meetings})", timeout_seconds=self._timeout_seconds
+            )
 
 
 class Save(Hook):

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from core.health import phase
-from core.step import Metrics, TrainState
+from core.step import STATISTICS, Metrics, TrainState, UpdateStatistics
 from core.types import Batch, WeightedSum
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # runs one step; may donate the state
@@ -38,7 +38,8 @@ class StepReport(NamedTuple):
     Attributes:
       step: its number; the first is 1.
       metrics: scalar metrics of this step.
-      sums: the model's metrics of this step as sums with weights; a weight may be 0.
+      sums: the model's metrics of this step as sums with weights, which may be 0; in steps that compute them, also the
+        statistics of the update.
       seconds: time since the end of the previous step; for the first step, since its dispatch (includes compilation).
       input_wait_seconds: the part of it during which the host waited for its batch.
       device_seconds: the part of it during which the host dispatched the step and waited for its result; the rest is
@@ -132,6 +133,8 @@ class _Reader:
             found = jax.device_get(dict(dispatched.metrics))  # waits for the step
         self.phase = phase.TRAINING
         sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
+        if isinstance(statistics := found.get(STATISTICS), UpdateStatistics):
+            sums |= statistics.named()
         now = time.perf_counter()
         seconds = now - self._finished_at
         report = StepReport(
@@ -246,7 +249,8 @@ def train(
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if not isinstance(value, WeightedSum)}
+    own = (WeightedSum, UpdateStatistics)
+    return {name: float(value) for name, value in metrics.items() if not isinstance(value, own)}
 
 
 def add_sums(total: Mapping[str, WeightedSum], more: Mapping[str, WeightedSum]) -> dict[str, WeightedSum]:

@@ -6,8 +6,10 @@ library versions are untested or clocks differ; the doctor makes the same two ch
 
 import faulthandler
 import importlib.metadata
+import os
 import platform
 import re
+import socket
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from launch import environment
 from launch.findings import Finding
 from launch.hosts import tpu_host
 
+_ABOUT = "hosts/about"
 SKEW_SECONDS = 5.0  # logs are merged by time, and credentials with a wrong time are refused
 
 
@@ -111,6 +114,29 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
             "host of the slice, or name the slice this is"
             + ("; slices find one another through MEGASCALE_NUM_SLICES, …_SLICE_ID" if slice_.num_slices > 1 else "")
         )
+
+
+def announce(host: Host) -> None:
+    """Prints who this host is and which devices it has, and tells the others."""
+    devices = jax.local_devices()
+    kind = f"{devices[0].platform} device" if devices[0].device_kind == devices[0].platform else devices[0].device_kind
+    ids = ", ".join(units.shortened([str(device.id) for device in devices], most=8))
+    said = (
+        f"process {os.getpid()} on {socket.gethostname()}, {len(devices)} of {len(jax.devices())} devices: {kind} {ids}"
+    )
+    places = [str(tuple(device.coords)).replace(" ", "") for device in devices if hasattr(device, "coords")]
+    said += f", at {' '.join(units.shortened(places, most=8))}" if places else ""
+    print(f"{host.name}: {said}", flush=True)
+    distributed.post(f"{_ABOUT}/{host.index}", said)
+
+
+def about_hosts() -> list[str]:
+    """Returns a line for each host that has announced itself, in order; none in a single process."""
+    if distributed.process_count() == 1:
+        return []
+    return [
+        f"host {index}: {said}" for index, said in sorted((int(i), s) for i, s in distributed.posted(_ABOUT).items())
+    ]
 
 
 def warn_at_start(host: Host) -> None:

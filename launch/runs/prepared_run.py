@@ -64,6 +64,11 @@ class Run:
         return f"{self.run_dir}/checkpoints"
 
 
+def cache_folder(run_dir: str) -> str:
+    """Returns the folder of compiled programs of a run."""
+    return environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled"
+
+
 def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
     """Describes a run before the hosts join, so that hosts with different runs can be refused."""
     installed = versions.installed(versions.TRAINING)
@@ -85,7 +90,7 @@ def prepare_run(
     phase.at(phase.OPENING)
     span = experiment if isinstance(experiment, Span) else experiment.spans()[0]
     experiment, last_step = span.experiment, min(last_step, span.last_step)
-    compilation.use_cache(environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled")
+    compilation.use_cache(cache_folder(run_dir))
     program = experiment.bind(jax.devices())
     host_memory.require(program, experiment.task, eval_batches=experiment.eval_batches)
     initial = None

@@ -16,14 +16,16 @@ from core.checkpoints import reading, writing
 from core.checkpoints.steps import LeftOut
 from core.health import phase
 from core.step import TrainState
+from core.training import compilation
 from core.training.compilation import Totals
 from core.training.evaluation import curves_apart
 from core.training.goodput import Slowest
 from core.types import CountsFlops, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
+from launch.hosts import cluster
 from launch.hosts.cluster import Host
-from launch.runs.prepared_run import INIT_FROM, Run
+from launch.runs.prepared_run import INIT_FROM, Run, cache_folder
 from parallel import generation, report, sampling, strategy
 from parallel.partitioner import Program
 from tasks.ids import decode_continuation
@@ -35,10 +37,12 @@ WAITS = {  # phases that may take long, as a person reads them
     phase.PREPARING: "preparing the data",
     phase.RESTORING: "initializing or restoring the state",
     phase.COMPILING: "compiling the training step",
+    phase.MEETING: "waiting for all hosts, to evaluate or save",
     phase.EVALUATING: "evaluating",
     phase.SAVING: "saving a checkpoint",
     phase.ENDING: "finishing the run",
 }
+_MOST_HOSTS = 8  # of which the summary has a line; the log of each has its own
 _LOOK_SECONDS = 0.5
 _FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once a minute
 
@@ -72,6 +76,10 @@ def show_summary(
     early = f" of {experiment.total_steps:,}" if run.last_step < experiment.total_steps else ""
     if run.span.count > 1:
         card["phase"] = f"{run.span.number} of {run.span.count}, after step {run.span.first_step:,}"
+    if about := cluster.about_hosts():
+        card["hosts"] = "\n".join(units.shortened(about, most=_MOST_HOSTS))
+    kept, folder = compilation.cached_programs(cache_folder(run.run_dir)), cache_folder(run.run_dir)
+    card["programs"] = f"{kept or 'none'} compiled by earlier starts, kept in {folder}"
     card |= {**measured, "saves": saves, "steps": f"to {run.last_step:,}{early}, {left}", "run": run.run_dir}
     grid = Table.grid(padding=(0, 2))
     for name, value in card.items():

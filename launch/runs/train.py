@@ -54,6 +54,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         from launch.runs import smoke
 
         spans = tuple(span for each in spans for span in smoke.shrink(each.experiment).spans())
+    environment.require_named(args.run_dir, slices.get(experiment.slice))
     metrics.require_wandb(experiment.wandb_project)
     revision = versions.git_revision()
     longest = max(span.last_step for span in spans)
@@ -73,6 +74,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         limits=experiment.limits,
         before_devices=lock,
     )
+    cluster.announce(host)
     cluster.warn_at_start(host)
     if host.is_zero:
         for note in config.notes:

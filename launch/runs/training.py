@@ -178,10 +178,14 @@ def compile_together(run: Run, first_step: int) -> TrainStep:
         return compilation.OnceCompiled(run.program.train_step)
     with phase.enter(phase.COMPILING):
         compiled = run.program.lower_train_step().compile()
-        seconds = _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
-        distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=seconds)
+        distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=_meeting_seconds(run))
     # Calling the jitted function would compile it once more.
     return compilation.OnceCompiled(compiled, named_by=run.program.train_step)
+
+
+def _meeting_seconds(run: Run) -> float:
+    """Returns how long hosts wait for one another while none of them is stuck."""
+    return _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
 
 
 def _write_config(run: Run, writers: metrics.Writers) -> None:
@@ -207,7 +211,11 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
         used.append(replicas.Compare(heartbeat.compare, every=every))
     if evaluate:
         used.append(evaluate)
-    used += [*_saving(now, checkpoints, batches, preemption), preemption, *_profiles(now)]
+    saving = _saving(now, checkpoints, batches, preemption)
+    if run.host.count > 1:
+        together = {"checkpoint": saving[0]} | ({"evaluation": evaluate} if evaluate else {})
+        used.insert(0, hooks.Meet(together, timeout_seconds=_meeting_seconds(run)))
+    used += [*saving, preemption, *_profiles(now)]
     if file := environment.read("RENGA_STEP_FILE"):
         used.append(hooks.NoteStep(file, name=f"host {run.host.index}", step=now.first_step))
     if now.lock:
@@ -234,7 +242,8 @@ def _logging(now: _UnderWay) -> list[Hook]:
         writers.flush()
 
     def compiled(step: int, totals: compilation.Totals) -> None:
-        lines.compiled(totals)
+        if step == now.first_step + 1:
+            lines.compiled(totals)
         writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
 
     items, every = run.experiment.tokens_per_step, run.experiment.log_interval

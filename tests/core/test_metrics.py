@@ -44,7 +44,8 @@ def test_scalars_and_text_are_read_back_by_tensorboard(tmp_path):
     assert series(tmp_path / "tensorboard", "loss") == [(0, 2.5), (1, 1.5), (2, 0.5)]
     events = read_events(tmp_path / "tensorboard")
     assert set(events.Tags()["scalars"]) == {"loss", "tokens_per_second"}
-    (tag,) = events.Tags()["tensors"]
+    tag, layout = sorted(events.Tags()["tensors"])
+    assert layout == "custom_scalars__config__"
     assert tag.startswith("config")
     text = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
     assert "LR = 1e-3  # ünïcode" in text

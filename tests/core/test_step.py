@@ -162,3 +162,58 @@ def test_frozen_parameters_do_not_count_in_the_gradient_norm():
     after, metrics = step.train_step(Line(), frozen, seed=0)(state, batch())
     assert float(metrics["gradient_norm"]) == 0.0
     assert float(after.params["~"]["w"]) == 2.0
+
+
+@pytest.mark.covers("X12")
+def test_statistics_of_the_update_are_computed_only_when_they_are_due():
+    plain, found = (jax.jit(step.train_step(Line(), sgd(), seed=0, statistics_interval=n)) for n in (0, 2))
+    state = want = start()
+    named = []
+    for _ in range(4):
+        before, (want, _) = state, plain(want, batch())
+        state, metrics = found(state, batch())
+        named.append(metrics[step.STATISTICS].named())
+    jax.tree.map(np.testing.assert_array_equal, state, want)  # the steps themselves are the same
+    assert named[0] == named[2] == {}
+    w, after = (float(s.params["~"]["w"]) for s in (before, state))
+    grad = float(np.mean(2 * (w * np.arange(1.0, 5.0) - batch()["y"]) * np.arange(1.0, 5.0)))
+    values = {name: float(value.total) for name, value in named[3].items()}
+    assert values == pytest.approx(
+        {
+            "statistics/param_rms/w": abs(w),
+            "statistics/gradient_rms/w": abs(grad),
+            "statistics/update_rms/w": abs(after - w),
+            "statistics/update_ratio/w": abs(after - w) / abs(w),
+            "statistics/param_rms/idle_norm": 1.0,
+            "statistics/gradient_rms/idle_norm": 0.0,
+            "statistics/update_rms/idle_norm": 0.0,
+            "statistics/update_ratio/idle_norm": 0.0,
+        },
+        rel=1e-6,
+    )
+
+
+class Layers(Line):
+    """Two layers stored as two parameters, and one that is frozen."""
+
+    def init(self, rng, batch):
+        return {"layer_0": {"w": jnp.ones(3)}, "layer_1": {"w": jnp.zeros(1)}, "other": {"w": jnp.ones(2)}}
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        total = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        return carry, LossOutput(total, jnp.float32(1.0), {}, extras=())
+
+
+@pytest.mark.covers("X12")
+def test_layers_are_one_group_and_frozen_parameters_none():
+    specs = {name: {"w": ParamSpec((None,), trainable=name != "other")} for name in ("layer_0", "layer_1", "other")}
+    optimizer = optimizers.Optimizer(
+        lambda specs: optimizers.base.only_trainable(optax.sgd(0.1), specs), optimizers.constant(0.1)
+    ).bound(specs)
+    model = Layers()
+    run = jax.jit(step.train_step(model, optimizer, seed=0, statistics_interval=1))
+    _, metrics = run(step.create(model, optimizer, model.init(None, None), batch()), batch())
+    named = {name: float(value.total) for name, value in metrics[step.STATISTICS].named().items()}
+    assert named["statistics/param_rms/layer_*/w"] == pytest.approx(np.sqrt(3 / 4))
+    assert named["statistics/update_ratio/layer_*/w"] == pytest.approx(0.2)
+    assert len(named) == 4

@@ -15,8 +15,10 @@ from launch import terminal
 
 HELP = "time the trainer's step against the bare jitted step, alternating in one process; or the recursive model"
 EXAMPLE = """tests/run.sh lab bench v4-8
+  tests/run.sh lab bench v4-8 --statistics
   tests/run.sh lab bench --recursion"""
 GOAL = 1.03
+STATISTICS_GOAL, STATISTICS_INTERVAL = 0.01, 100
 RECURSION_GOAL = 0.6
 # Options that only the measurement of the trainer has, and their defaults.
 _OF_THE_TRAINER = {"length": 128, "batch_size": 16, "turns": 20, "turn_steps": 10, "run_dir": None}
@@ -32,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure instead how much of this machine's float32 peak a step of the recursive model reaches, and where "
         "its time is spent",
+    )
+    parser.add_argument(
+        "--statistics",
+        action="store_true",
+        help="measure instead what statistics of the update cost a step, without the trainer",
     )
     parser.add_argument("--width", type=int, help="of the model (default: 128; with --recursion: 512)")
     parser.add_argument("--length", type=int, help="tokens of a row (default: 128)")
@@ -95,6 +102,11 @@ def _overhead(args: argparse.Namespace) -> int:
         total_steps=(1 + args.turns) * args.turn_steps,
     )
     host = cluster.join(slice_, limits=timed.limits)
+    if args.statistics:
+        cost = overhead.measure_statistics(timed, turn_steps=args.turn_steps)
+        if host.is_zero:
+            _print_statistics(cost)
+        return 0
     with (
         tempfile.TemporaryDirectory(prefix="renga-bench-") as folder,
         pathlib.Path(folder, "out").open("w") as quiet,
@@ -115,6 +127,18 @@ def _print(result) -> None:
     least, *_, most = by_turn = result.ratios_by_turn
     print(f"trainer / bare = {result.ratio:.3f} (goal: at most {GOAL})")
     print(f"ratio of each turn: median {statistics.median(by_turn):.3f}, from {least:.3f} to {most:.3f}")
+
+
+def _print_statistics(cost) -> None:
+    table = Table("", "steps", "10th percentile", "median", "90th percentile", box=None)
+    for name, seconds in (("without", cost.without), ("with, not computed", cost.between), ("computed", [cost.due])):
+        table.add_row(name, *_row(seconds))
+    terminal.console(100).print(table)
+    low, median, high = (100 * share for share in statistics.quantiles(cost.shares(STATISTICS_INTERVAL), n=4))
+    print(
+        f"every {STATISTICS_INTERVAL} steps they cost {median:.2f} % of a step (goal: {100 * STATISTICS_GOAL:g} %); "
+        f"half of the turns from {low:.2f} to {high:.2f} %"
+    )
 
 
 def _row(turns: Sequence[Sequence[float]]) -> list[str]:

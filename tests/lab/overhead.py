@@ -5,6 +5,7 @@ TensorBoard, watchdog), then as many bare calls of the jitted step on one fixed 
 medians, reduces the influence of other work on the machine.
 """
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -91,6 +92,51 @@ def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> 
     turns = _Turns(run.program, batch, turn_steps=turn_steps)
     training.train(run, also=[turns])
     return Overhead(turns.trainer_turns[1:], turns.bare_turns[1:])  # the first pair includes compilation
+
+
+class StatisticsCost(NamedTuple):
+    """Seconds of bare jitted steps, of programs without and with statistics of the update.
+
+    Attributes:
+      without: steps of the program without, by turn.
+      between: steps of the program with them that compute none, by turn.
+      due: the step of each turn that computes them.
+    """
+
+    without: list[list[float]]
+    between: list[list[float]]
+    due: list[float]
+
+    def shares(self, interval: int) -> list[float]:
+        """Returns the additional time of a mean step, divided by a step without: of each turn, smallest first."""
+        turns = [(statistics.median(a), statistics.median(b), due) for a, b, due in zip(*self, strict=True)]
+        return sorted((between - without + (due - between) / interval) / without for without, between, due in turns)
+
+
+def measure_statistics(timed: Experiment, *, turn_steps: int) -> StatisticsCost:
+    """Runs steps without and with statistics in turns; with them, the last step of every turn computes them.
+
+    Args:
+      timed: what to train; its `total_steps` are run of each program.
+      turn_steps: steps of a turn.
+    """
+    programs = [
+        dataclasses.replace(timed, statistics_interval=every, log_interval=1).bind(jax.devices())
+        for every in (0, turn_steps)
+    ]
+    layout = programs[0].partitioner.data_layout(timed.batch_size)
+    batch = programs[0].put(next(timed.task.train(layout, seed=timed.seed)))
+    states = [program.init() for program in programs]
+    cost = StatisticsCost([], [], [])
+    for turn in range(timed.total_steps // turn_steps):
+        found: list[list[float]] = [[], []]
+        for index in (0, 1) if turn % 2 else (1, 0):
+            states[index], seconds = bare_steps(programs[index], states[index], batch, steps=turn_steps)
+            found[index] = seconds[SETTLING_STEPS:]
+        if turn:  # the first includes compilation
+            without, (*between, due) = found
+            cost.without.append(without), cost.between.append(between), cost.due.append(due)
+    return cost
 
 
 class _Turns(hooks.Hook):

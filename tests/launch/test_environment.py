@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from core import slices
+from core.errors import UserError
 from launch import environment
 
 ROOT = environment.WORKSPACE
@@ -111,6 +113,7 @@ def test_the_run_directory_has_group_and_experiment():
     assert environment.run_directory("gin/valkyrie_7b.gin", environ={}) == str(ROOT / "runs/gin/valkyrie_7b")
     root = {"RENGA_RUN_ROOT": "gs://bucket/runs/"}
     assert environment.run_directory("/a/mine/x.gin", environ=root) == "gs://bucket/runs/mine/x"
+    assert environment.run_directory("gs://bucket/mine/x.gin", environ=root) == "gs://bucket/runs/mine/x"
     assert environment.run_directory("/a/mine/x.gin", environ={}) == "/a/mine/runs/mine/x"  # not inside the workspace
     assert environment.run_directory("/a/mine/x.gin", smoke=True, environ=root) == "gs://bucket/runs/mine/x-smoke"
 
@@ -128,3 +131,22 @@ def test_how_long_hosts_wait_for_the_last():
     assert environment.join_seconds(environ={"RENGA_JOIN_SECONDS": "45"}) == 45
     with pytest.raises(ValueError, match="RENGA_JOIN_SECONDS='soon': expected a whole number from 1 up"):
         environment.join_seconds(environ={"RENGA_JOIN_SECONDS": "soon"})
+
+
+@pytest.mark.covers("E02")
+def test_several_hosts_need_a_place_for_the_run_that_was_named(monkeypatch):
+    for name in ("RENGA_RUN_ROOT", "RENGA_SIMULATE"):
+        monkeypatch.delenv(name, raising=False)
+    one, several = slices.get("v4-8"), slices.get("v4-32")
+    environment.require_named(None, one)
+    environment.require_named("gs://bucket/first", several)
+    for run_dir in (None, ""):
+        with pytest.raises(
+            UserError, match=r"v4-32 has 4 hosts, and no place for the run was named\. Set RENGA_RUN_ROOT"
+        ):
+            environment.require_named(run_dir, several)
+    monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
+    environment.require_named(None, several)
+    monkeypatch.delenv("RENGA_RUN_ROOT")
+    monkeypatch.setenv("RENGA_SIMULATE", "v4-32")
+    environment.require_named(None, several)

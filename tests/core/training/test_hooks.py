@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from core.training import hooks, run_lock, trainer
+from core.health import phase
+from core.training import compilation, hooks, run_lock, trainer
 from core.training.trainer import StepReport
 from core.types import WeightedSum
 
@@ -108,6 +109,43 @@ def test_save_takes_the_position_at_that_moment():
     save.close()
     assert checkpoints.waited == 3
     assert costs.told == ["the first", "the last", "end"]
+
+
+@pytest.mark.covers("T14")
+def test_hosts_meet_before_they_evaluate_or_save_and_say_what_for(monkeypatch):
+    class Due(trainer.Hook):
+        def __init__(self, every):
+            self.every = every
+
+        def needs_state(self, step):
+            return step % self.every == 0
+
+    met = []
+    monkeypatch.setattr(
+        hooks.distributed, "barrier", lambda *args, **limit: met.append((phase.place().phase, *args, limit))
+    )
+    meet = hooks.Meet({"checkpoint": Due(3), "evaluation": Due(2)}, timeout_seconds=50.0)
+    assert [step for step in range(1, 7) if meet.needs_state(step)] == [2, 3, 4, 6]
+    meet.at_boundary(2, None)
+    meet.at_boundary(6, None)
+    assert [name for _, name, _ in met] == [
+        "evaluation after step 2 (meeting 1)",
+        "checkpoint and evaluation after step 6 (meeting 2)",
+    ]
+    assert met[0][0] == phase.MEETING
+    assert met[0][2] == {"timeout_seconds": 50.0}
+
+
+@pytest.mark.covers("O09")
+def test_compilations_are_reported_whenever_there_are_new_ones(monkeypatch):
+    totals, written = compilation.Totals(3, 1, 2.0), []
+    monkeypatch.setattr(compilation, "totals", lambda: totals)
+    compiled = hooks.Compiled(lambda *args: written.append(args))
+    compiled.after_step(report(1))
+    compiled.after_step(report(2))
+    totals = compilation.Totals(4, 1, 2.5)  # such as the evaluation
+    compiled.after_step(report(3))
+    assert written == [(1, (3, 1, 2.0)), (3, (4, 1, 2.5))]
 
 
 @pytest.mark.covers("C15")

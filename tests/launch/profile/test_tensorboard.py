@@ -55,6 +55,16 @@ def served(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.covers("O12")
+def test_tensorboard_opens_our_dashboard(served):
+    shown = served("plugin/custom_scalars/layout")["category"]
+    assert {
+        category["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in category["chart"]}
+        for category in shown
+    } == metrics.DASHBOARD
+
+
+@pytest.mark.slow
 @pytest.mark.covers("O01", "O06")
 def test_tensorboard_finds_every_host_in_one_session(served):
     assert served("plugin/profile/runs") == ["tensorboard/step_20"]

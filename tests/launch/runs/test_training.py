@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core import metrics
 from core.checkpoints import steps
 from core.health import exit_codes, failure_diagnosis
 from core.training import compilation
@@ -88,13 +89,14 @@ def test_a_run_prints_its_summary_and_its_results(undisturbed):
     assert re.search(r"checkpoints: 2 saved, [\d.]+ [KM]iB each; training waited [\d.]+ (ms|s) per save", said)
 
 
-@pytest.mark.covers("C06", "C14", "E11", "E12")
+@pytest.mark.covers("C06", "C14", "E11", "E12", "O09")
 def test_stop_and_start_again_continues_bit_for_bit(launch, undisturbed, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
     where = ["--slice", "v4-16", "--run-dir", str(tmp_path / "run")]
     said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
     assert "resumed from 6" in said
     assert re.search(r"compiled 0 programs and read [1-9]", said)
+    assert re.search(r"programs +[1-9]\d* compiled by earlier starts, kept in ", said)
     for name in ("loss", "gradient_norm", "validation/loss"):
         assert scalars(tmp_path / "run", name) == scalars(undisturbed[0], name)
     meta = json.loads(next((tmp_path / "run" / "checkpoints" / "12" / "meta").glob("*")).read_text())
@@ -195,19 +197,35 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
 
 @pytest.mark.slow
 @pytest.mark.simulated(2)
-@pytest.mark.covers("C15")
-def test_parameters_alone_are_saved_between_checkpoints_averaged_and_exported(launch, tmp_path):
+@pytest.mark.covers("C15", "X12", "O12", "R09", "T14")
+def test_parameters_are_saved_alone_averaged_and_exported_and_their_statistics_are_written(launch, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     every = [f"experiment.Experiment.{name} = 2" for name in ("params_checkpoint_interval", "keep_params_checkpoints")]
+    every.append("experiment.Experiment.statistics_interval = 4")
     bindings = small(*every, *AVERAGED, "transformer.Transformer.num_kv_heads = 4", "PROMPT = ''")
     said = launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(run_dir), *bindings)
     card = " ".join(said.replace("│", " ").split())
     assert "the parameters alone every 2 steps, keeping the latest 2, 177 KiB each" in card
     assert re.search(r"checkpoints: 6 saved, [\d.]+ [KM]iB or less each", said)
+    query = {kind: scalars(run_dir, f"statistics/{kind}/layers/block/query") for kind in ("param_rms", "update_ratio")}
+    assert [sorted(values) for values in query.values()] == [[4, 8, 12]] * 2
+    assert all(0.001 < ratio < 1 for ratio in query["update_ratio"].values())  # LEARNING_RATE over the size of weights
     verified = launch("checkpoints", "verify", str(run_dir))
     found = re.findall(r"step (\d+): intact \((\d+) arrays.*", verified)
     assert [int(step) for step, _ in found] == [12, 6, 10, 8]
     assert int(found[0][1]) > 3 * int(found[2][1])
+    for index in (0, 1):
+        line = rf"host {index}( of 2)?: process \d+ on \S+, 4 of 8 devices: cpu device {4 * index}, .* {4 * index + 3}"
+        assert re.search(line, (run_dir / "logs" / f"host_{index}.log").read_text())
+        assert re.search(line.replace("( of 2)?", ""), card)
+    tags = {tag for values in metrics.read(str(run_dir)).by_step.values() for tag in values}
+    empty = [
+        title
+        for charts in metrics.DASHBOARD.values()
+        for title, patterns in charts.items()
+        if not any(re.search(pattern, tag) for pattern in patterns for tag in tags)
+    ]
+    assert empty == ["skipped updates and rollbacks", "MFU", "GiB of HBM by chip"]  # another policy; a TPU
     launch("export", f"{run_dir}@10", "--out", str(out), "--dtype", "float32")
     assert (out / "model.safetensors").exists()
     refused = launch("export", str(run_dir), "--out", str(tmp_path / "none"), code=exit_codes.USER_ERROR)
