@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from core import jax_internals, paths, rendezvous, units
@@ -266,6 +267,11 @@ def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SE
     """Gathers the `text` of every host, by process index. Raises TimeoutError naming the first host without one."""
     sources = list(range(process_count()))
     return _shared(f"gather/{name}", text, sources=sources, timeout_seconds=timeout_seconds)
+
+
+def all_gather_array(array: jax.Array) -> np.ndarray:
+    """Returns all values of an array whose shards are on several hosts. All hosts must call it, in the same order."""
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:

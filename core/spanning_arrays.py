@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from core import parameters, units
+from core import distributed, parameters, units
 from core.errors import UserError
 
 MOST_GATHERED_BYTES = 2**28
@@ -74,6 +73,4 @@ def gathered(array: jax.Array, *, most_bytes: int = MOST_GATHERED_BYTES) -> np.n
             f"gathered: {array.dtype.name}{list(array.shape)} has {units.size(array.nbytes)}, and every host would "
             f"hold all of it; at most {units.size(most_bytes)} (most_bytes) are allowed. Gather a part: array[:8]"
         )
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array) if array.is_fully_addressable else distributed.all_gather_array(array)

@@ -12,7 +12,7 @@ the rows in the global batch (`core.random_bits`).
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -143,20 +143,14 @@ def train_step(
             refuse_carry(state.carry, accum_steps)
             carry = state.carry
             grads, out = sum_gradients(lambda p, b: _without_carry(grad(p, b)), state.params, batch, accum_steps)
-        items = jnp.maximum(out.weight_sum, 1.0)
-        grads = jax.tree.map(lambda g: g / items, grads)
-        loss = out.loss_sum / items
-        statistics = {}
-        if statistics_interval:
-            found, grads = _statistics(optimizer, grads, state, out.extras, loss, every=statistics_interval)
-            statistics = {STATISTICS: found}
+        grads, loss = _means(grads, out)
+        statistics, grads = _statistics(optimizer, grads, state, out.extras, loss, every=statistics_interval)
         params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras, value=loss)
-        rate = optimizer.rate(state.opt_state, state.step, after=opt_state)
         metrics = {
             **out.metrics,
             **statistics,
             "loss": loss,
-            **({} if rate is None else {"learning_rate": rate}),
+            **_learning_rate(optimizer, state, opt_state),
             "gradient_norm": optimizer.gradient_norm(grads),
             "weight": out.weight_sum,
         }
@@ -166,24 +160,40 @@ def train_step(
     return run
 
 
+def _means(grads: Params, out: LossOutput) -> tuple[Params, jax.Array]:
+    """Divides the sums of gradients and losses by the number of supervised items."""
+    items = jnp.maximum(out.weight_sum, 1.0)
+    return jax.tree.map(lambda g: g / items, grads), out.loss_sum / items
+
+
+def _learning_rate(optimizer: Optimizer, state: TrainState, after: Any) -> dict[str, jax.Array]:
+    rate = optimizer.rate(state.opt_state, state.step, after=after)
+    return {} if rate is None else {"learning_rate": rate}
+
+
 def _statistics(
     optimizer: Optimizer, grads: Params, state: TrainState, extras: Any, loss: jax.Array, *, every: int
-) -> tuple[UpdateStatistics, Params]:
+) -> tuple[Metrics, Params]:
     """Returns the statistics of an update, and the gradients, which are ready only when the statistics are.
 
     The branch that is taken in every `every`-th step computes the update once more. So the other steps neither
     compute nor keep anything for it, and the update itself can still replace the parameters in place.
     """
+    if not every:
+        return {}, grads
     groups: dict[str, list[int]] = {}
     is_trained = jax.tree.leaves(optimizer.trained(state.params))
     for index, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state.params)):
         if is_trained[index]:
             groups.setdefault(re.sub(r"\d+", "*", parameters.path_name(path)), []).append(index)
 
+    def sizes(leaves: Sequence[jax.Array]) -> np.ndarray:  # may exceed int32
+        return np.asarray([sum(leaves[i].size for i in group) for group in groups.values()], np.float32)
+
     def rms(tree: Params) -> jax.Array:
         leaves = jax.tree.leaves(tree)
         squares = [sum(jnp.sum(jnp.square(leaves[i].astype(jnp.float32))) for i in group) for group in groups.values()]
-        return jnp.sqrt(jnp.stack(squares) / jnp.asarray([sum(leaves[i].size for i in g) for g in groups.values()]))
+        return jnp.sqrt(jnp.stack(squares) / sizes(leaves))
 
     def compute(grads: Params, state: TrainState) -> jax.Array:
         after, _ = optimizer.update(grads, state.opt_state, state.params, extras, value=loss)
@@ -195,7 +205,7 @@ def _statistics(
 
     found = jax.lax.cond((state.step + 1) % every == 0, compute, nothing, grads, state._replace(carry=()))
     found, grads = jax.lax.optimization_barrier((found, grads))
-    return UpdateStatistics(found, tuple(groups)), grads
+    return {STATISTICS: UpdateStatistics(found, tuple(groups))}, grads
 
 
 def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:

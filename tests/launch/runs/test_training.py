@@ -215,7 +215,7 @@ def test_parameters_are_saved_alone_averaged_and_exported_and_their_statistics_a
     assert [int(step) for step, _ in found] == [12, 6, 10, 8]
     assert int(found[0][1]) > 3 * int(found[2][1])
     for index in (0, 1):
-        line = rf"host {index}( of 2)?: process \d+ on \S+, 4 of 8 devices: cpu device {4 * index}, .* {4 * index + 3}"
+        line = rf"host {index}( of 2)?: process \d+ on \S+, 4 of 8 devices: cpu device \d+, \d+, \d+, \d+"
         assert re.search(line, (run_dir / "logs" / f"host_{index}.log").read_text())
         assert re.search(line.replace("( of 2)?", ""), card)
     tags = {tag for values in metrics.read(str(run_dir)).by_step.values() for tag in values}
