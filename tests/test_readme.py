@@ -1,5 +1,7 @@
 """Runs the commands of README.md as they are written there."""
 
+import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -16,8 +18,10 @@ import pytest
 from core import batches, logical
 from core.checkpoints import published
 from launch import __main__ as cli
+from launch import experiment
 from models import families, family_tensors, transformer
 from tasks import streams
+from tests.lab import golden
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -99,6 +103,83 @@ def test_every_file_that_a_page_links_to_exists():
             assert (page.parent / target).exists(), f"{page} links to {target}"
 
 
+def anchors(page):
+    """The names under which GitHub links to the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.covers("E05")
+def test_every_section_that_a_page_links_to_exists():
+    links = [
+        (page, *link) for page in PAGES for link in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text())
+    ]
+    assert len(links) > 20
+    gone = [
+        (page, target, name)
+        for page, target, name in links
+        if name not in anchors((page.parent / target) if target else page)
+    ]
+    assert not gone
+
+
+@pytest.mark.covers("E05")
+def test_settings_that_pages_name_exist_and_have_the_default_that_they_say():
+    defaults = {field.name: field.default for field in dataclasses.fields(experiment.Experiment)}
+    for page in PAGES:
+        named = re.findall(r"\bexperiment\.Experiment\.(\w+)", page.read_text())
+        assert not [name for name in named if name not in defaults], page
+    rows = re.findall(
+        r"^\| `experiment\.Experiment\.(\w+)` \| ([^|]+) \|", (ROOT / "launch/README.md").read_text(), re.MULTILINE
+    )
+    said = {name: default.strip("` ") for name, default in rows}
+    assert len(said) > 5
+    wrong = {
+        n: (text, defaults[n])
+        for n, text in said.items()
+        if defaults[n] is not None and text != f"{defaults[n]!r}".removesuffix(".0")
+    }
+    assert not wrong
+
+
+def peak(record):
+    return record["memory"]["peak_bytes"] / 2**30
+
+
+@pytest.mark.covers("E05")
+def test_memory_that_a_paragraph_says_of_an_experiment_is_that_of_its_record():
+    records = {name: golden.read(name) for name in golden.files()}
+    checked = []
+    for page in PAGES:
+        for paragraph in re.split(r"\n\n|\n\|", page.read_text()):
+            named = {name for name in re.findall(r"gin/(\w+)\.gin", paragraph) if name in records}
+            if len(named) != 1:
+                continue
+            (name,) = named
+            for said, most in re.findall(r"(\d+\.\d+) (?:GiB )?of (\d+\.\d+)", paragraph):
+                digits = len(said.partition(".")[2])
+                assert said == f"{peak(records[name]):.{digits}f}", f"{page}: {name}"
+                usable = records[name]["memory"]["usable_bytes"] / 2**30
+                assert most == f"{usable:.{len(most.partition('.')[2])}f}", f"{page}: {name}"
+                checked.append((page.name, name))
+    assert len(checked) > 10
+
+
+@pytest.mark.covers("E05")
+def test_times_in_the_table_of_experiments_are_those_of_their_records():
+    table = re.findall(r"^\| `gin/(\w+)\.gin` \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(table) > 8
+    for name, row in table:
+        _, slice_name, _, tokens, _, seconds, mfu = (cell.strip() for cell in row.split("|"))
+        record = golden.read(name)
+        assert (slice_name, tokens) == (record["slice"], f"{record['tokens_per_step']:,}"), name
+        times, shares = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
+        assert seconds == f"{times['hidden']:.3g} – {times['exposed']:.3g}", name
+        assert mfu == f"{100 * shares['exposed']:.0f} – {100 * shares['hidden']:.0f}", name
+
+
 def parse(line):
     """Parses the arguments of a command line as its command does, and runs nothing."""
     program, *words = shlex.split(line, comments=True)
@@ -121,6 +202,39 @@ def test_the_arguments_of_commands_in_every_page_are_valid():
         parse(re.sub(r"\bN\b", "1", re.sub(r"[\[\]]", "", line)))
     with pytest.raises(ValueError, match="--stps"):
         parse("launch/pod.sh v4-8 gin/quickstart.gin --stps 1")
+
+
+def options(parser):
+    """All flags of a parser and of its subcommands."""
+    own = {flag for action in parser._actions for flag in action.option_strings}
+    for action in parser._actions:
+        for child in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            own |= options(child)
+    return own
+
+
+@pytest.mark.covers("E05")
+def test_commands_within_sentences_exist_and_have_the_flags_that_they_show():
+    """They are often incomplete, such as `launch/run evaluate --rows all`, so that they are not parsed."""
+    checked, known = 0, {}
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for program, rest in re.findall(r"`launch/(run|pod\.sh) ([^`]+)`", text):
+            name = "pod" if program == "pod.sh" else rest.split()[0]
+            if name == "COMMAND":
+                continue
+            module = {name: module for family in cli.FAMILIES.values() for name, module in family.items()}[name]
+            known.setdefault(name, options(cli.parser(importlib.import_module(module), "")))
+            assert set(re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest)) <= known[name], f"{page}: {program} {rest}"
+            checked += 1
+    assert checked > 30
+
+
+@pytest.mark.covers("E05")
+def test_gin_files_that_pages_name_exist():
+    named = [(page, name) for page in PAGES for name in re.findall(r"(?<![\w/])gin/[\w/]+\.gin\b", page.read_text())]
+    assert len(named) > 50
+    assert not [(page, name) for page, name in named if not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("body", blocks("python") + blocks("gin"), ids=lambda body: body.splitlines()[0])
