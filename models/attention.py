@@ -75,9 +75,10 @@ def attend(
         return _repeat_heads(v, q.shape[2])
     if choice == "splash":
         _check_tiles(q.shape[1])
-    order, kv_segment_ids = None, segment_ids
+    order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
+        operands = (q, k, v, segment_ids)
     elif not arranged:
         heads = [ring_attention.arrange(a, "batch", "length", None, None) for a in (q, k, v)]
         rows = ring_attention.arrange(segment_ids, "batch", "length")
@@ -89,9 +90,9 @@ def attend(
     else:
         order = ring_attention.order(q.shape[1])
         k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
+        operands = (q, k, v, segment_ids, kv_segment_ids)
     options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
     by_kernel, by_products = (functools.partial(form, **options) for form in (splash_attention, plain))
-    operands = (q, k, v, segment_ids, kv_segment_ids)
     if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
         return by_products(*operands)
     if choice == "splash":
@@ -158,12 +159,15 @@ def plain(
     Returns:
       [B, T, H, K].
     """
-    places = jnp.arange(q.shape[1])
-    behind = (places if order is None else jnp.asarray(order))[:, None] - places  # [T, S]
+    length = q.shape[1]
+
+    def places() -> jax.Array:
+        return jnp.arange(length) if order is None else jnp.asarray(order)
+
     scores = _scores(q, k, scale=scale, softcap=softcap)
-    causal = behind >= 0
+    causal = places()[:, None] >= jnp.arange(length)[None, :]  # [T, S]
     if window is not None:
-        causal &= behind < window
+        causal &= places()[:, None] - jnp.arange(length)[None, :] < window
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
     visible = causal & (segment_ids[:, :, None] == of_keys[:, None, :])  # [B, T, S]
     return _mixed(scores, visible, v)
