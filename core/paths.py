@@ -270,6 +270,15 @@ def matching(pattern: str) -> dict[str, int]:
     return {f"gs://{name}": entry["size"] for name, entry in about.items() if entry["type"] == "file"}
 
 
+def copy_between(source: epath.Path, target: epath.Path) -> None:
+    """Copies a file between a disk and a bucket, in either direction, and creates its folder if necessary."""
+    if is_remote(source):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    else:
+        copy_file(source, to=target)
+
+
 def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
     """Copies a local file atomically to a path on a disk or in a bucket, and creates its folder if necessary."""
     to.parent.mkdir(parents=True, exist_ok=True)

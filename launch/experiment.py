@@ -75,6 +75,8 @@ class Experiment:
       params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
         0: none.
       keep_params_checkpoints: number of latest ones of these to keep.
+      persistent_directory: a place, such as gs://BUCKET/first, to which complete checkpoints of a local run directory
+        are copied in the background; "" for none. Only for a run of one process.
       statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: none.
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
@@ -122,6 +124,7 @@ class Experiment:
     keep_checkpoints: int = 3
     params_checkpoint_interval: int = 0
     keep_params_checkpoints: int = 3
+    persistent_directory: str = ""
     statistics_interval: int = 0
     profile_steps: Sequence[int] = ()
     memory_profile_steps: Sequence[int] = ()

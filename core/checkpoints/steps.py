@@ -30,7 +30,8 @@ FOLDER = "checkpoints"  # of a run directory
 PARAMS_FOLDER = "params"  # beside it: steps that contain the parameters alone
 AVERAGED = "averaged"  # in the metadata of such a step: whether they are the optimizer's average
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
-_COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into a bucket
+COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into a bucket
+MARKS = (_COMPLETE_MARK, COMMITTED_MARK)  # the files that make a step complete, written last and in this order
 PART = "meta"  # subfolder of a step's folder
 STREAMS_PART = "data"
 _FILE, _SUFFIX = "metadata", ".bin"
@@ -159,7 +160,7 @@ def set_incomplete_aside(directory: paths.Path) -> None:
     if not directory.exists():
         return
     for folder in sorted(directory.iterdir()):
-        counted = not paths.is_remote(folder) or (folder / _COMMITTED_MARK).exists()
+        counted = not paths.is_remote(folder) or (folder / COMMITTED_MARK).exists()
         if folder.name.isdigit() and folder.is_dir() and counted and not _is_complete(folder):
             folder.rename(directory / f"incomplete-{folder.name}-{time.time_ns()}")
 

@@ -70,6 +70,8 @@ def show_summary(
             f"; the parameters alone every {units.counted(every, 'step')}, keeping the latest "
             f"{experiment.keep_params_checkpoints}, {alone} each"
         )
+    if experiment.persistent_directory:
+        saves += f"; copied to {experiment.persistent_directory}"
     if left_out:
         saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"

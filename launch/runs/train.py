@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from core import distributed, metrics, paths, published_files, slices, versions
 from core.checkpoints import steps
+from core.errors import UserError
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
 from launch import environment, flags
 from launch.config import loader
-from launch.experiment import Span
+from launch.experiment import Experiment, Span
 from launch.hosts import cluster, tpu_host
 from launch.runs import prepared_run, training
 from launch.runs.progress import Waiting
@@ -80,6 +81,8 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         for note in config.notes:
             print(f"note: {note}")
         stack.enter_context(Waiting())
+    if experiment.persistent_directory and not args.smoke:
+        _fetch_copy(experiment, run_dir, host)
     try:
         for span in spans if args.smoke else _left(spans, run_dir, last_step):
             run = prepared_run.prepare_run(
@@ -95,6 +98,20 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
     return exit_codes.DONE
+
+
+def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:
+    """Brings the newest copied checkpoint back to a machine that does not have it."""
+    from core.checkpoints import copying
+
+    if host.count > 1:
+        raise UserError(
+            f"persistent_directory = {experiment.persistent_directory!r} with {host.count} hosts: no disk has all "
+            "parts of a checkpoint. Give --run-dir gs://BUCKET/…, where all hosts write in parallel, in the background"
+        )
+    copying.require_place(run_dir, experiment.persistent_directory)
+    if step := copying.fetch_newest(run_dir, experiment.persistent_directory):
+        print(f"checkpoint {step} was copied back from {experiment.persistent_directory}", flush=True)
 
 
 def _left(spans: Sequence[Span], run_dir: str, last_step: int) -> Iterator[Span]:

@@ -64,6 +64,11 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             measured = now.predictions.rows()
             progress.show_summary(run, resumed_from=start.step, measured=measured, left_out=checkpoints.left_out)
             _write_config(run, now.writers)
+        if place := run.experiment.persistent_directory:
+            from core.checkpoints import copying
+
+            keep = run.experiment.keep_checkpoints
+            stack.enter_context(copying.Copying(run.run_dir, place, keep=keep, say=now.lines.note))
         evaluate = _evaluation(now)
         batches = stack.enter_context(open_batches(run, start.position))
         state = hooks.train_rolling_back(

@@ -135,6 +135,28 @@ def test_hosts_train_in_a_bucket_and_resume_from_the_newest_intact_step(bucket, 
     assert "step 12: intact (" in done.stdout, done
 
 
+@pytest.mark.slow
+@pytest.mark.covers("C13")
+def test_a_run_on_a_disk_continues_from_its_copy_in_a_bucket(bucket, pod, tmp_path):
+    """On a machine that has nothing of it. One request in twenty is refused while it is copied."""
+    place = "gs://bucket/runs/kept"
+    text = TOKENS.replace("from models", "from launch import experiment\nfrom models")
+    text += f"experiment.Experiment.persistent_directory = '{place}'\n"
+    bucket.errors(0.05)
+    said = pod("v4-8", text, "--steps", "6", run_dir=str(tmp_path / "first"))
+    bucket.errors(0.0)
+    assert re.search(r"checkpoint 6: [\d.]+ KiB copied to gs://bucket/runs/kept/checkpoints and compared, in", said)
+    copied = {name: name for name in bucket.list(f"{place}/checkpoints/6/") if name != "commit_success.txt"}
+    assert len(copied) > 5
+    for name in copied:
+        local = (tmp_path / "first" / "checkpoints" / "6" / name).read_bytes()
+        assert bucket.read(f"{place}/checkpoints/6/{name}") == local
+    said = pod("v4-8", text, run_dir=str(tmp_path / "second"))
+    assert f"checkpoint 6 was copied back from {place}" in said
+    assert "resumed from 6" in said
+    assert numbers(bucket, 12, place)
+
+
 def process_of(host, *, run_dir):
     """The process that plays a host of a run."""
     for folder in pathlib.Path("/proc").glob("[0-9]*"):

@@ -197,7 +197,7 @@ def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, la
 
 @pytest.mark.slow
 @pytest.mark.simulated(2)
-@pytest.mark.covers("C15", "X12", "O12", "R09", "T14")
+@pytest.mark.covers("C15", "X12", "O12", "R09")
 def test_parameters_are_saved_alone_averaged_and_exported_and_their_statistics_are_written(launch, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     every = [f"experiment.Experiment.{name} = 2" for name in ("params_checkpoint_interval", "keep_params_checkpoints")]

@@ -1,0 +1,162 @@
+"""Copies complete checkpoints of a local run directory to a place that lasts, such as a bucket, in the background.
+
+Saving to the disk of the host takes seconds, and the run goes on while the copy is made:
+
+    RUN/checkpoints/100  ->  gs://BUCKET/first/checkpoints/100
+
+Every file is read back and compared before the files that mark a step as complete are written, so an interrupted copy
+is never mistaken for a step. A failed copy is reported, tried again and never ends the run. On a machine without the
+checkpoints, `fetch_newest` brings the newest one back before the run is resumed.
+
+Only for a run of one process: with several hosts, no disk has all parts of a step, and all hosts write to the bucket in
+parallel (--run-dir gs://…).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from core import paths, units
+from core.bookkeeping import Bookkeeping
+from core.checkpoints import steps
+from core.errors import UserError
+
+_CONFIGURATION = "config.gin"  # from which other commands read how the model was trained
+_IDENTITY = "run_id"  # a file in both places, so that two runs do not share one
+_CHUNK_BYTES = 2**24
+_POLL_SECONDS = 2.0
+_RETRY_SECONDS = 30.0
+_LAST_ATTEMPTS = 3
+
+
+class CopyError(RuntimeError):
+    """A copied file differs from its source."""
+
+
+def copy_step(source: paths.Path, target: paths.Path) -> int:
+    """Copies a complete step, and returns its bytes; replaces an incomplete copy.
+
+    Args:
+      source: folder of the step.
+      target: the folder to make, local or gs://.
+
+    Raises:
+      CopyError: a file that was read back differs.
+      OSError: and other types of a bucket, if a file cannot be read or written.
+    """
+    if target.exists():
+        steps.remove(target)
+    files = paths.sizes(source)
+    marks = [name for name in steps.MARKS if name in files]
+    for name in [*sorted(files.keys() - set(marks)), *marks]:
+        paths.copy_between(source / name, target / name)
+        if not _same(source / name, target / name, files[name]):
+            raise CopyError(f"{target / name} differs from {source / name} after it was copied")
+    if paths.is_remote(target) and steps.COMMITTED_MARK not in files:
+        (target / steps.COMMITTED_MARK).write_text("copied")
+    return sum(files.values())
+
+
+def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
+    if size == 0:
+        return target.stat().length == 0
+    try:
+        return all(
+            paths.read_range(source, start, min(start + _CHUNK_BYTES, size))
+            == paths.read_range(target, start, min(start + _CHUNK_BYTES, size))
+            for start in range(0, size, _CHUNK_BYTES)
+        )
+    except UserError:  # a file ended early
+        return False
+
+
+def require_place(run_dir: str, place: str) -> None:
+    """Checks that a place can hold the copies of a local run, and is that of no other run; marks both as one.
+
+    Raises:
+      UserError: the run directory is remote or the same, the place cannot be written, or has copies of another run.
+    """
+    run, there = paths.resolve(run_dir), paths.resolve(place)
+    if paths.is_remote(run) or run == there:
+        raise UserError(
+            f"persistent_directory = {place!r} with the run directory {run_dir}: checkpoints are copied from a local "
+            "run directory to another place. Leave one of them out"
+        )
+    paths.require_writable(there)
+    own, other = _identity(run), _identity(there)
+    if other and own != other and (own or steps.complete(run / steps.FOLDER)):
+        raise UserError(
+            f"persistent_directory = {place!r} has checkpoints of another run than {run_dir}: give another place, or "
+            "another --run-dir to resume the run that is there"
+        )
+    identity = other or own or uuid.uuid4().hex
+    for folder in (run, there):
+        paths.write_text_atomically(folder / _IDENTITY, identity)
+
+
+def _identity(folder: paths.Path) -> str:
+    file = folder / _IDENTITY
+    return file.read_text() if file.exists() else ""
+
+
+def fetch_newest(run_dir: str, place: str) -> int | None:
+    """Copies the newest step back if the run directory has none as new; returns its number, or None."""
+    own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
+    newest = max(steps.complete(there), default=0)
+    if newest <= max(steps.complete(own), default=0):
+        return None
+    copy_step(there / str(newest), own / str(newest))
+    return newest
+
+
+class Copying:
+    """A context in which a thread copies the newest complete step whenever there is a new one."""
+
+    def __init__(self, run_dir: str, place: str, *, keep: int, say: Callable[[str], None]):
+        """Takes the two places, how many of the latest copies to keep, and what prints a line."""
+        self._source, self._target = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
+        self._keep, self._say = keep, say
+        self._bookkeeping = Bookkeeping(os.fspath(self._target))
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="copy of checkpoints", daemon=True)
+
+    def __enter__(self) -> Copying:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for the copy in progress, and makes the one that is missing."""
+        self._ended.set()
+        self._thread.join()
+        if not any(self._bookkeeping.attempt(self.copy_newest) for _ in range(_LAST_ATTEMPTS)):
+            self._say(f"warning: the newest checkpoint of {self._source} was not copied to {self._target}")
+
+    def _work(self) -> None:
+        pause_seconds = _POLL_SECONDS
+        while not self._ended.wait(pause_seconds):
+            pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
+
+    def copy_newest(self) -> None:
+        """Copies the newest step unless that is done, and removes copies that are too old."""
+        newest = max(steps.complete(self._source), default=None)
+        if newest is None or newest in (there := steps.complete(self._target)):
+            return
+        began = time.monotonic()
+        try:
+            size = copy_step(self._source / str(newest), self._target / str(newest))
+        except FileNotFoundError:
+            if newest in steps.complete(self._source):
+                raise
+            return  # the run has removed the step, because there are newer ones
+        if (file := self._source.parent / _CONFIGURATION).exists():
+            paths.copy_between(file, self._target.parent / file.name)
+        took = units.seconds(time.monotonic() - began, digits=2)
+        self._say(f"checkpoint {newest}: {units.size(size)} copied to {self._target} and compared, in {took}")
+        for old in sorted({*there, newest})[: -self._keep]:
+            with contextlib.suppress(FileNotFoundError):
+                steps.remove(self._target / str(old))

@@ -1,0 +1,119 @@
+"""Checkpoints are copied from a disk to another place: completely, verified, or not at all."""
+
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from core import paths
+from core.checkpoints import copying, inspection, steps, store
+from core.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    run = tmp_path_factory.mktemp("saved") / "run"
+    checkpoints = store.Checkpoints(str(run / "checkpoints"), keep=9)
+    for step in (3, 7, 9):
+        state = {"params": {"w": jax.device_put(np.arange(1000.0) + step)}}
+        checkpoints.save(step, state=state, data={"a": bytes([step])}, meta={})
+    checkpoints.close()
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return paths.resolve(shutil.copytree(saved, tmp_path / "run"))
+
+
+def intact(place):
+    folder = paths.resolve(place) / "checkpoints"
+    found = steps.complete(folder)
+    assert not [step for step in found if inspection.verify(folder / str(step)).damaged]
+    return found
+
+
+@pytest.mark.covers("C13")
+def test_the_newest_step_is_copied_and_the_latest_are_kept(run, tmp_path):
+    said, place = [], str(tmp_path / "kept")
+    copier = copying.Copying(str(run), place, keep=2, say=said.append)
+    (run / "config.gin").write_text("LR = 1")
+    for step in (9, 7):  # they appear one after the other
+        (run / "checkpoints" / str(step)).rename(run / str(step))
+    copier.copy_newest()
+    assert intact(place) == [3]
+    for step in (7, 9):
+        (run / str(step)).rename(run / "checkpoints" / str(step))
+        copier.copy_newest()
+        copier.copy_newest()
+    assert intact(place) == [7, 9]
+    assert (tmp_path / "kept" / "config.gin").read_text() == "LR = 1"  # so that the place is a run for other commands
+    assert len(said) == 3
+    assert said[2].startswith("checkpoint 9: ")
+    assert f"copied to {place}/checkpoints and compared, in " in said[2]
+
+
+@pytest.mark.covers("C13")
+def test_an_interrupted_or_damaged_copy_is_no_step_and_is_made_again(run, tmp_path, monkeypatch, capsys):
+    place, copy = tmp_path / "kept", paths.copy_between
+    copied = []
+
+    def full_disk(source, target):
+        if len(copied) == 3:
+            raise OSError(28, "No space left on device")
+        copied.append(source)
+        copy(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(paths, "copy_between", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            copying.copy_step(run / "checkpoints" / "9", paths.resolve(place) / "checkpoints" / "9")
+        assert (place / "checkpoints" / "9").exists()
+        said = []
+        with copying.Copying(str(run), str(place), keep=2, say=said.append):
+            pass
+    assert intact(place) == []
+    assert said == [f"warning: the newest checkpoint of {run}/checkpoints was not copied to {place}/checkpoints"]
+    assert "could not be written (OSError: [Errno 28] No space left on device)" in capsys.readouterr().out
+
+    def flipping(source, target):
+        copy(source, target)
+        if "/d/" in os.fspath(target):
+            content = target.read_bytes()
+            target.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(paths, "copy_between", flipping)
+        with pytest.raises(copying.CopyError, match=r"differs from .* after it was copied"):
+            copying.copy_step(run / "checkpoints" / "9", paths.resolve(place) / "checkpoints" / "9")
+    assert intact(place) == []
+    with copying.Copying(str(run), str(place), keep=2, say=said.append):
+        pass
+    assert intact(place) == [9]
+
+
+@pytest.mark.covers("C13")
+def test_a_machine_without_the_checkpoints_gets_the_newest_back(run, tmp_path):
+    place, fresh = str(tmp_path / "kept"), str(tmp_path / "fresh")
+    copying.require_place(str(run), place)
+    with copying.Copying(str(run), place, keep=2, say=print):
+        pass
+    copying.require_place(fresh, place)  # as a restart on another machine does
+    assert copying.fetch_newest(fresh, place) == 9
+    assert intact(fresh) == [9]
+    assert copying.fetch_newest(fresh, place) is None
+    assert copying.fetch_newest(str(run), place) is None
+
+
+def test_two_runs_cannot_share_a_place(run, saved, tmp_path):
+    place = str(tmp_path / "kept")
+    copying.require_place(str(run), place)
+    copying.require_place(str(run), place)  # again, at a restart
+    another = shutil.copytree(saved, tmp_path / "another")
+    with pytest.raises(UserError, match=r"has checkpoints of another run than .*another: give another place"):
+        copying.require_place(str(another), place)
+    for run_dir in ("gs://bucket/run", place):
+        with pytest.raises(UserError, match="copied from a local run directory to another place"):
+            copying.require_place(run_dir, place)
