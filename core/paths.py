@@ -260,6 +260,22 @@ def sizes(folder: epath.Path) -> dict[str, int]:
     return {name.removeprefix(f"{root}/"): about["size"] for name, about in found.items()}
 
 
+def kvstore(folder: epath.Path) -> dict[str, str]:
+    """Returns TensorStore's description of a folder."""
+    if not is_remote(folder):
+        return {"driver": "file", "path": f"{folder}/"}
+    bucket, name = _bucket_and_key(folder)
+    return {"driver": "gcs", "bucket": bucket, "path": f"{name}/"}
+
+
+def file_version(path: str) -> str:
+    """Returns what changes when a file is written: a local file's modification time, or an object's generation."""
+    if not is_remote(path):
+        return str(pathlib.Path(path).stat().st_mtime_ns)
+    system, name = fsspec.core.url_to_fs(path)
+    return str(system.info(name)["generation"])
+
+
 def matching(pattern: str) -> dict[str, int]:
     """Returns the sizes in bytes of the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
     if not is_remote(pattern):

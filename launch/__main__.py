@@ -46,6 +46,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {  # modules of commands, by family
         "profile": "launch.cli.profile",
         "suite": "launch.experiments.results",
         "tensorboard": "launch.cli.tensorboard",
+        "tokenize": "launch.cli.tokenize",
         "train": "launch.runs.train",
         "validate": "launch.check.validation",
     },

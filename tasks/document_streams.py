@@ -11,16 +11,16 @@ A position is a few numbers that do not depend on the version of any library; re
 R: rows per element of a stream. T: tokens per row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from core.errors import UserError
-from tasks import packing
+from tasks import packing, permutation
 from tasks.documents import StreamSpec
-from tasks.ids import lowest_id
+from tasks.ids import Vocabulary, lowest_id
 from tasks.streams import Stream
 
 WINDOW_IDS = 2**18  # per window, but at least 16 rows, and at most 1,024 (64 if they are not shuffled)
@@ -75,12 +75,25 @@ class DocumentSource:
 
     def open_stream(self, spec: StreamSpec) -> Stream:
         """See `Corpus`."""
-        return DocumentStream([self], [1.0], spec)
+        return DocumentStream(_Chunks(self, spec), spec)
 
     def sample_texts(self) -> Iterator[str]:
         """See `Corpus`."""
         for part in self.parts("train", 1).parts:
             yield from (text.decode() for text in _texts(part) if text)
+
+
+def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]) -> np.ndarray:
+    """Returns the ids of a document and the end-of-document id, int32. Raises UserError for ids out of range."""
+    found = np.asarray([*ids, vocabulary.eos_id], np.int32)
+    lowest = lowest_id(vocabulary)
+    if found.min() < lowest or found.max() >= vocabulary.size:
+        reserved = " (id 0 is reserved for padding)" if lowest else ""
+        raise UserError(
+            f"{where()}: ids {found.min()} to {found.max()} in a document, expected {lowest} to "
+            f"{vocabulary.size - 1}{reserved}"
+        )
+    return found
 
 
 def _texts(part: Part) -> Iterator[bytes]:
@@ -89,40 +102,52 @@ def _texts(part: Part) -> Iterator[bytes]:
         yield text
 
 
+class Chunks(Protocol):
+    """The chunks of a source that belong to one stream, endlessly."""
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position of the next chunk, as JSON."""
+
+    def move(self, position: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+
+    def take(self, most: int) -> np.ndarray:
+        """Returns the next chunk, int32[<=most]; `most` is T, or what is left of a row."""
+
+
 class DocumentStream(packing.PackedStream):
-    """A stream of one source, or of several that are sampled by weight."""
+    """A stream of packed rows of one source."""
 
-    KINDS = MappingProxyType({"window": int, "sources": list})
+    KINDS = MappingProxyType({"window": int, "source": dict})
 
-    def __init__(self, sources: Sequence[DocumentSource], weights: Sequence[float], spec: StreamSpec) -> None:
-        """Opens the stream at its start; `weights` are the shares of the sources in the chunks."""
-        super().__init__(spec)
-        self._sources = [_Chunks(source, spec) for source in sources]
-        self._shares = np.asarray(weights) / np.sum(weights)
+    def __init__(self, chunks: Chunks, spec: StreamSpec, *, concatenates: bool = False) -> None:
+        """Opens the stream at its start; see `TokenCache` for `concatenates`."""
+        super().__init__(spec, packing.in_order if concatenates else packing.first_fit)
+        self._chunks, self._concatenates = chunks, concatenates
         self._window = 0
 
     def _position(self) -> dict[str, Any]:
-        return {"window": self._window, "sources": [source.position() for source in self._sources]}
+        return {"window": self._window, "source": self._chunks.position()}
 
     def _move(self, position: Mapping[str, Any]) -> None:
         self._window = position["window"]
-        for source, place in zip(self._sources, position["sources"], strict=True):
-            source.move(place)
+        self._chunks.move(position["source"])
 
     def _next_window(self) -> list[packing.Segment]:
         """See `PackedStream`. The order depends on the seed, the stream and the number of the window alone."""
         spec = self._spec
-        random = np.random.default_rng((spec.seed or 0, spec.index, self._window))
-        self._window += 1
-        left = spec.length * int(np.clip(WINDOW_IDS // spec.length, 16, 64 if spec.seed is None else 1024))
+        wanted = spec.length * int(np.clip(WINDOW_IDS // spec.length, 16, 64 if spec.seed is None else 1024))
         segments: list[packing.Segment] = []
-        while left > 0:
-            chosen = random.choice(len(self._shares), p=self._shares) if len(self._shares) > 1 else 0
-            chunk = next(self._sources[chosen])
+        taken = 0
+        while taken < wanted:
+            chunk = self._chunks.take(spec.length - taken % spec.length if self._concatenates else spec.length)
             segments.append(packing.text_segment(chunk, bos_id=spec.vocabulary.bos_id))
-            left -= len(chunk)
-        order = range(len(segments)) if spec.seed is None else random.permutation(len(segments))
-        return [segments[i] for i in order]
+            taken += len(chunk)
+        self._window += 1
+        if spec.seed is None or self._concatenates:
+            return segments
+        key, count = (spec.seed, spec.index, self._window), len(segments)
+        return [segments[place] for place in permutation.permuted(range(count), count, key=key)]
 
 
 class _Chunks:
@@ -150,8 +175,9 @@ class _Chunks:
             self._read_document()
             self._taken = position["taken"]
 
-    def __next__(self) -> np.ndarray:
-        """Returns the next chunk of this stream, int32[<=T]."""
+    def take(self, most: int) -> np.ndarray:
+        """See `Chunks`."""
+        assert most == self._spec.length, "text that is not tokenized yet is packed"
         while True:
             while self._taken < len(self._document):
                 chunk, number = self._document[self._taken], self._seen + self._taken
@@ -201,17 +227,9 @@ class _Chunks:
         count, spec = len(self._parts), self._spec
         running = self._part if self._is_shared else self._part * spec.num_streams + spec.index
         epoch, place = divmod(running, count)
-        return place if spec.seed is None else int(np.random.default_rng((spec.seed, epoch)).permutation(count)[place])
+        return place if spec.seed is None else int(permutation.permuted([place], count, key=(spec.seed, epoch))[0])
 
     def _chunks(self, text: str) -> list[np.ndarray]:
-        """Returns the ids of a document and the end-of-document id. Raises UserError for ids out of range."""
         vocabulary, length = self._spec.vocabulary, self._spec.length
-        ids = np.asarray([*vocabulary.encode(text), vocabulary.eos_id], np.int32)
-        lowest = lowest_id(vocabulary)
-        if ids.min() < lowest or ids.max() >= vocabulary.size:
-            reserved = " (id 0 is reserved for padding)" if lowest else ""
-            raise UserError(
-                f"{self._source.describe()}: ids {ids.min()} to {ids.max()} in a document, expected {lowest} to "
-                f"{vocabulary.size - 1}{reserved}"
-            )
+        ids = with_end(vocabulary.encode(text), vocabulary, where=self._source.describe)
         return [ids[start : start + length] for start in range(0, len(ids), length)]

@@ -68,6 +68,13 @@ class Encodes(Protocol):
         """Returns a short description."""
 
 
+class EncodesBatches(Protocol):
+    """A vocabulary that converts many texts faster than one by one."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns what `encode` does of each text."""
+
+
 class ReadsFile(Protocol):
     """A vocabulary that is read from a file."""
 

@@ -1,17 +1,26 @@
-"""Mixes several sources of documents, sampled by weight."""
+"""Mixes several sources of documents by weight.
+
+Every row is of one source. The source of row r of the run is computed from r and the weights alone, so that in any
+number of consecutive rows each source has its share, rounded up or down.
+"""
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 
-from tasks.document_streams import DocumentSource, DocumentStream
+import numpy as np
+
+from tasks import packing
+from tasks.document_streams import DocumentSource
 from tasks.documents import StreamSpec
-from tasks.streams import Stream
+from tasks.streams import Stream, read_position
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A `documents.Corpus` of several sources; weights are shares of chunks of at most T tokens, not of documents."""
+    """A `documents.Corpus` of several sources; weights are shares of rows, not of documents."""
 
     sources: tuple[DocumentSource, ...]
     weights: tuple[float, ...]
@@ -22,7 +31,7 @@ class Mixture:
 
     def open_stream(self, spec: StreamSpec) -> Stream:
         """See `Corpus`."""
-        return DocumentStream(self.sources, self.weights, spec)
+        return MixtureStream([source.open_stream(spec) for source in self.sources], self.weights, spec)
 
     def sample_texts(self) -> Iterator[str]:
         """See `Corpus`. Takes one document of each source in turn, until one source has no more."""
@@ -45,3 +54,48 @@ class Mixture:
     def fingerprint(self) -> str:
         """See `Corpus`."""
         return hashlib.sha256(repr((self.weights, [s.fingerprint() for s in self.sources])).encode()).hexdigest()
+
+
+class MixtureStream:
+    """`streams.Stream` that takes whole rows from the streams of several sources."""
+
+    def __init__(self, streams: Sequence[packing.PackedStream], weights: Sequence[float], spec: StreamSpec) -> None:
+        self._streams, self._weights, self._spec = streams, tuple(map(Fraction, weights)), spec
+        self._batch = 0
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `streams.Stream`."""
+        spec = self._spec
+        first = (self._batch * spec.num_streams + spec.index) * spec.rows
+        self._batch += 1
+        chosen = [source_of(row, self._weights) for row in range(first, first + spec.rows)]
+        return packing.batch([self._streams[source].next_row() for source in chosen], length=spec.length)
+
+    def state(self) -> bytes:
+        """See `streams.Stream`."""
+        return json.dumps({"batch": self._batch, "sources": [stream.position() for stream in self._streams]}).encode()
+
+    def restore(self, state: bytes) -> None:
+        """See `streams.Stream`."""
+        position = read_position(state, batch=int, sources=list)
+        self._batch = position["batch"]
+        for stream, place in zip(self._streams, position["sources"], strict=True):
+            stream.move(place)
+
+
+def source_of(row: int, weights: tuple[Fraction, ...]) -> int:
+    """Returns the number of the source of a row.
+
+    The sources are halved again and again. Of the first n rows of a group, floor(n * share) are of its first half: in
+    any consecutive rows each half has its share, less or more than one row.
+    """
+    begin, end = 0, len(weights)
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        share = sum(weights[begin:middle]) / sum(weights[begin:end])
+        before = row * share.numerator // share.denominator
+        if (row + 1) * share.numerator // share.denominator > before:
+            row, end = before, middle
+        else:
+            row, begin = row - before, middle
+    return begin

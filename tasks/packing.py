@@ -1,16 +1,17 @@
 """Packs segments into rows with numpy, and streams the rows.
 
-Rows are filled greedily in order, exactly as seqio's DecoderFeatureConverter fills them: the two give the same rows.
+The fields of a row are those that seqio's DecoderFeatureConverter makes of the same segments.
 
 T: tokens per row. N: rows.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tasks import permutation
 from tasks.documents import StreamSpec
 from tasks.streams import BATCH_DTYPES, read_position
 
@@ -31,76 +32,113 @@ class Segment(NamedTuple):
 
 def text_segment(ids: np.ndarray, *, bos_id: int) -> Segment:
     """Returns the segment of a chunk of text, int32[n]: each id is learned from those before it and `bos_id`."""
-    return Segment(np.r_[np.int32(bos_id), ids[:-1]], ids, np.ones(len(ids), np.float32))
+    inputs = np.empty_like(ids)
+    inputs[0], inputs[1:] = bos_id, ids[:-1]
+    return Segment(inputs, ids, np.ones(len(ids), np.float32))
 
 
-def pack(segments: Iterable[Segment], *, length: int) -> Mapping[str, np.ndarray]:
-    """Packs segments into rows in order; a segment that does not fit starts the next row.
+Row = list[Segment]
 
-    Args:
-      segments: at most T ids each.
-      length: T.
+
+def first_fit(segments: Sequence[Segment], *, length: int) -> list[Row]:
+    """Packs segments of at most T ids into rows: the longest first, each into the first row in which it fits.
 
     Returns:
-      Every key of a batch, [N, T]; padding is 0 everywhere, and has segment 0 and weight 0.
+      Rows, each with its segments in the given order; rows are in the order of their first segments.
     """
-    rows: list[list[Segment]] = []
+    sizes = np.array([len(segment.targets) for segment in segments], np.int64)
+    free = np.full(len(segments), length)
+    rows: list[list[int]] = []
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        row = int((free[: len(rows) + 1] >= sizes[number]).argmax())
+        free[row] -= sizes[number]
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+    return [[segments[number] for number in row] for row in sorted(map(sorted, rows))]
+
+
+def in_order(segments: Sequence[Segment], *, length: int) -> list[Row]:
+    """Packs segments of at most T ids into rows in order; one that does not fit starts the next row."""
+    rows: list[Row] = []
     used = length
     for segment in segments:
-        size = len(segment.targets)
-        if used + size > length:
+        if used + len(segment.targets) > length:
             rows.append([])
             used = 0
         rows[-1].append(segment)
-        used += size
+        used += len(segment.targets)
+    return rows
+
+
+def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
+    """Returns every key of a batch, [N, T]; padding is 0 everywhere, and has segment 0 and weight 0."""
     packed = {key: np.zeros((len(rows), length), dtype) for key, dtype in BATCH_DTYPES.items()}
     for index, row in enumerate(rows):
-        start = 0
-        for number, segment in enumerate(row, start=1):
-            where = np.s_[index, start : start + len(segment.targets)]
-            for key, values in segment._asdict().items():
-                packed[key][where] = values
-            packed["segment_ids"][where] = number
-            packed["positions"][where] = np.arange(len(segment.targets))
-            start += len(segment.targets)
+        sizes = np.array([len(segment.targets) for segment in row])
+        used = int(sizes.sum())
+        for key, values in zip(Segment._fields, zip(*row, strict=True), strict=True):
+            packed[key][index, :used] = np.concatenate(values)
+        packed["segment_ids"][index, :used] = np.repeat(np.arange(1, len(row) + 1), sizes)
+        packed["positions"][index, :used] = np.arange(used) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return packed
 
 
 class PackedStream:
     """`streams.Stream` that reads segments in windows and packs one window at a time.
 
-    A position is that of the window and a row number, so resuming reads one window again. Subclasses define the
-    methods that raise NotImplementedError here.
+    The rows of a window are in an order that does not depend on their contents. A position is that of the window and a
+    row number, so resuming reads one window again. Subclasses define the methods that raise NotImplementedError here.
     """
 
     KINDS: Mapping[str, type]  # keys of a window's position, with their types
 
-    def __init__(self, spec: StreamSpec) -> None:
-        self._spec = spec
-        self._rows: list[tuple[dict[str, Any], Mapping[str, np.ndarray]]] = []  # (position of the row, row)
+    def __init__(self, spec: StreamSpec, arrange: Callable[..., list[Row]] = first_fit) -> None:
+        """Opens the stream at its start; `arrange` is `first_fit` or `in_order`."""
+        self._spec, self._arrange = spec, arrange
+        self._rows: list[Row] = []
+        self._start: dict[str, Any] = {}  # position of the window of these rows
+        self._row = 0  # of the next one of them
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """See `streams.Stream`."""
-        while len(self._rows) < self._spec.rows:
-            self._rows += self._next_rows()
-        taken, self._rows = self._rows[: self._spec.rows], self._rows[self._spec.rows :]
-        return {key: np.stack([row[key] for _, row in taken]) for key in BATCH_DTYPES}
+        return batch([self.next_row() for _ in range(self._spec.rows)], length=self._spec.length)
 
     def state(self) -> bytes:
         """See `streams.Stream`."""
-        return json.dumps(self._rows[0][0] if self._rows else {**self._position(), "row": 0}).encode()
+        return json.dumps(self.position()).encode()
 
     def restore(self, state: bytes) -> None:
         """See `streams.Stream`."""
-        position = read_position(state, **self.KINDS, row=int)
-        self._move(position)
-        self._rows = self._next_rows()[position["row"] :] if position["row"] else []
+        self.move(read_position(state, **self.KINDS, row=int))
 
-    def _next_rows(self) -> list[tuple[dict[str, Any], Mapping[str, np.ndarray]]]:
-        position = self._position()
-        packed = pack(self._next_window(), length=self._spec.length)
-        rows = range(len(packed["targets"]))
-        return [({**position, "row": row}, {key: packed[key][row] for key in packed}) for row in rows]
+    def next_row(self) -> Row:
+        """Returns the segments of the next row."""
+        while self._row == len(self._rows):
+            self._read_window()
+        self._row += 1
+        return self._rows[self._row - 1]
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position of the next row, as JSON."""
+        return {
+            **(self._start if self._row < len(self._rows) else self._position()),
+            "row": self._row % max(len(self._rows), 1),
+        }
+
+    def move(self, position: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+        self._move(position)
+        self._rows, self._row = [], 0
+        if position["row"]:
+            self._read_window()
+            self._row = position["row"]
+
+    def _read_window(self) -> None:
+        self._start = self._position()
+        rows = self._arrange(self._next_window(), length=self._spec.length)
+        self._rows = [rows[place] for place in permutation.permuted(range(len(rows)), len(rows), key=())]
+        self._row = 0
 
     def _position(self) -> dict[str, Any]:
         """Returns the position of the next window, as JSON."""

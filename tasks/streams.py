@@ -193,6 +193,8 @@ def _differs(key: str, saved: Any, now: Any) -> str:
     """Describes a difference; hashes are not shown, because they tell a reader nothing."""
     if key == "source":
         return "its files have other names or sizes"
+    if key == "packing":
+        return "its rows were packed in another way, by an earlier version"
     return "the vocabulary is another one" if key == "vocabulary" else f"{key}: saved {saved!r}, now {now!r}"
 
 

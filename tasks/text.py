@@ -99,7 +99,7 @@ class TextTask:
             spec=self.spec(layout.batch_size),
             num_streams=self.num_streams,
             open_stream=open_stream,
-            identity={"source": source, "vocabulary": vocabulary, "split": split, "seed": seed},
+            identity={"source": source, "vocabulary": vocabulary, "split": split, "seed": seed, "packing": 2},
         )
 
 
@@ -257,12 +257,41 @@ def seqio(*, name: str, length: int, num_streams: int) -> TextTask:
     return _task("seqio", SeqioCorpus(name), (length, num_streams, SeqioVocabulary(name)))
 
 
+def tokens(
+    *,
+    cache: str | None,
+    concatenate: bool = False,
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary | None = None,
+) -> TextTask:
+    """Returns a task that reads documents that `launch/run tokenize` has converted to ids.
+
+    Args:
+      cache: the folder that was written, local or gs://. If None, `problems` reports an error.
+      concatenate: whether rows are filled with documents one after the other, cut where a row ends. By default
+        documents are packed whole, and only those of more than `length` tokens are cut.
+      length: tokens per row; may differ from run to run.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: the one that the documents were converted with; default: bytes.
+    """
+    if not isinstance(concatenate, bool):
+        raise UserError(f"text.tokens.concatenate is {concatenate!r}, expected True or False")
+    if cache:
+        check_text(cache, where="text.tokens.cache")
+    from tasks.token_cache import TokenCache
+
+    vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
+    return _task("tokens", TokenCache(cache or "", vocabulary, concatenate), (length, num_streams, vocabulary))
+
+
 def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     """Returns a task that samples several text tasks by weight.
 
     Args:
       tasks: tasks with the same vocabulary, length and number of streams; `chats` and `seqio` cannot be mixed.
-      weights: relative shares of chunks, which are nearly shares of tokens; any positive numbers.
+      weights: relative shares of rows; any positive numbers. In 1,000 consecutive rows each source has its share to one
+        or a few rows.
 
     Raises:
       UserError: the tasks do not match, a source is named twice, or a weight is not positive.
@@ -290,8 +319,8 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
 def _check_mixes(task: TextTask, first: TextTask) -> None:
     if not isinstance(task.corpus, DocumentSource):
         raise UserError(
-            f"text.mixture cannot mix {task.corpus.describe()}: only tasks of documents (python_source, files, tfds, "
-            "huggingface)"
+            f"text.mixture cannot mix {task.corpus.describe()}: only tasks of documents (python_source, files, tokens, "
+            "tfds, huggingface)"
         )
     for name in ("length", "num_streams"):
         ours, theirs = getattr(task, name), getattr(first, name)

@@ -150,11 +150,7 @@ class TextFiles(FileSource):
             return [
                 "DATA is not set: bind it to your text, e.g. --gin \"DATA = '/data/*.jsonl'\" (or gs://bucket/*.txt)"
             ]
-        found = []
-        for name, patterns in (("train", self.train), ("validation", self.validation)):
-            local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
-            found += pattern_problems(f"text.files.{name}", local)
-        if found:
+        if found := self.pattern_problems():
             return found
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             files = list_files(tuple(pattern for pattern in patterns if not paths.is_remote(pattern)))
@@ -164,6 +160,14 @@ class TextFiles(FileSource):
                 f"text.files.train: {len(self._listed['train'])} .txt file leaves none for validation; "
                 "set text.files.validation, or use more files, or one .jsonl file with one document per line"
             )
+        return found
+
+    def pattern_problems(self) -> list[str]:
+        """Returns the problems of the patterns of local files, without those of documents."""
+        found = []
+        for name, patterns in (("train", self.train), ("validation", self.validation)):
+            local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
+            found += pattern_problems(f"text.files.{name}", local)
         return found
 
     def _first_texts(self, file: File) -> Iterable[bytes]:
@@ -288,6 +292,10 @@ class _LinesReader:
     def offset(self) -> int:
         return self._at
 
+    def fraction(self) -> float:
+        """Returns the share of the file that was read."""
+        return self._file.fraction()
+
     def __next__(self) -> bytes:
         part = self._part
         while part.end is None or self._at < part.end:
@@ -359,11 +367,15 @@ class _RowsReader:
     def __init__(self, part: _Rows, offset: int) -> None:
         self._part, self._at = part, offset
         rows = text_formats.Rows(part.path, part.field)
-        end = rows.groups[-1] if part.end is None else min(part.end, rows.groups[-1])
-        self._values = rows.read(offset, end)
+        self._end = rows.groups[-1] if part.end is None else min(part.end, rows.groups[-1])
+        self._values = rows.read(offset, self._end)
 
     def offset(self) -> int:
         return self._at
+
+    def fraction(self) -> float:
+        """Returns the share of the rows that were read."""
+        return self._at / max(self._end, 1)
 
     def __next__(self) -> bytes:
         part = self._part

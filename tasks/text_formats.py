@@ -39,20 +39,33 @@ def is_compressed(path: str) -> bool:
     return pathlib.PurePath(path).suffix in COMPRESSIONS
 
 
-def opened(path: str) -> BinaryIO:
+def opened(path: str) -> "_Stream":
     """Opens a file, local or gs://, for reading its decompressed bytes. Raises UnreadableFile, also while reading."""
     with reading(path):
-        file = paths.resolve(path).open("rb")
+        file = stream = paths.resolve(path).open("rb")
         if is_compressed(path):
             import pyarrow
 
             if not file.read(1):
                 raise UnreadableFile(f"cannot read {path}: it is empty, and not compressed text")
             file.seek(0)
-            file = pyarrow.CompressedInputStream(file, COMPRESSIONS[pathlib.PurePath(path).suffix])
-        elif not paths.is_remote(path):
-            return file
-        return io.BufferedReader(file, _BUFFER_BYTES)
+            stream = pyarrow.CompressedInputStream(file, COMPRESSIONS[pathlib.PurePath(path).suffix])
+        return _Stream(stream, file)
+
+
+class _Stream(io.BufferedReader):
+    """Decompressed bytes, which know how much of their file was read."""
+
+    def __init__(self, raw: Any, file: BinaryIO) -> None:
+        super().__init__(raw, _BUFFER_BYTES)
+        self._file = file
+        at = file.tell()
+        self._size = file.seek(0, io.SEEK_END)
+        file.seek(at)
+
+    def fraction(self) -> float:
+        """Returns the share of the file that was read, 0 to 1."""
+        return self._file.tell() / max(self._size, 1)
 
 
 @contextlib.contextmanager

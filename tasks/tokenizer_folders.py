@@ -55,9 +55,12 @@ class FolderTokenizer:
 
         text = self._text
         try:
-            return tokenizers.Tokenizer.from_str(text)
+            found = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises Exception itself
             raise UserError(f"{self.path}/{TOKENIZER} is malformed: {error}; download it again") from error
+        found.no_truncation()  # files may keep settings of their last use, which transformers ignores too
+        found.no_padding()
+        return found
 
     @functools.cached_property
     def _settings(self) -> dict[str, tuple[Any, str]]:
@@ -161,6 +164,11 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         """See `Vocabulary`. Adds no special tokens, but recognises those that are written in the text."""
         return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `EncodesBatches`."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._embedded(each.ids) for each in found]
 
     def _embedded(self, ids: list[int]) -> list[int]:
         """Returns the ids. Raises UserError for one that the folder's model has no embedding for."""

@@ -140,6 +140,18 @@ def tokenizer(folder: str) -> Vocabulary:
     return FolderTokenizer(folder)
 
 
+def named(name: str | None) -> Vocabulary:
+    """Returns a vocabulary by its name.
+
+    Args:
+      name: `bytes`, a SentencePiece model (.model), or the folder of a published model; both local or gs://. If None,
+        `problems` reports an error.
+    """
+    if name == "bytes":
+        return bytes()
+    return sentencepiece(name) if not name or str(name).endswith(".model") else tokenizer(name)
+
+
 def trained_sentencepiece(size: int) -> Vocabulary:
     """Returns a SentencePiece vocabulary of `size` ids that the first run trains before its first step.
 

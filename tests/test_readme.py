@@ -262,6 +262,8 @@ def text(workspace):
         "task.prepare('runs/own', is_host_zero=True)"
     )
     run(f'.venv/bin/python -c "{train}"', workspace)
+    (line,) = [c for c in commands() if c.startswith("launch/run tokenize")]
+    run(line, workspace)
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "pod.sh v" in c and REMOTE not in c])

@@ -41,7 +41,7 @@ class Arrays:
 
     def __init__(self, step_folder: paths.Path):
         """Lists the arrays. Damaged files cause exceptions of many types."""
-        self._files = {"driver": "ocdbt", "base": _store(step_folder / PART)}
+        self._files = {"driver": "ocdbt", "base": paths.kvstore(step_folder / PART)}
         # The cache makes TensorStore read the directory of a bucket once, and not once per array.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _DIRECTORY_BYTES}})
         keys = tensorstore.KvStore.open(self._files, context=self._context).result().list().result()
@@ -101,13 +101,6 @@ class Arrays:
 def _comparable(name: str) -> str:
     """Normalises a name, so that the one in a description equals the one under which the array is stored."""
     return name.replace("/", JOINED_BY)
-
-
-def _store(folder: paths.Path) -> dict[str, str]:
-    if not paths.is_remote(folder):
-        return {"driver": "file", "path": f"{folder}/"}
-    bucket, _, path = str(folder).removeprefix("gs://").partition("/")
-    return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
 
 
 def _block_shape(opened: Any) -> tuple[int, ...]:

@@ -91,6 +91,17 @@ def _machine() -> str:
         return ""
 
 
+class Words(NamedTuple):
+    """What messages call a locked folder, what two processes cannot do in it, and the flag that names it."""
+
+    folder: str = "run directory"
+    cannot: str = "two launches cannot train in one directory"
+    flag: str = "--run-dir"
+
+
+RUN = Words()
+
+
 class LockLostError(RuntimeError):
     """The lock of this run was removed or taken over by another process."""
 
@@ -104,30 +115,41 @@ def holder(run_dir: str) -> Owner | None:
     return owner if owner and owner.is_alive() else None
 
 
-def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False) -> str:
+def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False, words: Words = RUN) -> str:
     """Returns the error message for a launch in a run directory that is in use, with the fix.
 
     Args:
       run_dir: the run directory.
       owner: owner of the lock; None if the lock names none.
       renewed: whether the owner was observed renewing it.
+      words: of the folder.
     """
     file = paths.resolve(run_dir) / FILE
     seen = ", which renewed its lock while this one watched" if renewed else ""
     remove = "gcloud storage rm" if paths.is_remote(file) else "rm"
     return (
-        f"the run directory {run_dir} is in use by another launch: {owner or 'its lock names no process'}{seen}. Wait "
-        f"for it, stop it, or give another --run-dir. To take the directory from it, which ends it: {remove} {file}"
+        f"the {words.folder} {run_dir} is in use by another launch: {owner or 'its lock names no process'}{seen}. Wait "
+        f"for it, stop it, or give another {words.flag}. To take the directory from it, which ends it: {remove} {file}"
     )
 
 
 class RunLock:
     """The lock of a run directory, held from `acquire` to `release`."""
 
-    def __init__(self, run_dir: str, version: str, owner: Owner, *, made_directory: bool, clock: Callable[[], float]):
+    def __init__(
+        self,
+        run_dir: str,
+        version: str,
+        owner: Owner,
+        *,
+        made_directory: bool,
+        clock: Callable[[], float],
+        words: Words,
+    ):
         """Only called by `acquire`."""
         self._run_dir, self._file = run_dir, paths.resolve(run_dir) / FILE
         self._owner, self._version, self._made_directory = owner, version, made_directory
+        self._words = words
         self._lost = ""
         self._looking = threading.Lock()
         self._ended = threading.Event()
@@ -146,6 +168,7 @@ class RunLock:
         silent_seconds: float = SILENT_SECONDS,
         look_seconds: float = _LOOK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        words: Words = RUN,
     ) -> RunLock:
         """Acquires the lock, taking over that of a dead owner; creates the run directory if necessary.
 
@@ -155,6 +178,7 @@ class RunLock:
           silent_seconds: time without a renewal after which an owner that cannot be looked up counts as dead.
           look_seconds: time between two reads of the lock while it is observed.
           clock: the clock with which `check` limits itself to one read per second.
+          words: for messages, of a folder that is not a run directory.
 
         Raises:
           UserError: another launch holds it, or the directory cannot be written.
@@ -166,7 +190,8 @@ class RunLock:
             found = paths.read_versioned(file)
             if found is not None:
                 before = Owner.parse(found.text)
-                _require_dead(run_dir, before, found, say=say, silent_seconds=silent_seconds, look_seconds=look_seconds)
+                waits = {"silent_seconds": silent_seconds, "look_seconds": look_seconds}
+                _require_dead(run_dir, before, found, say=say, **waits, words=words)
             paths.write_if_unchanged(file, text, version=found and found.version)
             if found is not None and not paths.is_remote(file):
                 time.sleep(_SETTLING_SECONDS)
@@ -174,7 +199,7 @@ class RunLock:
             if now is not None and now.text == text:  # the write succeeded, although its answer was lost
                 if found is not None:
                     say(f"took over the lock of {run_dir} from {before or 'an owner without a name'}, which is gone")
-                return cls(run_dir, now.version, own, made_directory=not was_there, clock=clock)
+                return cls(run_dir, now.version, own, made_directory=not was_there, clock=clock, words=words)
 
     def check(self, *, now: bool = False) -> None:
         """Raises LockLostError if the lock was removed or taken over.
@@ -238,13 +263,13 @@ class RunLock:
                 self._version = found.version
             elif found is None:
                 self._lost = (
-                    f"{self._file} is gone: the run directory was deleted, or its lock was removed to end this run. "
-                    "Checkpoints in it may be gone too; the same command starts again from what is there"
+                    f"{self._file} is gone: the {self._words.folder} was deleted, or its lock was removed to end this "
+                    "run. What it held may be gone too; the same command starts again from what is there"
                 )
             else:
                 self._lost = (
-                    f"the run directory {self._run_dir} was taken over by {owner or 'an owner without a name'}: two "
-                    "launches cannot train in one directory, so this one ends. Give one of them another --run-dir"
+                    f"the {self._words.folder} {self._run_dir} was taken over by {owner or 'an owner without a name'}: "
+                    f"{self._words.cannot}, so this one ends. Give one of them another {self._words.flag}"
                 )
 
 
@@ -273,15 +298,16 @@ def _require_dead(
     say: Callable[[str], None],
     silent_seconds: float,
     look_seconds: float,
+    words: Words,
 ) -> None:
     """Waits until the owner of a lock is known to be dead. Raises UserError if it is alive."""
     is_alive = owner.is_alive() if owner else None
     if is_alive:
-        raise UserError(in_use(run_dir, owner))
+        raise UserError(in_use(run_dir, owner, words=words))
     if is_alive is not None:
         return
     say(
-        f"the run directory {run_dir} is locked by {owner or 'an owner without a name'}, which cannot be looked up "
+        f"the {words.folder} {run_dir} is locked by {owner or 'an owner without a name'}, which cannot be looked up "
         f"from here: watching for {silent_seconds:g} s whether it renews its lock"
     )
     end = time.monotonic() + silent_seconds
@@ -291,4 +317,4 @@ def _require_dead(
         if now is None:
             return
         if now.version != found.version:
-            raise UserError(in_use(run_dir, Owner.parse(now.text), renewed=True))
+            raise UserError(in_use(run_dir, Owner.parse(now.text), renewed=True, words=words))

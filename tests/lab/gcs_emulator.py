@@ -33,9 +33,9 @@ class Bucket(NamedTuple):
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
-    def errors(self, rate: float) -> dict[str, int]:
-        """Sets the share of requests to refuse; returns how many were refused and answered so far."""
-        return json.loads(self._ask(f"/stand-in/errors?rate={rate}"))
+    def errors(self, rate: float, *, seconds: float = 0.0) -> dict[str, int]:
+        """Sets the share of requests to refuse and the delay of each; returns how many were refused and answered."""
+        return json.loads(self._ask(f"/stand-in/errors?rate={rate}&seconds={seconds}"))
 
     def ranges(self) -> list[tuple[str, int, int]]:
         """Returns what was sent since the last call: names such as BUCKET/NAME, first byte, and end."""

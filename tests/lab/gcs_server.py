@@ -5,7 +5,7 @@ is sorted and paged, and an upload may come in parts. Permissions are not checke
 
     python -m tests.lab.gcs_server   prints its port, then serves until it is killed
     GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 (except those with the
-                                       header Of-The-Stand-In)
+                                       header Of-The-Stand-In); &seconds=0.1 delays each by so much
     GET  /stand-in/errors              {"answered": number of requests, "refused": those answered with 503}
     GET  /stand-in/ranges              [["BUCKET/NAME", start, stop], …]: content sent since this was last asked
 """
@@ -16,6 +16,7 @@ import json
 import random
 import re
 import threading
+import time
 import urllib.parse
 import uuid
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ class Store:
         self._objects: dict[tuple[str, str], Object] = {}
         self._uploads: dict[str, tuple[str, str, dict[str, str], bytearray]] = {}
         self._generation = 1000
-        self.rate, self.answered, self.refused = 0.0, 0, 0
+        self.rate, self.seconds, self.answered, self.refused = 0.0, 0.0, 0, 0
         self.sent: list[tuple[str, int, int]] = []
 
     def put(self, bucket: str, name: str, content: bytes, query: dict[str, str]) -> dict[str, Any]:
@@ -183,6 +184,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         content = self._body()
         if address.path == "/stand-in/errors":
             self.store.rate = float(query.get("rate", self.store.rate))
+            self.store.seconds = float(query.get("seconds", self.store.seconds))
             self._send(200, {"answered": self.store.answered, "refused": self.store.refused})
             return
         if address.path == "/stand-in/ranges":
@@ -191,6 +193,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         self.store.answered += 1
         try:
+            if "Of-The-Stand-In" not in self.headers:
+                time.sleep(self.store.seconds)
             if "Of-The-Stand-In" not in self.headers and random.random() < self.store.rate:
                 self.store.refused += 1
                 raise Refused(503, "backendError")

@@ -196,6 +196,6 @@ def test_a_template_without_roles_is_refused(tokenizer, monkeypatch):
 
 def test_segments_are_packed_with_their_weights():
     segment = packing.Segment(np.array([4, 5]), np.array([5, 6]), np.array([0.0, 1.0]))
-    packed = packing.pack([segment, segment], length=5)
+    packed = packing.batch(packing.first_fit([segment, segment], length=5), length=5)
     assert packed["weights"].tolist() == [[0, 1, 0, 1, 0]]
     assert packed["inputs"].tolist() == [[4, 5, 4, 5, 0]]

@@ -22,32 +22,57 @@ def cut(ids, *, length, bos_id):
 
 @pytest.mark.slow
 def test_rows_equal_those_of_seqio():
-    """seqio closes a row after every LENGTH pieces: it is given one such group at a time."""
+    """Row by row: seqio fills rows in order, and closes one after every LENGTH pieces."""
     tf = catalogue.tensorflow()
     import seqio
 
     pieces = [piece for ids in _documents() for piece in cut(ids, length=LENGTH, bos_id=7)]
-    for start in range(0, len(pieces), LENGTH):
-        group = pieces[start : start + LENGTH]
-        padded = np.stack([np.pad(piece.targets, (0, LENGTH - len(piece.targets))) for piece in group])
+    rows = packing.first_fit(pieces, length=LENGTH)
+    ours = packing.batch(rows, length=LENGTH)
+    for number, row in enumerate(rows):
+        padded = np.stack([np.pad(piece.targets, (0, LENGTH - len(piece.targets))) for piece in row])
         dataset = tf.data.Dataset.from_tensor_slices({"targets": padded})
         converted = seqio.DecoderFeatureConverter(pack=True, bos_id=7)(dataset, {"targets": LENGTH})
-        theirs = [seqio_tasks.batch_of(row) for row in converted]
-        ours = packing.pack(group, length=LENGTH)
+        (theirs,) = [seqio_tasks.batch_of(each) for each in converted]
         for key, values in ours.items():
-            np.testing.assert_array_equal(values, [row[key] for row in theirs], err_msg=key)
-        assert (ours["targets"] != 0).sum() == sum(len(piece.targets) for piece in group)
+            np.testing.assert_array_equal(values[number], theirs[key], err_msg=key)
+    assert (ours["targets"] != 0).sum() == sum(len(piece.targets) for piece in pieces)
 
 
 def test_a_worked_example():
     documents = ([5, 6, 1], [7, 1], [8, 9, 10, 11, 12, 1])
     pieces = [piece for ids in documents for piece in cut(ids, length=5, bos_id=0)]
-    packed = packing.pack(pieces, length=5)
+    packed = packing.batch(packing.first_fit(pieces, length=5), length=5)
     assert packed["targets"].tolist() == [[5, 6, 1, 7, 1], [8, 9, 10, 11, 12], [1, 0, 0, 0, 0]]
     assert packed["inputs"].tolist() == [[0, 5, 6, 0, 7], [0, 8, 9, 10, 11], [0, 0, 0, 0, 0]]
     assert packed["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
     assert packed["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]]
     assert packed["weights"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+
+
+SIZES = {  # of documents, in ids
+    "20 bytes": lambda random, count: np.full(count, 21),
+    "an article": lambda random, count: np.exp(random.normal(6.5, 1.2, count)).astype(int) + 2,
+    "up to T": lambda random, count: random.integers(1, 2049, count),
+    "about half of T": lambda random, count: random.integers(200, 1800, count),
+}
+
+
+@pytest.mark.parametrize("length", [2048, 8192])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_are_full_and_nothing_is_lost(length, sizes):
+    """A window of 2^18 ids."""
+    random, pieces, left = np.random.default_rng(0), [], 2**18
+    for size in SIZES[sizes](random, 20_000):
+        pieces += cut(np.arange(size), length=length, bos_id=0)
+        left -= size
+        if left <= 0:
+            break
+    rows = packing.first_fit(pieces, length=length)
+    ids = sum(len(piece.targets) for piece in pieces)
+    assert sorted(len(piece.targets) for row in rows for piece in row) == sorted(len(piece.targets) for piece in pieces)
+    assert all(sum(len(piece.targets) for piece in row) <= length for row in rows)
+    assert ids / (len(rows) * length) > 0.94
 
 
 @pytest.mark.slow

@@ -55,7 +55,6 @@ def texts_of(found, split, num_streams=1):
             reader = part.open(reader.offset())
 
 
-@pytest.mark.covers("D01")
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.parquet"])
 def test_every_format_gives_the_documents_of_plain_lines_from_any_offset(tmp_path, name):
     own = write(tmp_path, name, TEXTS[:80])

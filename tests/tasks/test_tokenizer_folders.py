@@ -176,3 +176,17 @@ def test_malformed_files_are_refused_with_file_and_key(tmp_path, file, content, 
     (tmp_path / "bpe" / file).write_bytes(content)
     with pytest.raises(UserError, match=f"{tmp_path}/bpe.*{message}"):
         whole(vocabularies.tokenizer(str(tmp_path / "bpe")))
+
+
+def test_batches_are_converted_as_single_texts_whatever_settings_the_file_keeps(tmp_path):
+    import tokenizers
+
+    shutil.copytree(HERE / "bpe", tmp_path, dirs_exist_ok=True)
+    kept = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = ["a", "several words of text", "", "é 1 2 3"]
+    expected = [kept.encode(text, add_special_tokens=False).ids for text in texts]
+    kept.enable_padding(length=7)
+    kept.enable_truncation(2)
+    kept.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = vocabularies.tokenizer(str(tmp_path))
+    assert vocabulary.encode_batch(texts) == [vocabulary.encode(text) for text in texts] == expected

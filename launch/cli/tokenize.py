@@ -1,0 +1,101 @@
+"""`launch/run tokenize`: converts text to ids once, for `text.tokens`."""
+
+import argparse
+import os
+import time
+
+from core import paths, units
+from core.errors import UserError
+from core.training import run_lock
+from launch import flags
+from tasks import token_cache, tokenizing
+
+HELP = "convert text to ids, as a token cache for text.tokens"
+EXAMPLE = """launch/run tokenize --data 'corpus/*.jsonl.zst' --vocabulary smollm2 --out gs://BUCKET/tokens
+  launch/run tokenize --data 'books/*.parquet' --field content --vocabulary bytes --out runs/tokens --skip-bad"""
+_WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "--out")
+_SECONDS = 10.0  # between two lines of progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    help_ = (
+        "files, local or gs://: .txt, .jsonl (both also .gz, .zst, .bz2) or .parquet; repeatable. Or one dataset: "
+        "tfds:NAME, which tfds build has prepared, or hub:OWNER/NAME of the Hugging Face hub"
+    )
+    parser.add_argument("--data", metavar="PATTERN", action="append", required=True, help=help_)
+    help_ = "files for validation, or a split of the dataset; default: 5 %% of the documents, by the hash of their text"
+    parser.add_argument("--validation", metavar="PATTERN", action="append", default=[], help=help_)
+    parser.add_argument("--field", default="text", help="JSON key or column of the text (default: text)")
+    help_ = "folder of a published model, a SentencePiece .model, or bytes"
+    parser.add_argument("--vocabulary", metavar="NAME", required=True, help=help_)
+    help_ = "folder to write, local or gs://; an interrupted command continues in it"
+    parser.add_argument("--out", metavar="DIR", required=True, help=help_)
+    help_ = "skip and count malformed documents instead of refusing them"
+    parser.add_argument("--skip-bad", action="store_true", help=help_)
+    help_ = "that convert (default: one for each core)"
+    parser.add_argument("--processes", metavar="N", type=flags.at_least(1), help=help_)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the cache, with progress, and prints what it holds."""
+    job = tokenizing.Job(tuple(args.data), tuple(args.validation), args.field, args.vocabulary, args.out, args.skip_bad)
+    _require_free(args.out)
+    processes = args.processes or len(os.sched_getaffinity(0))
+    lock = run_lock.RunLock.acquire(args.out, say=_say, words=_WORDS)
+    try:
+        about = tokenizing.run(
+            job, processes=processes, say=_say, report=_Progress(), check=lambda: lock.check(now=True)
+        )
+    except KeyboardInterrupt:
+        _say("interrupted: run the same command again to continue")
+        raise
+    finally:
+        lock.release()
+    _summarize(args.out, about)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _require_free(out: str) -> None:
+    """Raises UserError if the folder has files of something else."""
+    folder = paths.resolve(out)
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names - {run_lock.FILE} and not names & {token_cache.COMPLETE, token_cache.STARTED}:
+        found = ", ".join(units.shortened(sorted(names), most=3))
+        raise UserError(f"--out {out} has other files ({found}): give a new folder")
+
+
+class _Progress:
+    """Prints a line of progress every 10 s."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+        self._before: tuple[int, float] | None = None  # tokens and fraction when this command began
+
+    def __call__(self, counts: tokenizing.Counts) -> None:
+        now, tokens = time.monotonic(), sum(counts.tokens.values())
+        if self._before is None:
+            self._before, self._start = (tokens, counts.fraction), now
+        if now - self._last < _SECONDS:
+            return
+        self._last = now
+        rate = (tokens - self._before[0]) / max(now - self._start, 1e-3)
+        done = counts.fraction - self._before[1]
+        left = (1 - counts.fraction) * (now - self._start) / done if done > 0 else None
+        _say(
+            f"{counts.fraction:6.1%}  {sum(counts.documents.values()):,} documents  {tokens:,} tokens  "
+            f"{rate:,.0f} tokens/s  ETA {units.clock(left) if left is not None else '–'}"
+        )
+
+
+def _summarize(out: str, about: dict) -> None:
+    for name, split in about["splits"].items():
+        _say(f"{name:<11}{units.counted(split['documents'], 'document')}, {split['tokens']:,} tokens")
+    for key, why in {"skipped": "malformed", "blank": "with only white space"}.items():
+        if about[key]:
+            _say(f"{'skipped':<11}{units.counted(about[key], 'document')} {why}")
+    name = about["vocabulary"]["name"]
+    _say(f"\n{out}\n  to train on it: gin/tasks/tokens.gin with DATA = {out!r}, VOCABULARY = {name!r}")
