@@ -181,13 +181,15 @@ def trace(
         optimizers.state_axes(optimizer, params),
         jax.tree.map(lambda s: strategy.row_axes(s.shape), carry),
     )
-    works = {}
+    works: dict[str | None, Work] = {}
+    in_chunks: tuple[Kept, ...] | None = None
     for remat in candidates.remats(model) if remats is None else remats:
         changed: Any = model
         if remat not in (None, candidates.remat_of(model)):
             changed = wrappers.with_field(changed, "remat", remat)
         kernel = _with_tpu_attention(changed, params, example)
-        works[remat] = work(kernel, spec, params, axes, trainable=optimizer.trainable)
+        works[remat] = work(kernel, spec, params, axes, trainable=optimizer.trainable, in_chunks=in_chunks)
+        in_chunks = works[remat].kept_in_chunks  # outside of loops, which are all that `remat` changes
     itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
     trained = tuple(spec.trainable for spec in jax.tree.leaves(specs))
     return ModelTrace(slice, shapes, named, dict(spec), works, itemsize, trained)
@@ -206,7 +208,21 @@ def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
     return kernel
 
 
-def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainable: Callable[[Params], Params]) -> Work:
+def _chooses_chunks(model: Any) -> bool:
+    """Returns whether the size of the logits decides if the loss is computed in chunks."""
+    has_field = can(model, ChunksLoss) and wrappers.field_path(model, "loss_chunk") is not None
+    return has_field and model.loss_chunk is None
+
+
+def work(
+    model: Model,
+    spec: BatchSpec,
+    params: Any,
+    param_axes: Any,
+    *,
+    trainable: Callable[[Params], Params],
+    in_chunks: tuple[Kept, ...] | None = None,
+) -> Work:
     """Traces a model's loss and its gradient.
 
     Args:
@@ -215,13 +231,12 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
       params: tree of `jax.ShapeDtypeStruct`.
       param_axes: tree of `Axes` of the same structure.
       trainable: stops the gradient at frozen parameters (`Optimizer.trainable`).
+      in_chunks: `Work.kept_in_chunks`, if it is known.
     """
     sizes = _Sizes(params, param_axes, spec)
     batch = batch_shapes(spec, rows=sizes.rows)
-    whole: Any = model
-    has_field = can(model, ChunksLoss) and wrappers.field_path(model, "loss_chunk") is not None
-    if chooses := has_field and whole.loss_chunk is None:
-        whole = wrappers.with_field(model, "loss_chunk", 0)
+    chooses = _chooses_chunks(model)
+    whole: Any = wrappers.with_field(model, "loss_chunk", 0) if chooses else model
     inputs = params, jax.eval_shape(model.init_carry, batch), jax.eval_shape(lambda: jax.random.key(0)), batch
 
     def loss(model: Model, params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
@@ -231,18 +246,14 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
         value, back = jax.vjp(lambda p: loss(model, p, *others), params)
         return value, back  # what is kept is what `back` closes over
 
-    kept_in_chunks: Any = ()
-    if chooses:
-        chunked: Any = wrappers.with_field(model, "loss_chunk", row_length(spec))
-        _, kept_in_chunks = jax.eval_shape(functools.partial(forward, chunked), *inputs)
     traced, (_, kept) = jax.make_jaxpr(functools.partial(forward, whole), return_shape=True)(*inputs)
     backward = jax.make_jaxpr(jax.grad(functools.partial(loss, whole)))(*inputs)
     again = _computes_again(backward.jaxpr)
     ahead, both = list(_products(traced.jaxpr)), list(_products(backward.jaxpr))
 
-    def described(kept: Any) -> tuple[Kept, ...]:
-        found = (sizes.kept(leaf, gathers_again=again) for leaf in jax.tree.leaves(kept))
-        return tuple(_distinct(k for k in found if k))
+    if chooses and in_chunks is None:
+        chunked: Any = wrappers.with_field(model, "loss_chunk", row_length(spec))
+        in_chunks = sizes.all_kept(jax.eval_shape(functools.partial(forward, chunked), *inputs)[1], gathers_again=again)
 
     def flops(products: Sequence[_Product], *, in_kernel: bool) -> float:
         return sum(p.flops for p in products if p.in_kernel == in_kernel) / sizes.rows
@@ -255,12 +266,12 @@ def work(model: Model, spec: BatchSpec, params: Any, param_axes: Any, *, trainab
         flops=flops(both, in_kernel=False),
         kernel_flops=flops(both, in_kernel=True),
         forward_kernel_flops=flops(ahead, in_kernel=True),
-        kept=described(kept),
+        kept=sizes.all_kept(kept, gathers_again=again),
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=again,
         looped=(looped(in_kernel=False), looped(in_kernel=True)),
         chunk_bytes=whole.chunk_bytes if chooses else 0,
-        kept_in_chunks=described(kept_in_chunks),
+        kept_in_chunks=in_chunks or (),
     )
 
 
@@ -359,6 +370,11 @@ class _Sizes:
         self._length = row_length(spec)
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
         self.rows = next(n for n in _CANDIDATE_ROWS if n not in taken)
+
+    def all_kept(self, tree: Any, *, gathers_again: bool) -> tuple[Kept, ...]:
+        """Describes the kept arrays, each once."""
+        found = (self.kept(leaf, gathers_again=gathers_again) for leaf in jax.tree.leaves(tree))
+        return tuple(_distinct(k for k in found if k))
 
     def kept(self, leaf: Any, *, gathers_again: bool) -> Kept | None:
         """Describes a kept array; None for parameters, which are there anyway, and for small arrays.

@@ -74,7 +74,8 @@ def test_the_kernel_in_a_ring():
     assert_equal([a[:, order] for a in found], results(attention.plain, given), atol=1e-5)
 
 
-@pytest.mark.parametrize(("length", "choice"), [(24, "plain"), pytest.param(1024, "splash", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "choice"), [(24, "plain"), (1024, "splash")])
 def test_a_window_sees_gathered_keys(length, choice, monkeypatch):
     given = inputs(2, length)
     interpreted = functools.partial(attention.splash_attention, interpret=True)
