@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from core import versions
-from launch import program_identity
+from launch import phases, program_identity
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.plan import search
@@ -51,6 +51,10 @@ FIELDS = {
     "compiler_options": ({"xla_enable_async_all_gather": False}, True),
     "non_finite": ("skip", True),
     "total_steps": (7, False),
+    "phases": ((phases.Phase(after=5, batch_size=64),), False),
+    "phase": (1, False),
+    "params_checkpoint_interval": (7, False),
+    "keep_params_checkpoints": (7, False),
     "seed": (5, False),
     "log_interval": (3, False),
     "eval_interval": (3, False),
