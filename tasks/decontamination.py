@@ -5,17 +5,68 @@ Learners", appendix C, with n = 13), and a common substring of at least so many 
 without case and punctuation, characters without differences in white space.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from core import paths
 from core.errors import UserError
+from tasks import text_formats
 
 _WORD = re.compile(r"\w+")
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 2**64)
 _LEAST_WORDS, _LEAST_CHARACTERS = 4, 16  # shorter ones are in most documents
+
+
+def read(patterns: Sequence[str]) -> list[str]:
+    """Returns the texts of evaluation sets: whole .txt files, and every string in the lines of .jsonl files.
+
+    Both may be compressed, as `text.files` takes them, local or gs://.
+
+    Raises:
+      UserError: a pattern matches no file, or a file is of another kind or malformed.
+    """
+    texts: list[str] = []
+    for pattern in patterns:
+        files = sorted(paths.matching(pattern))
+        if not files:
+            raise UserError(f"no file matches {pattern!r}")
+        for file in files:
+            texts += _texts(file)
+    return texts
+
+
+def _texts(file: str) -> list[str]:
+    kind = text_formats.kind(file)
+    if kind not in (".txt", ".jsonl"):
+        raise UserError(f"{file}: expected .txt or .jsonl, both also {', '.join(text_formats.COMPRESSIONS)}")
+    with text_formats.reading(file), text_formats.opened(file) as stream:
+        content = stream.read()
+    where = file
+    try:
+        if kind == ".txt":
+            return [content.decode()]
+        found: list[str] = []
+        for number, line in enumerate(content.splitlines(), start=1):
+            where = f"{file}, line {number}"
+            found += _strings(json.loads(line)) if line.strip() else ()
+        return found
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields every string in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 class Excluded:
@@ -24,6 +75,7 @@ class Excluded:
     Attributes:
       words: number of successive words; None: not compared.
       characters: length of a common substring; None: not compared.
+      digest: equal for the same texts and lengths.
     """
 
     def __init__(self, texts: Iterable[str], *, words: int | None, characters: int | None) -> None:
@@ -40,11 +92,14 @@ class Excluded:
         self.words, self.characters = words, characters
         self._runs: set[tuple[str, ...]] = set()
         self._windows: set[str] = set()
+        digest = hashlib.sha256(repr((words, characters)).encode())
         for text in texts:
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
             self._runs.update(_runs(text, words) if words else ())
             if characters:
                 spaced = _spaced(text)
                 self._windows.update(spaced[at : at + characters] for at in range(len(spaced) - characters + 1))
+        self.digest = digest.hexdigest()
         if not self._runs and not self._windows:
             raise UserError(
                 f"no excluded text has {words or 'any'} words or {characters or 'any'} characters: nothing is excluded"

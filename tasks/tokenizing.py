@@ -10,6 +10,7 @@ import concurrent.futures
 import concurrent.futures.process
 import dataclasses
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,8 +26,9 @@ import numpy as np
 from core import paths, units
 from core.errors import UserError
 from core.types import can
-from tasks import token_cache, vocabularies
+from tasks import decontamination, token_cache, vocabularies
 from tasks.catalogue import Tfds
+from tasks.decontamination import Excluded
 from tasks.document_streams import with_end
 from tasks.documents import MalformedDocument, is_validation
 from tasks.huggingface import HuggingFace
@@ -57,6 +59,9 @@ class Job:
       vocabulary: as `vocabularies.named` takes it.
       out: the folder of the cache, local or gs://.
       skip_bad: whether malformed documents are skipped and counted; otherwise they are refused.
+      exclude: patterns of files of evaluation sets (`decontamination.read`); documents for training that share text
+        with them are left out and counted.
+      exclude_words, exclude_characters: how much they share; see `decontamination.Excluded`.
     """
 
     data: tuple[str, ...]
@@ -65,6 +70,16 @@ class Job:
     vocabulary: str
     out: str
     skip_bad: bool
+    exclude: tuple[str, ...] = ()
+    exclude_words: int | None = None
+    exclude_characters: int | None = None
+
+    def excluded(self) -> Excluded | None:
+        """Reads the evaluation sets. Raises UserError, of `decontamination`."""
+        if not self.exclude:
+            return None
+        texts = decontamination.read(self.exclude)
+        return Excluded(texts, words=self.exclude_words, characters=self.exclude_characters)
 
     def source(self) -> TextFiles | Tfds | HuggingFace:
         """Returns the documents; the split by hash is made later, of their texts. Raises UserError for two datasets."""
@@ -90,6 +105,7 @@ class Counts:
       digest: CRC-32 of the checks of the documents, by split.
       skipped: malformed documents.
       blank: documents that contain only white space.
+      excluded: documents for training that share text with an evaluation set.
       fraction: share of the bytes of the sources that were read.
     """
 
@@ -98,6 +114,7 @@ class Counts:
     digest: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     skipped: int = 0
     blank: int = 0
+    excluded: int = 0
     fraction: float = 0.0
 
 
@@ -136,6 +153,7 @@ def run(
     Raises:
       UserError: the sources or the vocabulary cannot be read, or differ from those with which the cache was begun.
     """
+    excluded = job.excluded()
     vocabulary, source, folder = vocabularies.named(job.vocabulary), job.source(), paths.resolve(job.out)
     is_lenient = job.skip_bad and isinstance(source, TextFiles)
     found = source.pattern_problems() if is_lenient else source.problems()
@@ -145,11 +163,12 @@ def run(
     dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     made = {"name": job.vocabulary, "described": vocabulary.describe(), "hash": vocabulary.hash}
     begun = {"format": FORMAT, "vocabulary": made, "dtype": dtype, "field": job.field, "by_hash": not job.validation}
+    begun["excluded"] = excluded.digest if excluded else ""
     if (done := _read(folder / COMPLETE)) is not None:
         _require_same(job.out, done, begun, files)
         say(f"{job.out} is complete")
         return done
-    with _pool(job.vocabulary, processes) as pool:
+    with _pool(job.vocabulary, excluded, processes) as pool:
         state = _read(folder / STARTED)
         if state is None:
             say(f"hashing {units.counted(len(files), 'file')}")
@@ -163,16 +182,17 @@ def run(
             say(f"continuing after {units.counted(sum(state['counts']['documents'].values()), 'document')}")
         progress = _Progress(folder, {**begun, "sources": files}, Counts(**state["counts"]), check)
         batches = _batches(job, source, files, tuple(state["position"]), say)
-        for batch, converted in _in_order(pool, batches, most=2 * processes + 2):
-            progress.add(batch, converted)
+        for batch, converted, left_out in _in_order(pool, batches, most=2 * processes + 2):
+            progress.add(batch, converted, left_out)
             report(progress.counts)
         progress.commit()
     counts = progress.counts
-    about = {**begun, "sources": files, "skipped": counts.skipped, "blank": counts.blank} | {
+    left_out = {"skipped": counts.skipped, "blank": counts.blank, "left_out": counts.excluded}
+    about = {**begun, "sources": files, **left_out} | {
         "splits": {
             name: {"documents": counts.documents[name], "tokens": counts.tokens[name], "digest": counts.digest[name]}
             for name in SPLITS
-        }
+        },
     }
     paths.write_text_atomically(folder / COMPLETE, json.dumps(about, indent=1))
     (folder / STARTED).unlink(missing_ok=True)
@@ -227,6 +247,10 @@ def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], 
         raise UserError(
             f"{out} was begun with {saved['vocabulary']['described']}, and --vocabulary is now "
             f"{begun['vocabulary']['described']}: give another --out, or remove it"
+        )
+    if saved["excluded"] != begun["excluded"]:
+        raise UserError(
+            f"{out} was begun with another --exclude, or other lengths of what it compares: give another --out"
         )
     for key in ("format", "dtype", "field", "by_hash"):
         if saved[key] != begun[key]:
@@ -314,21 +338,22 @@ def _batches(
 # Converting
 
 
-def _pool(vocabulary: str, processes: int) -> concurrent.futures.ProcessPoolExecutor:
+def _pool(vocabulary: str, excluded: Excluded | None, processes: int) -> concurrent.futures.ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads of TensorStore
-    return concurrent.futures.ProcessPoolExecutor(processes, context, _open, (vocabulary,))
+    return concurrent.futures.ProcessPoolExecutor(processes, context, _open, (vocabulary, excluded))
 
 
 _vocabulary: Vocabulary  # of a process that converts
+_excluded: Excluded | None
 
 
-def _open(vocabulary: str) -> None:
+def _open(vocabulary: str, excluded: Excluded | None) -> None:
     """Prepares a process that converts; Ctrl-C reaches only the one that writes, with which this one ends."""
-    global _vocabulary
+    global _vocabulary, _excluded
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _vocabulary = vocabularies.named(vocabulary)
+    _vocabulary, _excluded = vocabularies.named(vocabulary), excluded
 
 
 def _end_with_parent() -> None:
@@ -336,19 +361,22 @@ def _end_with_parent() -> None:
     os._exit(1)  # it was killed: nobody takes what this process converts
 
 
-def _convert(texts: list[bytes], split: str | None) -> dict[str, _Converted]:
-    """Converts documents, in a process of the pool."""
+def _convert(texts: list[bytes], split: str | None) -> tuple[dict[str, _Converted], int]:
+    """Converts documents, in a process of the pool; also returns the number of those that are left out."""
     vocabulary, decoded = _vocabulary, [text.decode() for text in texts]
+    splits = [split or ("validation" if is_validation(text) else "train") for text in texts]
+    if _excluded:
+        kept = [name != "train" or not _excluded.shares_text(text) for name, text in zip(splits, decoded, strict=True)]
+        decoded, splits = list(itertools.compress(decoded, kept)), list(itertools.compress(splits, kept))
     if can(vocabulary, EncodesBatches):
         every = vocabulary.encode_batch(decoded)
     else:
         every = [vocabulary.encode(text) for text in decoded]
     dtype = np.uint16 if vocabulary.size <= 2**16 else np.uint32
     found: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
-    for text, ids in zip(texts, every, strict=True):
-        name = split or ("validation" if is_validation(text) else "train")
+    for name, ids in zip(splits, every, strict=True):
         found[name].append(with_end(ids, vocabulary, where=vocabulary.describe).astype(dtype))
-    return {
+    converted = {
         name: _Converted(
             np.concatenate(arrays),
             np.array([len(ids) for ids in arrays], np.int64),
@@ -357,12 +385,16 @@ def _convert(texts: list[bytes], split: str | None) -> dict[str, _Converted]:
         for name, arrays in found.items()
         if arrays
     }
+    return converted, len(texts) - len(decoded)
 
 
 def _in_order(
     pool: concurrent.futures.ProcessPoolExecutor, batches: Iterator[_Batch], *, most: int
-) -> Iterator[tuple[_Batch, dict[str, _Converted]]]:
-    """Yields each batch with its ids, in order; at most so many are converted or wait at a time."""
+) -> Iterator[tuple[_Batch, dict[str, _Converted], int]]:
+    """Yields each batch, its ids and the number of documents left out, in order.
+
+    At most so many are converted or wait at a time.
+    """
     waiting: collections.deque[tuple[_Batch, concurrent.futures.Future]] = collections.deque()
     try:
         for batch in batches:
@@ -381,10 +413,14 @@ def _in_order(
             future.cancel()
 
 
-def _finished(batch: _Batch, future: concurrent.futures.Future) -> tuple[_Batch, dict[str, _Converted]]:
-    """Returns a batch with its ids. Raises UserError, which names the files, if the vocabulary refuses a document."""
+def _finished(batch: _Batch, future: concurrent.futures.Future) -> tuple[_Batch, dict[str, _Converted], int]:
+    """Returns a batch, its ids and the number of documents left out.
+
+    Raises:
+      UserError: the vocabulary refuses a document; names the files.
+    """
     try:
-        return batch, future.result()
+        return batch, *future.result()
     except UserError as error:
         raise UserError(
             f"in a document of {', '.join(units.shortened(sorted(batch.files), most=3))}: {error}"
@@ -408,8 +444,8 @@ class _Progress:
             name: _Writer(folder / name, about["dtype"], counts.tokens[name], counts.documents[name]) for name in SPLITS
         }
 
-    def add(self, batch: _Batch, converted: Mapping[str, _Converted]) -> None:
-        """Adds the documents of a batch, and writes once there are enough."""
+    def add(self, batch: _Batch, converted: Mapping[str, _Converted], left_out: int) -> None:
+        """Adds the documents of a batch without those left out, and writes once there are enough."""
         counts, self._position = self.counts, batch.position
         self._read |= batch.files
         for name, found in converted.items():
@@ -419,6 +455,7 @@ class _Progress:
             counts.documents[name] += len(found.sizes)
         counts.skipped += batch.skipped
         counts.blank += batch.blank
+        counts.excluded += left_out
         counts.fraction = batch.fraction
         if sum(writer.waiting for writer in self._writers.values()) >= _COMMIT_TOKENS:
             self.commit()

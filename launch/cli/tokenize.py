@@ -14,7 +14,13 @@ HELP = "convert text to ids, as a token cache for text.tokens"
 EXAMPLE = """launch/run tokenize --data 'corpus/*.jsonl.zst' --vocabulary smollm2 --out gs://BUCKET/tokens
   launch/run tokenize --data 'books/*.parquet' --field content --vocabulary bytes --out runs/tokens --skip-bad"""
 _WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "--out")
+_WORDS_IN_COMMON = 13
 _SECONDS = 10.0  # between two lines of progress
+_LEFT_OUT = {
+    "skipped": "malformed",
+    "blank": "with only white space",
+    "left_out": "that share text with an evaluation set",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +38,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", required=True, help=help_)
     help_ = "skip and count malformed documents instead of refusing them"
     parser.add_argument("--skip-bad", action="store_true", help=help_)
+    help_ = "evaluation sets, .txt or .jsonl: documents for training that share text with them are left out; repeatable"
+    parser.add_argument("--exclude", metavar="PATTERN", action="append", default=[], help=help_)
+    help_ = "with --exclude: share N successive words (default: 13, unless --exclude-characters is given)"
+    parser.add_argument("--exclude-words", metavar="N", type=flags.at_least(1), help=help_)
+    help_ = "with --exclude: share a substring of N characters, for code"
+    parser.add_argument("--exclude-characters", metavar="N", type=flags.at_least(1), help=help_)
     help_ = "that convert (default: one for each core)"
     parser.add_argument("--processes", metavar="N", type=flags.at_least(1), help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the cache, with progress, and prints what it holds."""
-    job = tokenizing.Job(tuple(args.data), tuple(args.validation), args.field, args.vocabulary, args.out, args.skip_bad)
+    words, characters = args.exclude_words, args.exclude_characters
+    if (words or characters) and not args.exclude:
+        raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
+    job = tokenizing.Job(
+        tuple(args.data),
+        tuple(args.validation),
+        args.field,
+        args.vocabulary,
+        args.out,
+        args.skip_bad,
+        tuple(args.exclude),
+        _WORDS_IN_COMMON if words is characters is None else words,
+        characters,
+    )
     _require_free(args.out)
     processes = args.processes or len(os.sched_getaffinity(0))
     lock = run_lock.RunLock.acquire(args.out, say=_say, words=_WORDS)
@@ -94,7 +119,7 @@ class _Progress:
 def _summarize(out: str, about: dict) -> None:
     for name, split in about["splits"].items():
         _say(f"{name:<11}{units.counted(split['documents'], 'document')}, {split['tokens']:,} tokens")
-    for key, why in {"skipped": "malformed", "blank": "with only white space"}.items():
+    for key, why in _LEFT_OUT.items():
         if about[key]:
             _say(f"{'skipped':<11}{units.counted(about[key], 'document')} {why}")
     name = about["vocabulary"]["name"]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from core.errors import UserError
-from tasks.decontamination import Excluded
+from tasks.decontamination import Excluded, read
 
 SOLUTION = """    for idx, elem in enumerate(numbers):
         for idx2, elem2 in enumerate(numbers):
@@ -66,3 +66,16 @@ def test_substrings_are_found_as_by_comparing_each_with_each():
 def test_filters_that_find_nothing_or_everything_are_refused(texts, lengths, message):
     with pytest.raises(UserError, match=message):
         Excluded(texts, **lengths)
+
+
+def test_evaluation_sets_are_texts_and_strings_of_json_lines(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    (tmp_path / "b.jsonl").write_text('{"x": ["three", {"y": "four"}], "z": 5}\n\n"six"\n')
+    assert read([f"{tmp_path}/*"]) == ["one\ntwo", "three", "four", "six"]
+    (tmp_path / "b.jsonl").write_text("{}\n{")
+    with pytest.raises(UserError, match=r"b\.jsonl, line 2: "):
+        read([f"{tmp_path}/b*"])
+    (tmp_path / "c.csv").write_text("a,b")
+    for pattern, message in (("c*", "expected .txt or .jsonl"), ("d*", "no file matches")):
+        with pytest.raises(UserError, match=message):
+            read([f"{tmp_path}/{pattern}"])

@@ -25,8 +25,9 @@ TEXTS = [f"{i:03d} é" + "x" * (i * 7 % 50 + 300 * (i % 97 == 0)) for i in range
 class Inline:
     """Converts in this process, because starting others takes seconds."""
 
-    def __init__(self, vocabulary, processes):
+    def __init__(self, vocabulary, excluded, processes):
         tokenizing._vocabulary = vocabularies.named(vocabulary)
+        tokenizing._excluded = excluded
 
     def __enter__(self):
         return self
@@ -65,9 +66,17 @@ def write_lines(file, texts):
 
 
 def tokenize(
-    out, data, *, validation=(), skip_bad=False, vocabulary="bytes", report=lambda counts: None, check=lambda: None
+    out,
+    data,
+    *,
+    validation=(),
+    skip_bad=False,
+    vocabulary="bytes",
+    report=lambda counts: None,
+    check=lambda: None,
+    **excluding,
 ):
-    job = tokenizing.Job((str(data),), tuple(map(str, validation)), "text", vocabulary, str(out), skip_bad)
+    job = tokenizing.Job((str(data),), tuple(map(str, validation)), "text", vocabulary, str(out), skip_bad, **excluding)
     said = []
     return tokenizing.run(job, processes=1, say=said.append, report=report, check=check), said
 
@@ -448,3 +457,18 @@ def test_a_dataset_of_the_hub_is_converted(tmp_path, monkeypatch):
     assert sorted([*decoded(task, "train"), *decoded(task, "validation")]) == TEXTS
     with pytest.raises(UserError, match="names a dataset and something else"):
         tokenizing.Job(("tfds:a", "b"), (), "text", "bytes", "out", False).source()
+
+
+@pytest.mark.covers("D13")
+def test_documents_that_share_text_with_an_evaluation_set_are_left_out(tmp_path):
+    shared = "the answer to this question is that nobody went to sea in a bowl"
+    texts = [f"{text} {shared.upper() if i % 10 == 0 else ''}" for i, text in enumerate(TEXTS)]
+    train, held = write_lines(tmp_path / "a.jsonl", texts), write_lines(tmp_path / "b.jsonl", [shared])
+    (tmp_path / "set.jsonl").write_text(json.dumps({"task": 1, "parts": [{"text": f"? {shared}!"}]}) + "\n")
+    how = {"validation": (held,), "exclude": (str(tmp_path / "set.jsonl"),), "exclude_words": 13}
+    about, _ = tokenize(tmp_path / "out", train, **how)
+    assert about["left_out"] == 30
+    assert about["splits"]["train"]["documents"] == 270
+    assert about["splits"]["validation"]["documents"] == 1
+    with pytest.raises(UserError, match="was begun with another --exclude"):
+        tokenize(tmp_path / "out", train, **{**how, "exclude_words": 12})
