@@ -353,6 +353,16 @@ class DescribesEvaluation(Protocol):
         """Describes the rows that an evaluation scores; it scores at most `most` rows, or all if `most` is None."""
 
 
+class CountsTokens(Protocol):
+    """A task that may know the size of its training data.
+
+    Enables: the number of epochs in the run summary, the step after which data repeat, and `max_epochs`.
+    """
+
+    def train_tokens(self) -> int | None:
+        """Returns the number of tokens of the training data; None if it is not known."""
+
+
 class SizesEvaluation(Protocol):
     """A task with a finite evaluation.
 

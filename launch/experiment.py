@@ -23,6 +23,7 @@ from core.optimizers import Optimizer, Transformation
 from core.training import hooks
 from core.types import (
     CountsFlops,
+    CountsTokens,
     Generates,
     HasPuzzles,
     HasVocabulary,
@@ -68,6 +69,7 @@ class Experiment:
         tensors of a published folder.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
+      max_epochs: the run is refused if it would read its training data more often, where the size is known.
       seed: seed of parameters, data order and random bits.
       log_interval, eval_interval, checkpoint_interval: in steps.
       eval_batches: validation batches per evaluation; 0: no evaluation.
@@ -116,6 +118,7 @@ class Experiment:
     init_renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
     frozen: Sequence[str] = ()
     frozen_dtype: str = "bfloat16"
+    max_epochs: float | None = None
     seed: int = 0
     log_interval: int = 10
     eval_interval: int = 1000
@@ -169,6 +172,8 @@ class Experiment:
         for least, names in ((1, counted), (0, may_be_zero)):
             low = [name for name in names if getattr(self, name) < least]
             yield from (f"{name} = {getattr(self, name)}: expected at least {least}" for name in low)
+        if self.max_epochs is not None and not self.max_epochs > 0:
+            yield f"max_epochs = {self.max_epochs}: expected a number above 0"
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 yield f"{name} = {getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}"
@@ -358,6 +363,28 @@ class Span(NamedTuple):
     def seed(self) -> int:
         """The seed of the order of its data."""
         return self.experiment.seed + self.number - 1
+
+    @property
+    def epochs(self) -> float | None:
+        """How often it reads its training data, counting padding as tokens; None if their size is not known."""
+        task = self.experiment.task
+        tokens = task.train_tokens() if can(task, CountsTokens) else None
+        return (self.last_step - self.first_step) * self.experiment.tokens_per_step / tokens if tokens else None
+
+    def step_of_epoch(self, epochs: float) -> int:
+        """Returns the step after which the training data have been read so many times."""
+        assert self.epochs
+        return self.first_step + int((self.last_step - self.first_step) * epochs / self.epochs)
+
+    def repeats(self) -> list[str]:
+        """Returns the problem of reading the training data more often than `max_epochs`, if it is one."""
+        most = self.experiment.max_epochs
+        if most is None or not self.epochs or self.epochs <= most:
+            return []
+        return [
+            f"{self.experiment.task.describe()}: read {self.epochs:.2f} times by step {self.last_step:,}, and "
+            f"max_epochs = {most:g}: end after step {self.step_of_epoch(most):,}, or use more data"
+        ]
 
     def __str__(self) -> str:
         return f"phase {self.number} of {self.count}"

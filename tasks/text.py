@@ -15,7 +15,7 @@ from typing import Any
 from core import units
 from core.batches import BatchSpec
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, DataLayout, can
+from core.types import Batches, CountsTokens, DataLayout, can
 from tasks import streams, vocabularies
 from tasks.document_streams import DocumentSource
 from tasks.documents import Corpus, StreamSpec
@@ -83,6 +83,10 @@ class TextTask:
             f"{self.corpus.describe()}; {self.vocabulary.describe()}; length {self.length}, "
             f"{units.counted(self.num_streams, 'stream')}"
         )
+
+    def train_tokens(self) -> int | None:
+        """Returns the number of tokens of the training split of a token cache; None for other sources."""
+        return self.corpus.train_tokens() if can(self.corpus, CountsTokens) else None
 
     def fingerprint(self) -> str:
         """Returns a hash, equal on all hosts that read the same documents; lists the files of the source."""

@@ -197,6 +197,10 @@ class TokenCache(DocumentSource):
         how = ", concatenated" if self.concatenates else ""
         return f"text.tokens: {self.path} ({counts} documents (train + validation), {tokens:,} tokens){how}"
 
+    def train_tokens(self) -> int:
+        """See `core.types.CountsTokens`."""
+        return self.split("train").tokens
+
     def fingerprint(self) -> str:
         """See `Corpus`."""
         splits = [tuple(self.split(name)) for name in SPLITS]

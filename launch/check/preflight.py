@@ -76,7 +76,7 @@ def check(
         first, *later = experiment.spans()
         own = first.experiment
         meant, program = _attempt("layout", lambda: _bind(own, smoked=smoked), findings) or (own, None)
-        findings += data(own, smoked=smoked, hosts=hosts)
+        findings += _data_of(first, smoked=smoked, hosts=hosts)
         if later:
             _attempt("state", lambda: (experiment.require_same_state(), "the same in all phases"), findings)
         for span in later:
@@ -96,8 +96,16 @@ def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
     if bound := _attempt("layout", lambda: _bind(span.experiment, smoked=smoked), found):
         found.append(_memory(bound[1], with_activations=not smoked and hosts != "simulated"))
         found.append(_host_memory(*bound, hosts))
-    found += data(span.experiment, smoked=smoked, hosts=hosts)
+    found += _data_of(span, smoked=smoked, hosts=hosts)
     return [finding._replace(name=f"{finding.name} of phase {span.number}") for finding in found]
+
+
+def _data_of(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
+    """Checks the data of a phase, and where it can be read from here, how often the phase reads it."""
+    found = data(span.experiment, smoked=smoked, hosts=hosts)
+    if smoked or hosts in _AWAY or not is_ready(found):
+        return found
+    return [*found, *(Finding("data", False, problem) for problem in span.repeats())]
 
 
 def require(path: str, **options: Any) -> Checked:

@@ -107,7 +107,7 @@ def prepare_run(
         _prepare_data(span, run_dir, host)
     if host.is_zero and not is_resumed:
         published_files.keep_copies(run_dir)
-    if problems := experiment.data_problems(prepared=True):
+    if problems := [*experiment.data_problems(prepared=True), *span.repeats()]:
         raise UserError("\n".join(problems))
     meta = {
         "config": config_text,

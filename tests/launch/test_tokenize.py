@@ -44,8 +44,9 @@ def test_a_cache_is_written_and_a_run_is_checked(tmp_path, capsys, monkeypatch):
     assert run(*line) == 0
     assert f"{out} is complete" in capsys.readouterr().out
 
-    def check(vocabulary):
+    def check(vocabulary, *more):
         bindings = (
+            *more,
             "include 'gin/tasks/tokens.gin'",
             f"DATA = '{out}'",
             f"VOCABULARY = '{vocabulary}'",
@@ -58,6 +59,9 @@ def test_a_cache_is_written_and_a_run_is_checked(tmp_path, capsys, monkeypatch):
     code, said = check(VOCABULARY)
     assert code == 0, said
     assert "text.tokens: " in said
+    code, said = check(VOCABULARY, "experiment.Experiment.max_epochs = 1")
+    assert code == exit_codes.USER_ERROR
+    assert "max_epochs = 1: end after step" in " ".join(said.split())
     code, said = check("bytes")
     assert code == exit_codes.USER_ERROR
     assert "was written with another tokenizer" in " ".join(said.split())

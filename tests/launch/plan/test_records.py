@@ -53,6 +53,8 @@ FIELDS = {
     "total_steps": (7, False),
     "phases": ((phases.Phase(after=5, batch_size=64),), False),
     "phase": (1, False),
+    "max_epochs": (1.0, False),
+    "statistics_interval": (10, True),
     "params_checkpoint_interval": (7, False),
     "keep_params_checkpoints": (7, False),
     "seed": (5, False),

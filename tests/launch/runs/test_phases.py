@@ -101,6 +101,23 @@ def _with_model(whole, carries):
     return dataclasses.replace(whole, model=Model(**fields))
 
 
+def test_epochs_are_counted_by_phase_where_the_size_of_the_data_is_known():
+    class Sized(type(experiment().task)):
+        def train_tokens(self):
+            return 1024  # two steps of either phase
+
+    task = experiment().task
+    sized = Sized(*(getattr(task, f.name) for f in dataclasses.fields(task)))
+    assert experiment().spans()[0].epochs is None
+    own = dataclasses.replace(experiment(), phases=(), task=sized)
+    [span] = own.spans()
+    assert span.epochs == 9 * 512 / 1024
+    assert span.step_of_epoch(1) == 2
+    assert span.repeats() == []
+    [span] = dataclasses.replace(own, max_epochs=2.0).spans()
+    assert "read 4.50 times by step 9, and max_epochs = 2: end after step 4" in span.repeats()[0]
+
+
 @pytest.mark.covers("T16")
 def test_schedules_follow_one_another():
     rate = optimizers.joined(schedules=(optimizers.constant(1.0), lambda step: 2.0 + step), boundaries=(3,))
