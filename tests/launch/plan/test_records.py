@@ -54,6 +54,7 @@ FIELDS = {
     "phases": ((phases.Phase(after=5, batch_size=64),), False),
     "phase": (1, False),
     "max_epochs": (1.0, False),
+    "persistent_directory": ("gs://bucket/checkpoints", False),
     "statistics_interval": (10, True),
     "params_checkpoint_interval": (7, False),
     "keep_params_checkpoints": (7, False),
