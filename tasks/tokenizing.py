@@ -26,7 +26,7 @@ import numpy as np
 from core import paths, units
 from core.errors import UserError
 from core.types import can
-from tasks import decontamination, token_cache, vocabularies
+from tasks import token_cache, vocabularies
 from tasks.catalogue import Tfds
 from tasks.decontamination import Excluded
 from tasks.document_streams import with_end
@@ -35,6 +35,7 @@ from tasks.huggingface import HuggingFace
 from tasks.ids import EncodesBatches, Vocabulary
 from tasks.text_files import TextFiles
 from tasks.token_cache import COMPLETE, FORMAT, SPLITS, STARTED
+from tasks.tokenizing_job import Job
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _COMMIT_TOKENS = token_cache.SHARD_TOKENS
@@ -46,54 +47,6 @@ class MeasuresProgress(Protocol):
 
     def fraction(self) -> float:
         """Returns the share of the part, 0 to 1."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What a cache is made of.
-
-    Attributes:
-      data: patterns of files; or one dataset, `tfds:NAME` or `hub:OWNER/NAME`, whose split `train` is read.
-      validation: patterns of files, or a split of the dataset; if empty, 5 % of the documents, chosen by hash.
-      field: the JSON key, or the column, of the text.
-      vocabulary: as `vocabularies.named` takes it.
-      out: the folder of the cache, local or gs://.
-      skip_bad: whether malformed documents are skipped and counted; otherwise they are refused.
-      exclude: patterns of files of evaluation sets (`decontamination.read`); documents for training that share text
-        with them are left out and counted.
-      exclude_words, exclude_characters: how much they share; see `decontamination.Excluded`.
-    """
-
-    data: tuple[str, ...]
-    validation: tuple[str, ...]
-    field: str
-    vocabulary: str
-    out: str
-    skip_bad: bool
-    exclude: tuple[str, ...] = ()
-    exclude_words: int | None = None
-    exclude_characters: int | None = None
-
-    def excluded(self) -> Excluded | None:
-        """Reads the evaluation sets. Raises UserError, of `decontamination`."""
-        if not self.exclude:
-            return None
-        texts = decontamination.read(self.exclude)
-        return Excluded(texts, words=self.exclude_words, characters=self.exclude_characters)
-
-    def source(self) -> TextFiles | Tfds | HuggingFace:
-        """Returns the documents; the split by hash is made later, of their texts. Raises UserError for two datasets."""
-        kind, _, name = self.data[0].partition(":")
-        if kind not in ("tfds", "hub"):
-            return TextFiles(self.data, self.validation or self.data, self.field)
-        if len(self.data) > 1 or len(self.validation) > 1:
-            raise UserError(
-                "--data names a dataset and something else; give one dataset, and one split as --validation"
-            )
-        splits = ("train", *(self.validation or ("train",)))
-        if kind == "tfds":
-            return Tfds(name, *splits, self.field, None)
-        return HuggingFace(name, *splits, self.field, True)
 
 
 @dataclasses.dataclass
@@ -158,7 +111,7 @@ def run(
     is_lenient = job.skip_bad and isinstance(source, TextFiles)
     found = source.pattern_problems() if is_lenient else source.problems()
     if found := [*found, *vocabulary.problems()]:
-        raise UserError("\n".join(dict.fromkeys(_as_flags(job, problem) for problem in found)))
+        raise UserError("\n".join(dict.fromkeys(job.as_flags(problem) for problem in found)))
     files = _listed(source)
     dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     made = {"name": job.vocabulary, "described": vocabulary.describe(), "hash": vocabulary.hash}
@@ -197,20 +150,6 @@ def run(
     paths.write_text_atomically(folder / COMPLETE, json.dumps(about, indent=1))
     (folder / STARTED).unlink(missing_ok=True)
     return about
-
-
-def _as_flags(job: Job, message: str) -> str:
-    """Returns a message about `text.files` with the names of this command's flags."""
-    flags = {
-        "text.files.train": "--data",
-        "text.files.validation": "--validation" if job.validation else "--data",
-        "text.files.field": "--field",
-        "VOCABULARY is not set: bind it to": "--vocabulary is not set: give",
-        "set VOCABULARY to": "set --vocabulary to",
-    }
-    for name, flag in flags.items():
-        message = message.replace(name, flag)
-    return message
 
 
 def _read(file: paths.Path) -> dict[str, Any] | None:
@@ -312,7 +251,7 @@ def _batches(
             except MalformedDocument as error:
                 if not job.skip_bad:
                     raise UserError(
-                        f"{_as_flags(job, str(error))}. Correct it, or skip such documents with --skip-bad"
+                        f"{job.as_flags(str(error))}. Correct it, or skip such documents with --skip-bad"
                     ) from error
                 skipped, named = skipped + 1, named + 1
                 if named <= _MOST_REPORTED:
