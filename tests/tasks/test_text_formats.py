@@ -85,6 +85,7 @@ def test_a_table_is_divided_into_row_groups_among_streams(tmp_path):
     assert sorted(texts_of(found, "train", 4)) == TEXTS
 
 
+@pytest.mark.slow
 def test_a_table_is_read_from_a_bucket_and_continues_exactly(bucket, tmp_path, monkeypatch):
     for key, value in bucket.environment.items():
         monkeypatch.setenv(key, value)
