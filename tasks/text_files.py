@@ -280,14 +280,24 @@ class _LinesReader:
         self._number: int | None = 0  # lines before the next one; None until it is needed
         self._at = part.start if offset is None else offset
         if text_formats.is_compressed(part.path):
-            self._at, offset = 0, self._at
-            while self._at < offset:
-                self._line()
+            self._at, begin = 0, self._at
+            while self._at < begin and self._line():
+                pass
+            self._require_at(begin)
         elif self._at:
             self._number = None
             begins = int(offset is None)  # the line that begins before the range belongs to another part
             self._file.seek(self._at - begins)
             self._at += len(self._file.readline()) - 1 if begins else 0
+
+    def _require_at(self, begin: int) -> None:
+        """Raises UnreadableFile if no line of the decompressed file begins at a byte."""
+        if self._at != begin:
+            found = f"has {self._at} bytes" if self._at < begin else "has no line that begins there"
+            raise text_formats.UnreadableFile(
+                f"{self._part.path}: reading continues at byte {begin} of the decompressed text, which {found}; it was "
+                "replaced after the position was saved: restore it"
+            )
 
     def offset(self) -> int:
         return self._at

@@ -140,6 +140,23 @@ def test_a_malformed_line_of_a_compressed_file_is_named(tmp_path, line, says):
     assert problem_of(file).startswith(f"{file}:{len(TEXTS) + 1}: {says}")
 
 
+def test_a_compressed_file_that_does_not_fit_the_position_to_continue_from_is_named(tmp_path):
+    file = write(tmp_path, "a.jsonl.gz", TEXTS[:9])
+    [part] = task(file, validation=str(file)).corpus.parts("train", 1).parts
+    reader = part.open(None)
+    *_, last = iter(lambda: next(reader, None), None)
+    assert last.decode() == TEXTS[8]
+    end = reader.offset()
+    assert next(part.open(end), None) is None
+    for offset, found in {end + 5: f"has {end} bytes", end - 5: "has no line that begins there"}.items():
+        with pytest.raises(UserError) as error:
+            part.open(offset)
+        assert str(error.value) == (
+            f"{file}: reading continues at byte {offset} of the decompressed text, which {found}; it was replaced "
+            "after the position was saved: restore it"
+        )
+
+
 def test_long_lines_are_read_and_endless_ones_refused(tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"text": "y" * 10_000_000}) + "\n" + json.dumps({"text": "next"}))
