@@ -1,7 +1,8 @@
 """Opens files of text by their endings: .txt and .jsonl, each also .gz, .zst or .bz2, and .parquet.
 
-pyarrow decompresses and reads columns; a missing end, a wrong checksum and a damaged footer are errors that name the
-file.
+pyarrow decompresses and reads columns. What it cannot read is an error that names the file: a missing end, a checksum
+that is wrong, a footer or page that cannot be decoded. A table's values are verified only if its writer stored
+checksums of its pages, which most do not by default: without them a changed byte may be read as other text.
 """
 
 import contextlib
@@ -77,6 +78,18 @@ def reading(where: str) -> Iterator[None]:
         raise UnreadableFile(f"cannot read {where}: {error.strerror or f'{error}; write or copy it again'}") from error
 
 
+@contextlib.contextmanager
+def _decoding(where: str) -> Iterator[None]:
+    """Context that raises UnreadableFile, which names the place, if a table cannot be read or decoded."""
+    import pyarrow
+
+    try:
+        with reading(where):
+            yield
+    except pyarrow.ArrowException as error:
+        raise UnreadableFile(f"cannot read {where}: {error}; write or copy it again") from error
+
+
 class Rows:
     """The texts of one column of a .parquet file.
 
@@ -90,12 +103,9 @@ class Rows:
         from pyarrow import parquet
 
         self._path, self._field = path, field
-        try:
-            with reading(path):
-                self._file = parquet.ParquetFile(paths.resolve(path).open("rb"))
-        except pyarrow.ArrowInvalid as error:
-            raise UnreadableFile(f"cannot read {path}: {error}; write or copy it again") from error
-        schema, meta = self._file.schema_arrow, self._file.metadata
+        with _decoding(path):
+            self._file = parquet.ParquetFile(paths.resolve(path).open("rb"), page_checksum_verification=True)
+            schema, meta = self._file.schema_arrow, self._file.metadata
         if field not in schema.names:
             raise UserError(f"{path}: no column {field!r}, only {sorted(schema.names)}; set the field of the text")
         found = schema.field(field).type
@@ -106,6 +116,11 @@ class Rows:
         self.groups = [0]
         for group in range(meta.num_row_groups):
             self.groups.append(self.groups[-1] + meta.row_group(group).num_rows)
+        if self.groups[-1] != meta.num_rows:
+            raise UnreadableFile(
+                f"cannot read {path}: its footer says {meta.num_rows} rows, and {self.groups[-1]} in its row groups; "
+                "write or copy it again"
+            )
 
     def read(self, start: int, stop: int) -> Iterator[bytes | None]:
         """Yields the values of rows [start, stop), None for a null; decodes whole row groups."""
@@ -115,10 +130,14 @@ class Rows:
         at = self.groups[groups[0]] if groups else stop
         batches = self._file.iter_batches(_ROWS, row_groups=groups, columns=[self._field])
         while at < stop:
-            with reading(f"{self._path} after row {at}"):
-                batch = next(batches)
-                column = batch.column(0)
-                values: list[Any] = column.cast(pyarrow.large_binary()).to_pylist()
+            with _decoding(where := f"{self._path} after row {at}"):
+                batch = next(batches, None)
+                values: list[Any] = batch.column(0).cast(pyarrow.large_binary()).to_pylist() if batch else []
+            if not values:
+                raise UnreadableFile(
+                    f"cannot read {where}: its footer says {self.groups[-1]} rows, and its pages end here; write or "
+                    "copy it again"
+                )
             yield from values[max(start - at, 0) : stop - at]
             at += len(values)
 

@@ -172,6 +172,27 @@ def test_long_lines_are_read_and_endless_ones_refused(tmp_path, monkeypatch):
         list(texts_of(task(file, validation=str(file)), "train"))
 
 
+def test_damaged_pages_of_a_table_are_named_and_their_checksums_verified(tmp_path):
+    """Every byte of the pages is changed once: with checksums nothing else than the written texts is ever read."""
+    table, file, whole = pyarrow.table({"text": TEXTS[:6]}), tmp_path / "a.parquet", tmp_path / "whole.parquet"
+    said = set()
+    for has_checksums in (False, True):
+        parquet.write_table(table, whole, write_page_checksum=has_checksums, use_dictionary=has_checksums)
+        content = whole.read_bytes()
+        end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+        for at in range(4, end):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+            try:
+                found = list(text_formats.Rows(str(file), "text").read(0, 6))
+            except text_formats.UnreadableFile as error:
+                said.add(str(error))
+            else:
+                assert not has_checksums or [value.decode() for value in found] == TEXTS[:6]
+    assert all(text.startswith(f"cannot read {file}") for text in said)
+    for problem in ("its footer says 6 rows, and its pages end here", "could not verify page integrity"):
+        assert any(f"{file} after row 0: {problem}" in text for text in said)
+
+
 def test_a_damaged_or_unsuitable_table_is_named(tmp_path):
     file = tmp_path / "a.parquet"
     write_rows(file, ["a", None, "c"])
