@@ -180,7 +180,7 @@ class Save(Hook):
         """Saves the last complete step, if the state is intact and finite and all hosts ended at this step.
 
         Errors with the attribute `ends_without_save` save nothing: the state was saved, is not finite, or cannot be
-        written.
+        written. A step whose update was skipped for a non-finite loss left the state finite.
 
         A save needs all hosts, and hosts that still wait in a collective cannot be interrupted. So each host that
         raised waits some seconds for the others, in a barrier that either all pass or none.
@@ -197,7 +197,8 @@ class Save(Hook):
         try:
             self._check()
             self._require_all_hosts(last.step)
-            if bad := non_finite(last.metrics()):
+            values = last.metrics()
+            if (bad := non_finite(values)) and not values.get(SKIPPED):
                 raise RuntimeError(f"no checkpoint of step {last.step} was saved: {bad}")
             self.at_boundary(last.step, last.state)
             self._checkpoints.wait()

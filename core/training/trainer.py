@@ -194,8 +194,11 @@ class _Loop:
         return self._last
 
     def close(self, error: BaseException | None) -> None:
-        """Closes every hook; after an exception of the loop, gives them the last step first."""
-        problems: list[Exception] = []
+        """Closes every hook; after an exception of the loop, gives them the last step first.
+
+        Further exceptions are added as notes to the first, which is raised here if it is not that of the loop.
+        """
+        first = error
         calls = [(hook, hook.close) for hook in self._hooks]
         if isinstance(error, Exception):
             last = self._last_step()
@@ -204,11 +207,12 @@ class _Loop:
             try:
                 call()
             except Exception as problem:
-                problems.append(problem)
-                if error is not None:
-                    error.add_note(f"then, in {type(hook).__name__}: {type(problem).__name__}: {problem}")
-        if error is None and problems:
-            raise problems[0]
+                if first is None:
+                    first = problem
+                else:
+                    first.add_note(f"then, in {type(hook).__name__}: {type(problem).__name__}: {problem}")
+        if error is None and first is not None:
+            raise first
 
     def _last_step(self) -> LastStep:
         is_intact = self._is_between_steps and not any(

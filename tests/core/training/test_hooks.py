@@ -181,6 +181,16 @@ def test_an_error_saves_the_last_complete_step_once():
 
 
 @pytest.mark.covers("C11")
+def test_an_error_after_a_skipped_update_saves_the_finite_state():
+    checkpoints = Checkpoints()
+    save = hooks.Save(checkpoints, dict, {}, due=bool, costs=Costs())
+    with pytest.raises(RuntimeError, match="no checkpoint of step 7 was saved: loss = nan"):
+        save.on_error(ValueError("bad record"), last_step(7, loss=math.nan, skipped_updates=0.0))
+    save.on_error(ValueError("bad record"), last_step(7, loss=math.nan, skipped_updates=1.0))
+    assert [step for step, *_ in checkpoints.saved] == [7]
+
+
+@pytest.mark.covers("C11")
 def test_an_error_of_one_host_alone_saves_nothing(monkeypatch):
     """The others wait in a collective, so that a save, which needs all hosts, would wait for them for ever."""
     patience = []

@@ -154,9 +154,10 @@ def test_every_hook_is_closed_if_one_fails_and_the_first_error_is_raised():
         run(events, losses={2: float("nan")}, also=[hooks.Stop(), Failing()])
     assert events[-1] == "close"
     assert error.value.__notes__ == ["then, in Failing: OSError: disk full"]
-    with pytest.raises(OSError, match="disk full"):
-        run(events := [], also=[Failing()])
+    with pytest.raises(OSError, match="disk full") as error:
+        run(events := [], also=[Failing(), Failing()])
     assert events[-1] == "close"
+    assert error.value.__notes__ == ["then, in Failing: OSError: disk full"]
 
 
 class Faulty(trainer.Hook):
