@@ -157,8 +157,9 @@ def chats(
     """Returns a task for fine-tuning on conversations, whose loss counts only the answers.
 
     Args:
-      train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://). Each line has `messages` (a list of `role`
-        and `content`), formatted by the chat template of the vocabulary's folder, or `prompt` and `completion`.
+      train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://), also compressed. Each line has `messages`
+        (a list of `role` and `content`), formatted by the chat template of the vocabulary's folder, or `prompt` and
+        `completion`.
         `problems` reports None.
       validation: one or more patterns. Default: about 5 % of the lines, chosen by hash.
       length: tokens per row. Longer conversations are cut, and counted.

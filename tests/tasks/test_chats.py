@@ -1,5 +1,6 @@
 """Conversations for fine-tuning: which tokens are learned, exact positions, and lines that are refused."""
 
+import gzip
 import json
 import pathlib
 import shutil
@@ -50,6 +51,16 @@ def test_only_answers_and_their_end_markers_are_learned(tokenizer):
     assert segment.inputs[1:].tolist() == segment.targets[:-1].tolist()
     learned = tokenizer._tokenizer.decode(segment.targets[segment.weights > 0].tolist(), skip_special_tokens=False)
     assert learned == "It is 4. 🐍<|im_end|>Yes<|im_end|>"
+
+
+def test_compressed_files_have_the_conversations_of_plain_ones(chat_file, tokenizer):
+    packed = chat_file.with_name("packed.jsonl.gz")
+    packed.write_bytes(gzip.compress(chat_file.read_bytes()))
+    found = make_task(packed, tokenizer)
+    assert found.problems() == []
+    plain, unpacked = (task.corpus.chats("train") for task in (make_task(chat_file, tokenizer), found))
+    assert len(plain) > 30
+    assert [chat[1:] for chat in unpacked] == [chat[1:] for chat in plain]
 
 
 def test_rows_do_not_depend_on_the_date(tmp_path):
