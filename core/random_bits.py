@@ -13,7 +13,7 @@ adds the rows to the batch as `row_ids`; a block gets them through its `side`.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,7 +43,14 @@ def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
-def dropout(key: jax.Array, rate: float, x: jax.Array, rows: jax.Array) -> jax.Array:
+def dropout(
+    key: jax.Array,
+    rate: float,
+    x: jax.Array,
+    rows: jax.Array,
+    *,
+    arranged: Callable[[jax.Array], jax.Array] = lambda kept: kept,
+) -> jax.Array:
     """Sets entries of x to zero with probability `rate` and scales the others by 1 / (1 - rate), as `hk.dropout`.
 
     Args:
@@ -51,6 +58,7 @@ def dropout(key: jax.Array, rate: float, x: jax.Array, rows: jax.Array) -> jax.A
       rate: from 0 to below 1.
       x: [B, ...].
       rows: [B], the global row of each row of x.
+      arranged: brings the mask, which has the shape of x, into the order of x, if entries of x have been permuted.
     """
     if not 0 <= rate < 1:
         raise UserError(f"random_bits.dropout: rate = {rate}: expected from 0 to below 1")
@@ -60,7 +68,7 @@ def dropout(key: jax.Array, rate: float, x: jax.Array, rows: jax.Array) -> jax.A
             "random_bits.row_ids(batch), passed to a block through side"
         )
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(row_keys(key, rows))
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+    return jnp.where(arranged(kept), x / (1 - rate), 0).astype(x.dtype)
 
 
 def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:

@@ -80,10 +80,10 @@ def attend(
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
         operands = (q, k, v, segment_ids)
     elif not arranged:
-        heads = [ring_attention.arrange(a, "batch", "length", None, None) for a in (q, k, v)]
+        q = ring_attention.arrange(q, "batch", "length", "heads", "head_dim")
+        k, v = (ring_attention.arrange(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
         rows = ring_attention.arrange(segment_ids, "batch", "length")
-        options = {"scale": scale, "window": window, "softcap": softcap}
-        mixed = attend(*heads, rows, choice=choice, arranged=True, **options)
+        mixed = attend(q, k, v, rows, choice=choice, scale=scale, window=window, softcap=softcap, arranged=True)
         return ring_attention.arrange(mixed, "batch", "length", "heads", "head_dim", back=True)
     elif window is None:
         return _around_ring(q, k, v, segment_ids, choice=choice, scale=scale, softcap=softcap)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from core import logical, parameters, random_bits, wrappers
 from core.errors import UserError
 from core.types import Model, Params
+from models import ring_attention
 
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
 PATTERNS = ("*_lora_a", "*_lora_b")  # paths of adapters
@@ -36,7 +37,7 @@ class Lora:
       alpha: the adapter's output is multiplied by alpha / rank.
       targets: the matrices with an adapter, some of `TARGETS`.
       dropout: rate at which inputs of adapters are dropped in training.
-      base_dtype: dtype in which all other parameters are stored, frozen.
+      base_dtype: dtype in which all other parameters are stored, frozen; routers of experts stay in float32.
 
     Raises:
       UserError: a number out of range, or a target that is unknown or given twice.
@@ -96,14 +97,23 @@ class Lora:
         a = logical.param(f"{name}_lora_a", shapes[0], (*inner, _RANK), init, in_dims=len(inner), **options)
         b = logical.param(f"{name}_lora_b", shapes[1], (_RANK, *outer), jnp.zeros, in_dims=1, **options)
         if rows is not None:
-            x = random_bits.dropout(hk.next_rng_key(), self.dropout, x, rows)
+            key, names = hk.next_rng_key(), ("batch", "length", *inner)
+            # Masks are drawn in the order of the row, also if x is in the order of a ring.
+            x = random_bits.dropout(
+                key, self.dropout, x, rows, arranged=lambda kept: ring_attention.arrange(kept, *names)
+            )
         hidden = jnp.tensordot(x, a, len(inner))  # [B, T, rank]
         return product + self.scale * jnp.tensordot(hidden, b, 1)
 
     def base_frozen(self, params: Params) -> Params:
-        """Returns the parameters that `init` created, with all but the adapters frozen."""
+        """Returns the parameters that `init` created, with all but the adapters frozen.
+
+        Routers of experts stay in float32, in which scores are computed.
+        """
         base = [name for name in parameters.names(params) if not name.endswith(("_lora_a", "_lora_b"))]
-        return logical.frozen(params, base, self.base_dtype)
+        routers = [name for name in base if name.endswith("/router")]
+        params = logical.frozen(params, [name for name in base if name not in routers], self.base_dtype)
+        return logical.frozen(params, routers)
 
     def merged(self, base: Any, a: Any, b: Any) -> Any:
         """Returns the matrix W + (alpha / rank) A B of one layer, in float32 numpy.

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import logical
+from core import logical, slices
 from core.checkpoints import published
 from core.errors import UserError
 from models import family_tensors, lora
 from models.agreement_subjects import random_batches
+from models.experts import Experts
 from models.transformer import Transformer
 from parallel import agreement, strategies
+from parallel.partitioner import Partitioner
 from tests.lab.subjects import bind
 
 BASE = Transformer(
@@ -142,6 +144,32 @@ def test_dropout_is_applied_in_training_only(params):
 
     assert loss(model, is_training=False) == loss(MODEL)
     assert loss(model, is_training=True) != loss(MODEL)
+
+
+@pytest.mark.covers("N07", "T12")
+def test_dropout_in_a_ring_has_the_bits_of_one_device():
+    model = dataclasses.replace(BASE, num_layers=1)
+    model = lora.adapted(model=model, rank=2, dropout=0.5, base_dtype="float32", targets=("query", "down"))
+    given = jax.tree.map(jnp.asarray, batch())
+    params = with_random_b(jax.jit(model.init)(jax.random.key(0), given))
+
+    def loss(params, given):
+        return model.loss(params, (), jax.random.key(3), given)[1].loss_sum
+
+    alone = jax.jit(loss)(params, given)
+    tables = strategies.context(sequence=4, ring=True)
+    with Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices()).tracing():
+        around = jax.jit(lambda *args: loss(*args))(params, given)  # traced under these tables
+    np.testing.assert_allclose(around, alone, rtol=1e-6)
+
+
+def test_routers_of_a_frozen_base_stay_in_float32():
+    model = dataclasses.replace(BASE, num_layers=1, experts=Experts(number=2, top_k=1))
+    model = lora.adapted(model=model, targets=("query",))
+    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch())
+    for name, dtype in (("router", "float32"), ("up", "bfloat16"), ("query", "bfloat16")):
+        spec = specs["layers/block"][name]
+        assert (shapes["layers/block"][name].dtype, spec.dtype, spec.trainable) == (dtype, dtype, False)
 
 
 def test_adapters_are_written_as_peft_names_them(params):
