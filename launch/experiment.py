@@ -11,9 +11,10 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
+import numpy as np
 
 from core import logical, optimizers, parameters, slices
 from core.batches import batch_shapes, has_tokens, row_length
@@ -101,6 +102,8 @@ class Experiment:
       UserError: numbers out of range.
     """
 
+    is_one_phase: ClassVar[bool] = False  # whether `phase` has chosen one of several
+
     slice: str
     strategy: Strategy
     model: Model
@@ -150,8 +153,10 @@ class Experiment:
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
         spans = self.spans() if self.phases else ()  # refuses settings that a phase cannot have
         if self.phase and spans:
+            chosen = spans[self.phase - 1].experiment
             for name in (*phases.CHANGED, "phases", "phase"):
-                object.__setattr__(self, name, getattr(spans[self.phase - 1].experiment, name))
+                object.__setattr__(self, name, getattr(chosen, name))
+            object.__setattr__(self, "is_one_phase", True)
 
     def _wrong_parts(self) -> Iterator[str]:
         """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
@@ -361,8 +366,9 @@ class Span(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """The seed of the order of its data."""
-        return self.experiment.seed + self.number - 1
+        """The seed of the order of its data; that of the first phase is the experiment's."""
+        seed = self.experiment.seed
+        return seed if self.number == 1 else int(np.random.SeedSequence((seed, self.number)).generate_state(1)[0])
 
     @property
     def epochs(self) -> float | None:

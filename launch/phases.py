@@ -10,8 +10,9 @@ A curriculum of row lengths, or another mixture of data at the end of a run, is 
 
 Every phase is an experiment of its own, and a run trains them in turn. At a boundary it saves a checkpoint, from which
 the next phase continues with parameters, optimizer state and step, as a resumed run does: so a run that is interrupted
-there is equal to one that is not. Each phase reads its data from the start, in an order of its own. Learning rates
-depend on the step (`core.optimizers.joined`).
+there is equal to one that is not. Each phase reads its data from the start, in an order of its own; so documents
+of the phase before are read again before all were read once, also if only the batch size changes. Learning rates depend
+on the step (`core.optimizers.joined`).
 """
 
 import dataclasses

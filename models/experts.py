@@ -35,7 +35,6 @@ from core import logical, wrappers
 from core.errors import UserError
 from core.types import LossOutput, Model, WeightedSum
 from models import derivatives
-from models.grouped_products import grouped_product
 
 SCORES = ("softmax", "sigmoid")
 
@@ -394,6 +393,8 @@ def _dropless(
     rows = _taken(x[None], slots)[0]
 
     def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+        from models.grouped_products import grouped_product  # of no use to a model without experts
+
         return grouped_product(rows, matrices, sizes[0])
 
     y = _combined(_feed_forward(rows, weights, activation, product)[None], slots, gates[None])[0]

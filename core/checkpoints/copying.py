@@ -75,26 +75,39 @@ def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
         return False
 
 
-def require_place(run_dir: str, place: str) -> None:
-    """Checks that a place can hold the copies of a local run, and is that of no other run; marks both as one.
+def check_place(run_dir: str, place: str, *, hosts: int) -> None:
+    """Checks that a place can hold the copies of a local run, and is that of no other run; writes nothing.
 
     Raises:
-      UserError: the run directory is remote or the same, the place cannot be written, or has copies of another run.
+      UserError: there are several hosts, the run directory is remote or the same, the place cannot be written, or has
+        copies of another run.
     """
+    if hosts > 1:
+        raise UserError(
+            f"persistent_directory = {place!r} with {hosts} hosts: no disk has all parts of a checkpoint. Give "
+            "--run-dir gs://BUCKET/…, where all hosts write in parallel, in the background"
+        )
     run, there = paths.resolve(run_dir), paths.resolve(place)
     if paths.is_remote(run) or run == there:
         raise UserError(
             f"persistent_directory = {place!r} with the run directory {run_dir}: checkpoints are copied from a local "
             "run directory to another place. Leave one of them out"
         )
-    paths.require_writable(there)
+    paths.check_writable(there)
     own, other = _identity(run), _identity(there)
     if other and own != other and (own or steps.complete(run / steps.FOLDER)):
         raise UserError(
             f"persistent_directory = {place!r} has checkpoints of another run than {run_dir}: give another place, or "
             "another --run-dir to resume the run that is there"
         )
-    identity = other or own or uuid.uuid4().hex
+
+
+def require_place(run_dir: str, place: str, *, hosts: int) -> None:
+    """Checks a place as `check_place` does, and marks it and the run directory as those of one run."""
+    check_place(run_dir, place, hosts=hosts)
+    run, there = paths.resolve(run_dir), paths.resolve(place)
+    paths.require_writable(there)
+    identity = _identity(there) or _identity(run) or uuid.uuid4().hex
     for folder in (run, there):
         paths.write_text_atomically(folder / _IDENTITY, identity)
 

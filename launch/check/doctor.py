@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import json
 import os
 import subprocess
@@ -109,7 +110,7 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
     Returns:
       The findings of all hosts, the same on every host; `own` are those that this host made on its own.
     """
-    experiment = config.build()
+    spans = config.build().spans()
 
     def shared() -> list[Finding]:
         distributed.require_shared(run_dir, is_host_zero=host.is_zero)
@@ -119,10 +120,16 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
     checks: dict[str, Callable[[], list[Finding]]] = {
         "clocks": lambda: [cluster.check_clocks()],
         "run directory": shared,
-        "data on hosts": lambda: preflight.data(experiment, smoked=False, hosts="here", name="data on hosts"),
-        "HBM": lambda: [hbm(config, experiment, limit_bytes=limit)],
-        "collectives": lambda: links(experiment.bind(jax.devices()).partitioner.mesh, host),
     }
+    for span in spans:
+        own_part, of = span.experiment, f" of phase {span.number}" if span.count > 1 else ""
+        checks |= {
+            f"data on hosts{of}": functools.partial(
+                preflight.data, own_part, smoked=False, hosts="here", name=f"data on hosts{of}"
+            ),
+            f"HBM{of}": lambda e=own_part, of=of: [hbm(config, e, limit_bytes=limit)._replace(name=f"HBM{of}")],
+            f"collectives{of}": lambda e=own_part: links(e.bind(jax.devices()).partitioner.mesh, host),
+        }
     found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
     phase.at("findings of all hosts")
     every = distributed.all_gather_text("doctor/findings", to_json(found))

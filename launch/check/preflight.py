@@ -81,6 +81,8 @@ def check(
             _attempt("state", lambda: (experiment.require_same_state(), "the same in all phases"), findings)
         for span in later:
             findings += _later(span, smoked=smoked, hosts=hosts)
+        if (place := experiment.persistent_directory) and not smoked and hosts not in _AWAY:
+            _attempt("copies", lambda: (_check_copies(run_dir, place, experiment), place), findings)
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
         if initial := _initial_parameters(meant, program, run_dir, hosts):
@@ -88,6 +90,12 @@ def check(
         findings.append(_memory(program, with_activations=not smoked and hosts != "simulated"))
         findings.append(_host_memory(meant, program, hosts))
     return Checked(tuple(findings), experiment, program)
+
+
+def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
+    from core.checkpoints import copying  # most runs have none
+
+    copying.check_place(run_dir, place, hosts=slices.get(experiment.slice).hosts)
 
 
 def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:

@@ -40,12 +40,8 @@ class Run:
     meta: Mapping[str, Any]  # metadata saved with every checkpoint; equal on all hosts
     last_step: int  # the step at which to stop
     span: Span  # the phase of the experiment that it trains
+    is_last: bool  # whether no other phase follows
     initial: "Initial | None" = None  # the parameters of INIT_FROM; None: the run starts from its seed, or is resumed
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no phase follows that the run trains."""
-        return self.last_step < self.span.last_step or self.span.number == self.span.count
 
     @property
     def origin(self) -> Origin:
@@ -89,6 +85,7 @@ def prepare_run(
     """
     phase.at(phase.OPENING)
     span = experiment if isinstance(experiment, Span) else experiment.spans()[0]
+    is_last = span.number == span.count or last_step <= span.last_step
     experiment, last_step = span.experiment, min(last_step, span.last_step)
     compilation.use_cache(cache_folder(run_dir))
     program = experiment.bind(jax.devices())
@@ -119,7 +116,7 @@ def prepare_run(
         **({INIT_FROM: initial.source.describe()} if initial is not None else {}),
     }
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
-    return Run(experiment, program, host, run_dir, meta, last_step, span, initial)
+    return Run(experiment, program, host, run_dir, meta, last_step, span, is_last, initial)
 
 
 def _prepare_data(span: Span, run_dir: str, host: Host) -> None:

@@ -2,8 +2,9 @@
 
 import argparse
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from core import distributed, metrics, paths, published_files, slices, versions
 from core.checkpoints import steps
@@ -49,6 +50,8 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     published_files.use_copies(run_dir)
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
+    if experiment.is_one_phase:
+        raise UserError("PHASE names the phase to report or plan; a run trains all of them: leave it out")
     experiment.require_same_state()
     spans = experiment.spans()
     if args.smoke:
@@ -83,17 +86,21 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         stack.enter_context(Waiting())
     if experiment.persistent_directory and not args.smoke:
         _fetch_copy(experiment, run_dir, host)
+    prepare = functools.partial(
+        prepared_run.prepare_run, config_text=config.text, revision=revision, last_step=last_step, host=host
+    )
     try:
-        for span in spans if args.smoke else _left(spans, run_dir, last_step):
-            run = prepared_run.prepare_run(
-                span,
-                config_text=config.text,
-                revision=revision,
-                run_dir=smoke.attempt(run_dir) if args.smoke else run_dir,
-                last_step=last_step,
-                host=host,
-            )
-            smoke.rehearse(run) if args.smoke else training.train(run, lock=next(iter(held), None))
+        if args.smoke:
+            for span in spans:
+                smoke.rehearse(prepare(span, run_dir=smoke.attempt(run_dir)))
+        else:
+            while (span := _next(spans, run_dir)).first_step < last_step:
+                with contextlib.suppress(training.EarlierPhaseError):  # the phase before is trained again
+                    training.train(prepare(span, run_dir=run_dir), lock=next(iter(held), None))
+                    if last_step <= span.last_step:
+                        break
+            else:
+                print(f"note: step {span.first_step} is already done: raise --steps, or use another --run-dir")
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
@@ -104,23 +111,13 @@ def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> Non
     """Brings the newest copied checkpoint back to a machine that does not have it."""
     from core.checkpoints import copying
 
-    if host.count > 1:
-        raise UserError(
-            f"persistent_directory = {experiment.persistent_directory!r} with {host.count} hosts: no disk has all "
-            "parts of a checkpoint. Give --run-dir gs://BUCKET/…, where all hosts write in parallel, in the background"
-        )
-    copying.require_place(run_dir, experiment.persistent_directory)
+    copying.require_place(run_dir, experiment.persistent_directory, hosts=host.count)
     if step := copying.fetch_newest(run_dir, experiment.persistent_directory):
         print(f"checkpoint {step} was copied back from {experiment.persistent_directory}", flush=True)
 
 
-def _left(spans: Sequence[Span], run_dir: str, last_step: int) -> Iterator[Span]:
-    """Yields the phases that are left to train; the last one if none is."""
+def _next(spans: Sequence[Span], run_dir: str) -> Span:
+    """Returns the phase of the step after the newest checkpoint; the last one if all are done."""
     folder = paths.resolve(run_dir) / steps.FOLDER
     done = distributed.decided_by_host_zero(lambda: max(steps.complete(folder), default=0))
-    for span in spans:
-        is_last = span.number == span.count or span.last_step >= last_step
-        if is_last or done < span.last_step:
-            yield span
-        if is_last:
-            return
+    return next((span for span in spans if done < span.last_step), spans[-1])

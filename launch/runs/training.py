@@ -25,6 +25,10 @@ from parallel.prediction import PredictionCheck
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 
 
+class EarlierPhaseError(RuntimeError):
+    """The newest intact checkpoint belongs to an earlier phase."""
+
+
 class _UnderWay(NamedTuple):
     """The state of a run in progress that its hooks share; `lock` is the lock of the run directory, on its host."""
 
@@ -46,6 +50,9 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
 
     Returns:
       The last validation means, such as `validation/loss`; empty if nothing is evaluated.
+
+    Raises:
+      EarlierPhaseError: the checkpoints of this phase, and the one before it, are damaged; they are renamed.
     """
     with phase.enter(phase.RESTORING):
         settings = run.experiment
@@ -56,7 +63,11 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             timeout_seconds=settings.save_limit_seconds,
             origin=run.origin,
         )
-        start = restore_or_init(run, checkpoints)
+        try:
+            start = restore_or_init(run, checkpoints)
+        except EarlierPhaseError:
+            checkpoints.close()
+            raise
         run = dataclasses.replace(run, meta={**run.meta, **start.meta})
     with contextlib.ExitStack() as stack:
         now = _begin(run, int(start.state.step), stack, lock)
@@ -137,7 +148,7 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
         return Start(_first_state(run))
     step, state, position, meta = found
     if step < run.span.first_step:
-        raise RuntimeError(
+        raise EarlierPhaseError(
             f"the newest checkpoint that can be restored is of step {step}, and {run.span} begins after step "
             f"{run.span.first_step}: start the run again, and it trains the phase before once more"
         )

@@ -97,10 +97,10 @@ def test_an_interrupted_or_damaged_copy_is_no_step_and_is_made_again(run, tmp_pa
 @pytest.mark.covers("C13")
 def test_a_machine_without_the_checkpoints_gets_the_newest_back(run, tmp_path):
     place, fresh = str(tmp_path / "kept"), str(tmp_path / "fresh")
-    copying.require_place(str(run), place)
+    copying.require_place(str(run), place, hosts=1)
     with copying.Copying(str(run), place, keep=2, say=print):
         pass
-    copying.require_place(fresh, place)  # as a restart on another machine does
+    copying.require_place(fresh, place, hosts=1)  # as a restart on another machine does
     assert copying.fetch_newest(fresh, place) == 9
     assert intact(fresh) == [9]
     assert copying.fetch_newest(fresh, place) is None
@@ -109,11 +109,11 @@ def test_a_machine_without_the_checkpoints_gets_the_newest_back(run, tmp_path):
 
 def test_two_runs_cannot_share_a_place(run, saved, tmp_path):
     place = str(tmp_path / "kept")
-    copying.require_place(str(run), place)
-    copying.require_place(str(run), place)  # again, at a restart
+    copying.require_place(str(run), place, hosts=1)
+    copying.require_place(str(run), place, hosts=1)  # again, at a restart
     another = shutil.copytree(saved, tmp_path / "another")
     with pytest.raises(UserError, match=r"has checkpoints of another run than .*another: give another place"):
-        copying.require_place(str(another), place)
+        copying.require_place(str(another), place, hosts=1)
     for run_dir in ("gs://bucket/run", place):
         with pytest.raises(UserError, match="copied from a local run directory to another place"):
-            copying.require_place(run_dir, place)
+            copying.require_place(run_dir, place, hosts=1)

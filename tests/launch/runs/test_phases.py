@@ -9,6 +9,8 @@ import pytest
 
 from core import optimizers
 from core.errors import UserError
+from core.health import exit_codes
+from launch import __main__ as main
 from launch import environment
 from launch.check import preflight
 from launch.config import loader
@@ -20,7 +22,7 @@ TINY = [
     "WARMUP_STEPS = 2",
     "BATCH_SIZE = 16",
     "LENGTH = 32",
-    "CHECKPOINT_INTERVAL = 100",
+    "CHECKPOINT_INTERVAL = 2",
     "EVAL_BATCHES = 0",
     "LOG_INTERVAL = 1",
     "PROMPT = ''",
@@ -146,7 +148,9 @@ def test_a_run_that_stops_in_a_phase_or_at_its_end_continues_bit_for_bit(launch,
         assert words in said
     want = losses(tmp_path / "whole")
     assert sorted(want) == list(range(1, 10))
-    train(tmp_path / "first", "--steps", "4")
+    said = train(tmp_path / "first", "--steps", "4")
+    assert f"run         {tmp_path / 'first'}" in said  # the lines at the end
+    assert "step 4 is already done" in train(tmp_path / "first", "--steps", "3")
     for steps in (4, 6):  # at the boundary, and within the second phase
         folder = tmp_path / f"stopped after {steps}"
         shutil.copytree(tmp_path / "first", folder)
@@ -166,3 +170,35 @@ def test_the_check_before_a_start_covers_every_phase(tmp_path):
     assert names["memory of phase 2"].ok
     assert not names["layout of phase 3"].ok
     assert "12" in names["layout of phase 3"].detail
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_at_a_boundary_sends_the_run_back_to_the_phase_before(launch, tmp_path):
+    flags = [word for binding in (*TINY, *PHASES) for word in ("--gin", binding)]
+    told = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(tmp_path / "run"), *flags]
+    launch(*told, "--steps", "4", slice_name="v4-16")
+    want = losses(tmp_path / "run")
+    largest = max((tmp_path / "run/checkpoints/4").rglob("d/*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(b"\0" * largest.stat().st_size)
+    said = launch(*told, "--steps", "5", slice_name="v4-16")
+    assert "checkpoint 4 cannot be restored" in said
+    assert "resumed from 2" in said
+    assert {step: loss for step, loss in losses(tmp_path / "run").items() if step <= 4} == want
+
+
+@pytest.mark.slow
+@pytest.mark.simulated(2)
+def test_phases_do_not_depend_on_the_number_of_hosts(launch, tmp_path):
+    flags = [word for binding in (*TINY, *PHASES) for word in ("--gin", binding)]
+    launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path / "two"), *flags)
+    where = ["--slice", "v4-16", "--run-dir", str(tmp_path / "one")]
+    launch("train", "gin/quickstart.gin", *where, *flags, slice_name="v4-16")
+    ours, want = losses(tmp_path / "two"), losses(tmp_path / "one")
+    np.testing.assert_allclose([ours[s] for s in range(1, 10)], [want[s] for s in range(1, 10)], atol=1e-5, rtol=0)
+
+
+def test_a_run_cannot_train_one_phase_alone(capsys):
+    told = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", "unused"]
+    flags = [word for binding in (*TINY, *PHASES, "PHASE = 2") for word in ("--gin", binding)]
+    assert main.main([*told, *flags]) == exit_codes.USER_ERROR
+    assert "PHASE names the phase to report or plan" in " ".join(capsys.readouterr().err.split())
