@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from core import distributed, metrics, paths, published_files, slices, versions
 from core.checkpoints import steps
@@ -94,13 +94,8 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             for span in spans:
                 smoke.rehearse(prepare(span, run_dir=smoke.attempt(run_dir)))
         else:
-            while (span := _next(spans, run_dir)).first_step < last_step:
-                with contextlib.suppress(training.EarlierPhaseError):  # the phase before is trained again
-                    training.train(prepare(span, run_dir=run_dir), lock=next(iter(held), None))
-                    if last_step <= span.last_step:
-                        break
-            else:
-                print(f"note: step {span.first_step} is already done: raise --steps, or use another --run-dir")
+            prepare = functools.partial(prepare, run_dir=run_dir)
+            _train_phases(spans, prepare, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
@@ -114,6 +109,23 @@ def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> Non
     copying.require_place(run_dir, experiment.persistent_directory, hosts=host.count)
     if step := copying.fetch_newest(run_dir, experiment.persistent_directory):
         print(f"checkpoint {step} was copied back from {experiment.persistent_directory}", flush=True)
+
+
+def _train_phases(
+    spans: Sequence[Span],
+    prepare: Callable[[Span], prepared_run.Run],
+    run_dir: str,
+    *,
+    last_step: int,
+    lock: RunLock | None,
+) -> None:
+    """Trains the phases that are left, up to a step."""
+    while (span := _next(spans, run_dir)).first_step < last_step:
+        with contextlib.suppress(training.EarlierPhaseError):  # the phase before is trained again
+            training.train(prepare(span), lock=lock)
+            if last_step <= span.last_step:
+                return
+    print(f"note: step {span.first_step} is already done: raise --steps, or use another --run-dir")
 
 
 def _next(spans: Sequence[Span], run_dir: str) -> Span:
