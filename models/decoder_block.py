@@ -59,10 +59,12 @@ _AXES = {
 class Block(hk.Module):
     """One layer: attention and feed-forward, each on a normalized copy of the residual stream."""
 
-    def __init__(self, config: DecoderConfig, kind: str, name: str = "block"):
+    def __init__(self, config: DecoderConfig, kind: str, name: str = "block", *, drops: bool = False):
+        """Makes the layer; `drops`: whether the capacity of experts applies, as in the training loss."""
         super().__init__(name)
         self.config = config
         self.kind = kind
+        self.drops = drops
 
     def __call__(self, x: jax.Array, side: Side) -> tuple[jax.Array, experts.Routing | None]:
         """Runs the layer, [B, T, D] -> [B, T, D]; also returns the sums of the routing, if there are experts."""
@@ -188,6 +190,8 @@ class Block(hk.Module):
         up = self._weight("up", (e, d, f), inward, fan_in=d, stacked=1)
         down = self._weight("down", (e, f, d), outward, fan_in=2 * c.num_layers * f, stacked=1)
         real = side.segment_ids > 0
+        if before is None:
+            experts.check_capacity(c.experts)  # also in evaluation, which is traced before the first step of training
         if before is not None:
             real = before.start + jnp.arange(x.shape[1]) >= side.padding[:, None]
         y, routing = experts.mixture(
@@ -196,7 +200,7 @@ class Block(hk.Module):
             experts.Weights(router, gate, up, down),
             real,
             activation=c.activation,
-            drops=before is None,
+            drops=self.drops,
         )
         if (width := c.experts.shared_mlp_dim) is not None:
             y += self._mlp(x, side, prefix="shared_", width=width)

@@ -125,8 +125,9 @@ class DecoderConfig:
         for field in (*_COUNTS, *_OPTIONAL_COUNTS):
             if (value := getattr(self, field)) is not None and value < 1:
                 raise UserError(f"Transformer.{field} = {value}: expected at least 1")
-        if self.loss_chunk is not None and self.loss_chunk < 0:
-            raise UserError(f"Transformer.loss_chunk = {self.loss_chunk}: expected None, 0 or a number of positions")
+        is_count = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
+        if self.loss_chunk is not None and not is_count:
+            raise UserError(f"Transformer.loss_chunk = {self.loss_chunk!r}: expected None, 0 or a number of positions")
         for field in _POSITIVE:
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise UserError(f"Transformer.{field} = {value}: expected a finite number above 0")

@@ -14,8 +14,8 @@ Both run on the tokens of a chip inside of a `shard_map`, because the partitione
 together. A mesh axis that shards experts and rows exchanges tokens: with capacity by an all-to-all, whose buffers have
 static shapes; dropless by a gather of the tokens and a reduce-scatter of the outputs, because an all-to-all would need
 buffers for the case that all tokens choose the experts of one chip. The capacity counts the choices of a row and not of
-a batch, so that what is dropped depends neither on the layout nor on other rows, and at a position only on earlier
-ones.
+a batch, so that what is dropped depends neither on the layout nor on other rows, and at a position only on earlier ones
+and on the length of the row with its padding. Only the training loss drops choices.
 
 B rows, T positions, D embed, F width of an expert, E experts, k choices of a token, S slots of the experts, C slots of
 one expert for a row, n tokens of a chip, G groups of tokens.
@@ -24,6 +24,7 @@ one expert for a row, n tokens of a chip, G groups of tokens.
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -50,8 +51,8 @@ class Experts:
       scores: "softmax" over all experts, or "sigmoid" of each.
       normalized: whether the scores of the chosen experts are divided by their sum.
       shared_mlp_dim: width of an expert that every token passes through in addition; None: there is none.
-      capacity: every expert takes at most capacity x T x top_k / number choices of a row in training; None: no limit.
-        Generation has none.
+      capacity: every expert takes at most capacity x T x top_k / number choices of a row in the training loss, where T
+        includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
       balance: coefficient of the balancing loss; 0: none.
       z_loss: coefficient of the squared log of the sum of exponentials of the router's logits; 0: none.
 
@@ -82,16 +83,21 @@ class Experts:
             )
         if self.scores not in SCORES:
             raise UserError(f"Experts.scores = {self.scores!r}: expected one of {', '.join(SCORES)}")
-        if self.capacity is not None and not 0 < self.capacity < math.inf:
-            raise UserError(f"Experts.capacity = {self.capacity}: expected a number above 0, or None for no limit")
+        if self.capacity is not None and not (_is_number(self.capacity) and 0 < self.capacity < math.inf):
+            raise UserError(f"Experts.capacity = {self.capacity!r}: expected a number above 0, or None for no limit")
         for field in ("balance", "z_loss"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise UserError(f"Experts.{field} = {getattr(self, field)}: expected a finite number of at least 0")
+            value = getattr(self, field)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise UserError(f"Experts.{field} = {value!r}: expected a finite number of at least 0")
 
     def slots(self, length: int) -> int:
         """Returns C, the choices of a row of `length` positions that an expert takes."""
         assert self.capacity is not None
         return min(length, math.ceil(self.capacity * length * self.top_k / self.number))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def trained(*, model: Model, capacity: float | None = None, balance: float = 0.0, z_loss: float = 0.0) -> Model:
@@ -178,7 +184,7 @@ def with_routing(
       found: cross-entropy.
       sums: `Routing.summed` of all layers.
       num_layers: L.
-      is_training: whether the losses are added, and the load of every expert is a metric.
+      is_training: whether the losses are added, and the dropped choices and the load of every expert are metrics.
     """
     weight_sum = found.weight_sum
     per_expert = sums["tokens"] * settings.top_k / settings.number
@@ -187,10 +193,10 @@ def with_routing(
         "experts/imbalance": WeightedSum(sums["balance"] / (settings.top_k * num_layers), weight_sum),
         "experts/z": WeightedSum(sums["z"] / num_layers, weight_sum),
         "experts/entropy": WeightedSum(sums["entropy"], sums["tokens"]),
-        "experts/dropped": WeightedSum(sums["dropped"], settings.top_k * sums["tokens"]),
     }
     if not is_training:
         return found._replace(metrics={**found.metrics, **metrics})
+    metrics["experts/dropped"] = WeightedSum(sums["dropped"], settings.top_k * sums["tokens"])
     for e in range(settings.number):
         metrics[f"experts/load_{e:0{digits}d}"] = WeightedSum(sums["choices"][e], per_expert)
     loss_sum = found.loss_sum
@@ -243,6 +249,26 @@ def _layout() -> _Layout:
     return at  # the partitioner gathers positions before the layer and slices its outputs
 
 
+def check_capacity(settings: Experts) -> None:
+    """Checks that the capacity can be applied under the strategy that is being traced.
+
+    Raises:
+      UserError: it cannot, because positions are sharded, or because only some axes that shard experts also shard rows.
+    """
+    at, limited = _layout(), settings.capacity is not None
+    if limited and at.positions:
+        raise UserError(
+            f"Experts.capacity = {settings.capacity} counts the tokens of whole rows, and this strategy shards "
+            f"positions over {', '.join(at.positions)}: set capacity = None (dropless), or use another strategy"
+        )
+    if limited and at.exchanged not in ((), at.experts):
+        raise UserError(
+            f"Experts.capacity = {settings.capacity}: experts are sharded over {', '.join(at.experts)}, of which only "
+            f"{', '.join(at.exchanged)} shards rows: set capacity = None (dropless), or shard experts over axes that "
+            "all shard rows, or that all do not"
+        )
+
+
 def mixture(
     settings: Experts, x: jax.Array, weights: Weights, real: jax.Array, *, activation: str, drops: bool
 ) -> tuple[jax.Array, Routing]:
@@ -258,23 +284,8 @@ def mixture(
 
     Returns:
       [B, T, D], without a shared expert, and sums of the routing.
-
-    Raises:
-      UserError: a capacity under a strategy that shards positions.
     """
-    at = _layout()
-    limited = drops and settings.capacity is not None
-    if limited and at.positions:
-        raise UserError(
-            f"Experts.capacity = {settings.capacity} counts the tokens of whole rows, and this strategy shards "
-            f"positions over {', '.join(at.positions)}: set capacity = None (dropless), or use another strategy"
-        )
-    if limited and at.exchanged not in ((), at.experts):
-        raise UserError(
-            f"Experts.capacity = {settings.capacity}: experts are sharded over {', '.join(at.experts)}, of which only "
-            f"{', '.join(at.exchanged)} shards rows: set capacity = None (dropless), or shard experts over axes that "
-            "all shard rows, or that all do not"
-        )
+    at, limited = _layout(), drops and settings.capacity is not None
     local = functools.partial(_local, settings=settings, activation=activation, limited=limited, at=at)
     if not (automatic := logical.automatic_axes()):
         return local(x, weights, real)

@@ -103,7 +103,7 @@ class Transformer(DecoderConfig):
                 self.experts, found, *routing, num_layers=self.num_layers, is_training=is_training
             )
 
-        return self._stack(batch, tail, rows)
+        return self._stack(batch, tail, rows, drops=is_training)
 
     def _cross_entropy(self, head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
         """Returns the cross-entropy of targets with weights, in chunks of positions if there are many logits."""
@@ -120,8 +120,15 @@ class Transformer(DecoderConfig):
         logits = self._stack(batch, lambda head, x, *_: self._head(head, x))
         return ring_attention.arrange(logits, "batch", "length", "vocab", back=True)
 
-    def _stack(self, batch: Batch, tail_fn, rows: jax.Array | None = None) -> Any:
-        """Runs the layers; positions are in the order of the ring if keys and values travel around one."""
+    def _stack(self, batch: Batch, tail_fn, rows: jax.Array | None = None, *, drops: bool = False) -> Any:
+        """Runs the layers; positions are in the order of the ring if keys and values travel around one.
+
+        Args:
+          batch: inputs, segments, positions, targets and weights.
+          tail_fn: see `core.stack.Tail`; None: the result is the residual stream.
+          rows: [B], global row ids, if inputs of adapters are dropped.
+          drops: whether the capacity of experts applies.
+        """
         batch = {name: ring_attention.arrange(batch[name], "batch", "length") for name in _FIELDS}
         embedding = self._embedding()
         head = self._head_params(embedding)
@@ -129,7 +136,7 @@ class Transformer(DecoderConfig):
         has_experts = self.experts is not None
 
         def layer(x: jax.Array, side: tuple[Side, jax.Array, jax.Array], kind: str = self.kinds[0]) -> Any:
-            x, routing = Block(self, kind)(x, side[0])
+            x, routing = Block(self, kind, drops=drops)(x, side[0])
             return x if routing is None else (x, routing.summed(side[2]))
 
         layers = stack.layer_stack(

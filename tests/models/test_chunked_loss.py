@@ -100,9 +100,10 @@ def test_default_chunks():
         assert chunked_loss.default_positions(8, 8192, 4 * 128256) == 2048
 
 
-def test_a_negative_chunk_is_refused():
-    with pytest.raises(UserError, match="loss_chunk = -1: expected"):
-        dataclasses.replace(MODEL, loss_chunk=-1)
+@pytest.mark.parametrize("chunk", [-1, 2.5, True, "8"])
+def test_a_chunk_that_is_no_count_is_refused(chunk):
+    with pytest.raises(UserError, match=f"loss_chunk = {chunk!r}: expected None, 0 or a number of positions"):
+        dataclasses.replace(MODEL, loss_chunk=chunk)
 
 
 MODELS = {

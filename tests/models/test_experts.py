@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from core import slices
 from core.errors import UserError
 from models import experts, grouped_products, lora, transformer
 from models.agreement_subjects import random_batches
 from models.experts import Experts, Weights
+from parallel import compiled
 
 B, T, D, F, E, K = 3, 10, 8, 12, 5, 2
 
@@ -92,7 +95,7 @@ def test_capacity_keeps_the_first_choices_of_each_row_and_counts_the_others(laye
     np.testing.assert_allclose(y, directly(layer, keep=keep), atol=2e-5)
     np.testing.assert_array_equal(routing.dropped, dropped)
     assert 0 < dropped.sum() < K * real.sum()
-    assert run(layer, capacity=0.5, drops=False)[1].dropped.sum() == 0  # generation drops nothing
+    assert run(layer, capacity=0.5, drops=False)[1].dropped.sum() == 0  # evaluation and generation drop nothing
 
 
 def test_equal_scores_choose_the_experts_with_the_lowest_numbers(layer):
@@ -121,23 +124,44 @@ def model_of(**settings):
     return transformer.Transformer(**sizes, dtype="float32", experts=Experts(**{"number": 4, "top_k": 2, **settings}))
 
 
-def test_losses_are_added_in_training_only_and_metrics_say_where_tokens_go():
+def test_losses_are_added_and_metrics_say_where_tokens_go():
     batch = jax.tree.map(jnp.asarray, next(random_batches(203, steps=1, rows=4)))
     model = model_of(balance=0.1, z_loss=0.01, capacity=1.0, shared_mlp_dim=8)
     params = jax.jit(model.init)(jax.random.key(0), batch)
-    trained, evaluated = jax.jit(
-        lambda p: [model.loss(p, (), None, batch, is_training=yes)[1] for yes in (True, False)]
-    )(params)
+    bare = model_of(capacity=1.0, shared_mlp_dim=8)
+    trained, without = jax.jit(lambda p: [m.loss(p, (), None, batch)[1] for m in (model, bare)])(params)
     means = {name: float(each.total / each.weight) for name, each in trained.metrics.items()}
-    loss, cross_entropy = (float(out.loss_sum / out.weight_sum) for out in (trained, evaluated))
+    loss, cross_entropy = (float(out.loss_sum / out.weight_sum) for out in (trained, without))
     np.testing.assert_allclose(means["cross_entropy"], cross_entropy, rtol=1e-6)
     added = 0.1 * 2 * means["experts/imbalance"] + 0.01 * means["experts/z"]
     np.testing.assert_allclose(loss - cross_entropy, added, rtol=1e-5)
-    assert "cross_entropy" not in evaluated.metrics
     assert 0 < means["experts/dropped"] < 1
     np.testing.assert_allclose(sum(means[f"experts/load_{e}"] for e in range(4)), 4, rtol=1e-6)
     assert 1 < means["experts/imbalance"] < 2
     assert 0 < means["experts/entropy"] < np.log(4)
+
+
+def test_evaluation_adds_no_losses_and_drops_nothing_so_that_padding_does_not_matter():
+    ids = jax.random.randint(jax.random.key(1), (2, 32), 0, 203)
+
+    def padded(length):
+        is_real = jnp.broadcast_to(jnp.arange(length) < 16, (2, length))
+        positions = jnp.broadcast_to(jnp.arange(length), is_real.shape)
+        some = jnp.where(is_real, ids[:, :length], 0)
+        fields = {"inputs": some, "targets": some, "segment_ids": is_real.astype(jnp.int32), "positions": positions}
+        return {**fields, "weights": is_real.astype(jnp.float32)}
+
+    model, dropless = (model_of(capacity=capacity, balance=0.1) for capacity in (0.5, None))
+    params = jax.jit(model.init)(jax.random.key(0), padded(16))
+
+    def computed(model, length):
+        out = model.loss(params, (), None, padded(length), is_training=False)[1]
+        assert not {"cross_entropy", "experts/dropped"} & set(out.metrics)
+        return out.loss_sum, model.logits(params, padded(length))[:, :16]
+
+    found, longer, expected = jax.jit(lambda: [computed(model, 16), computed(model, 32), computed(dropless, 16)])()
+    for other in (longer, expected):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5), found, other)
 
 
 def test_flops_count_the_experts_of_a_token():
@@ -149,10 +173,10 @@ def test_flops_count_the_experts_of_a_token():
 def test_the_kernel_equals_the_product_of_groups_with_its_gradients():
     rng = np.random.default_rng(1)
     x, matrices, dy = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((256, 16), (4, 16, 24), (256, 24))
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((200, 16), (4, 16, 24), (200, 24))
     )
     sizes = jnp.asarray([100, 0, 60, 33])  # an empty group, and rows of no group
-    in_groups = jnp.arange(256)[:, None] < jnp.sum(sizes)
+    in_groups = jnp.arange(200)[:, None] < jnp.sum(sizes)
 
     def of(product):
         def run(x, matrices):
@@ -164,10 +188,27 @@ def test_the_kernel_equals_the_product_of_groups_with_its_gradients():
 
         return jax.jit(everything)(x, matrices)
 
-    ours = of(lambda x, m: grouped_products.by_kernel(x, m, sizes, True))
+    ours = of(lambda x, m: grouped_products.by_kernel(x, m, sizes, interpret=True))
     theirs = of(lambda x, m: jax.lax.ragged_dot(x, m, sizes))
     for found, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.slow  # compiles for half a minute
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rows", [2048, 1100])
+def test_the_kernel_compiles_with_wide_matrices(dtype, rows):
+    mesh = Mesh(np.asarray(compiled.devices_of(slices.get("v4-8"))).ravel()[:1], ("chip",))
+
+    def gradients(x, matrices, sizes):
+        y, back = jax.vjp(lambda x, matrices: grouped_products.grouped_product(x, matrices, sizes), x, matrices)
+        return back(y)
+
+    given = (((rows, 2048), dtype), ((4, 2048, 1536), dtype), ((4,), jnp.int32))
+    shapes = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, PartitionSpec())) for each in given]
+    lowered = jax.jit(gradients).trace(*shapes).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 3  # the product and its two gradients
+    lowered.compile()
 
 
 @pytest.mark.parametrize(
@@ -176,8 +217,11 @@ def test_the_kernel_equals_the_product_of_groups_with_its_gradients():
         ({"number": 4, "top_k": 5}, "Experts.top_k = 5, but there are 4 experts: expected from 1 to 4"),
         ({"number": 0, "top_k": 1}, "Experts.number = 0: expected an integer of at least 1"),
         ({"number": 4, "top_k": 2, "capacity": 0.0}, "expected a number above 0, or None for no limit"),
+        ({"number": 4, "top_k": 2, "capacity": "1"}, "Experts.capacity = '1': expected a number above 0, or None"),
+        ({"number": 4, "top_k": 2, "capacity": True}, "Experts.capacity = True: expected a number above 0, or None"),
         ({"number": 4, "top_k": 2, "scores": "tanh"}, "expected one of softmax, sigmoid"),
         ({"number": 4, "top_k": 2, "balance": -1.0}, "Experts.balance = -1.0: expected a finite number of at least 0"),
+        ({"number": 4, "top_k": 2, "z_loss": None}, "Experts.z_loss = None: expected a finite number of at least 0"),
         ({"number": 4, "top_k": 2, "mlp_dim": 0}, "Experts.mlp_dim = 0: expected an integer of at least 1"),
     ],
 )

@@ -108,11 +108,25 @@ def test_experts_that_do_not_divide_are_refused_with_the_degrees_that_do():
         bind(model, Example("v4-8", STRATEGIES["experts 4"]), data()[0])
 
 
-def test_padding_and_rows_of_other_chips_do_not_matter_to_capacity():
-    """What a row drops is the same in any batch."""
-    model = MODELS["capacity"]
+def test_other_rows_and_the_contents_of_padding_do_not_matter_to_capacity():
+    """What a row drops in training is the same in any batch, and padding fills no slots."""
+    model = make(transformer.Transformer, capacity=0.5)
     batch = jax.tree.map(jnp.asarray, data()[0])
+    row, length = 3, batch["inputs"].shape[1]
+    is_real = jnp.arange(length) < length - 4
+    batch["segment_ids"] = jnp.where(is_real, batch["segment_ids"], 0)
+    batch["weights"] = jnp.where((jnp.arange(len(batch["inputs"])) == row)[:, None] & is_real, 1.0, 0.0)
     params = jax.jit(model.init)(jax.random.key(0), batch)
-    logits = jax.jit(model.logits)
-    alone = logits(params, jax.tree.map(lambda a: a[3:4], batch))
-    np.testing.assert_allclose(logits(params, batch)[3:4], alone, atol=2e-5)
+
+    @jax.jit
+    def supervised(batch):
+        return model.loss(params, (), None, batch)[1]
+
+    in_batch, alone = supervised(batch), supervised(jax.tree.map(lambda a: a[row : row + 1], batch))
+    np.testing.assert_allclose(in_batch.loss_sum, alone.loss_sum, rtol=1e-6)
+    assert alone.metrics["experts/dropped"].total > 0
+    other = {**batch, "inputs": jnp.where(is_real, batch["inputs"], batch["inputs"] ^ 1)}
+    assert jnp.any(other["inputs"] != batch["inputs"])
+    found = supervised(other)
+    np.testing.assert_allclose(found.loss_sum, in_batch.loss_sum, rtol=1e-6)
+    assert found.metrics["experts/dropped"] == in_batch.metrics["experts/dropped"]
