@@ -4,9 +4,11 @@ Their public counterparts do not exist or would initialize devices. No other mod
 this), so a new version of JAX requires changes here only.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
 from jax.extend.core import JaxprEqn
@@ -51,3 +53,59 @@ def addresses_of_slice() -> Sequence[str]:
 def source_of(equation: JaxprEqn) -> str:
     """Returns the place in the user's source that an equation comes from: `model.py:12:8 (function)`."""
     return source_info_util.summarize(equation.source_info)
+
+
+# Parameters of the private derivative of the splash kernel; the first ones are the keyword arguments of a kernel.
+_SPLASH_BACKWARD = (
+    "save_residuals",
+    "mask_value",
+    "is_mqa",
+    "block_sizes",
+    "residual_checkpoint_name",
+    "mask_function",
+    "attn_logits_soft_cap",
+    "interpret",
+    "res",
+    "do",
+)
+
+
+def splash_gradients(
+    kernel: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Any,
+    means: jax.Array,
+    log_total: jax.Array,
+    d_means: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients by queries, keys and values of a splash kernel, with given means and normalizers.
+
+    The kernel's public derivative uses the normalizers of its own keys only; in a ring they are those of all keys.
+
+    Args:
+      kernel: a `SplashAttentionKernel`.
+      q: [H, T, K].
+      k, v: [N, S, K].
+      segments: `SegmentIds` of queries and keys.
+      means: means of values over all keys, [H, T, K].
+      log_total: logs of their normalizers, [H, T].
+      d_means: the gradient by `means`.
+
+    Raises:
+      RuntimeError: this version of JAX has no such derivative, or one with other parameters.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel  # runs with a ring only
+
+    name = "_splash_attention_bwd"
+    backward = getattr(splash_attention_kernel, name, None)
+    found = None if backward is None else tuple(inspect.signature(backward).parameters)
+    if backward is None or found != _SPLASH_BACKWARD:
+        raise RuntimeError(
+            f"JAX {jax.__version__}: {splash_attention_kernel.__name__}.{name} has the parameters {found}, expected "
+            f"{_SPLASH_BACKWARD}: adapt core/jax_internals.py, or set ring = False, which gathers keys and values"
+        )
+    saved = (q, k, v, segments, None, means, log_total, kernel.dq_mask_info, kernel.dkv_mask_info)
+    dq, dk, dv = backward(res=saved, do=d_means, **kernel.kwargs)[3:6]
+    return dq, dk, dv

@@ -35,7 +35,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import PartitionSpec
 
-from core import logical
+from core import jax_internals, logical
 from core.errors import UserError
 
 _HIDDEN = -1e30
@@ -162,12 +162,7 @@ class Pairs:
             d_total = -jnp.sum(of.means.astype(jnp.float32) * d_means.astype(jnp.float32), axis=-1)
             return jax.vjp(weighted, q.queries, *kv[:2])[1]((d_means, d_total))
         kernel = self._kernel(q.queries, causal=causal, save_residuals=False)
-
-        def of_row(q, k, v, segments, means, log_total, d_means):
-            # The kernel's public derivative is relative to the normalizer of this pair alone.
-            saved = (q, k, v, segments, None, means, log_total, kernel.dq_mask_info, kernel.dkv_mask_info)
-            return splash._splash_attention_bwd(res=saved, do=d_means, **kernel.kwargs)[3:6]
-
+        of_row = functools.partial(jax_internals.splash_gradients, kernel)
         with jax.named_scope(_scope(causal=causal)):
             return jax.vmap(of_row)(q.queries, *kv[:2], _segments(q, kv), *of, d_means)
 

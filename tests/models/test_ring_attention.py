@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-from core import slices
+from core import jax_internals, slices
 from core.errors import UserError
 from models import attention, ring_attention
 from models.transformer import Transformer
@@ -83,6 +84,13 @@ def test_a_window_sees_gathered_keys(length, choice, monkeypatch):
     with ring(2, "v4-8").tracing():
         found = results(functools.partial(attention.attend, window=5, choice=choice), given)
     assert_equal(found, results(functools.partial(attention.plain, window=5), given), atol=1e-5)
+
+
+@pytest.mark.parametrize("replacement", [None, lambda res, do: None])
+def test_another_private_derivative_of_the_kernel_is_named(replacement, monkeypatch):
+    monkeypatch.setattr(splash_attention_kernel, "_splash_attention_bwd", replacement)
+    with pytest.raises(RuntimeError, match=r"_splash_attention_bwd has the parameters .* adapt core/jax_internals\.py"):
+        jax_internals.splash_gradients(*[None] * 8)
 
 
 def test_zig_zag_order():
