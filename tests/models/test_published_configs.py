@@ -194,7 +194,7 @@ def test_an_export_is_read_again_bit_for_bit(name, tmp_path):
 
 if PYTHON := os.environ.get("TRANSFORMERS_PYTHON"):  # of an environment with torch and transformers: see `make.py`
 
-    @pytest.mark.slow  # transformers loads nine models
+    @pytest.mark.slow  # transformers loads a model of each family
     @pytest.mark.covers("C17")
     def test_transformers_loads_an_export_and_gives_equal_logits(tmp_path):
         ids = np.load(HERE / "llama2" / "reference.npz")["input_ids"]
