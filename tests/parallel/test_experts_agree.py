@@ -55,7 +55,7 @@ STRATEGIES = {
     "sequence_tensor": strategies.sequence_tensor(tensor=2),
     "context": strategies.context(sequence=2),
 }
-QUICK = {("empty dropless", "experts x tensor"), ("capacity", "pipeline")}
+QUICK = {("empty dropless", "experts x tensor")}
 CASES = [
     pytest.param(model, name, marks=[pytest.mark.slow] * ((model, name) not in QUICK))
     for model in MODELS
