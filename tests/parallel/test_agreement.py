@@ -30,10 +30,11 @@ SLOW = {  # by what is quick and splits in the same way
     "fsdp": "mesh3d: data, fsdp and tensor together",
     "hsdp": "mesh3d",
     "fsdp_tensor": "mesh3d",
+    "tensor": "mesh3d",
     "context_ring": "tests/models/test_ring_attention.py",
     "multislice": "mesh3d, which splits rows over two axes too",
     "experts": "test_experts_agree.py, whose model has experts",
-    "whole key heads": "tensor, but that key heads may stay whole is seen only here",
+    "whole key heads": "mesh3d, but that key heads may stay whole is seen only here",
     **{n: "tests/parallel/pipeline" for n in CASES if n.startswith("pipeline")},
 }
 STEPS = 20

@@ -25,7 +25,7 @@ from tests.lab.subjects import bind
         pytest.param("transformer", "tensor", "fsdp", marks=pytest.mark.slow),
         pytest.param("transformer", "sequence_tensor", "multislice", marks=pytest.mark.slow),
         pytest.param("transformer", "hsdp", "tensor", marks=pytest.mark.slow),
-        ("trm", "tensor", "zero1"),
+        pytest.param("trm", "tensor", "zero1", marks=pytest.mark.slow),  # as of the transformer
         pytest.param("trm", "fsdp", "mesh3d", marks=pytest.mark.slow),
     ],
 )
