@@ -218,8 +218,14 @@ class Experiment:
             found.append(Span(number, len(ends) + 1, first, last, own))
         return tuple(found)
 
-    def require_same_state(self) -> None:
-        """Raises UserError if the model carries state whose shapes differ between phases: it belongs to rows."""
+    def require_trainable(self) -> None:
+        """Checks that one run can train the phases.
+
+        Raises:
+          UserError: `phase` has chosen one of them, or the model carries state whose shapes differ between phases.
+        """
+        if self.is_one_phase:
+            raise UserError("PHASE names the phase to report or plan; a run trains all of them: leave it out")
         shapes = {}
         for span in self.spans() if self.phases else ():
             batch = batch_shapes(span.experiment.task.spec(span.experiment.batch_size))

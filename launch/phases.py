@@ -53,12 +53,12 @@ CHANGED = tuple(f.name for f in dataclasses.fields(Phase) if f.name != "after")
 def problems(phases: Sequence[Phase], *, total_steps: int) -> Iterator[str]:
     """Yields what is wrong with the phases of an experiment."""
     before = 0
-    for number, phase in enumerate(phases, start=2):
+    for index, phase in enumerate(phases):
         if not before < phase.after < total_steps:
             yield (
-                f"phase {number} begins after step {phase.after}: expected a step from {before + 1} to "
-                f"{total_steps - 1}, before the end of the run and in ascending order"
+                f"phases[{index}].after = {phase.after}: expected a step from {before + 1} to {total_steps - 1}, before "
+                "the end of the run and in ascending order"
             )
         if not phase.changes:
-            yield f"phase {number} changes nothing: expected a task, batch_size, accum_steps or strategy"
+            yield f"phases[{index}] changes nothing: expected a task, batch_size, accum_steps or strategy"
         before = max(before, phase.after)

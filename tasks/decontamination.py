@@ -20,7 +20,7 @@ from tasks import text_formats
 _WORD = re.compile(r"\w+")
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 2**64)
-_LEAST_WORDS, _LEAST_CHARACTERS = 4, 16  # shorter ones are in most documents
+LEAST_WORDS, LEAST_CHARACTERS = 4, 16  # shorter ones are in most documents
 
 
 def read(patterns: Sequence[str]) -> list[str]:
@@ -86,7 +86,7 @@ class Excluded:
         """
         if words is None and characters is None:
             raise UserError("decontamination compares neither words nor characters: give a number of one of them")
-        for name, value, least in (("words", words, _LEAST_WORDS), ("characters", characters, _LEAST_CHARACTERS)):
+        for name, value, least in (("words", words, LEAST_WORDS), ("characters", characters, LEAST_CHARACTERS)):
             if value is not None and value < least:
                 raise UserError(f"decontamination by {value} {name}: expected at least {least}")
         self.words, self.characters = words, characters

@@ -249,14 +249,14 @@ class _WholeFileReader:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lines:
-    """The part of a .jsonl file whose lines begin in a range of bytes.
+class _Range:
+    """A range of a file: of bytes, in which lines of .jsonl begin, or of rows of .parquet.
 
     Attributes:
       path: the file.
       start, end: the range; end None: to the end of the file.
-      field: the JSON key of the text.
-      kept: the split whose lines are kept, chosen by hash; None: all.
+      field: the JSON key or the column of the text.
+      kept: the split whose documents are kept, chosen by hash; None: all.
       take: counts and checks the documents.
     """
 
@@ -266,6 +266,10 @@ class _Lines:
     field: str
     kept: str | None
     take: Take
+
+
+class _Lines(_Range):
+    """The lines of a .jsonl file that begin in a range of bytes."""
 
     def open(self, offset: Any) -> "_LinesReader":
         return _LinesReader(self, offset)
@@ -349,16 +353,8 @@ def _line_number(path: str, offset: int) -> int:
         return 1 + sum(file.read(size).count(b"\n") for size in sizes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """The part of a .parquet file in a range of rows, with the attributes of `_Lines`."""
-
-    path: str
-    start: int
-    end: int | None
-    field: str
-    kept: str | None
-    take: Take
+class _Rows(_Range):
+    """The rows of a .parquet file in a range."""
 
     def open(self, offset: Any) -> "_RowsReader":
         return _RowsReader(self, self.start if offset is None else offset)

@@ -1,4 +1,4 @@
-"""What `launch/run tokenize` is asked for: the sources, the vocabulary, and where to write."""
+"""The settings of `launch/run tokenize`."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from tasks.text_files import TextFiles
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a cache is made of.
+    """The sources, the vocabulary and the output of a token cache.
 
     Attributes:
       data: patterns of files; or one dataset, `tfds:NAME` or `hub:OWNER/NAME`, whose split `train` is read.

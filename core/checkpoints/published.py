@@ -30,7 +30,7 @@ _PART = "shard-{}.tmp"
 
 
 class _Parameter(NamedTuple):
-    """A parameter of the model: its source, and the length in a tensor of each axis that is no number of tensors."""
+    """Where a parameter of the model is read from, and the length of each of its axes within one tensor."""
 
     source: Source
     stacked: tuple[int, ...]  # number of tensors along the leading axes: (layers,), (layers, experts) or ()

@@ -92,7 +92,7 @@ def _machine() -> str:
 
 
 class Words(NamedTuple):
-    """What messages call a locked folder, what two processes cannot do in it, and the flag that names it."""
+    """The words of messages about a locked folder: its name, what is refused, and the flag that chooses the folder."""
 
     folder: str = "run directory"
     cannot: str = "two launches cannot train in one directory"

@@ -77,8 +77,8 @@ def check(
         own = first.experiment
         meant, program = _attempt("layout", lambda: _bind(own, smoked=smoked), findings) or (own, None)
         findings += _data_of(first, smoked=smoked, hosts=hosts)
-        if later:
-            _attempt("state", lambda: (experiment.require_same_state(), "the same in all phases"), findings)
+        if later or experiment.is_one_phase:
+            _attempt("phases", lambda: (experiment.require_trainable(), f"{len(later) + 1}"), findings)
         for span in later:
             findings += _later(span, smoked=smoked, hosts=hosts)
         if (place := experiment.persistent_directory) and not smoked and hosts not in _AWAY:

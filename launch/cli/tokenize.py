@@ -8,7 +8,7 @@ from core import paths, units
 from core.errors import UserError
 from core.training import run_lock
 from launch import flags
-from tasks import token_cache, tokenizing
+from tasks import decontamination, token_cache, tokenizing
 
 HELP = "convert text to ids, as a token cache for text.tokens"
 EXAMPLE = """launch/run tokenize --data 'corpus/*.jsonl.zst' --vocabulary smollm2 --out gs://BUCKET/tokens
@@ -19,7 +19,7 @@ _SECONDS = 10.0  # between two lines of progress
 _LEFT_OUT = {
     "skipped": "malformed",
     "blank": "with only white space",
-    "left_out": "that share text with an evaluation set",
+    "left_out": "sharing text with an evaluation set",
 }
 
 
@@ -41,9 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "evaluation sets, .txt or .jsonl: documents for training that share text with them are left out; repeatable"
     parser.add_argument("--exclude", metavar="PATTERN", action="append", default=[], help=help_)
     help_ = "with --exclude: share N successive words (default: 13, unless --exclude-characters is given)"
-    parser.add_argument("--exclude-words", metavar="N", type=flags.at_least(1), help=help_)
+    parser.add_argument("--exclude-words", metavar="N", type=flags.at_least(decontamination.LEAST_WORDS), help=help_)
     help_ = "with --exclude: share a substring of N characters, for code"
-    parser.add_argument("--exclude-characters", metavar="N", type=flags.at_least(1), help=help_)
+    parser.add_argument(
+        "--exclude-characters", metavar="N", type=flags.at_least(decontamination.LEAST_CHARACTERS), help=help_
+    )
     help_ = "that convert (default: one for each core)"
     parser.add_argument("--processes", metavar="N", type=flags.at_least(1), help=help_)
 

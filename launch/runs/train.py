@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from core import distributed, metrics, paths, published_files, slices, versions
 from core.checkpoints import steps
-from core.errors import UserError
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
@@ -50,9 +49,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     published_files.use_copies(run_dir)
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     experiment = config.build()
-    if experiment.is_one_phase:
-        raise UserError("PHASE names the phase to report or plan; a run trains all of them: leave it out")
-    experiment.require_same_state()
+    experiment.require_trainable()
     spans = experiment.spans()
     if args.smoke:
         from launch.runs import smoke

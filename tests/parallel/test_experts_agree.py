@@ -109,7 +109,7 @@ def test_experts_that_do_not_divide_are_refused_with_the_degrees_that_do():
 
 
 def test_other_rows_and_the_contents_of_padding_do_not_matter_to_capacity():
-    """What a row drops in training is the same in any batch, and padding fills no slots."""
+    """A row drops the same choices in any batch, and padding uses no capacity."""
     model = make(transformer.Transformer, capacity=0.5)
     batch = jax.tree.map(jnp.asarray, data()[0])
     row, length = 3, batch["inputs"].shape[1]

@@ -170,7 +170,7 @@ def test_the_text_is_python(python):
 
 @pytest.mark.covers("D06")
 def test_nothing_is_lost_in_an_epoch(text_folder):
-    """Of a window, which has some 60 epochs of this text: every chunk of a stream's documents comes equally often."""
+    """A window has about 60 epochs of this text, in which all chunks of a stream's documents occur equally often."""
     task = text.files(train=f"{text_folder}/*.txt", validation=f"{text_folder}/*.txt", length=LENGTH, num_streams=2)
     documents = [path.read_text() for path in sorted(text_folder.iterdir())]
     for stream in range(2):

@@ -101,7 +101,7 @@ def test_a_table_is_read_from_a_bucket_and_continues_exactly(bucket, tmp_path, m
 
 
 def problem_of(file, **options):
-    """What reading a file to its end says; every problem that is found before a run is the same one."""
+    """Returns the error of reading a file to its end, after checking that the check before a run reports the same."""
     found = task(file, validation=str(file), **options)
     with pytest.raises(UserError) as error:
         list(texts_of(found, "train"))

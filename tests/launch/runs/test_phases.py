@@ -65,9 +65,9 @@ def test_a_command_can_name_one_phase():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["split/experiment.Phase.after = 4"], "phase 3 begins after step 4: expected a step from 5 to 8"),
-        (["longer/experiment.Phase.after = 0"], "phase 2 begins after step 0: expected a step from 1 to 8"),
-        (["split/experiment.Phase.after = 9"], "phase 3 begins after step 9"),
+        (["split/experiment.Phase.after = 4"], "phases\\[1\\].after = 4: expected a step from 5 to 8"),
+        (["longer/experiment.Phase.after = 0"], "phases\\[0\\].after = 0: expected a step from 1 to 8"),
+        (["split/experiment.Phase.after = 9"], "phases\\[1\\].after = 9"),
         (["PHASE = 4"], "phase = 4: expected from 1 to 3"),
         (["longer/experiment.Phase.batch_size = 0"], "phase 2: Experiment: batch_size = 0"),
         (
@@ -75,7 +75,7 @@ def test_a_command_can_name_one_phase():
                 "PHASES = (@longer/experiment.Phase(), @split/experiment.Phase(), @none/experiment.Phase())",
                 "none/experiment.Phase.after = 8",
             ],
-            "phase 4 changes nothing",
+            "phases\\[2\\] changes nothing",
         ),
     ],
 )
@@ -90,9 +90,9 @@ def test_state_that_belongs_to_rows_needs_the_same_rows_in_all_phases():
             return np.zeros(batch["inputs"].shape)
 
     whole = experiment()
-    whole.require_same_state()
+    whole.require_trainable()
     with pytest.raises(UserError, match="phase 2 has other rows than phase 1, and the model carries state"):
-        _with_model(whole, Carries).require_same_state()
+        _with_model(whole, Carries).require_trainable()
 
 
 def _with_model(whole, carries):

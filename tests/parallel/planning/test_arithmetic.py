@@ -118,7 +118,7 @@ def test_more_recomputation_is_less_hbm_and_more_time(seven_b):
 
 
 def test_logits_of_more_than_2_gib_are_those_of_a_chunk(trace_of):
-    """Of 2 and 8 rows on a chip, in one chunk and in four; the output matrix has a float32 gradient, and its cast."""
+    """Compares 2 and 8 rows on a chip, in 1 and 4 chunks; counts the output matrix's float32 gradient and cast."""
     known = trace_of(transformer.preset("7b", num_layers=2, vocab_size=128000), remats=["full"])
     sharded = ShardedState(strategies.fsdp(), known)
     one, four = (arithmetic.estimate(sharded, Step("full", 16 * rows, 1)).hbm["logits"] for rows in (2, 8))
