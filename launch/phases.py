@@ -56,8 +56,8 @@ def problems(phases: Sequence[Phase], *, total_steps: int) -> Iterator[str]:
     for index, phase in enumerate(phases):
         if not before < phase.after < total_steps:
             yield (
-                f"phases[{index}].after = {phase.after}: expected a step from {before + 1} to {total_steps - 1}, before "
-                "the end of the run and in ascending order"
+                f"phases[{index}].after = {phase.after}: expected a step from {before + 1} to {total_steps - 1}, "
+                "before the end of the run and in ascending order"
             )
         if not phase.changes:
             yield f"phases[{index}] changes nothing: expected a task, batch_size, accum_steps or strategy"
