@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from core import logical
 from core.errors import UserError
+from models import prefix as prefixes
 from models import ring_attention
+from models.prefix import Prefix
 
 LANES = 128  # a TPU vector register is 128 wide; splash blocks are multiples of it
 CHOICES = ("auto", "plain", "splash", "none")
@@ -50,6 +52,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     arranged: bool = False,
+    prefix: Prefix | None = None,
 ) -> jax.Array:
     """Computes causal attention within segments.
 
@@ -64,21 +67,25 @@ def attend(
       window: a query attends to this many positions, its own being the last; None: to all positions up to its own.
       softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
       arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
+      prefix: which positions attend both ways, and biases of keys; None: attention is causal.
 
     Returns:
       [B, T, H, K].
 
     Raises:
-      UserError: the kernel is chosen, and the positions of a chip do not fill its tiles.
+      UserError: the kernel is chosen, and the positions of a chip do not fill its tiles; or a prefix is given where it
+        cannot be computed.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
     if choice == "splash":
         _check_tiles(q.shape[1])
+    if prefix is not None:
+        _check_prefix(prefix, softcap=softcap)
     order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
-        operands = (q, k, v, segment_ids)
+        operands = (q, k, v, segment_ids, segment_ids, prefix)
     elif not arranged:
         q = ring_attention.arrange(q, "batch", "length", "heads", "head_dim")
         k, v = (ring_attention.arrange(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
@@ -90,7 +97,7 @@ def attend(
     else:
         order = ring_attention.order(q.shape[1])
         k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
-        operands = (q, k, v, segment_ids, kv_segment_ids)
+        operands = (q, k, v, segment_ids, kv_segment_ids, None)
     options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
     by_kernel, by_products = (functools.partial(form, **options) for form in (splash_attention, plain))
     if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
@@ -143,6 +150,7 @@ def plain(
     v: jax.Array,
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array | None = None,
+    prefix: Prefix | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -152,7 +160,7 @@ def plain(
     """Computes attention with scores and softmax in float32: the reference.
 
     Args:
-      q, k, v, segment_ids, scale, window, softcap: as in `attend`.
+      q, k, v, segment_ids, prefix, scale, window, softcap: as in `attend`.
       kv_segment_ids: of the keys; None: as of the queries.
       order: the positions of the queries, if they are not in the order of the row as the keys are.
 
@@ -165,12 +173,16 @@ def plain(
         return jnp.arange(length) if order is None else jnp.asarray(order)
 
     scores = _scores(q, k, scale=scale, softcap=softcap)
+    of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+    same = segment_ids[:, :, None] == of_keys[:, None, :]  # [B, T, S]
+    if prefix is not None:
+        if prefix.key_bias is not None:
+            scores += prefix.key_bias[:, None, None, None]
+        return _mixed(scores, prefixes.visible(prefix.until, window=window) & same, v)
     causal = places()[:, None] >= jnp.arange(length)[None, :]  # [T, S]
     if window is not None:
         causal &= places()[:, None] - jnp.arange(length)[None, :] < window
-    of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
-    visible = causal & (segment_ids[:, :, None] == of_keys[:, None, :])  # [B, T, S]
-    return _mixed(scores, visible, v)
+    return _mixed(scores, causal & same, v)
 
 
 def _scores(q: jax.Array, k: jax.Array, *, scale: float | None, softcap: float | None) -> jax.Array:
@@ -348,6 +360,7 @@ def splash_attention(
     v: jax.Array,
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array | None = None,
+    prefix: Prefix | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -358,16 +371,20 @@ def splash_attention(
     """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, scale, window, softcap, order: as in `plain`; a chip needs all positions of
-        its keys and values.
+      q, k, v, segment_ids, kv_segment_ids, prefix, scale, window, softcap, order: as in `plain`; a chip needs all
+        positions of its keys and values.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """
     q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
-    options = {"window": window, "softcap": softcap, "order": order, "interpret": interpret}
+    queries: tuple[jax.Array, ...] = ()
+    if prefix is not None:
+        q, k = prefixes.with_bias(q, k, prefix.key_bias)
+        queries = (prefixes.sequence(prefix.until, window=window),)
+    options = {"window": window, "softcap": softcap, "order": order, "interpret": interpret, "prefix": bool(queries)}
     make = functools.partial(_kernel, q.shape[1], q.shape[2], **options)
     if logical.activation_spec("batch") is None:
-        return _attend_locally(make(), q, k, v, segment_ids, of_keys)
+        return _attend_locally(make(), q, k, v, segment_ids, of_keys, *queries)
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length" if order is None else None)
     mesh = jax.sharding.get_abstract_mesh()
     length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
@@ -375,13 +392,14 @@ def splash_attention(
     # Used only to compute the spec: inside a pipeline, axes of `mesh` may be manual.
     free = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(free, PartitionSpec(q_spec[2], q_spec[1])))
+    rows, of_kv = PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])
     return jax.shard_map(
         _attend_locally,
-        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])),
+        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, rows, of_kv, *(rows for _ in queries)),
         out_specs=q_spec,
         axis_names=logical.automatic_axes(),
         check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
-    )(kernel, q, k, v, segment_ids, of_keys)
+    )(kernel, q, k, v, segment_ids, of_keys, *queries)
 
 
 def _matching_heads(
@@ -407,12 +425,15 @@ def _kernel(
     softcap: float | None,
     order: np.ndarray | None,
     interpret: bool,
+    prefix: bool,
     length_shards: int = 1,
     head_shards: int = 1,
 ):
     """Returns the kernel for all positions; over chips it is sharded like its queries."""
     shape = (length, length)
-    if window is None:
+    if prefix:
+        mask = prefixes.PrefixMask(length, window=window, shard_count=length_shards)
+    elif window is None:
         mask = splash.CausalMask(shape, shard_count=length_shards)
     else:
         mask = splash.LocalMask(shape, (window - 1, 0), 0, shard_count=length_shards)
@@ -430,12 +451,35 @@ def _kernel(
 
 
 def _attend_locally(
-    kernel, q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, kv_segments: jax.Array
+    kernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array,
+    kv_segments: jax.Array,
+    queries: jax.Array | None = None,
 ) -> jax.Array:
-    """Runs the kernel on the arrays of one chip."""
+    """Runs the kernel on the arrays of one chip; `queries` are positions for `prefixes.PrefixMask`."""
+
+    def one_row(queries: jax.Array | None, *operands: Any) -> jax.Array:
+        return (kernel if queries is None else prefixes.with_sequence(kernel, queries))(*operands)
+
     heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, k, v)]  # [B, H, T, K], [B, N, S, K] x 2
-    out = jax.vmap(kernel, in_axes=(0, 0, 0, 0))(*heads_first, splash.SegmentIds(q_segments, kv_segments))
+    out = jax.vmap(one_row)(queries, *heads_first, splash.SegmentIds(q_segments, kv_segments))
     return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
+
+
+def _check_prefix(prefix: Prefix, *, softcap: float | None) -> None:
+    if ring_attention.shards() > 1:
+        raise UserError(
+            "this model attends both ways to images and questions, and keys that travel around a ring can only be "
+            "attended to causally: choose a strategy whose activation table has kv_length = None"
+        )
+    if softcap is not None and prefix.key_bias is not None:
+        raise UserError(
+            f"attention_softcap = {softcap}: bounded scores cannot hide a position; choose a selector that gathers "
+            "its patches, with as many slots as it chooses, or a decoder without the bound"
+        )
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:

@@ -14,6 +14,7 @@ from core import logical
 from models import attention, derivatives, experts, rotary
 from models.attention import KeysAndValues
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
+from models.prefix import Prefix
 
 
 class Side(NamedTuple):
@@ -24,12 +25,14 @@ class Side(NamedTuple):
       turns: rotary tables by kind of layer; only of GLOBAL if all kinds share one table; empty for learned positions.
       rows: [B], int32, global row ids, if inputs of adapters are dropped; otherwise None.
       padding: [B], int32, the number of empty slots before a row, if earlier slots are cached; otherwise None.
+      prefix: which positions attend both ways; None: attention is causal.
     """
 
     segment_ids: jax.Array
     turns: dict[str, rotary.RotaryTables]
     padding: jax.Array | None = None
     rows: jax.Array | None = None
+    prefix: Prefix | None = None
 
 
 class Earlier(NamedTuple):
@@ -147,7 +150,8 @@ class Block(hk.Module):
             "softcap": c.attention_softcap,
         }
         if before is None:
-            mixed, after = attention.attend(q, key, value, side.segment_ids, arranged=True, **how), None
+            whole = {"arranged": True, "prefix": side.prefix}
+            mixed, after = attention.attend(q, key, value, side.segment_ids, **whole, **how), None
         else:
             mixed, after = attention.cached(q, key, value, *before, side.padding, **how)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")

@@ -29,6 +29,7 @@ from models import chunked_loss, decoder_block, derivatives, experts, lora, loss
 from models.attention import KeysAndValues
 from models.decoder_block import Block, Earlier, Side
 from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
+from models.prefix import Prefix
 
 if TYPE_CHECKING:
     from core.checkpoints.published import PublishedFolder
@@ -36,6 +37,20 @@ if TYPE_CHECKING:
 
 Cache = tuple[KeysAndValues, ...]  # of every layer
 _FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # of a batch, [B, T] each
+
+
+class Inserted(NamedTuple):
+    """Vectors that take the place of embedded tokens, such as those of the patches of an image.
+
+    Attributes:
+      values: [B, T, D].
+      places: [B, T], bool: where they are.
+      prefix: what attends both ways.
+    """
+
+    values: jax.Array
+    places: jax.Array
+    prefix: Prefix
 
 
 class Head(NamedTuple):
@@ -54,7 +69,7 @@ class Transformer(DecoderConfig):
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Initializes the parameters in float32; they depend only on the sizes of the model, not on the batch."""
-        params = hk.transform(self._loss).init(rng, batch)
+        params = hk.transform(self.sums).init(rng, batch)
         return params if self.lora is None else self.lora.base_frozen(params)
 
     def init_carry(self, batch: Batch) -> tuple:
@@ -71,12 +86,12 @@ class Transformer(DecoderConfig):
         """
         drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
         rows = random_bits.row_ids(batch) if drops else None
-        run = hk.transform(functools.partial(self._loss, is_training=is_training))
+        run = hk.transform(functools.partial(self.sums, is_training=is_training))
         return carry, run.apply(params, rng if drops else None, batch, rows)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the logits, [B, T, vocab_size], float32."""
-        return hk.transform(self._logits).apply(params, None, batch)[..., : self.vocab_size]
+        return hk.transform(self.all_logits).apply(params, None, batch)[..., : self.vocab_size]
 
     def published(self, folder: str) -> PublishedFolder:
         """Returns the parameters of this decoder in the folder of a published model; reads headers only."""
@@ -94,7 +109,23 @@ class Transformer(DecoderConfig):
         x = hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
         return ring_attention.arrange(x, "batch", "residual_length", "embed", back=True)
 
-    def _loss(self, batch: Batch, rows: jax.Array | None = None, *, is_training: bool = True) -> LossOutput:
+    def sums(
+        self,
+        batch: Batch,
+        rows: jax.Array | None = None,
+        *,
+        is_training: bool = True,
+        inserted: Inserted | None = None,
+    ) -> LossOutput:
+        """Returns the loss as sums; runs inside `hk.transform`, also in that of a model that contains the decoder.
+
+        Args:
+          batch: as in `loss`.
+          rows: [B], global row ids, if inputs of adapters are dropped.
+          is_training: as in `loss`.
+          inserted: vectors in place of embedded tokens.
+        """
+
         def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *routing: Any) -> LossOutput:
             found = self._cross_entropy(head, x, side[1:])
             if self.experts is None:
@@ -103,7 +134,7 @@ class Transformer(DecoderConfig):
                 self.experts, found, *routing, num_layers=self.num_layers, is_training=is_training
             )
 
-        return self._stack(batch, tail, rows, drops=is_training)
+        return self._stack(batch, tail, rows, drops=is_training, inserted=inserted)
 
     def _cross_entropy(self, head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
         """Returns the cross-entropy of targets with weights, in chunks of positions if there are many logits."""
@@ -116,11 +147,24 @@ class Transformer(DecoderConfig):
             chunk = chunked_loss.default_positions(*x.shape[:2], self.stored_vocab_size)
         return chunked_loss.total(sums, head, x, side, positions=chunk) if chunk else sums(head, x, side)
 
-    def _logits(self, batch: Batch) -> jax.Array:
-        logits = self._stack(batch, lambda head, x, *_: self._head(head, x))
+    def all_logits(self, batch: Batch, *, inserted: Inserted | None = None) -> jax.Array:
+        """Returns the logits [B, T, V], also of padding of the vocabulary; inside `hk.transform`, as `sums`."""
+        logits = self._stack(batch, lambda head, x, *_: self._head(head, x), inserted=inserted)
         return ring_attention.arrange(logits, "batch", "length", "vocab", back=True)
 
-    def _stack(self, batch: Batch, tail_fn, rows: jax.Array | None = None, *, drops: bool = False) -> Any:
+    def token_embeddings(self, ids: jax.Array) -> jax.Array:
+        """Returns the embeddings of ids [B, T], without positions; inside `hk.transform`."""
+        return derivatives.embedded(self._embedding(), ids, ("batch", "residual_length"), self.dtype)
+
+    def _stack(
+        self,
+        batch: Batch,
+        tail_fn,
+        rows: jax.Array | None = None,
+        *,
+        drops: bool = False,
+        inserted: Inserted | None = None,
+    ) -> Any:
         """Runs the layers; positions are in the order of the ring if keys and values travel around one.
 
         Args:
@@ -128,11 +172,17 @@ class Transformer(DecoderConfig):
           tail_fn: see `core.stack.Tail`; None: the result is the residual stream.
           rows: [B], global row ids, if inputs of adapters are dropped.
           drops: whether the capacity of experts applies.
+          inserted: vectors in place of embedded tokens.
         """
         batch = {name: ring_attention.arrange(batch[name], "batch", "length") for name in _FIELDS}
         embedding = self._embedding()
         head = self._head_params(embedding)
         side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), rows=rows)
+        x = self._embedded(embedding, batch)
+        if inserted is not None:
+            x = jnp.where(inserted.places[:, :, None], inserted.values.astype(x.dtype), x)
+            x = logical.constrain(x, "batch", "residual_length", "embed")
+            side = side._replace(prefix=inserted.prefix)
         has_experts = self.experts is not None
 
         def layer(x: jax.Array, side: tuple[Side, jax.Array, jax.Array], kind: str = self.kinds[0]) -> Any:
@@ -147,7 +197,7 @@ class Transformer(DecoderConfig):
             outputs="summed" if has_experts else None,
             **self._pattern,
         )
-        found = layers(self._embedded(embedding, batch), (side, batch["targets"], batch["weights"]))
+        found = layers(x, (side, batch["targets"], batch["weights"]))
         return found[0] if has_experts else found
 
     def empty_cache(self, rows: int, length: int) -> Cache:

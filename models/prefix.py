@@ -1,0 +1,104 @@
+"""Prefix-LM attention: a prefix of each segment attends both ways, and what follows it causally.
+
+A query sees every key of its segment up to one position, `until`: the last of its prefix, or its own. This is the
+causal mask with other positions of queries, which the splash kernel reads as an array.
+
+A bias of the keys, added to all scores of a key, lets a model weigh or hide positions. The kernel has no such input, so
+queries get one more dimension, 1, and keys get their bias in it.
+
+B batch, T length, S positions of keys, H query heads, N key/value heads, K head_dim.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from core.errors import UserError
+
+HIDDEN = -1e9  # the bias of a key that no query shall see
+_OWN_BITS = 16  # of a query's own position, where a window needs it beside `until`
+_BIAS_DIMS = 8  # added to heads for the bias, because the kernel reads whole sublanes; all but one are 0
+
+
+class Prefix(NamedTuple):
+    """Which positions attend both ways.
+
+    Attributes:
+      until: [B, T], int32, the last position that each position attends to, at or after its own.
+      key_bias: [B, T], float32, added to all scores of a key; None: nothing.
+    """
+
+    until: jax.Array
+    key_bias: jax.Array | None = None
+
+
+def visible(until: jax.Array, *, window: int | None) -> jax.Array:
+    """Returns whether each query sees each key of its segment, [B, T, S]."""
+    places = jnp.arange(until.shape[1])
+    seen = until[:, :, None] >= places
+    return seen if window is None else seen & (places[:, None] - places < window)
+
+
+class PrefixMask(masks.CausalMask):
+    """The mask of the splash kernel; it depends on `until`, which replaces its positions of queries.
+
+    The kernel leaves out blocks that nobody sees, and applies no mask to blocks that everybody sees; both are read by
+    indexing this object before `until` is known. Blocks after the diagonal must be neither, so every other of their
+    keys is said to be visible.
+    """
+
+    def __init__(self, length: int, *, window: int | None, shard_count: int):
+        super().__init__((length, length), shard_count=shard_count)
+        self.window = window
+        if window is not None:
+            self.mask_function = self._in_window
+
+    def _in_window(self, queries: Any, keys: Any) -> Any:
+        assert self.window is not None
+        own = queries & ((1 << _OWN_BITS) - 1)
+        return ((queries >> _OWN_BITS) >= keys) & (own - keys < self.window)
+
+    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = (np.arange(length)[part] for length, part in zip(self.shape, idx, strict=True))
+        queries, keys = rows[:, None], columns[None, :]
+        seen = (queries >= keys) | (keys % 2 == 0)
+        return seen if self.window is None else seen & (queries - keys < self.window)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefixMask) and (self.shape, self.window) == (other.shape, other.window)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.shape, self.window))
+
+
+def sequence(until: jax.Array, *, window: int | None) -> jax.Array:
+    """Returns the positions of queries that `PrefixMask` compares, [B, T], int32.
+
+    Raises:
+      UserError: rows that are too long for two positions in one number.
+    """
+    if window is not None and until.shape[1] > (most := 1 << (31 - _OWN_BITS)):
+        raise UserError(
+            f"attention = 'splash' with a prefix and a window: {until.shape[1]} positions; expected at most {most}. "
+            "Choose attention = 'plain', or a decoder without windows"
+        )
+    return until if window is None else (until << _OWN_BITS) | jnp.arange(until.shape[1], dtype=until.dtype)
+
+
+def with_sequence(kernel: Any, queries: jax.Array) -> Any:
+    """Returns a splash kernel with these positions of queries [T], those of its shard."""
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    replaced = (info and info._replace(q_sequence=queries) for info in infos)
+    return type(kernel)(*replaced, **kernel.kwargs)
+
+
+def with_bias(q: jax.Array, k: jax.Array, key_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns queries [B, T, H, K + 8], scaled before, and keys [B, S, N, K + 8], whose products include the bias."""
+    if key_bias is None:
+        return q, k
+    ones = jnp.zeros((*q.shape[:3], _BIAS_DIMS), q.dtype).at[..., 0].set(1)
+    biases = jnp.zeros((*k.shape[:3], _BIAS_DIMS), k.dtype).at[..., 0].set(key_bias[:, :, None].astype(k.dtype))
+    return jnp.concatenate([q, ones], axis=-1), jnp.concatenate([k, biases], axis=-1)
