@@ -73,15 +73,11 @@ def attend(
       [B, T, H, K].
 
     Raises:
-      UserError: the kernel is chosen, and the positions of a chip do not fill its tiles; or a prefix is given where it
-        cannot be computed.
+      UserError: the positions of a chip do not fill the tiles of the kernel, or there can be no prefix.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
-    if choice == "splash":
-        _check_tiles(q.shape[1])
-    if prefix is not None:
-        _check_prefix(prefix, softcap=softcap)
+    _check(choice, q.shape[1], prefix, softcap=softcap)
     order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
@@ -469,7 +465,11 @@ def _attend_locally(
     return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
 
 
-def _check_prefix(prefix: Prefix, *, softcap: float | None) -> None:
+def _check(choice: str, length: int, prefix: Prefix | None, *, softcap: float | None) -> None:
+    if choice == "splash":
+        _check_tiles(length)
+    if prefix is None:
+        return
     if ring_attention.shards() > 1:
         raise UserError(
             "this model attends both ways to images and questions, and keys that travel around a ring can only be "

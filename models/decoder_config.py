@@ -66,7 +66,7 @@ class DecoderConfig:
       qk_norm: normalize queries and keys of every head by `norm`, before the rotation.
       bias: "none"; "qkv": of queries, keys and values; "all": also of the output and of the feed-forward layer.
       gated: multiply the activated projection by a second one; otherwise there is only one.
-      activation: "silu", "gelu" or "gelu_tanh" (the approximation by tanh).
+      activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
       positions: "rotary", or "learned": a vector for each of `max_positions` positions is added to the embedding.
       max_positions: the largest number of positions; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.rotary`.

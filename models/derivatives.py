@@ -54,6 +54,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),  # CLIP's
 }
 
 

@@ -27,6 +27,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "quick_gelu": "gelu_sigmoid",
 }
 
 
@@ -137,7 +138,7 @@ def _gpt2(config: Config) -> dict[str, Any]:
         "norm_eps": config["layer_norm_epsilon"],
         "bias": "all",
         "gated": False,
-        "activation": _activation(config["activation_function"]),
+        "activation": known_activation(config["activation_function"]),
         "positions": "learned",
         "max_positions": config["n_positions"],
         "tied": config["tie_word_embeddings"],
@@ -155,7 +156,7 @@ def _llama(config: Config, *, activation: str = "hidden_act", **other: Any) -> d
         "num_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
         "head_dim": config["head_dim"],
         "norm_eps": config["rms_norm_eps"],
-        "activation": _activation(config[activation]),
+        "activation": known_activation(config[activation]),
         "max_positions": config["max_position_embeddings"],
         "rope_theta": float(rope["rope_theta"]),
         "rope_scaling": rope_settings.scaling(rope, config["max_position_embeddings"]),
@@ -331,7 +332,8 @@ _FAMILIES: Mapping[str, _Family] = {
 }
 
 
-def _activation(name: str) -> str:
+def known_activation(name: str) -> str:
+    """Returns our name of an activation of transformers. Raises UserError if it is not known."""
     if name not in _ACTIVATIONS:
         raise UserError(f"activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -465,7 +467,8 @@ def _gpt2_config(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _published(activation: str) -> str:
-    return {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}[activation]
+    names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "gelu_sigmoid": "quick_gelu"}
+    return names[activation]
 
 
 def _whole(value: float) -> int | float:
