@@ -39,7 +39,6 @@ def by_hand(inputs, row, query, head, *, window=None, biased=False):
     return weights @ v[row, seen, head // 2] / weights.sum()
 
 
-@pytest.mark.covers("N11")
 @pytest.mark.parametrize(("window", "biased"), [(None, True), pytest.param(90, False, marks=pytest.mark.slow)])
 def test_plain_and_kernel_equal_a_softmax_over_what_a_query_sees(inputs, window, biased):
     q, k, v, segments, until, bias, weight = inputs
