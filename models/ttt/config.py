@@ -1,0 +1,101 @@
+"""The settings of a layer with test-time training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from core.errors import UserError
+
+_CHOICES = {"inner": ("linear", "mlp"), "variant": ("published", "ponder")}
+_COUNTS = ("num_heads", "head_dim", "mini_batch", "conv_width", "expansion")
+_PONDER_WIDTH = 768  # the width at which PonderTTT's rates are those of its configuration
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TTTConfig:
+    """The settings of a layer of `models.ttt.layer`.
+
+    Attributes:
+      inner: the model that is trained on the tokens of a row: "linear" (TTT-Linear) or "mlp" (TTT-MLP).
+      variant: "published" (Sun et al. 2024) or "ponder", the form of PonderTTT's code: rates belong to the token that
+        is learned from instead of the token that reads, they grow by `decay` within a mini-batch and shrink with the
+        width of the model, the convolutions end one token earlier, and the epsilon of norms is 1e-5 instead of 1e-6.
+      num_heads, head_dim: sizes; their product is usually the width of the model.
+      mini_batch: tokens whose gradients are taken at the same weights.
+      conv_width: tokens that the convolutions over queries and keys see.
+      base_rate: the learning rate of the inner model before its learned factors.
+      rope_theta: base of the rotary embedding of the place of a token in its mini-batch.
+      expansion: hidden width of the inner MLP, in multiples of head_dim.
+      decay: of "ponder" only.
+      diagonal: 0: a token reads weights that have learned from it, too; -1: only from those before it (a control).
+      rate_scale: factor of the learning rate; 0 makes the layer static (a control).
+      resets: whether every mini-batch starts from the initial weights (a control).
+
+    Raises:
+      UserError: a setting out of range.
+    """
+
+    inner: str = "linear"
+    variant: str = "published"
+    num_heads: int
+    head_dim: int
+    mini_batch: int = 16
+    conv_width: int = 4
+    base_rate: float = 1.0
+    rope_theta: float = 1e4
+    expansion: int = 4
+    decay: float = 0.0
+    diagonal: int = 0
+    rate_scale: float = 1.0
+    resets: bool = False
+
+    def __post_init__(self):
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"TTTConfig.{name} = {getattr(self, name)!r}: expected one of {', '.join(choices)}")
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise UserError(f"TTTConfig.{name} = {getattr(self, name)}: expected at least 1")
+        if self.head_dim % 2:
+            raise UserError(f"TTTConfig.head_dim = {self.head_dim} is odd; rotary embeddings need an even size")
+        if self.diagonal not in (0, -1):
+            raise UserError(f"TTTConfig.diagonal = {self.diagonal}: expected 0 or -1")
+        for name in ("base_rate", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"TTTConfig.{name} = {getattr(self, name)}: expected a finite number above 0")
+        if not 0 <= self.rate_scale < math.inf:
+            raise UserError(f"TTTConfig.rate_scale = {self.rate_scale}: expected a finite number of at least 0")
+        if self.decay and self.variant != "ponder":
+            raise UserError(f"TTTConfig.decay = {self.decay}: only the variant 'ponder' has a decay; expected 0")
+
+    @property
+    def is_ponder(self) -> bool:
+        """Whether the layer has the form of PonderTTT's code."""
+        return self.variant == "ponder"
+
+    @property
+    def norm_eps(self) -> float:
+        """The epsilon of the norms of heads and of the output."""
+        return 1e-5 if self.is_ponder else 1e-6
+
+    @property
+    def conv_lag(self) -> int:
+        """The number of most recent tokens, with the token itself, that a convolution does not see."""
+        return int(self.is_ponder)
+
+    @property
+    def conv_reach(self) -> int:
+        """The number of earlier tokens that the convolutions see."""
+        return self.conv_width - 1 + self.conv_lag
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The widths of the inner model, from its input to its output."""
+        hidden = () if self.inner == "linear" else (self.expansion * self.head_dim,)
+        return (self.head_dim, *hidden, self.head_dim)
+
+    def rate_factor(self, width: int) -> float:
+        """Returns the constant factor of the learning rate in a model of this width."""
+        factor = self.base_rate * self.rate_scale / self.head_dim
+        return factor * _PONDER_WIDTH / width if self.is_ponder else factor

@@ -1,0 +1,331 @@
+"""The inner loop of test-time training: every head of every row has a small model that learns from the row's tokens.
+
+The inner model f maps the key of a token to the difference of its value and key. Gradients of a mini-batch are taken
+at the weights before it, so that they can be computed together; token t reads the weights after the first t of them:
+
+    g_s = d/df 1/2 |LN(f(k_s; W_0)) - (v_s - k_s)|^2         for all tokens s of the mini-batch
+    W_t = W_0 - a_t sum_{s <= t} rate_s d f/dW (k_s)' g_s
+    o_t = q_t + LN(f(q_t; W_t))
+
+The weights after the last token begin the next mini-batch. `mini_batch` computes this in matrix products, without the
+weights of single tokens (the dual form); `token` computes one token, for generation. With eta_ts = a_t rate_s, s <= t:
+
+    Z = X W_0 + c_0 - (eta o (X X_k') + eta) G               of each layer; X inputs for queries, X_k for keys
+
+Sun et al. 2024, "Learning to (Learn at Test Time): RNNs with Expressive Hidden States", sections 2.4 and 2.5.
+
+The tokens of a row may belong to several segments: the first token of a segment finds the initial weights. Mini-batches
+are counted from the start of the row. Everything is computed in float32 (float64 for float64 inputs).
+
+B rows, H heads, K head_dim, b tokens of a mini-batch, N mini-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models.ttt.config import TTTConfig
+
+_gelu = functools.partial(jax.nn.gelu, approximate=True)
+
+
+class Linear(NamedTuple):
+    """A layer of an inner model; the learned initial weights have no dimension B."""
+
+    weight: jax.Array  # [B, H, in, out]
+    bias: jax.Array  # [B, H, out]
+
+
+Fast = tuple[Linear, ...]  # the layers of the inner models
+
+
+class Norm(NamedTuple):
+    """The norm of the heads' outputs, [H, K] each."""
+
+    scale: jax.Array
+    bias: jax.Array
+    eps: float
+
+
+class Tokens(NamedTuple):
+    """What the inner loop reads of the tokens of a mini-batch, or of a row with dimensions N in front.
+
+    Attributes:
+      query, key, value: [B, H, b, K].
+      rate: [B, H, b], the learning rate of a token that is learned from.
+      segment: [B, b], int32; None if every row is one segment.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    rate: jax.Array
+    segment: jax.Array | None
+
+
+class Memory(NamedTuple):
+    """What the inner loop keeps between mini-batches.
+
+    Attributes:
+      fast: the weights at the start of a mini-batch.
+      sums: sums over tokens of this mini-batch of their gradients times their rates, in the shapes of `fast`.
+      segment: [B], int32, the segment of the last token; -1 before the first one; None if every row is one segment.
+    """
+
+    fast: Fast
+    sums: Fast
+    segment: jax.Array | None
+
+
+class Learned(NamedTuple):
+    """The learned constants of the inner loop.
+
+    Attributes:
+      initial: weights at the start of a segment, without the dimension B.
+      norm: the norm of the heads.
+      token_rate: [b], the factor a_t of the learning rate.
+    """
+
+    initial: Fast
+    norm: Norm
+    token_rate: jax.Array
+
+
+def start(learned: Learned, rows: int, *, segments: bool) -> Memory:
+    """Returns the memory before the first token of `rows` rows."""
+    fast = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), learned.initial)
+    return Memory(fast, jax.tree.map(jnp.zeros_like, fast), jnp.full((rows,), -1, jnp.int32) if segments else None)
+
+
+def normalized(z: jax.Array, norm: Norm) -> jax.Array:
+    """Normalizes the last dimension of [B, H, b, K]."""
+    return _standard(z, norm.eps)[0] * norm.scale[:, None] + norm.bias[:, None]
+
+
+def _standard(z: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    centred = z - jnp.mean(z, axis=-1, keepdims=True)
+    per_length = jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps)
+    return centred * per_length, per_length
+
+
+def _output_gradient(z: jax.Array, target: jax.Array, norm: Norm) -> jax.Array:
+    """Returns the gradient of 1/2 |normalized(z) - target|^2 with respect to z."""
+    unit, per_length = _standard(z, norm.eps)
+    scale = norm.scale[:, None]
+    d_unit = (unit * scale + norm.bias[:, None] - target) * scale
+    mean = functools.partial(jnp.mean, axis=-1, keepdims=True)
+    return per_length * (d_unit - mean(d_unit) - unit * mean(d_unit * unit))
+
+
+def _applied(layer: Linear, x: jax.Array) -> jax.Array:
+    """Applies weights of rows, or initial weights, to [B, H, b, in]."""
+    return x @ layer.weight + layer.bias[..., None, :]
+
+
+Apply = Callable[[Callable[[Linear, jax.Array], jax.Array], int, jax.Array], jax.Array]  # (function, layer, x)
+
+
+def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tuple[Apply, jax.Array | None]:
+    """Returns how to apply layers to tokens [B, b], with the weights of their segments; and which tokens are new."""
+    if segment is None or memory.segment is None:
+        return lambda fn, n, x: fn(memory.fast[n], x), None
+    is_new = segment != memory.segment[:, None]  # [B, b]
+    choice = is_new[:, None, :, None]
+    return lambda fn, n, x: jnp.where(choice, fn(initial[n], x), fn(memory.fast[n], x)), is_new
+
+
+def _gradients(apply: Apply, depth: int, tokens: Tokens, norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the input of every layer and the gradient of its output, [B, H, b, ...], at the keys."""
+    inputs, outputs = [tokens.key], []
+    for n in range(depth):
+        inputs += [_gelu(outputs[-1])] if n else []
+        outputs.append(apply(_applied, n, inputs[n]))
+    gradients = [_output_gradient(outputs[-1], tokens.value - tokens.key, norm)]
+    for n in reversed(range(1, depth)):
+        d_input = apply(lambda layer, g: g @ jnp.swapaxes(layer.weight, -1, -2), n, gradients[0])
+        gradients.insert(0, jax.vjp(_gelu, outputs[n - 1])[1](d_input)[0])
+    return inputs, gradients
+
+
+def _summed(inputs: list[jax.Array], gradients: list[jax.Array], rate: jax.Array) -> Fast:
+    """Returns the sums over tokens of gradients times rates [B, H, b]."""
+    weighted = [g * rate[..., None] for g in gradients]
+    return tuple(
+        Linear(jnp.swapaxes(x, -1, -2) @ g, jnp.sum(g, axis=-2)) for x, g in zip(inputs, weighted, strict=True)
+    )
+
+
+def _minus(fast: Fast, factor: jax.Array, sums: Fast) -> Fast:
+    def one(w: jax.Array, total: jax.Array) -> jax.Array:
+        return w - factor.reshape(factor.shape + (1,) * (w.ndim - factor.ndim)) * total
+
+    return jax.tree.map(one, fast, sums)
+
+
+def _forward(fast: Fast, x: jax.Array) -> jax.Array:
+    for n, layer in enumerate(fast):
+        x = _applied(layer, _gelu(x) if n else x)
+    return x
+
+
+def _error(z: jax.Array, target: jax.Array, norm: Norm) -> jax.Array:
+    return jnp.mean((normalized(z, norm) - target) ** 2, axis=-1)
+
+
+def mini_batch(
+    config: TTTConfig, learned: Learned, first: Memory, memory: Memory, tokens: Tokens, *, ends: bool = True
+) -> tuple[Memory, tuple[jax.Array, jax.Array]]:
+    """Runs a mini-batch.
+
+    Args:
+      config: the settings.
+      learned: the learned constants.
+      first: the memory before the first mini-batch, of which statistics tell.
+      memory: the memory before this one, without sums.
+      tokens: its tokens, b or, at the end of a row, fewer.
+      ends: whether the mini-batch is complete.
+
+    Returns:
+      The memory after it; the outputs o [B, H, b, K], and the mean square errors of the last token with the weights
+      before the first mini-batch, before this one, and after it, [B, H, 3].
+    """
+    if config.resets:
+        memory = memory._replace(fast=start(learned, tokens.key.shape[0], segments=False).fast)
+    size, depth, segment = tokens.key.shape[2], len(learned.initial), tokens.segment
+    apply, is_new = _of_segments(memory, learned.initial, segment)
+    inputs, gradients = _gradients(apply, depth, tokens, learned.norm)
+    rate = learned.token_rate[:size, None] * tokens.rate[:, :, None, :]  # [B, H, t, s]
+    eta = rate * jnp.tril(jnp.ones((size, size), rate.dtype), config.diagonal)
+    if segment is not None:
+        eta *= (segment[:, :, None] == segment[:, None, :])[:, None]
+    x = tokens.query
+    for n in range(depth):
+        x = _gelu(x) if n else x
+        x = apply(_applied, n, x) - (eta * (x @ jnp.swapaxes(inputs[n], -1, -2)) + eta) @ gradients[n]
+    outputs = tokens.query + normalized(x, learned.norm)
+
+    last_rate = tokens.rate
+    before = memory
+    if segment is not None and is_new is not None:
+        last_rate = last_rate * (segment == segment[:, -1:])[:, None]
+        fresh, initial = is_new[:, -1], start(learned, segment.shape[0], segments=True).fast
+        before = Memory(_chosen(fresh, initial, memory.fast), memory.sums, segment[:, -1])
+        fresh_since = segment[:, -1] != first.segment
+        first = first._replace(fast=_chosen(fresh_since, initial, first.fast))
+    sums = _summed(inputs, gradients, last_rate)
+    after = _minus(before.fast, learned.token_rate[size - 1], sums)
+    errors = _errors_of_last(tokens, learned.norm, first.fast, before.fast, after)
+    if ends:
+        memory = before._replace(fast=after)
+    else:
+        memory = before._replace(sums=sums)
+    return memory, (outputs, errors)
+
+
+def _chosen(rows: jax.Array, ours: Fast, theirs: Fast) -> Fast:
+    """Selects weights by row."""
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), ours, theirs)
+
+
+def _errors_of_last(tokens: Tokens, norm: Norm, *weights: Fast) -> jax.Array:
+    key, value = tokens.key[:, :, -1:], tokens.value[:, :, -1:]
+    return jnp.concatenate([_error(_forward(fast, key), value - key, norm) for fast in weights], axis=-1)
+
+
+def token(
+    config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens, place: jax.Array
+) -> tuple[Memory, jax.Array]:
+    """Runs one token, for rows of one segment; equal to `mini_batch`.
+
+    Args:
+      config: the settings.
+      learned: the learned constants.
+      memory: the memory before it.
+      tokens: [B, H, 1, ...], without segments.
+      place: [B], int32, its place in its mini-batch, from 0.
+
+    Returns:
+      The memory after it, and its output [B, H, 1, K].
+    """
+    apply, _ = _of_segments(memory, learned.initial, None)
+    inputs, gradients = _gradients(apply, len(learned.initial), tokens, learned.norm)
+    before = memory.sums
+    sums = jax.tree.map(jnp.add, before, _summed(inputs, gradients, tokens.rate))
+    factor = learned.token_rate[place]  # [B]
+    reads = _minus(memory.fast, factor, before if config.diagonal else sums)
+    output = tokens.query + normalized(_forward(reads, tokens.query), learned.norm)
+    ends = place == config.mini_batch - 1
+    after = memory.fast if config.resets else _minus(memory.fast, factor, sums)
+    fast = _chosen(ends, after, memory.fast)
+    return memory._replace(fast=fast, sums=_chosen(ends, jax.tree.map(jnp.zeros_like, sums), sums)), output
+
+
+def run(config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens) -> tuple[Memory, tuple[Any, Any]]:
+    """Runs the mini-batches of rows.
+
+    The backward pass keeps the weights of about 2 sqrt(N) mini-batches: a loop over groups of sqrt(N) of them, each of
+    which is computed again.
+
+    Args:
+      config: the settings.
+      learned: the learned constants.
+      memory: the memory before the first token, which begins a mini-batch.
+      tokens: [B, H, T, ...] and segments [B, T].
+
+    Returns:
+      The memory after the last token; outputs [B, H, T, K] and mean square errors [B, H, N, 3] (see `mini_batch`); an
+      incomplete mini-batch at the end of the row counts as one.
+    """
+    size, length = config.mini_batch, tokens.key.shape[2]
+    count = length // size
+    group = math.isqrt(max(count - 1, 0)) + 1
+    looped = count // group * group
+
+    def one(memory: Memory, part: Tokens) -> tuple[Memory, Any]:
+        return mini_batch(config, learned, memory_before, memory, part)
+
+    memory_before, parts = memory, []
+    several = jax.checkpoint(lambda memory, parts: jax.lax.scan(one, memory, parts), prevent_cse=False)
+    full = _divided(_range(tokens, 0, count * size), count)
+    if looped:
+        grouped = jax.tree.map(lambda a: a[:looped].reshape(-1, group, *a.shape[1:]), full)
+        memory, found = jax.lax.scan(several, memory, grouped)
+        parts.append(_joined(jax.tree.map(lambda a: a.reshape(looped, *a.shape[2:]), found)))
+    if looped < count:
+        memory, found = several(memory, jax.tree.map(lambda a: a[looped:], full))
+        parts.append(_joined(found))
+    if length % size:
+        rest = _range(tokens, count * size, length)
+        memory, (outputs, errors) = mini_batch(config, learned, memory_before, memory, rest, ends=False)
+        parts.append((outputs, errors[:, :, None]))
+    outputs, errors = (jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True))
+    return memory, (outputs, errors)
+
+
+def _range(tokens: Tokens, begin: int, end: int) -> Tokens:
+    """Returns the tokens of a range of positions."""
+    segment = None if tokens.segment is None else tokens.segment[:, begin:end]
+    return Tokens(*(a[:, :, begin:end] for a in tokens[:4]), segment)
+
+
+def _divided(tokens: Tokens, count: int) -> Tokens:
+    """Divides rows into mini-batches, with a dimension for them in front."""
+
+    def one(a: jax.Array, axis: int) -> jax.Array:
+        a = a.reshape(*a.shape[:axis], count, -1, *a.shape[axis + 1 :]) if count else a[None][:0]
+        return jnp.moveaxis(a, axis, 0) if count else a
+
+    segment = None if tokens.segment is None else one(tokens.segment, 1)
+    return Tokens(*(one(a, 2) for a in tokens[:4]), segment)
+
+
+def _joined(found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Joins the outputs [N, B, H, b, K] of mini-batches to rows, and their errors [N, B, H, 3]."""
+    outputs, errors = (jnp.moveaxis(a, 0, 2) for a in found)  # [B, H, N, ...]
+    return outputs.reshape(*outputs.shape[:2], -1, outputs.shape[-1]), errors
