@@ -1,0 +1,136 @@
+"""Published vision towers: the `config.json` of SigLIP and CLIP, and the names and layouts of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core import published_files
+from core.checkpoints.published import PublishedFolder
+from core.checkpoints.tensor_map import Source
+from core.errors import UserError
+from core.types import differing_settings
+from models import families
+from models.vision.tower import NAME, VisionTower
+
+FAMILIES = ("siglip", "siglip_vision_model", "clip", "clip_vision_model")
+_PREFIXES = ("vision_model.", "model.vision_tower.vision_model.", "vision_tower.vision_model.", "")
+# Tensors that hold no parameter of the tower: the text model, and what turns features into one vector for an image.
+_IGNORED = ("*text_model.*", "*logit_*", "*vision_model.head.*", "head.*", "*text_projection*", "*visual_projection*")
+_IGNORED += ("*.position_ids",)
+_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+}
+_SIGLIP = {**_DEFAULTS, "patch_size": 16, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
+_CLIP = {**_DEFAULTS, "patch_size": 32, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
+_CLIP_COLOURS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+
+
+def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
+    """Returns the fields of `VisionTower` that a `config.json` describes; the colours are those of the family.
+
+    Raises:
+      UserError: an unknown `model_type`, or a value that the tower cannot express.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"{where}: model_type = {kind!r} is no known vision model; known are {', '.join(FAMILIES)}")
+    is_clip = str(kind).startswith("clip")
+    inner = config.get("vision_config", config)
+    if not isinstance(inner, Mapping):
+        raise UserError(f"{where}: vision_config = {inner!r}: expected the configuration of the vision model")
+    found = {**(_CLIP if is_clip else _SIGLIP), **inner}
+    for name in _DEFAULTS.keys() | {"patch_size"}:
+        if isinstance(found[name], bool) or not isinstance(found[name], int):
+            raise UserError(f"{where}: {name} = {found[name]!r}: expected a whole number")
+    if found["num_channels"] != 3:
+        raise UserError(f"{where}: num_channels = {found['num_channels']} is not supported (expected 3)")
+    return {
+        "image_size": found["image_size"],
+        "patch_size": found["patch_size"],
+        "num_layers": found["num_hidden_layers"],
+        "embed_dim": found["hidden_size"],
+        "mlp_dim": found["intermediate_size"],
+        "num_heads": found["num_attention_heads"],
+        "norm_eps": found["layer_norm_eps"],
+        "activation": families.known_activation(found["hidden_act"]),
+        "patch_bias": not is_clip,
+        "class_token": is_clip,
+        "input_norm": is_clip,
+        "output_norm": not is_clip,  # CLIP normalizes the class token alone, which is no feature
+        **(_CLIP_COLOURS if is_clip else {}),
+    }
+
+
+def pretrained(folder: str, **changes: Any) -> VisionTower:
+    """Returns the tower that the `config.json` of a folder describes, with fields replaced by `changes`.
+
+    Args:
+      folder: local, gs:// or hf://OWNER/NAME.
+      **changes: fields of `VisionTower`.
+
+    Raises:
+      UserError: there is no such file, or it describes no known vision model.
+    """
+    found = published_files.small_files(folder)
+    read = fields(families.read_config(found), where=str(found / published_files.CONFIG))
+    return VisionTower(**{**read, **changes})
+
+
+def sources(tower: VisionTower) -> dict[str, Source]:
+    """Returns the source of each parameter of a tower, by its path, without the prefix of tensor names."""
+    result = {
+        f"{NAME}_patches": Source("embeddings.patch_embedding.weight", "embed channels pixel_rows pixel_columns"),
+        f"{NAME}_positions": Source("embeddings.position_embedding.weight", "_ embed"),
+    }
+    if tower.patch_bias:
+        result[f"{NAME}_patches_bias"] = Source("embeddings.patch_embedding.bias", "norm")
+    if tower.class_token:
+        result[f"{NAME}_class"] = Source("embeddings.class_embedding", "norm")
+    norms = {f"{NAME}_input_norm": ("pre_layrnorm", tower.input_norm)}
+    norms[f"{NAME}_output_norm"] = ("post_layernorm", tower.output_norm)
+    block = {
+        "output": ("self_attn.out_proj", "embed (heads head_dim)", "norm"),
+        "up": ("mlp.fc1", "mlp embed", "mlp"),
+        "down": ("mlp.fc2", "embed mlp", "norm"),
+        "attention_norm": ("layer_norm1", "norm", "norm"),
+        "mlp_norm": ("layer_norm2", "norm", "norm"),
+    }
+    for ours, theirs, heads in (("query", "q", "heads"), ("key", "k", "kv_heads"), ("value", "v", "kv_heads")):
+        block[ours] = (f"self_attn.{theirs}_proj", f"({heads} head_dim) embed", f"({heads} head_dim)")
+    for ours, (theirs, is_there) in norms.items():
+        if is_there:
+            result[ours] = Source(f"{theirs}.weight", "norm")
+            result[f"{ours}_bias"] = Source(f"{theirs}.bias", "norm")
+    for ours, (theirs, weight, bias) in block.items():
+        path = f"{NAME}_layers/block/{ours}"
+        result[path] = Source(f"encoder.layers.{{}}.{theirs}.weight", weight)
+        result[f"{path}_bias"] = Source(f"encoder.layers.{{}}.{theirs}.bias", bias)
+    return result
+
+
+def published_folder(tower: VisionTower, folder: str, config: Mapping[str, Any]) -> PublishedFolder:
+    """Returns the parameters of a tower in the folder of a published model; reads headers only.
+
+    Args:
+      tower: the tower.
+      folder: local, gs:// or hf://OWNER/NAME.
+      config: the content of its `config.json`.
+    """
+    name = published_files.described(folder)
+    where = f"{name}/{published_files.CONFIG}"
+    differing = differing_settings(VisionTower(**fields(config, where=where)), tower)
+    unused = () if tower.output_norm else ("*post_layernorm.*",)
+    return PublishedFolder(
+        published_files.weights(folder),
+        sources(tower),
+        prefixes=_PREFIXES,
+        ignored=(*_IGNORED, *unused),
+        differences=[f"{field} = {a!r} in {where}, {b!r} in the model" for field, (a, b) in differing.items()],
+        name=name,
+    )

@@ -1,0 +1,306 @@
+"""A decoder that answers questions about images.
+
+    patches = vision tower(image);   chosen = selector(patches, question);   x[slots] = connector(patches[chosen])
+
+The row of a batch has slots for the patches of its images, then a question, then the answer. Patches and question
+attend to one another both ways, the answer causally, and packed segments to themselves alone (`models.prefix`).
+
+B batch, T length, I images of a row, S slots of an image, N patches, D embed, V width of the vision tower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical, parameters, published_files, random_bits
+from core.errors import UserError
+from core.types import Batch, Carry, LossOutput, Params, WeightedSum
+from models import derivatives, families
+from models.prefix import Prefix
+from models.transformer import Inserted, Transformer
+from models.vision import selector as selecting
+from models.vision import tower as towers
+from models.vision.selector import Chosen, Selector
+from models.vision.tower import VisionTower
+
+if TYPE_CHECKING:
+    from core.checkpoints.published import PublishedFolder
+
+_CONNECTOR = "connector"
+PARTS = (towers.NAME, _CONNECTOR, selecting.NAME, "decoder")  # the decoder has all parameters without these names
+_ALL = Selector(num_chosen=1, method="all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionLanguageModel:
+    """A decoder that sees images; attributes that are not listed are those of the decoder.
+
+    Batches have the fields of a decoder's and, for I images in each row:
+
+      images: [B, H, W, 3] or [B, I, H, W, 3], uint8.
+      slots: [B, I S], int32, the positions of the patches of each image in its row; -1 for images that are not there.
+      until: [B, T], int32, the last position that each position attends to: the end of its prefix, or its own.
+      kind: [B], int32, optional: the kind of question, by which evaluations count answers.
+
+    Attributes:
+      decoder: the language model.
+      vision: the vision tower.
+      selector: chooses patches; None: all patches.
+      connector_dim: width of the hidden layer of the connector; None: one matrix.
+      freeze: parts that are not trained, some of `PARTS`.
+      frozen_dtype: in which these are stored.
+      kinds: names of the kinds of questions.
+
+    Raises:
+      UserError: an unknown part.
+    """
+
+    decoder: Transformer
+    vision: VisionTower
+    selector: Selector | None = None
+    connector_dim: int | None = None
+    freeze: tuple[str, ...] = ()
+    frozen_dtype: str = "bfloat16"
+    kinds: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if unknown := sorted(set(self.freeze) - set(PARTS)):
+            raise UserError(f"VisionLanguageModel.freeze: {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
+        if self.frozen_dtype not in ("bfloat16", "float32"):
+            raise UserError(f"VisionLanguageModel.frozen_dtype = {self.frozen_dtype!r}: expected bfloat16 or float32")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "decoder" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.decoder, name)
+
+    @property
+    def _selector(self) -> Selector:
+        return self.selector or _ALL
+
+    def init(self, rng: jax.Array, batch: Batch) -> Params:
+        """Returns the parameters; those of frozen parts are marked."""
+        params = hk.transform(lambda b: self._sums(b, jnp.zeros((), jnp.int32), is_training=False)).init(rng, batch)
+        if self.decoder.lora is not None:
+            params = self.decoder.lora.base_frozen(params)
+        paths = [parameters.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        chosen = [path for path in paths if part_of(path) in self.freeze]
+        return logical.frozen(params, chosen, self.frozen_dtype) if chosen else params
+
+    def init_carry(self, batch: Batch) -> Carry:
+        """Returns the number of steps, if the temperature of the selector depends on it."""
+        del batch
+        return {"step": jnp.zeros((), jnp.int32)} if self._selector.is_learned else ()
+
+    def loss(
+        self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
+    ) -> tuple[Carry, LossOutput]:
+        """Returns the carry and the sums of `Transformer.loss`."""
+        step = carry["step"] if carry else jnp.zeros((), jnp.int32)
+        run = hk.transform(lambda b: self._sums(b, step, is_training=is_training))
+        out = run.apply(params, rng if self._draws(is_training=is_training) else None, batch)
+        return ({"step": step + is_training} if carry else ()), out
+
+    def logits(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns the logits, [B, T, vocab_size], float32."""
+
+        def run(batch: Batch) -> jax.Array:
+            read, inserted, _ = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
+            return self.decoder.all_logits(read, inserted=inserted)
+
+        rng = jax.random.key(0) if self._draws(is_training=False) else None
+        return hk.transform(run).apply(params, rng, batch)[..., : self.decoder.vocab_size]
+
+    def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
+        """Returns the sums of the loss, and how many answers are right in all their tokens, by kind of question.
+
+        `extras` has, for each row, the chosen patches [B, I, N] and whether the answer is right [B].
+        """
+
+        def run(batch: Batch) -> tuple[LossOutput, jax.Array, jax.Array]:
+            read, inserted, chosen = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
+            out = self.decoder.sums(read, is_training=False, inserted=inserted)
+            found = self.decoder.all_logits(read, inserted=inserted)[..., : self.decoder.vocab_size]
+            return out, jnp.argmax(found, axis=-1), chosen.hard
+
+        rng = rng if self._draws(is_training=False) else None
+        out, answers, hard = hk.transform(run).apply(params, rng, batch)
+        asked = batch["weights"] > 0
+        counts = jnp.any(asked, axis=-1).astype(jnp.float32)
+        right = counts * jnp.all((answers == batch["targets"]) | ~asked, axis=-1)
+        metrics = {**out.metrics, "exact": WeightedSum(jnp.sum(right), jnp.sum(counts))}
+        if "kind" in batch:
+            for number, name in enumerate(self.kinds):
+                here = batch["kind"] == number
+                metrics[f"exact_{name}"] = WeightedSum(jnp.sum(right * here), jnp.sum(counts * here))
+        rows = len(batch["inputs"])
+        return out._replace(metrics=metrics, extras={"chosen": hard.reshape(rows, -1), "right": right})
+
+    def _draws(self, *, is_training: bool) -> bool:
+        lora = self.decoder.lora
+        drops = is_training and lora is not None and lora.dropout > 0
+        return drops or self._selector.method == "random" or (is_training and self._selector.method == "gumbel")
+
+    def _sums(self, batch: Batch, step: jax.Array, *, is_training: bool) -> LossOutput:
+        read, inserted, _ = self._read(batch, step, is_training=is_training)
+        lora = self.decoder.lora
+        rows = random_bits.row_ids(batch) if is_training and lora is not None and lora.dropout > 0 else None
+        return self.decoder.sums(read, rows, is_training=is_training, inserted=inserted)
+
+    def _read(self, batch: Batch, step: jax.Array, *, is_training: bool) -> tuple[Batch, Inserted, Chosen]:
+        """Returns the batch of the decoder, what takes the place of its embeddings, and the chosen patches."""
+        images, rows = batch["images"], len(batch["inputs"])
+        images = images.reshape(-1, *images.shape[-3:])  # [B I, H, W, 3]
+        number = len(images) // rows
+        slots = batch["slots"].reshape(rows, number, -1)  # [B, I, S]
+        selector, n, s = self._selector, self.vision.num_patches, slots.shape[-1]
+        selector.check(num_patches=n, slots=s)
+        self._check_positions(batch["inputs"].shape[1] + n - s)
+        at = Placed.of(batch, slots)
+        patches = self.vision.embedded(images, dtype=self.decoder.dtype)
+        scores = None
+        if selector.is_learned:
+            words = self.decoder.token_embeddings(batch["inputs"]).astype(jnp.float32)
+            question = jnp.einsum("bit,btd->bid", at.question, words)
+            question /= jnp.maximum(jnp.sum(at.question, axis=-1), 1)[..., None]
+            scores = selector.scores(images, patches, question.reshape(rows * number, -1))
+        ids = random_bits.row_ids(batch)[:, None] * number + jnp.arange(number)
+        chosen = selector.choose(
+            scores,
+            rows=ids.reshape(-1),
+            num_patches=n,
+            slots=s,
+            temperature=selector.temperature_at(step),
+            is_training=is_training,
+        )
+        features = self.vision.encoded(patches, self.decoder)
+        if s < n:  # a product with ones and zeros is exact, and every strategy can partition it
+            taken = jax.nn.one_hot(chosen.index, n, dtype=features.dtype)
+            features = jnp.einsum("bsn,bnv->bsv", taken, features)
+        visual = self._connected(features).reshape(rows, number * s, -1)
+        return at.decoded(batch, visual, chosen, shift=n - s)
+
+    def _check_positions(self, length: int) -> None:
+        most = self.decoder.max_positions
+        if most is not None and length > most:
+            raise UserError(
+                f"rows with all patches of an image have {length} positions, and the decoder has max_positions = "
+                f"{most}: set LENGTH lower"
+            )
+
+    def _connected(self, x: jax.Array) -> jax.Array:
+        """Projects features to the width of the decoder, [B, S, V] -> [B, S, D]."""
+        width, d = x.shape[-1], self.decoder.embed_dim
+        if self.connector_dim is not None:
+            hidden = self._matrix("up", x, (width, self.connector_dim), (None, "mlp"))
+            x = derivatives.activated(hidden, "gelu")
+            width = self.connector_dim
+        x = self._matrix("down", x, (width, d), ("mlp" if self.connector_dim is not None else None, "embed"))
+        return logical.constrain(x, "batch", "residual_length", "embed")
+
+    def _matrix(self, name: str, x: jax.Array, shape: tuple[int, int], axes: tuple[str | None, ...]) -> jax.Array:
+        init = hk.initializers.TruncatedNormal(shape[0] ** -0.5)
+        how = {"compute_dtype": self.decoder.dtype}
+        y = x @ logical.param(f"{_CONNECTOR}_{name}", shape, axes, init, **how)
+        bias = logical.param(f"{_CONNECTOR}_{name}_bias", shape[1:], ("norm",), jnp.zeros, kind="bias", **how)
+        return y + bias
+
+    def published(self, folder: str) -> PublishedFolder:
+        """Returns the parameters of the vision tower or of the decoder, whichever the folder has; reads headers only.
+
+        The other parts are not there: INIT_PATTERNS = ('vision_*',) takes the tower alone.
+        """
+        from models.vision import families as vision_families  # of no use to a run that starts from its seed
+
+        config = families.read_config(published_files.small_files(folder))
+        if config.get("model_type") in vision_families.FAMILIES:
+            return vision_families.published_folder(self.vision, folder, config)
+        return self.decoder.published(folder)
+
+    @property
+    def added_parameters(self) -> tuple[str, ...]:
+        """Patterns of the parameters that a run of the decoder, or its folder, lacks."""
+        return (*self.decoder.added_parameters, *(f"{part}_*" for part in PARTS if part != "decoder"))
+
+    def settings(self) -> dict[str, Any]:
+        """See `core.types.ListsSettings`."""
+        found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
+        return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim}
+
+    def flops_per_token(self, length: int) -> float:
+        """Returns training FLOPs per position of rows with one image; frozen parts have no gradients of matrices."""
+        decoder = self.decoder.flops_per_token(length)
+        if "decoder" in self.freeze and self.decoder.lora is None:
+            decoder -= self.decoder.flops_per_token(0) / 3
+        return decoder + self.vision.flops(is_frozen=towers.NAME in self.freeze) / length
+
+    def shrink(self, multiples: Mapping[str, int]) -> VisionLanguageModel:
+        """Returns the smallest model of this kind for images of the same size and as many slots."""
+        small = self.decoder.shrink(multiples)
+        assert isinstance(small, Transformer)
+        width = self.connector_dim and small.mlp_dim
+        return dataclasses.replace(self, decoder=small, vision=self.vision.shrink(multiples), connector_dim=width)
+
+
+def part_of(path: str) -> str:
+    """Returns the part of `PARTS` that a parameter belongs to, given its path."""
+    return next((part for part in PARTS[:-1] if path.startswith(f"{part}_")), PARTS[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Where images and questions are in the rows of a batch.
+
+    Attributes:
+      slots: [B, I S, T], float32: 1 where the slot has its position.
+      question: [B, I, T], float32: 1 at the positions of the question about each image.
+      image: [B, I, T], bool: whether a position belongs to the segment of an image.
+    """
+
+    slots: jax.Array
+    question: jax.Array
+    image: jax.Array
+
+    @staticmethod
+    def of(batch: Batch, slots: jax.Array) -> Placed:
+        """Finds them for slots [B, I, S]."""
+        segments, until = batch["segment_ids"], batch["until"]
+        rows, number, size = slots.shape
+        place = jnp.arange(segments.shape[1])
+        at = (slots[..., None] == place).astype(jnp.float32)  # [B, I, S, T]
+        first = at[:, :, 0].astype(jnp.int32)
+        segment, last = (jnp.sum(first * a[:, None], axis=-1)[..., None] for a in (segments, until))  # [B, I, 1]
+        own = (segments[:, None] == segment) & (segment > 0)
+        is_slot = jnp.any(at > 0, axis=(1, 2))
+        question = own & (place <= last) & ~is_slot[:, None]
+        return Placed(at.reshape(rows, number * size, -1), question.astype(jnp.float32), own)
+
+    def decoded(self, batch: Batch, visual: jax.Array, chosen: Chosen, *, shift: int) -> tuple[Batch, Inserted, Chosen]:
+        """Returns what the decoder reads.
+
+        A patch has the position of its place in the image, and text follows as if all patches were there: a choice does
+        not move what remains.
+
+        Args:
+          batch: the batch.
+          visual: the chosen patches, [B, I S, D].
+          chosen: their places in the image.
+          shift: by how many positions text is moved.
+        """
+        rows = len(visual)
+        index = chosen.index.reshape(rows, -1).astype(jnp.float32)
+        patch = jnp.einsum("bst,bs->bt", self.slots, index).astype(jnp.int32)
+        is_slot = jnp.sum(self.slots, axis=1) > 0
+        text = batch["positions"] + shift * jnp.any(self.image, axis=1)
+        bias = None
+        if chosen.bias is not None:
+            bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(rows, -1))
+        values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
+        read = {**batch, "positions": jnp.where(is_slot, patch, text)}
+        return read, Inserted(values, is_slot, Prefix(batch["until"], bias)), chosen

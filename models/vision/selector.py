@@ -1,0 +1,276 @@
+"""Selects the patches of an image that matter for a question.
+
+    score = gain * (w1 z(entropy) + w2 z(edges) + w3 z(relevance));   w = softmax(MLP(statistics of the maps, question))
+
+z subtracts the mean over the patches of one image and divides by their standard deviation, so that no image depends on
+the rest of the batch. Entropy is that of a softmax over the channels of a patch; edges are the magnitude of Sobel's
+filters; relevance is a learned product of patch and question. Patches are scored before they attend to one another,
+because a patch that has seen the others can stand for all of them.
+
+A hard choice of K patches has no gradient. Three estimators give one:
+
+    straight_through  the K best; their keys have the bias log p - stop_gradient(log p), which is 0 and has the gradient
+                      of log p, with p = softmax(score / t)
+    gumbel            the same, of scores with Gumbel noise in training (Kool et al. 2019), which explores
+    soft              all patches, with a bias of the keys log sigmoid((score - threshold) / t); the threshold is
+                      between the K-th and the next score. Evaluation hides all but the K best.
+
+The temperature t falls geometrically over the first steps. `all`, `random` and `center` choose without scores.
+
+B images, N patches, K chosen patches, D width of patches, E width of the decoder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core import logical, random_bits
+from core.errors import UserError
+from models import derivatives
+from models.prefix import HIDDEN
+
+NAME = "selector"  # first part of the paths of all parameters
+LEARNED = ("straight_through", "gumbel", "soft")
+METHODS = (*LEARNED, "all", "random", "center")
+_MAPS = ("entropy", "edges", "relevance")
+_EPS = 1e-6
+_SOBEL = np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]], np.float32) / 8
+
+
+class Chosen(NamedTuple):
+    """The patches that take the slots of an image.
+
+    Attributes:
+      index: [B, S], int32, in ascending order.
+      bias: [B, S], float32, of the keys; None: nothing.
+      hard: [B, N], float32: 1 at the K chosen patches.
+    """
+
+    index: jax.Array
+    bias: jax.Array | None
+    hard: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selector:
+    """Chooses K patches of each image.
+
+    Attributes:
+      num_chosen: K.
+      method: one of `METHODS`.
+      width: of the vectors whose product is the relevance.
+      balancer_width: of the hidden layer that weighs the maps.
+      temperature: at the first step and from `temperature_steps` on.
+      temperature_steps: steps over which the temperature falls.
+
+    Raises:
+      UserError: an unknown method, or a number out of range.
+    """
+
+    num_chosen: int
+    method: str = "soft"
+    width: int = 64
+    balancer_width: int = 128
+    temperature: tuple[float, float] = (1.0, 0.2)
+    temperature_steps: int = 1000
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise UserError(f"Selector.method = {self.method!r}: expected one of {', '.join(METHODS)}")
+        for name in ("num_chosen", "width", "balancer_width", "temperature_steps"):
+            if (value := getattr(self, name)) < 1:
+                raise UserError(f"Selector.{name} = {value}: expected at least 1")
+        if len(self.temperature) != 2 or not all(0 < t < math.inf for t in self.temperature):
+            raise UserError(f"Selector.temperature = {self.temperature}: expected two numbers above 0, first and last")
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether patches are chosen by scores."""
+        return self.method in LEARNED
+
+    def temperature_at(self, step: jax.Array) -> jax.Array:
+        """Returns t after so many steps, [], float32."""
+        first, last = self.temperature
+        done = jnp.minimum(step.astype(jnp.float32) / self.temperature_steps, 1.0)
+        return first * (last / first) ** done
+
+    def check(self, *, num_patches: int, slots: int) -> None:
+        """Checks that the slots that the data leave for an image fit the method.
+
+        Raises:
+          UserError: they do not, or K is above N.
+        """
+        k = num_patches if self.method == "all" else self.num_chosen
+        if k > num_patches:
+            raise UserError(f"Selector.num_chosen = {k} is above {num_patches}, the patches of an image")
+        if slots not in (k, num_patches):
+            expected = f"{k}, the chosen patches, or {num_patches}, all patches" if k < num_patches else str(k)
+            raise UserError(
+                f"the data leave {slots} positions for an image, and the selector {self.method!r} needs {expected}: "
+                "set the task's image_tokens"
+            )
+
+    def scores(self, images: jax.Array, patches: jax.Array, question: jax.Array) -> jax.Array:
+        """Returns the score of every patch, [B, N], float32.
+
+        Args:
+          images: [B, H, W, 3], uint8.
+          patches: [B, N, D], before they attend to one another.
+          question: [B, E].
+        """
+        side = math.isqrt(patches.shape[1])
+        raw = [*texture_maps(images, side), self._relevance(patches, question)]
+        maps = jnp.stack([standardized(a) for a in raw], axis=1)  # [B, 3, N]
+        weights = self._weights(jnp.stack(raw, axis=1), question)
+        gain = jnp.exp(logical.param(f"{NAME}_gain", (1,), (None,), jnp.zeros, kind="bias"))
+        return gain * jnp.einsum("bm,bmn->bn", weights, maps)
+
+    def _relevance(self, patches: jax.Array, question: jax.Array) -> jax.Array:
+        x = _dense("patch_hidden", _unit(patches), self.width, "gelu")
+        keys = _dense("patch", x, self.width)
+        query = _dense("question", _dense("question_hidden", _unit(question), self.width, "gelu"), self.width)
+        own = _dense("salience", keys, 1)[..., 0]
+        return jnp.einsum("bnw,bw->bn", keys, query) / math.sqrt(self.width) + own
+
+    def _weights(self, raw: jax.Array, question: jax.Array) -> jax.Array:
+        """Returns the weights of the maps [B, 3, N], [B, 3], from 3 statistics of each map and the question."""
+        statistics = [jnp.mean(raw, axis=-1), jnp.std(raw, axis=-1), jnp.max(raw, axis=-1)]
+        known = jnp.concatenate([*statistics, _unit(question)], axis=-1)
+        hidden = _dense("balancer_hidden", known, self.balancer_width, "gelu")
+        return len(_MAPS) * jax.nn.softmax(_dense("balancer", hidden, len(_MAPS)), axis=-1)
+
+    def choose(
+        self,
+        scores: jax.Array | None,
+        *,
+        rows: jax.Array,
+        num_patches: int,
+        slots: int,
+        temperature: jax.Array,
+        is_training: bool,
+    ) -> Chosen:
+        """Chooses the patches that take S slots: the K chosen ones, or all with a bias that hides or weighs others.
+
+        Args:
+          scores: [B, N]; None if the method needs none.
+          rows: [B], a number of each image for random draws, independent of the layout.
+          num_patches: N.
+          slots: S, K or N.
+          temperature: t.
+          is_training: whether the choice is noisy, and soft if all patches have slots.
+        """
+        if self.method == "all":
+            everything = jnp.broadcast_to(jnp.arange(num_patches), (len(rows), num_patches))
+            return Chosen(everything, None, jnp.ones(everything.shape))
+        ranked = self._ranked(scores, rows, num_patches, is_training=is_training)
+        hard = hard_choice(ranked, self.num_chosen)
+        is_soft = self.method == "soft" and is_training
+        if slots == self.num_chosen and slots < num_patches:
+            # The patches in ascending order of their places.
+            index = jnp.sort(jax.lax.top_k(ranked, self.num_chosen)[1], axis=-1)
+            bias = None
+        else:
+            index = jnp.broadcast_to(jnp.arange(num_patches), hard.shape)
+            bias = jnp.where(hard > 0, 0.0, HIDDEN)
+            if is_soft:
+                assert scores is not None
+                bias = soft_bias(scores, self.num_chosen, temperature)
+        if self.is_learned and is_training and not (is_soft and slots == num_patches):
+            assert scores is not None
+            log_p = jax.nn.log_softmax(scores / temperature, axis=-1)
+            taken = jnp.take_along_axis(log_p, index, axis=-1)
+            through = taken - jax.lax.stop_gradient(taken)
+            bias = through if bias is None else bias + jnp.where(bias == 0, through, 0.0)
+        return Chosen(index, bias, hard)
+
+    def _ranked(self, scores: jax.Array | None, rows: jax.Array, num_patches: int, *, is_training: bool) -> jax.Array:
+        """Returns numbers [B, N] of which the K largest are chosen."""
+        if self.method == "center":
+            side = math.isqrt(num_patches)
+            place = np.arange(num_patches)
+            offsets = np.stack([place // side, place % side]) - (side - 1) / 2
+            return jnp.broadcast_to(jnp.asarray(-np.sum(offsets**2, axis=0), jnp.float32), (len(rows), num_patches))
+        if self.method == "random":
+            keys = random_bits.row_keys(hk.next_rng_key(), rows)
+            return jax.vmap(lambda key: jax.random.uniform(key, (num_patches,)))(keys)
+        assert scores is not None
+        ranked = jax.lax.stop_gradient(scores)
+        if self.method == "gumbel" and is_training:
+            keys = random_bits.row_keys(hk.next_rng_key(), rows)
+            ranked += jax.vmap(lambda key: jax.random.gumbel(key, (num_patches,)))(keys)
+        return ranked
+
+
+def hard_choice(ranked: jax.Array, number: int) -> jax.Array:
+    """Returns 1 at the `number` largest of each row [B, N] and 0 elsewhere; of equal ones, the first are chosen."""
+    index = jax.lax.top_k(ranked, number)[1]
+    return jnp.sum(jax.nn.one_hot(index, ranked.shape[-1], dtype=jnp.float32), axis=1)
+
+
+def soft_bias(scores: jax.Array, number: int, temperature: jax.Array) -> jax.Array:
+    """Returns log sigmoid((score - threshold) / t), [B, N]; the threshold is between the K-th and the next score."""
+    if number == scores.shape[-1]:
+        return jnp.zeros_like(scores)
+    best = jax.lax.top_k(scores, number + 1)[0]
+    threshold = (best[:, number - 1] + best[:, number]) / 2
+    return jax.nn.log_sigmoid((scores - threshold[:, None]) / temperature)
+
+
+def standardized(x: jax.Array) -> jax.Array:
+    """Subtracts the mean of each row [B, N] and divides by its standard deviation."""
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + _EPS)
+
+
+def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
+    """Returns the maps of an image [B, H, W, 3] uint8 that need no parameters: entropy and edges, [B, N] each.
+
+    The channels of a patch are its mean colours, two opponent colours (red-green, blue-yellow), Sobel's filters, its
+    row, column and distance from the center. Edges of the image repeat the pixels at its border.
+    """
+    pixels = images.astype(jnp.float32) / 255
+    grey = pixels @ jnp.asarray([0.299, 0.587, 0.114])
+    padded = jnp.pad(grey, ((0, 0), (1, 1), (1, 1)), mode="edge")
+    h, w = grey.shape[1:]
+
+    def filtered(kernel: np.ndarray) -> jax.Array:
+        shifted = [(padded[:, r : r + h, c : c + w], kernel[r, c]) for r in range(3) for c in range(3)]
+        return sum((float(weight) * part for part, weight in shifted if weight), jnp.zeros_like(grey))
+
+    across, down = filtered(_SOBEL), filtered(_SOBEL.T)
+    magnitude = jnp.sqrt(across**2 + down**2 + _EPS)
+    red, green, blue = (pixels[..., i] for i in range(3))
+    layers = [red, green, blue, red - green, blue - (red + green) / 2, across, down, magnitude]
+    per_patch = jnp.stack([_patch_means(layer, side) for layer in layers], axis=-1)  # [B, N, 8]
+    place = np.arange(side * side)
+    y, x = ((a + 0.5) / side * 2 - 1 for a in (place // side, place % side))
+    where = jnp.asarray(np.stack([y, x, np.sqrt(x**2 + y**2)], axis=-1), jnp.float32)
+    channels = jnp.concatenate([per_patch, jnp.broadcast_to(where, (*per_patch.shape[:2], 3))], axis=-1)
+    log_p = jax.nn.log_softmax(channels, axis=-1)
+    return [-jnp.sum(jnp.exp(log_p) * log_p, axis=-1), per_patch[..., -1]]
+
+
+def _patch_means(x: jax.Array, side: int) -> jax.Array:
+    b, h, w = x.shape
+    return jnp.mean(x.reshape(b, side, h // side, side, w // side), axis=(2, 4)).reshape(b, -1)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Normalizes the last dimension of x, in float32, without parameters."""
+    width = x.shape[-1]
+    return derivatives.layer_norm(x.astype(jnp.float32), jnp.ones(width), jnp.zeros(width), 1e-6)
+
+
+def _dense(name: str, x: jax.Array, width: int, activation: str | None = None) -> jax.Array:
+    """A small layer in float32, replicated."""
+    init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
+    w = logical.param(f"{NAME}_{name}", (x.shape[-1], width), (None, None), init)
+    y = x @ w + logical.param(f"{NAME}_{name}_bias", (width,), (None,), jnp.zeros, kind="bias")
+    return y if activation is None else derivatives.ACTIVATIONS[activation](y)

@@ -1,0 +1,90 @@
+"""Tiny vision towers against transformers, which `tests/models/fixtures/vision/make.py` ran."""
+
+import json
+import pathlib
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import logical, parameters
+from core.checkpoints import published
+from core.errors import UserError
+from models.transformer import Transformer
+from models.vision import families, tower
+
+HERE = pathlib.Path(__file__).parents[1] / "fixtures" / "vision"
+LIKE = Transformer(num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, dtype="float32")
+
+
+def features(vision, images, like=LIKE):
+    return vision.encoded(vision.embedded(images, dtype=like.dtype), like)
+
+
+@pytest.mark.covers("N11")
+@pytest.mark.parametrize("name", ["siglip", "clip"])
+def test_features_and_every_gradient_equal_those_of_transformers(name):
+    folder = str(HERE / name)
+    vision = families.pretrained(folder)
+    run = hk.transform(lambda images: features(vision, images))
+    reference = np.load(HERE / name / "reference.npz")
+    shapes, specs = logical.abstract_init(run.init, jax.random.key(0), reference["images"])
+    source = families.published_folder(vision, folder, json.loads((HERE / name / "config.json").read_text()))
+    assert source.problems(shapes, specs) == []
+    assert source.notes == ()
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = source.load(
+        jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes), specs
+    )
+
+    def total(params):
+        found = run.apply(params, None, reference["images"])
+        return jnp.sum(found * reference["weight"]), found
+
+    (_, found), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    np.testing.assert_allclose(found, reference["features"], atol=2e-5 * np.abs(reference["features"]).max())
+    by_path = {parameters.path_name(path): g for path, g in jax.tree_util.tree_leaves_with_path(grads)}
+    tensors = published.tensors_of(
+        lambda path, layer: np.asarray(by_path[path] if layer is None else by_path[path][layer]),
+        grads,
+        specs,
+        {path: source.prefixed("vision_model.") for path, source in families.sources(vision).items()},
+        limits={},
+        dtype=np.float32,
+    )
+    for tensor, gradient in tensors:
+        want = reference[f"grad/{tensor}"]
+        np.testing.assert_allclose(gradient, want, atol=2e-4 * max(np.abs(want).max(), 1), err_msg=tensor)
+
+
+def test_rotary_positions_tell_a_patch_from_one_at_another_place():
+    """Rotations by rows and columns: products of queries and keys depend on differences alone."""
+    tables = tower.rotary_2d(3, 8, theta=100.0, length=1.0)
+    x = jax.random.normal(jax.random.key(0), (8,))
+    turned = tower.rotary.apply(jnp.broadcast_to(x, (1, 9, 1, 8)), tables)[0, :, 0]
+    products = np.asarray(turned @ turned.T)
+    np.testing.assert_allclose(products[0, 4], products[4, 8], rtol=1e-5)  # one down, one right
+    np.testing.assert_allclose(products[0, 1], products[7, 8], rtol=1e-5)
+    assert abs(products[0, 1] - products[0, 3]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"patch_size": 5}, "not a multiple of patch_size = 5; nearest sizes that are: 10, 15"),
+        ({"positions": "none"}, "positions = 'none'"),
+        ({"num_heads": 3}, "does not divide over num_heads = 3"),
+        ({"positions": "rotary", "class_token": True}, "no class token"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, said):
+    sizes = {"image_size": 12, "patch_size": 4, "num_layers": 1, "embed_dim": 16, "mlp_dim": 16, "num_heads": 2}
+    with pytest.raises(UserError, match=said):
+        tower.VisionTower(**{**sizes, **changes})
+
+
+def test_an_unknown_vision_model_is_refused():
+    with pytest.raises(UserError, match="model_type = 'vit_mae' is no known vision model"):
+        families.fields({"model_type": "vit_mae"})
