@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from core import logical, parameters, published_files, random_bits
 from core.errors import UserError
 from core.types import Batch, Carry, LossOutput, Params, WeightedSum
-from models import derivatives, families
+from models import derivatives, families, losses
 from models.prefix import Prefix
 from models.transformer import Inserted, Transformer
 from models.vision import selector as selecting
@@ -123,14 +123,15 @@ class VisionLanguageModel:
         `extras` has, for each row, the chosen patches [B, I, N] and whether the answer is right [B].
         """
 
-        def run(batch: Batch) -> tuple[LossOutput, jax.Array, jax.Array]:
+        def run(batch: Batch) -> tuple[jax.Array, jax.Array]:
             read, inserted, chosen = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
-            out = self.decoder.sums(read, is_training=False, inserted=inserted)
-            found = self.decoder.all_logits(read, inserted=inserted)[..., : self.decoder.vocab_size]
-            return out, jnp.argmax(found, axis=-1), chosen.hard
+            return self.decoder.all_logits(read, inserted=inserted), chosen.hard
 
         rng = rng if self._draws(is_training=False) else None
-        out, answers, hard = hk.transform(run).apply(params, rng, batch)
+        logits, hard = hk.transform(run).apply(params, rng, batch)
+        size = self.decoder.vocab_size
+        out = losses.cross_entropy(logits, batch["targets"], batch["weights"], vocab_size=size)
+        answers = jnp.argmax(logits[..., :size], axis=-1)
         asked = batch["weights"] > 0
         counts = jnp.any(asked, axis=-1).astype(jnp.float32)
         right = counts * jnp.all((answers == batch["targets"]) | ~asked, axis=-1)

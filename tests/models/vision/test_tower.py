@@ -35,9 +35,7 @@ def test_features_and_every_gradient_equal_those_of_transformers(name):
     assert source.problems(shapes, specs) == []
     assert source.notes == ()
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = source.load(
-        jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes), specs
-    )
+    params = source.load(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes), specs)
 
     def total(params):
         found = run.apply(params, None, reference["images"])

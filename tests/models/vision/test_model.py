@@ -1,0 +1,131 @@
+"""A decoder that sees images: choices equal what they hide, segments stay apart, layouts agree."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from core.parameters import path_name
+from models.agreement_subjects import OPTIMIZER
+from models.vision.model import PARTS, VisionLanguageModel, part_of
+from models.vision.selector import METHODS
+from parallel import agreement
+from tests.models.vision import subjects
+
+
+def evaluation(model):
+    return jax.jit(lambda params, batch: model.evaluate(params, jax.random.key(0), batch))
+
+
+class Soft(NamedTuple):
+    """A model, its parameters and a batch, with compiled functions of parameters and batches."""
+
+    model: Any
+    params: Any
+    batch: Any
+    evaluated: Any
+    logits: Any
+
+
+@pytest.fixture(scope="module")
+def soft():
+    model, batch = subjects.model("soft"), subjects.batch(rows=4)
+    return Soft(model, jax.jit(model.init)(jax.random.key(0), batch), batch, evaluation(model), jax.jit(model.logits))
+
+
+def test_hidden_patches_count_for_nothing(soft):
+    """Slots for all patches, of which all but K are hidden, give the loss of slots for K patches."""
+    found, want = (soft.evaluated(soft.params, b) for b in (soft.batch, subjects.with_slots(soft.batch)))
+    np.testing.assert_allclose(found.loss_sum, want.loss_sum, rtol=2e-6)
+    assert (found.extras["chosen"] == want.extras["chosen"]).all()
+    assert found.extras["chosen"].reshape(4, 2, -1).sum(-1).tolist() == [[subjects.CHOSEN] * 2] * 4
+
+
+def test_a_row_and_its_segments_depend_on_nothing_else(soft):
+    """Another image in the second segment and other rows change neither the choice nor the answer of the first."""
+    batch = soft.batch
+    images, words = batch["images"].copy(), batch["inputs"].copy()
+    images[1:], images[0, 1] = 255 - images[1:], 255 - images[0, 1]
+    words[1:, -2], words[0, -2] = 7, 8
+    other = {**batch, "images": images, "inputs": words}
+    size = subjects.PATCHES + subjects.QUESTION + subjects.ANSWER
+    first, again = (np.asarray(soft.logits(soft.params, b))[0] for b in (batch, other))
+    np.testing.assert_array_equal(first[:size], again[:size])
+    assert np.abs(first[size:] - again[size:]).max() > 1e-3
+    chosen = [soft.evaluated(soft.params, b).extras["chosen"][0, : subjects.PATCHES] for b in (batch, other)]
+    assert (chosen[0] == chosen[1]).all()
+
+
+def test_the_question_is_seen_by_the_image_and_the_answer_by_nobody_before(soft):
+    """A patch sees the question after it; no position sees the answer before its own."""
+    batch = soft.batch
+    last = subjects.PATCHES + subjects.QUESTION  # of the first segment: its answer
+    before = np.asarray(soft.logits(soft.params, batch))[:, :last]
+    answer, question = batch["inputs"].copy(), batch["inputs"].copy()
+    answer[:, last], question[:, last - 1] = 5, 5
+    np.testing.assert_array_equal(np.asarray(soft.logits(soft.params, {**batch, "inputs": answer}))[:, :last], before)
+    changed = np.asarray(soft.logits(soft.params, {**batch, "inputs": question}))[:, :last]
+    assert np.abs(changed - before).max(axis=-1).min() > 0
+
+
+def test_frozen_parts_have_no_trainable_parameter():
+    model = subjects.model(freeze=("vision", "decoder"))
+    data = subjects.batch(rows=16)
+    program = agreement.bind(model, OPTIMIZER, agreement.ONE_DEVICE, data, axes=subjects.AXES)
+    found = {}
+    for path, spec in jax.tree_util.tree_leaves_with_path(program.param_specs):
+        found.setdefault(part_of(path_name(path)), set()).add((spec.trainable, spec.dtype))
+    trained, frozen = {(True, "float32")}, {(False, "bfloat16")}
+    assert found == {"vision": frozen, "decoder": frozen, "connector": trained, "selector": trained}
+    assert set(found) == set(PARTS)
+
+
+@pytest.mark.covers("N11")
+@pytest.mark.slow  # 16 devices
+@pytest.mark.parametrize("name", agreement.EXAMPLES)
+def test_layouts_agree_or_are_refused(name):
+    """Gumbel noise depends on rows alone; the choice of a patch is equal under every layout."""
+    decoder = dataclasses.replace(subjects.DECODER, num_layers=4, num_heads=8, num_kv_heads=4)
+    tower = dataclasses.replace(subjects.TOWER, num_layers=4, embed_dim=32, num_heads=8)
+    model = subjects.model("gumbel", decoder=decoder, vision=tower, freeze=("vision",), frozen_dtype="float32")
+    data = [subjects.batch(subjects.CHOSEN, seed=seed) for seed in range(2)]
+
+    def run(example):
+        return agreement.run(agreement.bind(model, OPTIMIZER, example, data[0], axes=subjects.AXES), data)
+
+    if name == "context_ring":
+        with pytest.raises(UserError, match="keys that travel around a ring"):
+            run(agreement.EXAMPLES[name])
+        return
+    if "pipeline" in name:
+        with pytest.raises(UserError, match="carry"):
+            run(agreement.EXAMPLES[name])
+        return
+    found = agreement.compare(run(agreement.EXAMPLES[name]), run(agreement.ONE_DEVICE))
+    # The second moment of the gain is the square of one sum over all patches, which cancels: 342 ulp measured.
+    assert set(agreement.exceeding(name, found)) <= {"opt_state"}
+    assert found["opt_state"].ulp < 1000
+
+
+@pytest.mark.slow  # `soft` is in the quick tests above
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_answers(method):
+    """`all` needs slots for all patches; the others also choose."""
+    model = subjects.model(method)
+    batch = subjects.batch(subjects.PATCHES if method == "all" else subjects.CHOSEN, rows=2)
+    params = jax.jit(model.init)(jax.random.key(0), batch)
+    evaluated = evaluation(dataclasses.replace(model, kinds=("what", "where")))
+    out = evaluated(params, {**batch, "kind": np.array([0, 1])})
+    assert np.isfinite(out.loss_sum)
+    assert [float(out.metrics[k].weight) for k in ("exact", "exact_what", "exact_where")] == [2, 1, 1]
+
+
+def test_images_of_another_size_and_unknown_parts_are_refused(soft):
+    model, batch = soft.model, soft.batch
+    with pytest.raises(UserError, match="images of 12x12x3 uint8; the vision tower needs 16x16x3 uint8"):
+        model.init(jax.random.key(0), {**batch, "images": batch["images"][:, :, 2:14, 2:14]})
+    with pytest.raises(UserError, match="freeze: tower: expected some of vision, connector"):
+        VisionLanguageModel(decoder=subjects.DECODER, vision=subjects.TOWER, freeze=("tower",))
