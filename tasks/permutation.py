@@ -23,13 +23,13 @@ def permuted(places: np.ndarray | Sequence[int], count: int, *, key: Sequence[in
     while outside.any():
         left, right = found[outside] >> shift, found[outside] & mask
         for round_key in keys:
-            left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+            left, right = right, left ^ (mixed(right ^ round_key) & mask)
         found[outside] = left << shift | right
         outside = found >= count
     return found.astype(np.int64)
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def mixed(values: np.ndarray) -> np.ndarray:
     """Mixes the bits of uint64 numbers: the finalizer of splitmix64."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -36,7 +36,7 @@ from tasks.ids import Vocabulary
 from tasks.streams import Stream
 
 COMPLETE, STARTED = "cache.json", "tokenizing.json"
-FORMAT = 1
+FORMAT = 2  # 1 had other counts of what was left out
 SPLITS = ("train", "validation")
 SHARD_TOKENS, BLOCK_TOKENS = 2**23, 2**13
 _SHARD_DOCUMENTS, _BLOCK_DOCUMENTS = 2**20, 2**10
@@ -62,10 +62,11 @@ class Split(NamedTuple):
 def array(
     folder: paths.Path, name: str, dtype: str, *, writes: bool = False, is_new: bool = False, cache_bytes: int = 0
 ):
-    """Opens an array of a split to read or to write it, or creates it, empty. Raises ValueError from TensorStore."""
+    """Opens an array to read or to write it, or creates it, empty. Raises ValueError from TensorStore."""
     import tensorstore
 
-    shard, block = (SHARD_TOKENS, BLOCK_TOKENS) if name == "tokens" else (_SHARD_DOCUMENTS, _BLOCK_DOCUMENTS)
+    by_document = name in ("ends", "checks")
+    shard, block = (_SHARD_DOCUMENTS, _BLOCK_DOCUMENTS) if by_document else (SHARD_TOKENS, BLOCK_TOKENS)
     spec: dict[str, Any] = {
         "driver": "zarr3",
         "kvstore": paths.kvstore(folder / name),
@@ -126,9 +127,9 @@ class TokenCache(DocumentSource):
             ) from error
         except ValueError as error:
             raise UserError(f"{self.path}/{COMPLETE} is damaged: {error}; tokenize again") from error
-        if about.get("format") != FORMAT:
+        if about.get("format") not in (1, FORMAT):
             raise UserError(
-                f"{self.path}/{COMPLETE} has format {about.get('format')}, expected {FORMAT}; tokenize again"
+                f"{self.path}/{COMPLETE} has format {about.get('format')}, expected 1 or {FORMAT}; tokenize again"
             )
         made = about["vocabulary"]
         if made["hash"] != self.vocabulary.hash:
@@ -140,7 +141,8 @@ class TokenCache(DocumentSource):
 
     def split(self, name: str) -> Split:
         """Returns a split. Raises UserError if it has no documents."""
-        found = Split(**self.about["splits"][name])
+        about = self.about["splits"][name]
+        found = Split(about["documents"], about["tokens"], about["digest"])
         if not found.documents:
             raise UserError(
                 f"the token cache {self.path!r} has no document for {name}: tokenize more text, or with --validation"

@@ -1,8 +1,7 @@
 """Converts documents to ids in several processes, and writes them as a token cache (`tasks/token_cache.py`).
 
-One process reads documents in order and writes ids in the same order; the others convert batches of about 1 MiB. About
-every 8 million ids it writes what it has, and then `tokenizing.json`: the position in the sources, and the counts. So a
-command that was interrupted continues from there. What was written after it is the same again, and is overwritten.
+One process reads documents in order and writes ids in the same order (`tasks/token_writer.py`); the others convert
+batches of about 1 MiB.
 """
 
 import collections
@@ -10,7 +9,6 @@ import concurrent.futures
 import concurrent.futures.process
 import dataclasses
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -18,27 +16,28 @@ import pathlib
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, Protocol
 
 import numpy as np
 
 from core import paths, units
 from core.errors import UserError
 from core.types import can
-from tasks import token_cache, vocabularies
+from tasks import documents, near_duplicates, vocabularies
 from tasks.catalogue import Tfds
 from tasks.decontamination import Excluded
 from tasks.document_streams import with_end
-from tasks.documents import MalformedDocument, is_validation
+from tasks.documents import MalformedDocument
 from tasks.huggingface import HuggingFace
 from tasks.ids import EncodesBatches, Vocabulary
+from tasks.near_duplicates import Seen
 from tasks.text_files import TextFiles
 from tasks.token_cache import COMPLETE, FORMAT, SPLITS, STARTED
+from tasks.token_writer import SIGNATURES, Batch, Converted, Counts, Writer
 from tasks.tokenizing_job import Job
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
-_COMMIT_TOKENS = token_cache.SHARD_TOKENS
 _MOST_REPORTED = 10  # documents that are skipped and named
 
 
@@ -47,48 +46,6 @@ class MeasuresProgress(Protocol):
 
     def fraction(self) -> float:
         """Returns the share of the part, 0 to 1."""
-
-
-@dataclasses.dataclass
-class Counts:
-    """Progress of a job.
-
-    Attributes:
-      documents, tokens: written, by split.
-      digest: CRC-32 of the checks of the documents, by split.
-      skipped: malformed documents.
-      blank: documents that contain only white space.
-      excluded: documents for training that share text with an evaluation set.
-      fraction: share of the bytes of the sources that were read.
-    """
-
-    documents: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    digest: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    skipped: int = 0
-    blank: int = 0
-    excluded: int = 0
-    fraction: float = 0.0
-
-
-class _Batch(NamedTuple):
-    """Documents that are converted together; the rest describes the state after them."""
-
-    texts: list[bytes]
-    split: str | None  # None: by hash
-    files: frozenset[str]  # that these documents are in
-    position: tuple[int, Any]  # part, and offset in it
-    skipped: int
-    blank: int
-    fraction: float
-
-
-class _Converted(NamedTuple):
-    """The ids of the documents of a batch that belong to one split."""
-
-    ids: np.ndarray
-    sizes: np.ndarray
-    checks: np.ndarray
 
 
 def run(
@@ -113,15 +70,13 @@ def run(
     if found := [*found, *vocabulary.problems()]:
         raise UserError("\n".join(dict.fromkeys(job.as_flags(problem) for problem in found)))
     files = _listed(source)
-    dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
-    made = {"name": job.vocabulary, "described": vocabulary.describe(), "hash": vocabulary.hash}
-    begun = {"format": FORMAT, "vocabulary": made, "dtype": dtype, "field": job.field, "by_hash": not job.validation}
-    begun["excluded"] = excluded.digest if excluded else ""
+    begun = _description(job, vocabulary, excluded)
     if (done := _read(folder / COMPLETE)) is not None:
         _require_same(job.out, done, begun, files)
+        _remove_state(folder)
         say(f"{job.out} is complete")
         return done
-    with _pool(job.vocabulary, excluded, processes) as pool:
+    with _pool(job.vocabulary, excluded, job.near_duplicates is not None, processes) as pool:
         state = _read(folder / STARTED)
         if state is None:
             say(f"hashing {units.counted(len(files), 'file')}")
@@ -132,24 +87,43 @@ def run(
             _require_same(job.out, state, begun, files)
             versions = {entry["path"]: entry["version"] for entry in files}
             files = [entry | {"version": versions[entry["path"]]} for entry in state["sources"]]
-            say(f"continuing after {units.counted(sum(state['counts']['documents'].values()), 'document')}")
-        progress = _Progress(folder, {**begun, "sources": files}, Counts(**state["counts"]), check)
+            say(f"continuing after {units.counted(Counts(**state['counts']).total('documents'), 'document')}")
+
+        def verify(read: Set[str]) -> None:
+            check()
+            _require_unchanged_while_read(files, read)
+
+        described, seen = {**begun, "sources": files}, Seen(job.near_duplicates) if job.near_duplicates else None
+        writer = Writer(folder, described, Counts(**state["counts"]), seen=seen, check=verify)
         batches = _batches(job, source, files, tuple(state["position"]), say)
-        for batch, converted, left_out in _in_order(pool, batches, most=2 * processes + 2):
-            progress.add(batch, converted, left_out)
-            report(progress.counts)
-        progress.commit()
-    counts = progress.counts
-    left_out = {"skipped": counts.skipped, "blank": counts.blank, "left_out": counts.excluded}
-    about = {**begun, "sources": files, **left_out} | {
-        "splits": {
-            name: {"documents": counts.documents[name], "tokens": counts.tokens[name], "digest": counts.digest[name]}
-            for name in SPLITS
-        },
-    }
+        for batch, converted in _in_order(pool, batches, most=2 * processes + 2):
+            writer.add(batch, converted)
+            report(writer.counts)
+        writer.commit()
+    about = {**described, "left_out": writer.counts.left_out, "splits": writer.counts.splits}
     paths.write_text_atomically(folder / COMPLETE, json.dumps(about, indent=1))
-    (folder / STARTED).unlink(missing_ok=True)
+    _remove_state(folder)
     return about
+
+
+def _description(job: Job, vocabulary: Vocabulary, excluded: Excluded | None) -> dict[str, Any]:
+    """Returns what a command that continues must have in common with the one that began."""
+    return {
+        "format": FORMAT,
+        "vocabulary": {"name": job.vocabulary, "described": vocabulary.describe(), "hash": vocabulary.hash},
+        "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
+        "field": job.field,
+        "by_hash": not job.validation,
+        "excluded": excluded.digest if excluded else "",
+        "near_duplicates": job.near_duplicates and near_duplicates.settings(job.near_duplicates),
+    }
+
+
+def _remove_state(folder: paths.Path) -> None:
+    """Removes what only a command that continues needs."""
+    (folder / STARTED).unlink(missing_ok=True)
+    if (signatures := folder / SIGNATURES).exists():
+        signatures.rmtree()
 
 
 def _read(file: paths.Path) -> dict[str, Any] | None:
@@ -182,6 +156,11 @@ def _digest(entry: Mapping[str, Any]) -> str | None:
 
 def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], files: Sequence[Any]) -> None:
     """Raises UserError if a cache was begun with other settings or sources."""
+    if saved["format"] != begun["format"]:
+        raise UserError(
+            f"{out} was begun by another version of this command (format {saved['format']}, now {begun['format']}): "
+            "give another --out"
+        )
     if saved["vocabulary"]["hash"] != begun["vocabulary"]["hash"]:
         raise UserError(
             f"{out} was begun with {saved['vocabulary']['described']}, and --vocabulary is now "
@@ -191,9 +170,14 @@ def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], 
         raise UserError(
             f"{out} was begun with another --exclude, or other lengths of what it compares: give another --out"
         )
-    for key in ("format", "dtype", "field", "by_hash"):
+    names = {
+        "dtype": "dtype",
+        "field": "--field",
+        "by_hash": "the split by hash (without --validation)",
+        "near_duplicates": "--deduplicate",
+    }
+    for key, name in names.items():
         if saved[key] != begun[key]:
-            name = {"by_hash": "the split by hash (without --validation)", "field": "--field"}.get(key, key)
             raise UserError(f"{out} was begun with {name} = {saved[key]!r}, now {begun[key]!r}: give another --out")
     _require_unchanged(out, saved["sources"], files)
 
@@ -221,13 +205,24 @@ def _differs(entry: Mapping[str, Any], version: str) -> bool:
     return version != entry["version"] and (entry["sha256"] is None or _digest(entry) != entry["sha256"])
 
 
+def _require_unchanged_while_read(files: Sequence[Mapping[str, Any]], read: Set[str]) -> None:
+    """Raises UserError, which names a file that was read, if it was changed since the command began."""
+    for entry in files:
+        is_file = entry["path"] in read and entry["version"] is not None
+        if is_file and _differs(entry, paths.file_version(entry["path"])):
+            raise UserError(
+                f"{entry['path']} was changed while it was read: restore it, and run the same command again, which "
+                "continues; or give another --out"
+            )
+
+
 def _batches(
     job: Job,
     source: TextFiles | Tfds | HuggingFace,
     files: Sequence[Mapping[str, Any]],
     position: tuple[int, Any],
     say: Callable[[str], None],
-) -> Iterator[_Batch]:
+) -> Iterator[Batch]:
     """Reads the documents from a position on."""
     parts = [
         (split if job.validation else None, part)
@@ -239,7 +234,7 @@ def _batches(
     sizes = [bytes_of[name] or 1 for name in names]
     texts: list[bytes] = []
     read: set[str] = set()
-    size = skipped = blank = named = 0
+    size = malformed = blank = named = 0
     number, offset = position
     while number < len(parts):
         split, part = parts[number]
@@ -253,9 +248,10 @@ def _batches(
                     raise UserError(
                         f"{job.as_flags(str(error))}. Correct it, or skip such documents with --skip-bad"
                     ) from error
-                skipped, named = skipped + 1, named + 1
+                malformed, named = malformed + 1, named + 1
                 if named <= _MOST_REPORTED:
-                    say(f"skipped: {error}{' (further ones are only counted)' if named == _MOST_REPORTED else ''}")
+                    last = " (further ones are only counted)" if named == _MOST_REPORTED else ""
+                    say(f"skipped: {job.as_flags(str(error))}{last}")
                 continue
             is_end = text is None
             if text:
@@ -269,30 +265,33 @@ def _batches(
                 position = (number + 1, None) if is_end else (number, reader.offset())
                 within = 1.0 if is_end else reader.fraction() if can(reader, MeasuresProgress) else 0.0
                 fraction = (sum(sizes[:number]) + sizes[number] * within) / max(sum(sizes), 1)
-                yield _Batch(texts, split, frozenset(read), position, skipped, blank, fraction)
-                texts, read, size, skipped, blank = [], set(), 0, 0, 0
+                yield Batch(texts, split, frozenset(read), position, malformed, blank, fraction)
+                texts, read, size, malformed, blank = [], set(), 0, 0, 0
         number, offset = number + 1, None
 
 
 # Converting
 
 
-def _pool(vocabulary: str, excluded: Excluded | None, processes: int) -> concurrent.futures.ProcessPoolExecutor:
+def _pool(
+    vocabulary: str, excluded: Excluded | None, signs: bool, processes: int
+) -> concurrent.futures.ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads of TensorStore
-    return concurrent.futures.ProcessPoolExecutor(processes, context, _open, (vocabulary, excluded))
+    return concurrent.futures.ProcessPoolExecutor(processes, context, _open, (vocabulary, excluded, signs))
 
 
 _vocabulary: Vocabulary  # of a process that converts
 _excluded: Excluded | None
+_signs: bool  # whether it computes signatures
 
 
-def _open(vocabulary: str, excluded: Excluded | None) -> None:
+def _open(vocabulary: str, excluded: Excluded | None, signs: bool) -> None:
     """Prepares a process that converts; Ctrl-C reaches only the one that writes, with which this one ends."""
-    global _vocabulary, _excluded
+    global _vocabulary, _excluded, _signs
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _vocabulary, _excluded = vocabularies.named(vocabulary), excluded
+    _vocabulary, _excluded, _signs = vocabularies.named(vocabulary), excluded, signs
 
 
 def _end_with_parent() -> None:
@@ -300,41 +299,36 @@ def _end_with_parent() -> None:
     os._exit(1)  # it was killed: nobody takes what this process converts
 
 
-def _convert(texts: list[bytes], split: str | None) -> tuple[dict[str, _Converted], int]:
-    """Converts documents, in a process of the pool; also returns the number of those that are left out."""
+def _convert(texts: list[bytes], split: str | None) -> Converted:
+    """Converts documents, in a process of the pool."""
     vocabulary, decoded = _vocabulary, [text.decode() for text in texts]
-    splits = [split or ("validation" if is_validation(text) else "train") for text in texts]
-    if _excluded:
-        kept = [name != "train" or not _excluded.shares_text(text) for name, text in zip(splits, decoded, strict=True)]
-        decoded, splits = list(itertools.compress(decoded, kept)), list(itertools.compress(splits, kept))
+    is_validation = [split == "validation" if split else documents.is_validation(text) for text in texts]
     if can(vocabulary, EncodesBatches):
         every = vocabulary.encode_batch(decoded)
     else:
         every = [vocabulary.encode(text) for text in decoded]
     dtype = np.uint16 if vocabulary.size <= 2**16 else np.uint32
-    found: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
-    for name, ids in zip(splits, every, strict=True):
-        found[name].append(with_end(ids, vocabulary, where=vocabulary.describe).astype(dtype))
-    converted = {
-        name: _Converted(
-            np.concatenate(arrays),
-            np.array([len(ids) for ids in arrays], np.int64),
-            np.array([zlib.crc32(ids) for ids in arrays], np.uint32),
-        )
-        for name, arrays in found.items()
-        if arrays
-    }
-    return converted, len(texts) - len(decoded)
+    arrays = [with_end(ids, vocabulary, where=vocabulary.describe).astype(dtype) for ids in every]
+    shares_text = [
+        _excluded is not None and not held_out and _excluded.shares_text(text)
+        for held_out, text in zip(is_validation, decoded, strict=True)
+    ]
+    return Converted(
+        ids=np.concatenate([np.empty(0, dtype), *arrays]),
+        sizes=np.array([len(ids) for ids in arrays], np.int64),
+        text_bytes=np.array([len(text) for text in texts], np.int64),
+        checks=np.array([zlib.crc32(ids) for ids in arrays], np.uint32),
+        is_validation=np.array(is_validation, bool),
+        shares_text=np.array(shares_text, bool),
+        signatures=near_duplicates.signatures(decoded) if _signs and split != "validation" else None,
+    )
 
 
 def _in_order(
-    pool: concurrent.futures.ProcessPoolExecutor, batches: Iterator[_Batch], *, most: int
-) -> Iterator[tuple[_Batch, dict[str, _Converted], int]]:
-    """Yields each batch, its ids and the number of documents left out, in order.
-
-    At most so many are converted or wait at a time.
-    """
-    waiting: collections.deque[tuple[_Batch, concurrent.futures.Future]] = collections.deque()
+    pool: concurrent.futures.ProcessPoolExecutor, batches: Iterator[Batch], *, most: int
+) -> Iterator[tuple[Batch, Converted]]:
+    """Yields each batch and what it became, in order; at most so many are converted or wait at a time."""
+    waiting: collections.deque[tuple[Batch, concurrent.futures.Future]] = collections.deque()
     try:
         for batch in batches:
             waiting.append((batch, pool.submit(_convert, batch.texts, batch.split)))
@@ -352,112 +346,11 @@ def _in_order(
             future.cancel()
 
 
-def _finished(batch: _Batch, future: concurrent.futures.Future) -> tuple[_Batch, dict[str, _Converted], int]:
-    """Returns a batch, its ids and the number of documents left out.
-
-    Raises:
-      UserError: the vocabulary refuses a document; names the files.
-    """
+def _finished(batch: Batch, future: concurrent.futures.Future) -> tuple[Batch, Converted]:
+    """Returns a batch and what it became. Raises UserError, with the files, if the vocabulary refuses a document."""
     try:
-        return batch, *future.result()
+        return batch, future.result()
     except UserError as error:
         raise UserError(
             f"in a document of {', '.join(units.shortened(sorted(batch.files), most=3))}: {error}"
         ) from error
-
-
-class _Progress:
-    """Writes a cache, and after it the position up to which it is written.
-
-    Attributes:
-      counts: of what was added.
-    """
-
-    def __init__(self, folder: paths.Path, about: Mapping[str, Any], counts: Counts, check: Callable[[], None]) -> None:
-        self._folder, self._about, self._check, self.counts = folder, about, check, counts
-        self._position: tuple[int, Any] | None = None
-        self._read: set[str] = set()  # files whose documents are not written yet
-        if not any(counts.documents.values()):
-            self._save((0, None))  # before the arrays: what is in the folder is then ours
-        self._writers = {
-            name: _Writer(folder / name, about["dtype"], counts.tokens[name], counts.documents[name]) for name in SPLITS
-        }
-
-    def add(self, batch: _Batch, converted: Mapping[str, _Converted], left_out: int) -> None:
-        """Adds the documents of a batch without those left out, and writes once there are enough."""
-        counts, self._position = self.counts, batch.position
-        self._read |= batch.files
-        for name, found in converted.items():
-            self._writers[name].add(found)
-            counts.digest[name] = zlib.crc32(found.checks, counts.digest[name])
-            counts.tokens[name] += len(found.ids)
-            counts.documents[name] += len(found.sizes)
-        counts.skipped += batch.skipped
-        counts.blank += batch.blank
-        counts.excluded += left_out
-        counts.fraction = batch.fraction
-        if sum(writer.waiting for writer in self._writers.values()) >= _COMMIT_TOKENS:
-            self.commit()
-
-    def commit(self) -> None:
-        """Writes what was added. Raises UserError if a file was changed meanwhile, and what `check` raises."""
-        self._check()
-        for entry in self._about["sources"]:
-            is_file = entry["path"] in self._read and entry["version"] is not None
-            if is_file and _differs(entry, paths.file_version(entry["path"])):
-                raise UserError(
-                    f"{entry['path']} was changed while it was read: restore it, and run the same command again, which "
-                    "continues; or give another --out"
-                )
-        for writer in self._writers.values():
-            writer.write()
-        if self._position is not None:
-            self._save(self._position)
-        self._read = set()
-
-    def _save(self, position: tuple[int, Any]) -> None:
-        state = {**self._about, "counts": dataclasses.asdict(self.counts), "position": position}
-        paths.write_text_atomically(self._folder / STARTED, json.dumps(state))
-
-
-class _Writer:
-    """Writes the arrays of one split; what was added is written by `write`.
-
-    Attributes:
-      tokens, documents: numbers that are written.
-      waiting: ids that are not.
-    """
-
-    def __init__(self, folder: paths.Path, dtype: str, tokens: int, documents: int) -> None:
-        kinds = {"tokens": dtype, "ends": "int64", "checks": "uint32"}
-        self._arrays = {
-            name: token_cache.array(folder, name, kind, writes=True, is_new=not documents)
-            for name, kind in kinds.items()
-        }
-        self.tokens, self.documents, self.waiting = tokens, documents, 0
-        self._added: list[_Converted] = []
-
-    def add(self, found: _Converted) -> None:
-        """Adds documents."""
-        self._added.append(found)
-        self.waiting += len(found.ids)
-
-    def write(self) -> None:
-        """Writes what was added, and cuts off what an interrupted process wrote after it."""
-        begins = {"tokens": self.tokens, "ends": self.documents, "checks": self.documents}
-        values: dict[str, np.ndarray] = {}
-        if self._added:
-            sizes = np.concatenate([found.sizes for found in self._added])
-            values = {
-                "tokens": np.concatenate([found.ids for found in self._added]),
-                "ends": self.tokens + np.cumsum(sizes),
-                "checks": np.concatenate([found.checks for found in self._added]),
-            }
-            self.tokens += len(values["tokens"])
-            self.documents += len(sizes)
-        for name, array in self._arrays.items():
-            end = begins[name] + len(values.get(name, ()))
-            self._arrays[name] = array = array.resize(exclusive_max=[end]).result()
-            if self._added:
-                array[begins[name] : end].write(values[name]).result()
-        self._added, self.waiting = [], 0

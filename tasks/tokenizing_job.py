@@ -24,6 +24,8 @@ class Job:
       exclude: patterns of files of evaluation sets (`decontamination.read`); documents for training that share text
         with them are left out and counted.
       exclude_words, exclude_characters: how much they share; see `decontamination.Excluded`.
+      near_duplicates: the similarity at which a document repeats an earlier one (`near_duplicates.Seen`) and is left
+        out; None keeps all. Documents of `validation` are not compared.
     """
 
     data: tuple[str, ...]
@@ -35,6 +37,7 @@ class Job:
     exclude: tuple[str, ...] = ()
     exclude_words: int | None = None
     exclude_characters: int | None = None
+    near_duplicates: float | None = None
 
     def excluded(self) -> Excluded | None:
         """Reads the evaluation sets. Raises UserError, of `decontamination`."""

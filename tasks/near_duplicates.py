@@ -1,0 +1,124 @@
+"""Finds documents that nearly repeat an earlier one, by MinHash signatures (Broder 1997), which datasketch computes.
+
+A document is compared as the set of its runs of 5 successive words, without case and punctuation. The share of equal
+places in the signatures of two documents estimates their Jaccard similarity: the runs that both have, divided by the
+runs that either has. Only documents whose signatures are equal in a whole band of places are compared
+(locality-sensitive hashing); the bands are chosen so that few similar pairs are missed.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from core.errors import UserError
+from tasks import permutation
+
+LEAST_SIMILARITY, MOST_SIMILARITY = 0.5, 0.95
+WORDS, HASHES = 5, 128  # in a run; places in a signature
+_MISSED = (0.1, 0.9)  # weights of pairs compared in vain, and of similar pairs missed, in the choice of the bands
+_RUNS = 4096  # of a document that are hashed at a time: 2 MiB
+_WORD = re.compile(r"\w+")
+
+
+def signatures(texts: Sequence[str]) -> np.ndarray:
+    """Returns the MinHash signature of each text, uint32[N, HASHES]."""
+    from datasketch import MinHash
+
+    empty = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=zlib.crc32)
+    found = np.empty((len(texts), HASHES), np.uint32)
+    for place, text in enumerate(texts):
+        sketch = empty.copy()
+        for some in _runs(text):
+            sketch.update_batch(some)
+        found[place] = sketch.hashvalues
+    return found
+
+
+def _runs(text: str) -> Iterator[list[bytes]]:
+    """Yields lists of the runs of successive words; a short text is one run, also one without any word."""
+    words = [word.encode("utf-8", "surrogatepass") for word in _WORD.findall(text.lower())] or [text.strip().encode()]
+    count = max(len(words) - WORDS + 1, 1)
+    for start in range(0, count, _RUNS):
+        yield [b" ".join(words[at : at + WORDS]) for at in range(start, min(start + _RUNS, count))]
+
+
+def settings(similarity: float) -> dict[str, float]:
+    """Returns what decides which documents are near duplicates."""
+    return {"similarity": similarity, "words": WORDS, "hashes": HASHES}
+
+
+class Seen:
+    """The signatures of documents that were kept, by their bands.
+
+    Attributes:
+      bands, rows: the number of bands, and of places in each.
+    """
+
+    def __init__(self, similarity: float) -> None:
+        """Chooses the bands for this similarity. Raises UserError if it is out of range."""
+        if not LEAST_SIMILARITY <= similarity <= MOST_SIMILARITY:
+            raise UserError(
+                f"near duplicates with a similarity of {similarity}: expected {LEAST_SIMILARITY} to {MOST_SIMILARITY}"
+            )
+        from datasketch import MinHashLSH
+
+        chosen = MinHashLSH(similarity, HASHES, weights=_MISSED)
+        self.bands, self.rows, self._similarity = chosen.b, chosen.r, similarity
+        self._signatures, self._count = np.empty((0, HASHES), np.uint32), 0  # the first are in use
+        self._sorted: list[tuple[np.ndarray, np.ndarray]] = []  # keys of bands and documents, each half the one before
+
+    def add(self, added: np.ndarray) -> None:
+        """Adds documents, uint32[N, HASHES]."""
+        if not len(added):
+            return
+        count = self._count + len(added)
+        if count > len(self._signatures):
+            larger = np.empty((max(count, 2 * len(self._signatures)), HASHES), np.uint32)
+            larger[: self._count] = self._signatures[: self._count]
+            self._signatures = larger
+        self._signatures[self._count : count] = added
+        keys, documents = self._keys(added).ravel(), np.repeat(np.arange(self._count, count), self.bands)
+        self._count = count
+        while self._sorted and len(self._sorted[-1][0]) < 2 * len(keys):
+            more_keys, more_documents = self._sorted.pop()
+            keys, documents = np.concatenate([more_keys, keys]), np.concatenate([more_documents, documents])
+        order = np.argsort(keys, kind="stable")
+        self._sorted.append((keys[order], documents[order].astype(np.uint32)))
+
+    def repeats(self, following: np.ndarray) -> np.ndarray:
+        """Returns which documents nearly repeat an earlier one, bool[N], and adds the others.
+
+        Args:
+          following: the next documents, uint32[N, HASHES]. Earlier ones are those that were added and those before in
+            this array, but for those that themselves repeat one.
+        """
+        keys, found = self._keys(following), np.zeros(len(following), bool)
+        earlier = self._with_equal_bands(keys)
+        here: dict[int, list[int]] = {}  # documents of this array, by the keys of their bands
+        for place, row in enumerate(keys.tolist()):
+            beside = sorted({other for key in row for other in here.get(key, ())})
+            candidates = np.concatenate([self._signatures[earlier[place]], following[beside]])
+            found[place] = ((candidates == following[place]).mean(1) >= self._similarity).any()
+            for key in () if found[place] else row:
+                here.setdefault(key, []).append(place)
+        self.add(following[~found])
+        return found
+
+    def _keys(self, signatures: np.ndarray) -> np.ndarray:
+        """Returns a hash of each band of each signature, uint64[N, bands]."""
+        places = signatures[:, : self.bands * self.rows].reshape(-1, self.bands, self.rows).astype(np.uint64)
+        keys = np.broadcast_to(np.arange(self.bands, dtype=np.uint64), places.shape[:2])
+        for row in range(self.rows):
+            keys = permutation.mixed(keys ^ permutation.mixed(places[:, :, row]))
+        return keys
+
+    def _with_equal_bands(self, keys: np.ndarray) -> list[list[int]]:
+        """Returns, for each document, those added before that have one of its bands."""
+        found: list[set[int]] = [set() for _ in keys]
+        for known, documents in self._sorted:
+            begins, ends = np.searchsorted(known, keys), np.searchsorted(known, keys, side="right")
+            for place, band in np.argwhere(begins < ends).tolist():
+                found[place].update(documents[begins[place, band] : ends[place, band]].tolist())
+        return [sorted(each) for each in found]
