@@ -26,6 +26,9 @@ over microbatches.
 With `pattern=("local", "local", "global")` layer l has kind `pattern[l % 3]`, which the block gets as the static
 argument `kind=`. Kinds may differ in anything but the shapes of parameters. The scan runs over repetitions of the
 pattern and unrolls the remaining layers.
+
+With `group=p` also the parameters of kinds may differ: runners see p successive layers as one, whose parameters are
+those of its layers together. Memory does not grow with p, because each of the p layers is rematerialized by itself.
 """
 
 import contextlib
@@ -109,9 +112,9 @@ class LayerFn:
 
     Attributes:
       plain: `(layer, x, side, kind) -> (x, outputs)`, without rematerialisation, for runners that recompute layers
-        themselves.
-      remat: what the backward pass recomputes; see `layer_stack`.
-      kinds: the kind of every layer.
+        themselves; of a group, each layer is rematerialised.
+      rematerialized: `(kind, in_loop) -> function (layer, x, side) -> (x, outputs)` with the model's rematerialisation.
+      kinds: the kind of every layer; of a group, a tuple of kinds.
       outputs: shapes of the outputs of one layer.
       axes: returns the tree of `Axes` of one layer's parameters; a function because this takes a trace.
       dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
@@ -119,7 +122,7 @@ class LayerFn:
     """
 
     plain: Callable[[Layer, Stream, Side, Kind], tuple[Stream, Outputs]]
-    remat: str | tuple[str, ...]
+    rematerialized: Callable[[Kind, bool], Callable]
     kinds: tuple[Kind, ...]
     outputs: Outputs
     axes: Callable[[], Any]
@@ -136,13 +139,8 @@ class LayerFn:
           kind: one of `kinds`.
           in_loop: whether the layer runs in a loop, which saves barriers; see `_rematerialized`.
         """
-
         if (kind, in_loop) not in self._calls:  # JAX traces the same function once
-
-            def one_layer(layer: Layer, x: Stream, side: Side) -> tuple[Stream, Outputs]:
-                return self.plain(layer, x, side, kind)
-
-            self._calls[kind, in_loop] = _rematerialized(one_layer, self.remat, in_loop=in_loop)
+            self._calls[kind, in_loop] = self.rematerialized(kind, in_loop)
         return self._calls[kind, in_loop](layer, x, side)
 
     def zero_sums(self) -> Any:
@@ -273,8 +271,65 @@ class _Block:
         out = self.transformed.apply(layer.params, layer.key, x, side, *inputs, **self._keywords(kind))
         return (out, Outputs()) if self.outputs is None else _split(out, self.outputs)
 
+    def rematerialized(self, remat: str | tuple[str, ...], kind: Kind, *, in_loop: bool) -> Callable:
+        """Returns `(layer, x, side) -> (x, outputs)`."""
+
+        def one_layer(layer: Layer, x: Stream, side: Side) -> tuple[Stream, Outputs]:
+            return self.apply(layer, x, side, kind)
+
+        return _rematerialized(one_layer, remat, in_loop=in_loop)
+
+    def plain(self, layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
+        """See `LayerFn.plain`."""
+        return self.apply(layer, x, side, kind)
+
     def _keywords(self, kind: Kind) -> dict[str, Kind]:
         return {"kind": kind} if self.has_kind else {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Group:
+    """Successive layers whose kinds may have different parameters, as one layer; its kind is the tuple of theirs.
+
+    Keys and entries of `layer_in` have one more dimension, of the layers of the group.
+    """
+
+    one: _Block
+
+    def init(self, kinds: tuple[Kind, ...]) -> Callable[..., Params]:
+        """Returns `(keys, x, side[, entries of layer_in]) -> parameters of all layers`."""
+
+        def init_each(keys: jax.Array, x: Stream, side: Side, *entries: Any) -> Params:
+            arguments = [(keys[i], x, side, *jax.tree.map(lambda a, i=i: a[i], entries)) for i in range(len(kinds))]
+            made = [self.one.init(kind)(*given) for kind, given in zip(kinds, arguments, strict=True)]
+            return stack_checks.joined(made)
+
+        return init_each
+
+    def apply(self, layer: Layer, x: Stream, side: Side, kinds: tuple[Kind, ...]) -> tuple[Stream, Outputs]:
+        """Runs the layers."""
+        return self._run([functools.partial(self.one.apply, kind=kind) for kind in kinds], layer, x, side)
+
+    def rematerialized(self, remat: str | tuple[str, ...], kinds: tuple[Kind, ...], *, in_loop: bool) -> Callable:
+        """Returns `(layer, x, side) -> (x, outputs)` with each layer rematerialised by itself."""
+        return functools.partial(self._run, [self.one.rematerialized(remat, kind, in_loop=in_loop) for kind in kinds])
+
+    def plain(self, layer: Layer, x: Stream, side: Side, kinds: tuple[Kind, ...]) -> tuple[Stream, Outputs]:
+        """See `LayerFn.plain`; the runner's backward pass otherwise saves what all layers of the group compute."""
+        return self.rematerialized("full", kinds, in_loop=False)(layer, x, side)
+
+    @staticmethod
+    def _run(calls: Sequence[Callable], layer: Layer, x: Stream, side: Side) -> tuple[Stream, Outputs]:
+        every = []
+        for i, call in enumerate(calls):
+            key, inputs = jax.tree.map(lambda a, i=i: a[i], (layer.key, layer.inputs))
+            after, out = call(Layer(layer.params, key, inputs), x, side)
+            stack_checks.check_stream(x, after)
+            x = after
+            every.append(out)
+        stack_checks.check_equal_outputs(every)
+        sums = jax.tree.map(lambda *each: sum(each[1:], each[0]), *[out.summed for out in every])
+        return x, Outputs(sums, jax.tree.map(lambda *each: jnp.stack(each), *[out.stacked for out in every]))
 
 
 def layer_stack(
@@ -286,6 +341,7 @@ def layer_stack(
     tail: Tail | None = None,
     outputs: Any = None,
     pattern: Sequence[Kind] | None = None,
+    group: int = 1,
 ) -> Callable[..., Any]:
     """Stacks `num_layers` copies of a Haiku block, each with its own parameters.
 
@@ -302,40 +358,66 @@ def layer_stack(
       outputs: "stacked" or "summed" for all outputs of a layer, or a tree of these words for parts of it, such as
         `{"cache": "stacked", "balance": "summed"}`; None if the block returns x alone.
       pattern: static kinds, one for each layer of a group that is repeated; hashable. None: all layers are equal.
+      group: the number of successive layers that runners treat as one, because the parameters of their kinds differ.
+        Layers of a group create modules of different names, by their kinds; layer l has the parameters of l % group.
 
     Returns:
       `(x, side, layer_in) -> x`, or the tail's result; with `outputs` a pair of that and the outputs. `side` and
       `layer_in` default to (). Call it inside `hk.transform`.
 
     Raises:
-      UserError: `remat`, `outputs` or `pattern` is malformed; the block changes a shape, returns something else than
-        these arguments say, or closes over an array, or the tail does; an array of `side` has another number of rows
-        than x; an array of `layer_in` does not have L entries; kinds have different parameters.
+      UserError: `remat`, `outputs` or `pattern` is malformed; `num_layers` does not divide into groups; the block
+        changes a shape, returns something else than these arguments say, or closes over an array, or the tail does; an
+        array of `side` has another number of rows than x; an array of `layer_in` does not have L entries; kinds have
+        different parameters, or layers of a group create modules of the same name.
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
-    kinds = tuple(pattern[i % len(pattern)] for i in range(num_layers)) if pattern else (None,) * num_layers
-    one = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
+    stack_checks.check_groups(num_layers, group)
+    kinds: tuple[Kind, ...] = (None,) * num_layers
+    if pattern:
+        kinds = tuple(pattern[i % len(pattern)] for i in range(num_layers))
+    single = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
+    one: _Block | _Group = single if group == 1 else _Group(single)
+    if group > 1:
+        kinds = tuple(kinds[i : i + group] for i in range(0, num_layers, group))
 
     def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
         stack_checks.check_shapes(x, side, layer_in, num_layers)
+        layer_in = _grouped(layer_in, group)
         like_x, like_side, entry = _abstract(x), _abstract(side), _abstract(layer_in, of_one_layer=True)
         arguments = (like_x, like_side, *([entry] if jax.tree.leaves(entry) else []))
-        params = _stacked_params(one.init, name, kinds, arguments)
-        stacked = Layer(params, _layer_keys(num_layers), layer_in)
+        params = _stacked_params(one.init, name, kinds, arguments, group)
+        stacked = Layer(params, _grouped(_layer_keys(num_layers), group), layer_in)
         traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), like_x, like_side, kinds)
         fn = LayerFn(
-            plain=one.apply,
-            remat=remat,
+            plain=one.plain,
+            rematerialized=lambda kind, in_loop: one.rematerialized(remat, kind, in_loop=in_loop),
             kinds=kinds,
             outputs=out,
-            axes=lambda: logical.axes_of(logical.abstract_init(one.init(kinds[0]), jax.random.key(0), *arguments)[1]),
+            axes=lambda: logical.axes_of(logical.abstract_init(one.init(kinds[0]), _init_keys(group), *arguments)[1]),
             dtypes=_computed_dtypes(traced, params),
         )
         run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
         result, out = run(fn, stacked, x, side, tail and _checked_tail(tail, like_x, like_side, out.summed, outputs))
+        out = out._replace(stacked=_ungrouped(out.stacked, group))
         return result if outputs is None else (result, _join(out, outputs))
 
     return apply
+
+
+def _grouped(tree: Any, group: int) -> Any:
+    """Reshapes leaves [L, ...] to [L / group, group, ...]."""
+    return tree if group == 1 else jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), tree)
+
+
+def _ungrouped(tree: Any, group: int) -> Any:
+    return tree if group == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
+
+
+def _init_keys(group: int) -> jax.Array:
+    """Returns the key of a layer, or keys of the layers of a group."""
+    key = jax.random.key(0)
+    return key if group == 1 else jax.random.split(key, group)
 
 
 def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) -> Tail:
@@ -377,12 +459,12 @@ def _abstract(tree: Any, *, of_one_layer: bool = False) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[of_one_layer:], a.dtype), tree)
 
 
-def _stacked_params(init: Callable, name: str, kinds: Sequence[Kind], arguments: tuple) -> Params:
+def _stacked_params(init: Callable, name: str, kinds: Sequence[Kind], arguments: tuple, group: int) -> Params:
     def init_all(rng):
         if rng is None:  # hk.lift asks for shapes only
             return None
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), arguments)
-        keys = jax.random.split(rng, len(kinds))
+        keys = _grouped(jax.random.split(rng, len(kinds) * group), group)
         with logical.lifted(name, layers=True):
             return _by_kind(lambda kind, keys: jax.vmap(lambda key: init(kind)(key, *zeros))(keys), kinds, keys)
 

@@ -27,6 +27,29 @@ def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collecti
         )
 
 
+def check_groups(num_layers: int, group: int) -> None:
+    """Checks that the layers divide into groups of `group` successive layers."""
+    if num_layers % group:
+        raise UserError(
+            f"layer_stack: {units.counted(num_layers, 'layer')} do not divide into groups of {group} layers with "
+            f"different parameters; nearest numbers that do: {max(num_layers // group, 1) * group}, "
+            f"{(num_layers // group + 1) * group}"
+        )
+
+
+def joined(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the parameters of all layers of a group, by module; checks that names of modules differ."""
+    result: dict[str, Any] = {}
+    for one in params:
+        if both := sorted(set(result) & set(one)):
+            raise UserError(
+                f"layer_stack: two layers of a group have parameters of a module {both[0]!r}; name modules by the kind "
+                "of the layer, and give the layers of a group different kinds"
+            )
+        result |= one
+    return result
+
+
 def check_shapes(x: Any, side: Any, layer_in: Any, num_layers: int) -> None:
     """Checks that x and side have one entry for each row, and layer_in one for each layer."""
     leaves = jax.tree.leaves(x)
@@ -103,8 +126,8 @@ def check_equal_parameters(params: Mapping[Any, Any]) -> None:
         if found != wanted:
             raise UserError(
                 f"layer_stack: a layer of kind {first!r} has the parameters {shapes(wanted)}, one of kind {kind!r} "
-                f"{shapes(found)}: all layers of a stack have equal parameters; create them in both kinds, or use a "
-                "stack for each kind"
+                f"{shapes(found)}: layers of a stack have equal parameters; create them in both kinds, or "
+                "set group = the number of layers after which the kinds repeat"
             )
 
 

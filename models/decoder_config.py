@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.errors import UserError
 from models import attention, chunked_loss, derivatives, rotary
@@ -26,6 +26,8 @@ REMAT: Mapping[str, str | tuple[str, ...]] = {
     "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
 }
 LOCAL, GLOBAL = "local", "global"
+MIXERS = ("attention",)  # `models.decoder_parts` has their parts
+FEED_FORWARDS = ("mlp", "experts", "none")
 _CHOICES = {
     "remat": REMAT,
     "dtype": ("bfloat16", "float32"),
@@ -44,6 +46,22 @@ _EXPERTS_NOT_SETTINGS = {"mlp_dim", "capacity", "balance", "z_loss"}  # the widt
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
 _POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
+
+
+class LayerKind(NamedTuple):
+    """What distinguishes a layer from others.
+
+    Attributes:
+      span: LOCAL or GLOBAL.
+      mixers: of `MIXERS`; their outputs are added.
+      feed_forward: of `FEED_FORWARDS`.
+      module: name of the Haiku module of its parameters.
+    """
+
+    span: str
+    mixers: tuple[str, ...]
+    feed_forward: str
+    module: str = "block"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -77,6 +95,11 @@ class DecoderConfig:
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
+      mixer: what mixes positions: "attention", or several joined by "+", whose outputs are added; a tuple is repeated
+        over the layers.
+      feed_forward: "mlp", "experts" or "none"; a tuple is repeated over the layers. None: experts if there are any,
+        otherwise "mlp". If parameters of layers differ, `num_layers` is a multiple of the number of layers after which
+        they repeat, and those of the i-th of these layers are in a module `block_i`.
       experts: a mixture of experts in place of the feed-forward layer; see `models.experts`.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
@@ -116,6 +139,8 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     scaled_embedding: bool = False
+    mixer: str | tuple[str, ...] = "attention"
+    feed_forward: str | tuple[str, ...] | None = None
     experts: Experts | None = None
     lora: Lora | None = None
     loss_chunk: int | None = None
@@ -154,23 +179,39 @@ class DecoderConfig:
         if self.lora is not None and not self.gated and "gate" in self.lora.targets:
             targets = tuple(target for target in self.lora.targets if target != "gate")
             raise UserError(f"lora.adapted.targets: this decoder has no matrix 'gate'; set targets = {targets}")
-        self._check_experts()
+        self._check_parts()
         if (self.window is None) == (LOCAL in self.kinds):
             raise UserError(
                 f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
                 "window needs local layers"
             )
 
-    def _check_experts(self) -> None:
-        if self.experts is None:
-            return
-        if self.bias == "all":
-            raise UserError("Transformer.bias = 'all': experts have no biases; expected 'none' or 'qkv'")
-        if self.lora is not None and (wrong := [t for t in self.lora.targets if t in ("gate", "up", "down")]):
-            targets = tuple(target for target in self.lora.targets if target not in wrong)
+    def _check_parts(self) -> None:
+        for field, found, known in (
+            ("mixer", [name for mixers in self._mixers for name in mixers], MIXERS),
+            ("feed_forward", self._feed_forwards, FEED_FORWARDS),
+        ):
+            value = getattr(self, field)
+            if value == ():
+                raise UserError(f"Transformer.{field} = (): expected a name, or a tuple of names")
+            if unknown := [name for name in found if name not in known]:
+                raise UserError(
+                    f"Transformer.{field} = {value!r}: {unknown[0]!r} is not known; expected "
+                    f"{', '.join(map(repr, known))}, or a tuple of these that is repeated over the layers"
+                )
+        if doubled := ["+".join(mixers) for mixers in self._mixers if len(set(mixers)) < len(mixers)]:
+            raise UserError(f"Transformer.mixer = {self.mixer!r}: {doubled[0]!r} names a mixer twice")
+        for field, names in (("experts", self._feed_forwards),):
+            if (getattr(self, field) is not None) != (field in names):
+                raise UserError(
+                    f"Transformer: {field} = {getattr(self, field)!r} and feed_forward = {self.feed_forward!r}: set "
+                    "both or neither"
+                )
+        if self.num_layers % (group := self.group):
             raise UserError(
-                f"lora.adapted.targets: {', '.join(wrong)} are matrices of experts, which have no adapters; set "
-                f"targets = {targets or ('query', 'key', 'value', 'output')}"
+                f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}, the number of layers after "
+                f"which mixer = {self.mixer!r} and feed_forward = {self.feed_forward!r} repeat; nearest: "
+                f"{max(self.num_layers // group, 1) * group}, {(self.num_layers // group + 1) * group}"
             )
 
     def __repr__(self) -> str:
@@ -182,6 +223,8 @@ class DecoderConfig:
     def settings(self) -> dict[str, Any]:
         """See `core.types.ListsSettings`."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
+        for field, names in (("mixer", self._mixers), ("feed_forward", self._feed_forwards)):
+            found[field] = tuple(names[i % len(names)] for i in range(self.num_layers))
         found |= {
             "head_dim": self.head_width,
             "query_scale": self.score_scale,
@@ -219,37 +262,56 @@ class DecoderConfig:
         return self.pattern or ((GLOBAL,) if self.window is None else (LOCAL,))
 
     @property
+    def _mixers(self) -> tuple[tuple[str, ...], ...]:
+        every = (self.mixer,) if isinstance(self.mixer, str) else self.mixer
+        return tuple(tuple(name.split("+")) for name in every)
+
+    @property
+    def _feed_forwards(self) -> tuple[str, ...]:
+        if self.feed_forward is None:
+            return ("mlp" if self.experts is None else "experts",)
+        return (self.feed_forward,) if isinstance(self.feed_forward, str) else self.feed_forward
+
+    @property
+    def group(self) -> int:
+        """The number of layers after which mixers and feed-forwards repeat."""
+        mixers, others = self._mixers, self._feed_forwards
+        both = [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
+        return next(p for p in range(1, len(both) + 1) if len(both) % p == 0 and both == both[:p] * (len(both) // p))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of successive layers, repeated over the stack."""
+        spans, mixers, others = self.kinds, self._mixers, self._feed_forwards
+        return tuple(
+            LayerKind(
+                spans[i % len(spans)],
+                mixers[i % len(mixers)],
+                others[i % len(others)],
+                "block" if self.group == 1 else f"block_{i % self.group}",
+            )
+            for i in range(math.lcm(len(spans), self.group))
+        )
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Returns the kind of a layer by its number."""
+        kinds = self.layer_kinds
+        return kinds[layer % len(kinds)]
+
+    @property
     def score_scale(self) -> float:
         """Factor of attention scores."""
         return self.head_width**-0.5 if self.query_scale is None else self.query_scale
-
-    def flops_per_token(self, length: int) -> float:
-        """Returns training FLOPs per token without recomputation.
-
-        6 per parameter of a matrix product, and 6 L T H K for causal attention; in a local layer 12 W H K for a window
-        of W positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
-        that a token passes through.
-        """
-        inner = self.num_heads * self.head_width
-        kv = self.num_kv_heads * self.head_width
-        width, router = self.mlp_dim, 0
-        if self.experts is not None:
-            width = self.experts.top_k * self.expert_dim + (self.experts.shared_mlp_dim or 0)
-            router = self.experts.number
-        per_layer = self.embed_dim * (2 * inner + 2 * kv + (3 if self.gated else 2) * width + router)
-        matmul = self.num_layers * per_layer + self.embed_dim * self.stored_vocab_size
-        spans = {GLOBAL: length, LOCAL: min(length, 2 * (self.window or length))}  # twice the mean number attended to
-        attended = sum(spans[self.kinds[i % len(self.kinds)]] for i in range(self.num_layers))
-        return (6.0 if self.lora is None else 4.0) * matmul + 6.0 * attended * inner
 
     def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:
         """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         kv_heads = multiples["kv_heads"]
         group = 1 if self.num_heads == self.num_kv_heads else 2
-        layers = math.lcm(2, multiples["layers"])
+        groups = math.lcm(2 if self.group == 1 else 1, multiples["layers"])
+        layers = self.group * groups
         return dataclasses.replace(
             self,
-            num_layers=layers * math.ceil(len(self.kinds) / layers),
+            num_layers=layers * math.ceil(len(self.layer_kinds) / layers),
             embed_dim=math.lcm(16, multiples["embed"]),
             mlp_dim=math.lcm(16, multiples["mlp"]),
             num_heads=math.lcm(multiples["heads"], kv_heads * group),

@@ -174,6 +174,12 @@ class Routing(NamedTuple):
         }
 
 
+def empty_sums(settings: Experts) -> dict[str, jax.Array]:
+    """Returns zeros for the sums of a layer without experts."""
+    one = {name: jnp.zeros(()) for name in ("balance", "z", "tokens", "entropy", "dropped")}
+    return {**one, "choices": jnp.zeros(settings.number)}
+
+
 def with_routing(
     settings: Experts, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, is_training: bool
 ) -> LossOutput:
@@ -183,7 +189,7 @@ def with_routing(
       settings: the experts.
       found: cross-entropy.
       sums: `Routing.summed` of all layers.
-      num_layers: L.
+      num_layers: the number of layers with experts.
       is_training: whether the losses are added, and the dropped choices and the load of every expert are metrics.
     """
     weight_sum = found.weight_sum

@@ -25,17 +25,17 @@ import jax.numpy as jnp
 from core import logical, random_bits, stack
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params
-from models import chunked_loss, decoder_block, derivatives, experts, lora, losses, ring_attention, rotary
-from models.attention import KeysAndValues
-from models.decoder_block import Block, Earlier, Side
-from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig
+from models import chunked_loss, decoder_block, decoder_parts, derivatives, lora, losses, ring_attention, rotary
+from models.decoder_block import Block
+from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig, LayerKind
+from models.layer_parts import Call, Earlier, Part, Side
 from models.prefix import Prefix
 
 if TYPE_CHECKING:
     from core.checkpoints.published import PublishedFolder
 
 
-Cache = tuple[KeysAndValues, ...]  # of every layer
+Cache = tuple[decoder_block.State, ...]  # of every layer
 _FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # of a batch, [B, T] each
 
 
@@ -66,6 +66,18 @@ class Transformer(DecoderConfig):
 
     Batches have `inputs`, `targets`, `segment_ids`, `positions` [B, T] int32 and `weights` [B, T] float32.
     """
+
+    def __post_init__(self):
+        super().__post_init__()
+        for part in self._parts.values():
+            part.check()
+        if self.lora is not None:
+            matrices = {name for part in self._parts.values() for name in part.matrices}
+            if wrong := [target for target in self.lora.targets if target not in matrices]:
+                raise UserError(
+                    f"lora.adapted.targets: this decoder has no matrix {', '.join(wrong)}; set targets = "
+                    f"{tuple(t for t in self.lora.targets if t in matrices)}"
+                )
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Initializes the parameters in float32; they depend only on the sizes of the model, not on the batch."""
@@ -126,13 +138,12 @@ class Transformer(DecoderConfig):
           inserted: vectors in place of embedded tokens.
         """
 
-        def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *routing: Any) -> LossOutput:
+        def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *sums: Any) -> LossOutput:
             found = self._cross_entropy(head, x, side[1:])
-            if self.experts is None:
-                return found
-            return experts.with_routing(
-                self.experts, found, *routing, num_layers=self.num_layers, is_training=is_training
-            )
+            for name, of_part in (sums[0] if sums else {}).items():
+                layers = sum(name in self._parts_of(self.layer_kind(layer)) for layer in range(self.num_layers))
+                found = self._parts[name].finish(found, of_part, num_layers=layers, is_training=is_training)
+            return found
 
         return self._stack(batch, tail, rows, drops=is_training, inserted=inserted)
 
@@ -177,42 +188,45 @@ class Transformer(DecoderConfig):
         batch = {name: ring_attention.arrange(batch[name], "batch", "length") for name in _FIELDS}
         embedding = self._embedding()
         head = self._head_params(embedding)
-        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), rows=rows)
+        side = self._side(batch, rows=rows)
         x = self._embedded(embedding, batch)
         if inserted is not None:
             x = jnp.where(inserted.places[:, :, None], inserted.values.astype(x.dtype), x)
             x = logical.constrain(x, "batch", "residual_length", "embed")
             side = side._replace(prefix=inserted.prefix)
-        has_experts = self.experts is not None
+        summed = {name: part for name, part in self._parts.items() if jax.tree.leaves(part.empty_sums())}
 
-        def layer(x: jax.Array, side: tuple[Side, jax.Array, jax.Array], kind: str = self.kinds[0]) -> Any:
-            x, routing = Block(self, kind, drops=drops)(x, side[0])
-            return x if routing is None else (x, routing.summed(side[2]))
+        def layer(x: jax.Array, side: tuple[Side, jax.Array, jax.Array], kind: LayerKind = self.layer_kinds[0]) -> Any:
+            x, _, sums = Block(self, kind)(x, Call(side[0], kind.span, weights=side[2], drops=drops))
+            return (x, {name: sums.get(name, part.empty_sums()) for name, part in summed.items()}) if summed else x
 
         layers = stack.layer_stack(
             layer,
             self.num_layers,
             remat=REMAT[self.remat],
             tail=None if tail_fn is None else stack.Tail(tail_fn, head),
-            outputs="summed" if has_experts else None,
+            outputs="summed" if summed else None,
             **self._pattern,
         )
         found = layers(x, (side, batch["targets"], batch["weights"]))
-        return found[0] if has_experts else found
+        return found[0] if summed else found
 
     def empty_cache(self, rows: int, length: int) -> Cache:
-        """Returns an empty cache of keys and values for `rows` rows of at most `length` slots.
+        """Returns the empty state of every layer, for `rows` rows of at most `length` slots.
 
-        A layer with a window has room for the window alone. In the compute dtype, laid out by the activation table.
+        In the compute dtype, laid out by the activation table; attention with a window has room for the window alone.
         """
-        lengths = {GLOBAL: length, LOCAL: min(length, self.window or length)}
-        shapes = [(rows, self.num_kv_heads, lengths[kind], self.head_width) for kind in self._layer_kinds]
-        return self._laid_out(tuple(KeysAndValues(*(jnp.zeros(s, self.dtype) for _ in range(2))) for s in shapes))
+
+        def state(kind: LayerKind) -> decoder_block.State:
+            found = {name: part.empty_state(kind.span, rows, length) for name, part in self._parts_of(kind).items()}
+            return {name: state for name, state in found.items() if jax.tree.leaves(state)}
+
+        return self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
 
     def extend(
         self, params: Params, cache: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """Runs the decoder on T new ids of each row, and adds their keys and values to the cache.
+        """Runs the decoder on T new ids of each row, and adds them to the cache.
 
         Args:
           params: the parameters.
@@ -232,30 +246,56 @@ class Transformer(DecoderConfig):
     def _extended(self, batch: Batch, cache: Cache, start: jax.Array, padding: jax.Array) -> tuple[jax.Array, Cache]:
         embedding = self._embedding()
         head = self._head_params(embedding)
-        side = Side(batch["segment_ids"], self._rotary_tables(batch["positions"]), padding)
+        side = self._side(batch, padding=padding)
 
-        def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, str]):
-            (stream, cache), (at, kind) = x, kind
-            stream, after = Block(self, kind).extended(stream, side, Earlier(cache[at], start))
+        def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
+            (stream, cache), (at, of_layer) = x, kind
+            call = Call(side, of_layer.span, Earlier(cache[at], start))
+            stream, after, _ = Block(self, of_layer)(stream, call)
             return stream, (*cache[:at], after, *cache[at + 1 :])
 
-        # Layers differ in kind and number, because caches of different lengths cannot be stacked.
-        layers = stack.layer_stack(layer, self.num_layers, pattern=tuple(enumerate(self._layer_kinds)))
+        # Layers differ in kind and number, because states of different shapes cannot be stacked.
+        every = tuple((layer, self.layer_kind(layer)) for layer in range(self.num_layers))
+        layers = stack.layer_stack(layer, self.num_layers, pattern=every, group=self.group)
         x = (self._embedded(embedding, batch), cache)
         x, cache = layers(x, side, jnp.broadcast_to(start, (self.num_layers,)))
         return self._head(head, x[:, -1:])[:, 0], cache
 
-    @staticmethod
-    def _laid_out(cache: Cache) -> Cache:
-        return jax.tree.map(lambda a: logical.constrain(a, "batch", "kv_heads", None, "head_dim"), cache)
+    def _laid_out(self, cache: Cache) -> Cache:
+        return tuple({name: self._parts[name].laid_out(part) for name, part in state.items()} for state in cache)
+
+    def _parts_of(self, kind: LayerKind) -> dict[str, Part]:
+        """Returns the parts of a layer by name."""
+        return {name: part for _, _, parts in decoder_block.slots(self, kind) for name, part in parts.items()}
 
     @property
-    def _layer_kinds(self) -> tuple[str, ...]:
-        return tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers))
+    def _parts(self) -> dict[str, Part]:
+        """The parts of all layers by name."""
+        return {name: part for kind in self.layer_kinds for name, part in self._parts_of(kind).items()}
 
     @property
     def _pattern(self) -> dict[str, Any]:
-        return {"pattern": self.kinds} if len(self.kinds) > 1 else {}
+        return {"pattern": self.layer_kinds, "group": self.group} if len(self.layer_kinds) > 1 else {}
+
+    def _side(self, batch: Batch, *, padding: jax.Array | None = None, rows: jax.Array | None = None) -> Side:
+        needed = any(part.needs_positions for part in self._parts.values())
+        turns = self._rotary_tables(batch["positions"])
+        return Side(batch["segment_ids"], turns, padding, rows, batch["positions"] if needed else None)
+
+    def flops_per_token(self, length: int) -> float:
+        """Returns training FLOPs per token without recomputation.
+
+        6 per parameter of a matrix product, and 6 L T H K for causal attention; in a local layer 12 W H K for a window
+        of W positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
+        that a token passes through.
+        """
+        matrices, others = self.embed_dim * self.stored_vocab_size, 0.0
+        for layer in range(self.num_layers):
+            kind = self.layer_kind(layer)
+            for part in self._parts_of(kind).values():
+                work = part.work(kind.span, length)
+                matrices, others = matrices + work.matrices, others + work.others
+        return (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
 
     def _embedded(self, embedding: jax.Array, batch: Batch) -> jax.Array:
         """Returns the input of the first layer, [B, T, D]."""
@@ -294,7 +334,7 @@ class Transformer(DecoderConfig):
         return logical.param("embedding", shape, ("vocab", "embed"), init, as_stored=True)
 
     def _head_params(self, embedding: jax.Array) -> Head:
-        norm = decoder_block.norm_params(self, "final_norm", self.embed_dim)
+        norm = decoder_parts.norm_params(self, "final_norm", self.embed_dim)
         if self.tied:
             return Head(norm, logical.constrain(embedding.astype(self.dtype), "vocab", "embed").T)
         shape, axes = (self.embed_dim, self.stored_vocab_size), ("embed", "vocab")
@@ -305,7 +345,7 @@ class Transformer(DecoderConfig):
         return jnp.where(jnp.arange(shape[1]) < self.vocab_size, columns, 0.0)
 
     def _head(self, head: Head, x: jax.Array) -> jax.Array:
-        logits = derivatives.unembedded(decoder_block.normalize(self, x, *head.norm), head.unembed)
+        logits = derivatives.unembedded(decoder_parts.normalize(self, x, *head.norm), head.unembed)
         if self.logit_softcap is not None:
             logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
         return logical.constrain(logits, "batch", "length", "vocab")

@@ -313,6 +313,64 @@ def test_a_layer_is_initialized_by_its_own_kind_and_key():
     np.testing.assert_allclose(both[is_global], 2 * local[is_global], rtol=1e-6)
 
 
+# Groups: kinds "a" and "b" have different parameters, and stacked ("a", "b", "a") is one layer of the runner's stack.
+
+
+def of_a_group(x, side, flag, *, kind):
+    place, kind = kind
+    with hk.experimental.name_scope(f"at_{place}"):
+        shape = (3, 3) if kind == "a" else (3,)
+        w = logical.param("w", shape, ("embed", None)[: len(shape)], hk.initializers.RandomNormal(0.5), kind="table")
+        keep = jax.random.bernoulli(hk.next_rng_key(), 0.7, x.shape)
+    after = jnp.where(keep, x + flag * (jnp.tanh(x @ w) if kind == "a" else jnp.sin(x * w)), x)
+    return after, {"seen": x, "sum": jnp.sum(after**2)}
+
+
+def grouped(remat="none", layers=6):
+    pattern, outputs = ((0, "a"), (1, "b"), (2, "a")), {"seen": "stacked", "sum": "summed"}
+    stacked = stack.layer_stack(of_a_group, layers, pattern=pattern, group=3, outputs=outputs, remat=remat)
+    return hk.transform(lambda x: stacked(x, (), jnp.arange(layers) / 4))
+
+
+def grouped_by_hand(params):
+    x, every, key = X, [], next(hk.PRNGSequence(KEY))
+    for layer in range(6):
+        group, place = divmod(layer, 3)
+        w = params[f"layers/at_{place}"]["w"][group]
+        every.append(x)
+        keep = jax.random.bernoulli(next(hk.PRNGSequence(jax.random.fold_in(key, layer))), 0.7, x.shape)
+        new = jnp.tanh(x @ w) if place != 1 else jnp.sin(x * w)
+        x = jnp.where(keep, x + layer / 4 * new, x)
+    return x, {"seen": jnp.stack(every), "sum": sum(jnp.sum(a**2) for a in [*every[1:], x])}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_of_a_group_have_parameters_of_their_own(remat):
+    net = grouped(remat)
+    params = net.init(KEY, X)
+    shapes = {name: leaves["w"].shape for name, leaves in params.items()}
+    assert shapes == {"layers/at_0": (2, 3, 3), "layers/at_1": (2, 3), "layers/at_2": (2, 3, 3)}
+    close(net.apply(params, KEY, X), grouped_by_hand(params))
+
+    def value(params, apply):
+        x, out = apply(params)
+        return jnp.sum(x) + out["sum"] + jnp.sum(out["seen"] ** 2)
+
+    got = jax.grad(value)(params, lambda params: net.apply(params, KEY, X))
+    close(got, jax.grad(value)(params, grouped_by_hand))
+
+
+def test_layers_that_do_not_divide_into_groups_are_refused():
+    with pytest.raises(ValueError, match=r"5 layers do not divide into groups of 3 .* nearest numbers that do: 3, 6"):
+        grouped(layers=5)
+
+
+def test_layers_of_a_group_need_names_of_their_own():
+    net = hk.transform(lambda: stack.layer_stack(weighted, 4, outputs=OUTPUTS, group=2)(STREAM, SIDE, FLAGS[:4]))
+    with pytest.raises(ValueError, match="two layers of a group have parameters of a module '~'"):
+        net.init(KEY)
+
+
 def typed(kind):
     return logical.param("w", (3, 3) if kind == "a" else (3, 4), ("embed", None), jnp.ones)
 

@@ -1,0 +1,146 @@
+"""The interface of a part of a decoder's layer: a mixer over positions, or a feed-forward.
+
+    x += Mixer(norm(x));   x += FeedForward(norm(x))
+
+A part creates its parameters in the Haiku module of the layer, and maps the normalized stream [B, T, D] to what is
+added to it. It also describes itself: FLOPs of a token, the state that replaces earlier positions in generation, and
+sums over rows that become losses or metrics. `models.decoder_parts` has the table of parts by name.
+
+B batch, T length, D embed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from core.types import LossOutput
+from models import rotary
+from models.prefix import Prefix
+
+
+class Side(NamedTuple):
+    """Arrays that belong to rows and are the same for all layers.
+
+    Attributes:
+      segment_ids: [B, T], int32.
+      turns: rotary tables by kind of layer; only of GLOBAL if all kinds share one table; empty for learned positions.
+      rows: [B], int32, global row ids, if inputs of adapters are dropped; otherwise None.
+      padding: [B], int32, the number of empty slots before a row, if earlier slots are cached; otherwise None.
+      positions: [B, T], int32, in the segment, if a part of the decoder needs them; otherwise None.
+      prefix: which positions attend both ways; None: attention is causal.
+    """
+
+    segment_ids: jax.Array
+    turns: dict[str, rotary.RotaryTables]
+    padding: jax.Array | None = None
+    rows: jax.Array | None = None
+    positions: jax.Array | None = None
+    prefix: Prefix | None = None
+
+
+class Earlier(NamedTuple):
+    """The slots before those of a call.
+
+    Attributes:
+      state: what the part returned for them, or its empty state.
+      start: their number, [], int32.
+    """
+
+    state: Any
+    start: jax.Array
+
+
+class Call(NamedTuple):
+    """The arguments of a part besides the stream.
+
+    Attributes:
+      side: arrays that belong to rows.
+      kind: "local" or "global".
+      before: earlier slots, whose state the part continues; None: rows are complete.
+      weights: [B, T], of supervised positions; None if there are earlier slots.
+      drops: whether the capacity of experts applies.
+    """
+
+    side: Side
+    kind: str
+    before: Earlier | None = None
+    weights: jax.Array | None = None
+    drops: bool = False
+
+    def real(self, length: int) -> jax.Array:
+        """Returns whether each of the `length` positions is a token and not padding, [B, T]."""
+        if self.before is None:
+            return self.side.segment_ids > 0
+        assert self.side.padding is not None
+        return self.before.start + jax.numpy.arange(length) >= self.side.padding[:, None]
+
+
+class Result(NamedTuple):
+    """What a part returns.
+
+    Attributes:
+      y: [B, T, D], added to the stream.
+      state: after these slots, if there were earlier ones; otherwise ().
+      sums: tree of sums over rows, float32, of the structure of `Part.empty_sums`.
+    """
+
+    y: jax.Array
+    state: Any = ()
+    sums: Any = ()
+
+
+class Work(NamedTuple):
+    """Multiplications of a token: with matrices of parameters, which may be frozen, and others."""
+
+    matrices: float
+    others: float = 0
+
+
+class Part:
+    """A mixer or a feed-forward of a decoder; the defaults are those of a part without state and sums.
+
+    Attributes:
+      needs_positions: whether it reads `Side.positions`.
+      matrices: names of the matrices that low-rank adapters can change.
+    """
+
+    needs_positions = False
+    matrices: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Checks the decoder's fields that concern the part; raises UserError."""
+
+    def __call__(self, x: jax.Array, call: Call) -> Result:
+        """Runs the part on the normalized stream [B, T, D], in the Haiku module of its layer."""
+        raise NotImplementedError
+
+    def work(self, kind: str, length: int) -> Work:
+        """Returns the multiplications of a token in rows of `length` positions."""
+        raise NotImplementedError
+
+    def empty_state(self, kind: str, rows: int, length: int) -> Any:
+        """Returns the state before the first of at most `length` slots, leaves [rows, ...]."""
+        del kind, rows, length
+        return ()
+
+    def laid_out(self, state: Any) -> Any:
+        """Constrains a state by the activation table."""
+        return state
+
+    def empty_sums(self) -> Any:
+        """Returns zeros for the sums; () for a part without sums."""
+        return ()
+
+    def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
+        """Adds losses and metrics of the part to the loss of the decoder.
+
+        Args:
+          found: the cross-entropy.
+          sums: of all layers.
+          num_layers: the number of layers with this part.
+          is_training: whether losses are added.
+        """
+        del sums, num_layers, is_training
+        return found

@@ -1,0 +1,93 @@
+"""Decoders whose layers have different mixers and feed-forwards."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import transformer
+from models.agreement_subjects import random_batches
+from models.experts import Experts
+
+VOCAB = 59
+BATCH = jax.tree.map(jnp.asarray, next(random_batches(VOCAB, steps=1, rows=2)))
+PLAIN = transformer.Transformer(
+    vocab_size=VOCAB, num_layers=4, embed_dim=16, mlp_dim=24, num_heads=2, num_kv_heads=2, dtype="float32"
+)
+ALTERNATING = dataclasses.replace(
+    PLAIN, window=8, pattern=("local", "local", "local", "global"), feed_forward=("mlp", "experts"),
+    experts=Experts(number=4, top_k=2, balance=0.1),
+)  # fmt: skip
+
+
+def params_of(model):
+    params = jax.jit(model.init)(jax.random.key(0), BATCH)
+    return jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape, a.dtype), params)
+
+
+def generated(model, params, ids, *, first=5):
+    """Logits after a prompt and after each id that follows, from states; rows of one segment without padding."""
+    cache, found = model.empty_cache(len(ids), ids.shape[1]), []
+    extend = jax.jit(model.extend)
+    for start, end in [(0, first), *((i, i + 1) for i in range(first, ids.shape[1]))]:
+        logits, cache = extend(params, cache, ids[:, start:end], jnp.int32(start), jnp.zeros(len(ids), jnp.int32))
+        found.append(logits)
+    return jnp.stack(found, axis=1)
+
+
+def check_generation(model, params, *, first=5, atol=2e-5):
+    ids = BATCH["inputs"][:, :12]
+    batch = {name: a[:, :12] for name, a in BATCH.items()} | {
+        "segment_ids": jnp.ones_like(ids),
+        "positions": jnp.broadcast_to(jnp.arange(12), ids.shape),
+    }
+    got = generated(model, params, ids, first=first)
+    np.testing.assert_allclose(got, jax.jit(model.logits)(params, batch)[:, first - 1 :], atol=atol)
+
+
+def test_layers_alternate_between_feed_forwards():
+    params = params_of(ALTERNATING)
+    assert {"layers/block_0", "layers/block_1"} <= set(params)
+    assert params["layers/block_0"]["gate"].shape == (2, 16, 24)
+    assert params["layers/block_1"]["gate"].shape == (2, 4, 16, 24)
+    out = jax.jit(lambda p: ALTERNATING.loss(p, (), None, BATCH)[1])(params)
+    imbalance = out.metrics["experts/imbalance"]
+    assert 1 <= imbalance.total / imbalance.weight <= 2  # a mean over the layers that have experts
+    check_generation(ALTERNATING, params)
+
+
+def test_a_layer_without_feed_forward():
+    model = dataclasses.replace(PLAIN, num_layers=2, feed_forward=("none", "mlp"))
+    params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    assert set(params["layers/block_0"]) == {"query", "key", "value", "output", "attention_norm"}
+    assert (
+        model.flops_per_token(8) == PLAIN.flops_per_token(8) / 2 - 6 * 3 * 16 * 24 + 6 * 16 * 128 / 2
+    )  # half the layers, one without, whole head
+
+
+def test_defaults_are_not_shown():
+    assert "mixer" not in repr(PLAIN)
+    assert "feed_forward" not in repr(PLAIN)
+    assert "feed_forward=('mlp', 'experts')" in repr(ALTERNATING)
+    same = dataclasses.replace(PLAIN, mixer=("attention", "attention"), feed_forward=("mlp",))
+    assert same.settings() == PLAIN.settings()
+    assert same.group == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mixer": "atention"}, r"mixer = 'atention': 'atention' is not known; expected 'attention'"),
+        ({"mixer": "attention+attention"}, "'attention.attention' names a mixer twice"),
+        ({"mixer": ()}, r"mixer = \(\): expected a name, or a tuple of names"),
+        ({"feed_forward": ("mlp", "moe")}, r"'moe' is not known; expected 'mlp', 'experts'"),
+        ({"feed_forward": "experts"}, "experts = None and feed_forward = 'experts': set both or neither"),
+        ({"experts": Experts(number=2, top_k=1), "feed_forward": "mlp"}, "set both or neither"),
+        ({"feed_forward": ("mlp", "none", "mlp")}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),
+    ],
+)
+def test_wrong_patterns_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(PLAIN, **changes)
