@@ -28,6 +28,7 @@ REMAT: Mapping[str, str | tuple[str, ...]] = {
 LOCAL, GLOBAL = "local", "global"
 MIXERS = ("attention",)  # `models.decoder_parts` has their parts
 FEED_FORWARDS = ("mlp", "experts", "none")
+_SETTINGS_OF = {"experts": ("experts",)}  # fields with the settings of parts, and the names of these parts
 _CHOICES = {
     "remat": REMAT,
     "dtype": ("bfloat16", "float32"),
@@ -201,11 +202,12 @@ class DecoderConfig:
                 )
         if doubled := ["+".join(mixers) for mixers in self._mixers if len(set(mixers)) < len(mixers)]:
             raise UserError(f"Transformer.mixer = {self.mixer!r}: {doubled[0]!r} names a mixer twice")
-        for field, names in (("experts", self._feed_forwards),):
-            if (getattr(self, field) is not None) != (field in names):
+        named = {name for names in (*self._mixers, self._feed_forwards) for name in names}
+        for field, parts in _SETTINGS_OF.items():
+            if (getattr(self, field) is not None) != bool(named & set(parts)):
                 raise UserError(
-                    f"Transformer: {field} = {getattr(self, field)!r} and feed_forward = {self.feed_forward!r}: set "
-                    "both or neither"
+                    f"Transformer: {field} = {getattr(self, field)!r}, mixer = {self.mixer!r} and feed_forward = "
+                    f"{self.feed_forward!r}: {field} has the settings of {' and '.join(parts)}; set both or neither"
                 )
         if self.num_layers % (group := self.group):
             raise UserError(

@@ -117,7 +117,7 @@ def test_windows_in_the_cache_give_the_ids_of_full_passes(family, monkeypatch):
     monkeypatch.setattr(generation, "_MULTIPLE", 1)
     generator, prompts = generator_of(family), [[5, 17, 3], [9, 2, 8, 33, 41, 7, 7, 1, 60], [4] * 6]
     model, params = generator._program.model, generator._program.abstract_state.params
-    entries = {layer.keys.shape[2] for layer in jax.eval_shape(lambda: model.empty_cache(4, 64))}
+    entries = {layer["attention"].keys.shape[2] for layer in jax.eval_shape(lambda: model.empty_cache(4, 64))}
     assert entries == ({5} if family == "mistral" else {5, 64})
     params = model.published(str(FAMILIES / family)).load(params, generator._program.param_specs)
     for prompt, found in zip(prompts, generator.generate(prompts, max_tokens=12), strict=True):
