@@ -23,9 +23,10 @@ import numpy as np
 
 from core import logical, stack
 from core.errors import UserError
-from models import decoder_block, rotary
-from models.decoder_block import Block, Side
+from models import decoder_parts, rotary
+from models.decoder_block import Block
 from models.decoder_config import GLOBAL, REMAT, DecoderConfig
+from models.layer_parts import Call, Side
 from models.prefix import Prefix
 
 logical.declare("pixel_rows", "rows of pixels of a patch")
@@ -154,11 +155,11 @@ class VisionTower:
         if self.class_token:
             x = jnp.concatenate([self._class(len(x), like.dtype), x], axis=1)
         if self.input_norm:
-            x = decoder_block.normalized(config, f"{NAME}_input_norm", x)
+            x = decoder_parts.normalized(config, f"{NAME}_input_norm", x)
         if self.num_layers:
             x = self._layers(x, config)
         if self.output_norm:
-            x = decoder_block.normalized(config, f"{NAME}_output_norm", x)
+            x = decoder_parts.normalized(config, f"{NAME}_output_norm", x)
         return x[:, self.class_token :]
 
     def _class(self, rows: int, dtype: str) -> jax.Array:
@@ -178,7 +179,7 @@ class VisionTower:
         side = Side(everywhere, turns, prefix=Prefix(everywhere * (length - 1)))
 
         def layer(x: jax.Array, side: Side) -> jax.Array:
-            return Block(config, GLOBAL)(x, side)[0]
+            return Block(config, config.layer_kinds[0])(x, Call(side, GLOBAL))[0]
 
         return stack.layer_stack(layer, self.num_layers, name=f"{NAME}_layers", remat=REMAT[config.remat])(x, side)
 
