@@ -343,7 +343,7 @@ def layer_stack(
     pattern: Sequence[Kind] | None = None,
     group: int = 1,
 ) -> Callable[..., Any]:
-    """Stacks `num_layers` copies of a Haiku block, each with its own parameters.
+    """Stacks `num_layers` copies of a Haiku block, each with its own parameters; call the result inside `hk.transform`.
 
     Args:
       block: a Haiku function `(x, side) -> x` with leaves [B, ...] that keep their shapes. It has a third argument, its
@@ -362,24 +362,18 @@ def layer_stack(
         Layers of a group create modules of different names, by their kinds; layer l has the parameters of l % group.
 
     Returns:
-      `(x, side, layer_in) -> x`, or the tail's result; with `outputs` a pair of that and the outputs. `side` and
-      `layer_in` default to (). Call it inside `hk.transform`.
+      `(x, side=(), layer_in=()) -> x`, or the tail's result; with `outputs` a pair of that and the outputs.
 
     Raises:
-      UserError: `remat`, `outputs` or `pattern` is malformed; `num_layers` does not divide into groups; the block
-        changes a shape, returns something else than these arguments say, or closes over an array, or the tail does; an
-        array of `side` has another number of rows than x; an array of `layer_in` does not have L entries; kinds have
-        different parameters, or layers of a group create modules of the same name.
+      UserError: an argument is malformed, or `num_layers` does not divide into groups; the block changes a shape,
+        returns something else than these arguments say, or closes over an array, or the tail does; `side` has another
+        number of rows than x, or `layer_in` not L entries; kinds have different parameters, or a group equal names.
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
     stack_checks.check_groups(num_layers, group)
-    kinds: tuple[Kind, ...] = (None,) * num_layers
-    if pattern:
-        kinds = tuple(pattern[i % len(pattern)] for i in range(num_layers))
-    single = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
-    one: _Block | _Group = single if group == 1 else _Group(single)
-    if group > 1:
-        kinds = tuple(kinds[i : i + group] for i in range(0, num_layers, group))
+    one: Any = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
+    one = one if group == 1 else _Group(one)
+    kinds = _kinds(pattern, num_layers, group)
 
     def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
         stack_checks.check_shapes(x, side, layer_in, num_layers)
@@ -394,13 +388,12 @@ def layer_stack(
             rematerialized=lambda kind, in_loop: one.rematerialized(remat, kind, in_loop=in_loop),
             kinds=kinds,
             outputs=out,
-            axes=lambda: logical.axes_of(logical.abstract_init(one.init(kinds[0]), _init_keys(group), *arguments)[1]),
+            axes=lambda: _axes(one.init(kinds[0]), group, arguments),
             dtypes=_computed_dtypes(traced, params),
         )
         run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
         result, out = run(fn, stacked, x, side, tail and _checked_tail(tail, like_x, like_side, out.summed, outputs))
-        out = out._replace(stacked=_ungrouped(out.stacked, group))
-        return result if outputs is None else (result, _join(out, outputs))
+        return result if outputs is None else (result, _join(_ungrouped(out, group), outputs))
 
     return apply
 
@@ -410,14 +403,23 @@ def _grouped(tree: Any, group: int) -> Any:
     return tree if group == 1 else jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), tree)
 
 
-def _ungrouped(tree: Any, group: int) -> Any:
-    return tree if group == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
+def _ungrouped(out: Outputs, group: int) -> Outputs:
+    """Reshapes stacked outputs [L / group, group, ...] to [L, ...]."""
+    if group == 1:
+        return out
+    return out._replace(stacked=jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out.stacked))
 
 
-def _init_keys(group: int) -> jax.Array:
-    """Returns the key of a layer, or keys of the layers of a group."""
+def _axes(init: Callable, group: int, arguments: tuple) -> Any:
+    """Returns the axes of the parameters of a layer, or of a group."""
     key = jax.random.key(0)
-    return key if group == 1 else jax.random.split(key, group)
+    return logical.axes_of(logical.abstract_init(init, _grouped(jax.random.split(key, group), group)[0], *arguments)[1])
+
+
+def _kinds(pattern: Sequence[Kind] | None, num_layers: int, group: int) -> tuple[Kind, ...]:
+    """Returns the kind of each layer, or of each group of layers."""
+    kinds = tuple(pattern[i % len(pattern)] if pattern else None for i in range(num_layers))
+    return kinds if group == 1 else tuple(kinds[i : i + group] for i in range(0, num_layers, group))
 
 
 def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) -> Tail:
