@@ -371,8 +371,8 @@ def layer_stack(
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
     stack_checks.check_groups(num_layers, group)
-    one: Any = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
-    one = one if group == 1 else _Group(one)
+    single = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
+    one: _Block | _Group = single if group == 1 else _Group(single)
     kinds = _kinds(pattern, num_layers, group)
 
     def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
@@ -382,20 +382,28 @@ def layer_stack(
         arguments = (like_x, like_side, *([entry] if jax.tree.leaves(entry) else []))
         params = _stacked_params(one.init, name, kinds, arguments, group)
         stacked = Layer(params, _grouped(_layer_keys(num_layers), group), layer_in)
-        traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), like_x, like_side, kinds)
-        fn = LayerFn(
-            plain=one.plain,
-            rematerialized=lambda kind, in_loop: one.rematerialized(remat, kind, in_loop=in_loop),
-            kinds=kinds,
-            outputs=out,
-            axes=lambda: _axes(one.init(kinds[0]), group, arguments),
-            dtypes=_computed_dtypes(traced, params),
-        )
+        fn = _layer_fn(one, remat, kinds, stacked, arguments, group)
         run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
-        result, out = run(fn, stacked, x, side, tail and _checked_tail(tail, like_x, like_side, out.summed, outputs))
+        last = tail and _checked_tail(tail, like_x, like_side, fn.outputs.summed, outputs)
+        result, out = run(fn, stacked, x, side, last)
         return result if outputs is None else (result, _join(_ungrouped(out, group), outputs))
 
     return apply
+
+
+def _layer_fn(
+    one: _Block | _Group, remat: Any, kinds: tuple[Kind, ...], stacked: Layer, arguments: tuple, group: int
+) -> LayerFn:
+    """Returns what runners call; `arguments` are x, side and an entry of `layer_in`, as shapes."""
+    traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), *arguments[:2], kinds)
+    return LayerFn(
+        plain=one.plain,
+        rematerialized=lambda kind, in_loop: one.rematerialized(remat, kind, in_loop=in_loop),
+        kinds=kinds,
+        outputs=out,
+        axes=lambda: _axes(one.init(kinds[0]), group, arguments),
+        dtypes=_computed_dtypes(traced, stacked.params),
+    )
 
 
 def _grouped(tree: Any, group: int) -> Any:
