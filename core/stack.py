@@ -395,7 +395,7 @@ def _layer_fn(
     one: _Block | _Group, remat: Any, kinds: tuple[Kind, ...], stacked: Layer, arguments: tuple, group: int
 ) -> LayerFn:
     """Returns what runners call; `arguments` are x, side and an entry of `layer_in`, as shapes."""
-    traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), *arguments[:2], kinds)
+    traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), arguments[0], arguments[1], kinds)
     return LayerFn(
         plain=one.plain,
         rematerialized=lambda kind, in_loop: one.rematerialized(remat, kind, in_loop=in_loop),
