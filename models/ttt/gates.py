@@ -1,0 +1,312 @@
+"""Gates: whether a chunk is read with the adapter (UPDATE) or by the base alone (SKIP).
+
+A gate is a value with two pure functions, for use inside jit: `init()` returns its state, `decide(state, signals, key)`
+the next state and a decision. Chunks are decided one after the other, in the order of the rows of the global batch, so
+that decisions depend neither on hosts nor on the strategy. The state is part of a model's carry, and so of checkpoints.
+
+    state, decisions = gates.decide_rows(gate, state, signals, real, key)
+
+`Oracle` and `Improvement` rank all chunks of an evaluation, of which a running model knows only the past.
+
+"When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026; signals and the rule of
+`Reconstruction` follow its code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core.errors import UserError
+
+SKIP_COST, UPDATE_COST = 1.0, 3.0  # of a chunk, in the units of the paper
+State = Any  # tuple of scalars; a carry may hold those
+
+
+class Signals(NamedTuple):
+    """What is known of a chunk before it is decided; [] for one chunk, [B] for the rows of a batch.
+
+    Attributes:
+      loss: mean cross-entropy of the base alone.
+      initial, step_0, step_1: mean reconstruction losses of the inner models, with the weights before the chunk, before
+        each mini-batch and after it.
+    """
+
+    loss: Any
+    initial: Any
+    step_0: Any
+    step_1: Any
+
+
+class Gate(Protocol):
+    """Decides about chunks, one after the other."""
+
+    @property
+    def reads(self) -> str:
+        """The signals that it reads: "", "loss" or "reconstruction"."""
+
+    def init(self) -> State:
+        """Returns the state before the first chunk."""
+
+    def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
+        """Returns the next state, and whether the chunk is an UPDATE, [] bool; `key` is the chunk's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Decides the same for every chunk: `Constant(False)` is SKIP, `Constant(True)` is UPDATE."""
+
+    updates: bool
+    reads = ""
+
+    def init(self) -> State:
+        """See `Gate`."""
+        return ()
+
+    def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
+        """See `Gate`."""
+        del signals, key
+        return state, jnp.asarray(self.updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """Updates with a probability.
+
+    Raises UserError for one outside 0 to 1.
+    """
+
+    probability: float = 0.5
+    reads = ""
+
+    def __post_init__(self):
+        _check("Random.probability", self.probability, 0.0, 1.0)
+
+    def init(self) -> State:
+        """See `Gate`."""
+        return ()
+
+    def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
+        """See `Gate`."""
+        del signals
+        return state, jax.random.uniform(key) < self.probability
+
+
+@dataclasses.dataclass(frozen=True)
+class LossThreshold:
+    """Updates where the loss of the base is above a threshold."""
+
+    threshold: float = 2.0
+    reads = "loss"
+
+    def init(self) -> State:
+        """See `Gate`."""
+        return ()
+
+    def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
+        """See `Gate`."""
+        del key
+        return state, signals.loss > self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """Updates where a signal is above its exponential average; the first chunk sets the average, and is an UPDATE.
+
+    Attributes:
+      signal: "loss" or "reconstruction".
+      decay: weight of the past in the average.
+
+    Raises:
+      UserError: an unknown signal, or a weight outside 0 to 1.
+    """
+
+    signal: str = "loss"
+    decay: float = 0.9
+
+    def __post_init__(self):
+        if self.signal not in ("loss", "reconstruction"):
+            raise UserError(f"gates.Average.signal = {self.signal!r}: expected 'loss' or 'reconstruction'")
+        _check("Average.decay", self.decay, 0.0, 1.0)
+
+    @property
+    def reads(self) -> str:
+        """See `Gate`."""
+        return self.signal
+
+    def init(self) -> State:
+        """See `Gate`."""
+        return {"average": jnp.zeros(()), "chunks": jnp.zeros((), jnp.int32)}
+
+    def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
+        """See `Gate`."""
+        del key
+        signal = signals.loss if self.signal == "loss" else signals.step_0
+        is_first = state["chunks"] == 0
+        updates = is_first | (signal > state["average"])
+        average = jnp.where(is_first, signal, self.decay * state["average"] + (1 - self.decay) * signal)
+        return {"average": average, "chunks": state["chunks"] + 1}, updates
+
+
+@dataclasses.dataclass(frozen=True)
+class Reconstruction:
+    """Updates where the reconstruction loss is above a threshold that holds a budget: the gate of the paper.
+
+    The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves the share
+    rho above it. After every later decision u,
+
+        r <- (1 - alpha) r + alpha u;    theta <- max(least, theta + (r - rho) alpha max(floor, |theta|))
+
+    Attributes:
+      budget: mean cost of a chunk, from 1 (all SKIP) to 3 (all UPDATE).
+      calibration: number of chunks.
+      alpha: weight of the present in the rate r, and step of the threshold.
+      floor, least: see above.
+
+    Raises:
+      UserError: a setting out of range.
+    """
+
+    budget: float = 2.0
+    calibration: int = 16
+    alpha: float = 0.1
+    floor: float = 0.1
+    least: float = 0.01
+    reads = "reconstruction"
+
+    def __post_init__(self):
+        _check("Reconstruction.budget", self.budget, SKIP_COST, UPDATE_COST)
+        _check("Reconstruction.alpha", self.alpha, 0.0, 1.0)
+        if self.calibration < 1:
+            raise UserError(f"gates.Reconstruction.calibration = {self.calibration}: expected at least 1")
+
+    @property
+    def rate(self) -> float:
+        """The share of updates rho."""
+        return (self.budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
+
+    def init(self) -> State:
+        """See `Gate`. `seen` are the signals of the calibration, scalars because a carry has arrays of rows only."""
+        zero = jnp.zeros(())
+        return {
+            "chunks": jnp.zeros((), jnp.int32),
+            "rate": zero + self.rate,
+            "threshold": zero,
+            "seen": (zero,) * self.calibration,
+        }
+
+    def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
+        """See `Gate`."""
+        del key
+        signal, chunks = signals.step_0, state["chunks"] + 1
+        seen = jnp.stack(state["seen"])
+        seen = jnp.where(jnp.arange(self.calibration) == state["chunks"], signal, seen)
+        quantile = jnp.sort(seen)[min(int((1 - self.rate) * self.calibration), self.calibration - 1)]
+        updates = (chunks <= self.calibration) | (signal > state["threshold"])
+        threshold = jnp.where(chunks == self.calibration, quantile, state["threshold"])
+        rate = (1 - self.alpha) * state["rate"] + self.alpha * updates
+        step = (rate - self.rate) * self.alpha * jnp.maximum(self.floor, jnp.abs(threshold))
+        is_open = chunks >= self.calibration
+        after = {
+            "chunks": chunks,
+            "rate": jnp.where(is_open, rate, state["rate"]),
+            "threshold": jnp.where(is_open, jnp.maximum(self.least, threshold + step), threshold),
+            "seen": tuple(seen),
+        }
+        return after, updates
+
+
+def _check(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise UserError(f"gates.{name} = {value!r}: expected a number from {low:g} to {high:g}")
+
+
+def decide_rows(
+    gate: Gate, state: State, signals: Signals, real: jax.Array, key: jax.Array, *, per_batch: bool = False
+) -> tuple[State, jax.Array]:
+    """Decides about the rows of a batch, in their order.
+
+    Args:
+      gate: the gate.
+      state: before the first row.
+      signals: [B] each.
+      real: [B], bool; rows without tokens are skipped, and leave the state.
+      key: the key of the batch; each row has its own.
+      per_batch: whether all rows get one decision, from the means of the signals of the real ones.
+
+    Returns:
+      The state after the last row, and the decisions, [B] bool.
+    """
+    if per_batch:
+        count = jnp.maximum(jnp.sum(real), 1)
+        mean = Signals(*(jnp.sum(jnp.where(real, s, 0)) / count for s in signals))
+        state, updates = gate.decide(state, mean, key)
+        return state, real & updates
+
+    def one(state: State, row: tuple) -> tuple[State, jax.Array]:
+        signals, is_real, number = row
+        after, updates = gate.decide(state, signals, jax.random.fold_in(key, number))
+        after = jax.tree.map(lambda a, b: jnp.where(is_real, a, b).astype(b.dtype), after, state)
+        return after, is_real & updates
+
+    return jax.lax.scan(one, state, (signals, real, jnp.arange(len(real))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """Updates the chunks that gain most by it, known afterwards: a share of all chunks, or all that gain anything.
+
+    Attributes:
+      rate: the share; None: greedy, every chunk with a positive advantage.
+    """
+
+    rate: float | None = 0.5
+
+    def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
+        """Returns the decisions of all chunks of an evaluation, [chunks] bool."""
+        del signals
+        return advantage > 0 if self.rate is None else _top(advantage, self.rate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Improvement:
+    """Updates the share of all chunks whose inner models improve most by a step."""
+
+    rate: float = 0.5
+
+    def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
+        """See `Oracle`."""
+        del advantage
+        return _top(np.asarray(signals.step_0) - np.asarray(signals.step_1), self.rate)
+
+
+def _top(values: np.ndarray, rate: float) -> np.ndarray:
+    """Returns which values are among the largest, of which there are round(rate times all)."""
+    chosen = np.zeros(len(values), bool)
+    chosen[np.argsort(-values, kind="stable")[: round(rate * len(values))]] = True
+    return chosen
+
+
+def named(name: str, *, budget: float = 2.0) -> Any:
+    """Returns a gate by its name in commands, for a mean cost of a chunk. Raises UserError for an unknown name."""
+    _check("budget", budget, SKIP_COST, UPDATE_COST)
+    rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
+    made = {
+        "skip": lambda: Constant(False),
+        "update": lambda: Constant(True),
+        "random": lambda: Random(rate),
+        "loss": LossThreshold,
+        "average": Average,
+        "reconstruction_average": lambda: Average("reconstruction"),
+        "reconstruction": lambda: Reconstruction(budget),
+        "oracle": lambda: Oracle(rate),
+        "greedy": lambda: Oracle(None),
+        "improvement": lambda: Improvement(rate),
+    }
+    if name not in made:
+        raise UserError(f"no gate {name!r}: expected some of {', '.join(made)}")
+    return made[name]()

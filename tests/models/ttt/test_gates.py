@@ -1,0 +1,109 @@
+"""Gates: the recorded trace, rows in order, states that continue, and rules that rank."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from models.ttt import gates
+from models.ttt.gates import Signals
+
+TRACE = np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "ttt_parity.npz")
+SIGNAL = TRACE["gating/signal"]
+PAPER = gates.Reconstruction(budget=2.0)
+
+
+def signals(values):
+    values = jnp.asarray(values)
+    return Signals(values, values, values, 0.5 * values)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decide(gate, state, values, real=None):
+    real = jnp.ones(len(values), bool) if real is None else real
+    return gates.decide_rows(gate, state, signals(values), real, jax.random.key(0))
+
+
+@pytest.mark.covers("N05")
+def test_the_gate_of_the_paper_has_its_recorded_trace_bit_for_bit():
+    with jax.enable_x64(True):
+        step = jax.jit(PAPER.decide)
+        state, decisions, thresholds = PAPER.init(), [], []
+        for value in SIGNAL:
+            state, updates = step(state, signals(value), jax.random.key(0))
+            decisions.append(bool(updates))
+            thresholds.append(float(state["threshold"]))
+    assert decisions == TRACE["gating/decision"].tolist()
+    assert thresholds[15:] == TRACE["gating/threshold_after"][15:].tolist()
+    assert TRACE["gating/hyper"].tolist() == [PAPER.rate, PAPER.alpha, PAPER.calibration, PAPER.floor, PAPER.least]
+
+
+@pytest.mark.covers("N05")
+def test_decisions_do_not_depend_on_how_chunks_are_batched():
+    """Also in float32; the state of the middle continues, and rows without tokens change nothing."""
+    values = SIGNAL.astype(np.float32)
+    end, whole = decide(PAPER, PAPER.init(), values)
+    assert whole.tolist() == TRACE["gating/decision"].tolist()
+    middle, first = decide(PAPER, PAPER.init(), values[:48])
+    other, second = decide(PAPER, middle, values[48:])
+    assert [*first, *second] == whole.tolist()
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(a == b), end, other))
+    real = np.arange(48) < 24
+    state, found = decide(PAPER, PAPER.init(), values[:48], real)
+    assert found.tolist() == (np.asarray(first) & real).tolist()
+    assert int(state["chunks"]) == 24
+
+
+def test_budgets_are_held():
+    drawn = np.random.default_rng(0).lognormal(size=2000).astype(np.float32)
+    for budget, rate in ((1.4, 0.2), (2.6, 0.8)):
+        gate = gates.Reconstruction(budget=budget)
+        _, found = jax.jit(lambda v, gate=gate: gates.decide_rows(gate, gate.init(), signals(v), v > 0, _key()))(drawn)
+        assert np.mean(found[16:]) == pytest.approx(rate, abs=0.05)
+
+
+def _key():
+    return jax.random.key(3)
+
+
+def test_rules_by_threshold_average_and_chance():
+    values = jnp.asarray([1.0, 3.0, 2.0, 2.5])
+    rows = functools.partial(gates.decide_rows, signals=signals(values), real=jnp.ones(4, bool), key=_key())
+    assert rows(gates.LossThreshold(2.2), ())[1].tolist() == [False, True, False, True]
+    average = gates.Average(decay=0.5)  # averages before each chunk: -, 1, 2, 2
+    state, found = rows(average, average.init())
+    assert found.tolist() == [True, True, False, True]
+    assert float(state["average"]) == 2.25
+    assert rows(gates.Constant(True), ())[1].all() and not rows(gates.Constant(False), ())[1].any()
+    together = rows(gates.LossThreshold(2.2), (), per_batch=True)[1]
+    assert not together.any() and rows(gates.LossThreshold(2.1), (), per_batch=True)[1].all()
+    assert rows(gates.Random(0.0), ())[1].sum() == 0 and rows(gates.Random(1.0), ())[1].all()
+    assert rows(gates.Random(0.5), ())[1].tolist() == rows(gates.Random(0.5), ())[1].tolist()
+
+
+def test_rules_that_rank_all_chunks():
+    advantage = np.asarray([0.1, -0.2, 0.3, 0.0])
+    found = signals([4.0, 1.0, 2.0, 3.0])
+    assert gates.Oracle(0.5).decide_all(found, advantage).tolist() == [True, False, True, False]
+    assert gates.Oracle(None).decide_all(found, advantage).tolist() == [True, False, True, False]
+    assert gates.Improvement(0.5).decide_all(found, advantage).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: gates.Reconstruction(budget=3.5), "budget = 3.5: expected a number from 1 to 3"),
+        (lambda: gates.named("reconstruction", budget=0.5), "budget = 0.5: expected a number from 1 to 3"),
+        (lambda: gates.named("recall"), "no gate 'recall': expected some of skip, update"),
+        (lambda: gates.Random(1.5), "expected a number from 0 to 1"),
+        (lambda: gates.Average("x"), "expected 'loss' or 'reconstruction'"),
+        (lambda: gates.Reconstruction(calibration=0), "expected at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        make()
