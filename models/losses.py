@@ -20,17 +20,28 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, 
       weights: [B, T], float32; 0 excludes a position.
       vocab_size: number of valid entries; the rest of V is padding with probability 0.
     """
+    token_loss, correct = _next_token(logits, targets, vocab_size)
+    weight_sum = jnp.sum(weights)
+    return LossOutput(
+        loss_sum=jnp.sum(token_loss * weights),
+        weight_sum=weight_sum,
+        metrics={"accuracy": WeightedSum(jnp.sum(correct * weights), weight_sum)},
+    )
+
+
+def token_losses(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> jax.Array:
+    """Returns the cross-entropy of every position in nats, [B, T]; arguments as of `cross_entropy`."""
+    return _next_token(logits, targets, vocab_size)[0]
+
+
+def _next_token(logits: jax.Array, targets: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss of every position, and 1 where the target has the largest logit, [B, T] float32."""
     entries = jnp.arange(logits.shape[-1])  # [V]
     logits = jnp.where(entries < vocab_size, logits.astype(jnp.float32), -1e30)  # [B, T, V]
     log_normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
     target_logit = jnp.sum(jnp.where(entries == targets[..., None], logits, 0.0), axis=-1)  # [B, T]
     correct = (target_logit >= jnp.max(logits, axis=-1)).astype(jnp.float32)  # [B, T]
-    weight_sum = jnp.sum(weights)
-    return LossOutput(
-        loss_sum=jnp.sum((log_normaliser - target_logit) * weights),
-        weight_sum=weight_sum,
-        metrics={"accuracy": WeightedSum(jnp.sum(correct * weights), weight_sum)},
-    )
+    return log_normaliser - target_logit, correct
 
 
 def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:

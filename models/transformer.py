@@ -121,6 +121,21 @@ class Transformer(DecoderConfig):
         x = hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
         return ring_attention.arrange(x, "batch", "residual_length", "embed", back=True)
 
+    def hidden(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns what the output matrix is multiplied with: the residual stream after the final norm, [B, T, D]."""
+        return decoder_parts.normalize(self, self.residual(params, batch), *self.head(params).norm)
+
+    def head(self, params: Params) -> Head:
+        """Returns the arrays of the head."""
+        return hk.transform(lambda: self._head_params(self._embedding())).apply(params, None)
+
+    def unembedded(self, unembed: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V] of `hidden`, float32, with the output matrix of the head."""
+        logits = derivatives.unembedded(x, unembed)
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
+        return logical.constrain(logits, "batch", "length", "vocab")
+
     def sums(
         self,
         batch: Batch,
@@ -345,10 +360,7 @@ class Transformer(DecoderConfig):
         return jnp.where(jnp.arange(shape[1]) < self.vocab_size, columns, 0.0)
 
     def _head(self, head: Head, x: jax.Array) -> jax.Array:
-        logits = derivatives.unembedded(decoder_parts.normalize(self, x, *head.norm), head.unembed)
-        if self.logit_softcap is not None:
-            logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
-        return logical.constrain(logits, "batch", "length", "vocab")
+        return self.unembedded(head.unembed, decoder_parts.normalize(self, x, *head.norm))
 
 
 def preset(name: str, **changes) -> Transformer:

@@ -3,6 +3,8 @@
 config.py      the settings of a layer: `TTTConfig`
 inner_loop.py  the inner models and how they learn, in matrix products and token by token
 layer.py       the parameters and projections around the inner loop
+adapter.py     a frozen decoder with one such layer after its final norm, read in chunks: `AdaptedDecoder`
+gates.py       rules that decide for each chunk whether the layer is used
 """
 
 from models.ttt.config import TTTConfig

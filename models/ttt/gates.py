@@ -58,7 +58,7 @@ class Gate(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """Decides the same for every chunk: `Constant(False)` is SKIP, `Constant(True)` is UPDATE."""
+    """Decides the same for every chunk; see `SKIP` and `UPDATE`."""
 
     updates: bool
     reads = ""
@@ -71,6 +71,9 @@ class Constant:
         """See `Gate`."""
         del signals, key
         return state, jnp.asarray(self.updates)
+
+
+SKIP, UPDATE = Constant(False), Constant(True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +299,8 @@ def named(name: str, *, budget: float = 2.0) -> Any:
     _check("budget", budget, SKIP_COST, UPDATE_COST)
     rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
     made = {
-        "skip": lambda: Constant(False),
-        "update": lambda: Constant(True),
+        "skip": lambda: SKIP,
+        "update": lambda: UPDATE,
         "random": lambda: Random(rate),
         "loss": LossThreshold,
         "average": Average,

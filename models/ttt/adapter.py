@@ -1,0 +1,443 @@
+"""A frozen decoder with one layer of test-time training after its final norm, read in chunks, with a gate.
+
+    h = base(chunk);    SKIP: logits = h E';    UPDATE: logits = (h + TTT(RMSNorm(h))) E'
+
+Positions of the base start again in every chunk. The output matrix of the layer starts at zero, so that UPDATE equals
+SKIP before training. Only the layer and the norm before it are trained; the base has no gradient and keeps no
+activations. The loss is the cross-entropy plus a share of the inner models' reconstruction losses.
+
+The projections of the layer map from the width of the base to its own heads and back, whatever their widths are.
+
+A decision reads signals of its whole chunk, also for the first tokens of the chunk, as in the paper: in that sense a
+gated model is causal only from chunk to chunk.
+
+"When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026.
+R rows of chunks, C positions of a chunk, n chunks of a row of the batch, D embed, H heads, N mini-batches of a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical, parameters
+from core.errors import UserError
+from core.types import Batch, LossOutput, Params, WeightedSum
+from models import chunked_loss, derivatives, losses
+from models.transformer import Transformer
+from models.ttt import gates, layer
+from models.ttt.config import TTTConfig
+from models.ttt.gates import Gate, Signals
+
+if TYPE_CHECKING:
+    from core.checkpoints.published import PublishedFolder
+
+CARRIES = ("none", "document")
+HIDDEN = "hidden"  # field of a batch with the hidden states of the base, [B, T, D], if they were computed before
+_RECONSTRUCTION = ("initial", "step_0", "step_1")
+_NAME = "adapter"
+_NORM_EPS = 1e-6
+
+
+class Adapter(NamedTuple):
+    """The trained parameters."""
+
+    norm: jax.Array  # [D], scale of the norm before the layer
+    scale: jax.Array | None  # [], learned factor of the learning rates
+    weights: layer.Weights
+
+
+class Chunks(NamedTuple):
+    """The chunks of a batch, or of one place in its rows, as rows.
+
+    Attributes:
+      hidden: [R, C, D], of the base.
+      targets, segments: [R, C], int32.
+      weights: [R, C], float32.
+    """
+
+    hidden: jax.Array
+    targets: jax.Array
+    segments: jax.Array
+    weights: jax.Array
+
+
+class Read(NamedTuple):
+    """What the layer makes of chunks.
+
+    Attributes:
+      output: [R, C, D], the input of the output matrix under UPDATE.
+      signals: [R] each; the losses of the base are 0 where nothing reads them.
+    """
+
+    output: jax.Array
+    signals: Signals
+
+
+class _Parameters(hk.Module):
+    """Creates or reads the parameters of the adapter."""
+
+    def __call__(self, model: AdaptedDecoder) -> Adapter:
+        d, dtype = model.base.embed_dim, model.base.dtype
+        scale = logical.param("gating_scale", (), (), jnp.ones) if model.gating_scale else None
+        norm = logical.param("input_norm", (d,), ("norm",), jnp.ones)
+        return Adapter(norm, scale, layer.make(model.layer, d, dtype=dtype, output_init=jnp.zeros))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptedDecoder:
+    """A `core.types.Model`: a frozen decoder with an adapter; batches are those of the decoder.
+
+    A batch may have `hidden`, the hidden states of the base, which is then not run.
+
+    Attributes:
+      base: the decoder; its parameters come from INIT_FROM.
+      layer: the settings of the adapter.
+      chunk: positions of a chunk, C; divides the rows of a batch.
+      carry: "none": every chunk starts from the learned weights; "document": weights go on from chunk to chunk of a
+        row, and start again with every segment.
+      gate: decides about chunks in training; its state is the carry of the model.
+      per_batch: whether all chunks at one place in the rows of a batch share one decision.
+      gating_scale: whether the learning rates of the inner models have a learned factor, which starts at 1.
+      reconstruction_weight: of the reconstruction losses in the loss.
+      base_dtype: dtype in which the base is stored.
+
+    Raises:
+      UserError: settings that do not fit together.
+    """
+
+    base: Transformer
+    layer: TTTConfig
+    chunk: int = 512
+    carry: str = "none"
+    gate: Gate = gates.UPDATE
+    per_batch: bool = False
+    gating_scale: bool = False
+    reconstruction_weight: float = 0.1
+    base_dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.chunk < 1 or self.chunk % self.layer.mini_batch:
+            raise UserError(
+                f"AdaptedDecoder.chunk = {self.chunk}: expected a multiple of the {self.layer.mini_batch} tokens of a "
+                "mini-batch (TTTConfig.mini_batch)"
+            )
+        if self.base.max_positions is not None and self.chunk > self.base.max_positions:
+            raise UserError(
+                f"AdaptedDecoder.chunk = {self.chunk}: the base has {self.base.max_positions} positions; expected at "
+                "most so many"
+            )
+        if self.carry not in CARRIES:
+            raise UserError(f"AdaptedDecoder.carry = {self.carry!r}: expected one of {', '.join(CARRIES)}")
+        if not 0 <= self.reconstruction_weight < math.inf:
+            raise UserError(f"AdaptedDecoder.reconstruction_weight = {self.reconstruction_weight}: expected at least 0")
+        if self.base_dtype not in ("bfloat16", "float32"):
+            raise UserError(f"AdaptedDecoder.base_dtype = {self.base_dtype!r}: expected 'bfloat16' or 'float32'")
+        if self.base.lora is not None or self.base.experts is not None:
+            raise UserError("AdaptedDecoder.base: a decoder with adapters or experts of its own cannot be adapted")
+
+    def init(self, rng: jax.Array, batch: Batch) -> Params:
+        """Initializes the parameters; those of the base are frozen."""
+        text = {name: value for name, value in batch.items() if name != HIDDEN}
+        base = self.base.init(rng, text)
+        names = parameters.names(base)
+        ours = hk.transform(lambda: _Parameters(_NAME)(self)).init(jax.random.fold_in(rng, 1))
+        return logical.frozen({**base, **ours}, names, self.base_dtype)
+
+    def init_carry(self, batch: Batch) -> Any:
+        """Returns the state of the gate."""
+        del batch
+        return self.gate.init()
+
+    def loss(
+        self, params: Params, carry: Any, rng: jax.Array, batch: Batch, *, is_training: bool = True
+    ) -> tuple[Any, LossOutput]:
+        """Returns the state of the gate, and the loss under its decisions, summed over supervised positions."""
+        del is_training
+        unembed, adapter = self.base.head(params).unembed, self._adapter(params)
+        key = jax.random.key(0) if rng is None else rng
+
+        def one(carry: tuple[Any, Any], item: tuple[jax.Array, Chunks]) -> tuple[tuple[Any, Any], LossOutput]:
+            (state, memory), (number, chunks) = carry, item
+            random = jax.random.fold_in(key, number)
+            state, memory, read, updates = self._decide(unembed, adapter, state, memory, random, chunks)
+            return (state, memory), self._sums(unembed, chunks, read, updates)
+
+        chunks = self._chunks(params, batch)
+        (carry, _), each = _in_order(one, (carry, self._start(adapter, chunks)), chunks)
+        return carry, jax.tree.map(lambda a: jnp.sum(a, axis=0), each)
+
+    def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
+        """Returns the cross-entropy of UPDATE in all chunks, and that of SKIP as the metric `loss_skip`.
+
+        Extras are, for every chunk [B, n]: `loss_skip` and `loss_update`, the sums over the `tokens` supervised
+        positions, and the reconstruction losses `initial`, `step_0` and `step_1`; and the batch's `documents`, if it
+        has them. With `carry = "document"` the weights go on from all chunks.
+        """
+        del rng
+        unembed, adapter = self.base.head(params).unembed, self._adapter(params)
+
+        def one(memory: Any, item: tuple[jax.Array, Chunks]) -> tuple[Any, dict[str, jax.Array]]:
+            _, chunks = item
+            memory, read = self._read(adapter, memory, chunks)
+            found = {
+                "loss_skip": self._losses(unembed, chunks.hidden, chunks),
+                "loss_update": self._losses(unembed, read.output, chunks),
+                "tokens": jnp.sum(chunks.weights, axis=1),
+            }
+            return memory, {**found, **{name: getattr(read.signals, name) for name in _RECONSTRUCTION}}
+
+        chunks = self._chunks(params, batch)
+        _, found = _in_order(one, self._start(adapter, chunks), chunks)  # [places, R]
+        weight = jnp.sum(found["tokens"])
+        skip, update = (jnp.sum(found[name]) for name in ("loss_skip", "loss_update"))
+        means = {
+            f"reconstruction/{name}": WeightedSum(jnp.sum(found[name] * found["tokens"]), weight)
+            for name in _RECONSTRUCTION
+        }
+        rows = batch["inputs"].shape[0]
+        answers = {name: self._by_row(value, rows) for name, value in found.items()}
+        answers |= {name: batch[name] for name in ("documents",) if name in batch}
+        return LossOutput(update, weight, {"loss_skip": WeightedSum(skip, weight), **means}, answers)
+
+    def decided(self, params: Params, state: Any, rng: jax.Array, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
+        """Reads chunks as the gate decides, and computes nothing else: what a gate costs.
+
+        Returns:
+          The state of the gate; for every chunk [B, n] its decision `updates` and the sum of its `losses`.
+        """
+        unembed, adapter = self.base.head(params).unembed, self._adapter(params)
+
+        def one(carry: tuple[Any, Any], item: tuple[jax.Array, Chunks]) -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
+            (state, memory), (number, chunks) = carry, item
+            random = jax.random.fold_in(rng, number)
+            state, memory, read, updates = self._decide(unembed, adapter, state, memory, random, chunks)
+            x = _chosen(updates, read.output, chunks.hidden)
+            return (state, memory), {"updates": updates, "losses": self._losses(unembed, x, chunks)}
+
+        chunks = self._chunks(params, batch)
+        (state, _), found = _in_order(one, (state, self._start(adapter, chunks)), chunks)
+        return state, {name: self._by_row(value, batch["inputs"].shape[0]) for name, value in found.items()}
+
+    def published(self, folder: str) -> PublishedFolder:
+        """Returns the parameters of the base in the folder of a published model; reads headers only."""
+        return self.base.published(folder)
+
+    @property
+    def added_parameters(self) -> tuple[str, ...]:
+        """Patterns of the parameters that the base lacks."""
+        return (f"{_NAME}/*",)
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary."""
+        return self.base.vocab_size
+
+    @property
+    def stored_vocab_size(self) -> int:
+        """V: the vocabulary as stored."""
+        return self.base.stored_vocab_size
+
+    def settings(self) -> dict[str, Any]:
+        """See `core.types.ListsSettings`."""
+        ours = {f"layer.{name}": value for name, value in dataclasses.asdict(self.layer).items()}
+        return {**self.base.settings(), **ours, "chunk": self.chunk, "carry": self.carry}
+
+    def layer_flops(self) -> float:
+        """Returns the FLOPs of the layer for one token, forward."""
+        c, (d, inner) = self.layer, (self.base.embed_dim, self.layer.num_heads * self.layer.head_dim)
+        products = sum(a * b for a, b in zip(c.sizes, c.sizes[1:], strict=False))  # of one head
+        back = products - c.sizes[0] * c.sizes[1]  # gradients of hidden units
+        mixing = c.mini_batch * sum(c.sizes[:-1]) + c.mini_batch * sum(c.sizes[1:])  # (X X_k') G
+        return 2.0 * (4 * d * inner + c.num_heads * (3 * products + back + mixing))
+
+    def base_flops(self) -> float:
+        """Returns the FLOPs of the base for one token, forward, with its output matrix."""
+        return self.base.flops_per_token(self.chunk) / 3
+
+    def flops_per_token(self, length: int) -> float:
+        """Returns the training FLOPs per token: the base forward, its output matrix and the layer also backward."""
+        del length
+        return self.base_flops() + 2.0 * self.base.embed_dim * self.stored_vocab_size + 3 * self.layer_flops()
+
+    def shrink(self, multiples: Mapping[str, int]) -> AdaptedDecoder:
+        """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        heads, head_dim = multiples["heads"], math.lcm(8, multiples["head_dim"])
+        return dataclasses.replace(
+            self,
+            base=self.base.shrink(multiples),
+            layer=dataclasses.replace(self.layer, num_heads=heads, head_dim=head_dim, mini_batch=16),
+            chunk=min(self.chunk, 64),
+        )
+
+    def _adapter(self, params: Params) -> Adapter:
+        return hk.transform(lambda: _Parameters(_NAME)(self)).apply(params, None)
+
+    def _chunks(self, params: Params, batch: Batch) -> Chunks:
+        """Returns the chunks with a leading dimension for those that are read one after the other."""
+        rows, length = batch["inputs"].shape
+        if length % self.chunk:
+            raise UserError(
+                f"AdaptedDecoder.chunk = {self.chunk} does not divide the {length} positions of a row: set LENGTH to a "
+                "multiple of it"
+            )
+        count = length // self.chunk
+
+        def split(a: jax.Array) -> jax.Array:
+            return a.reshape(rows * count, self.chunk, *a.shape[2:])
+
+        text = {name: split(batch[name]) for name in ("inputs", "targets", "segment_ids", "positions", "weights")}
+        if HIDDEN in batch:
+            hidden = split(batch[HIDDEN])
+        else:
+            first = jnp.where(text["segment_ids"] == text["segment_ids"][:, :1], text["positions"][:, :1], 0)
+            params = {module: leaves for module, leaves in params.items() if not module.startswith(_NAME)}
+            hidden = self.base.hidden(params, {**text, "positions": text["positions"] - first})
+        hidden = jax.lax.stop_gradient(hidden).astype(self.base.dtype)
+        found = Chunks(hidden, text["targets"], text["segment_ids"], text["weights"])
+        if self.carry == "none":
+            return jax.tree.map(lambda a: a[None], found)
+        return jax.tree.map(lambda a: jnp.swapaxes(a.reshape(rows, count, *a.shape[1:]), 0, 1), found)
+
+    def _by_row(self, value: jax.Array, rows: int) -> jax.Array:
+        """Converts [places, R] to [B, n]."""
+        return value.reshape(rows, -1) if self.carry == "none" else value.T
+
+    def _start(self, adapter: Adapter, chunks: Chunks) -> Any:
+        """Returns the state of the layer that is carried from chunk to chunk."""
+        if self.carry == "none":
+            return ()
+        return layer.empty(self.layer, adapter.weights, chunks.hidden.shape[1], segments=True)
+
+    def _read(self, adapter: Adapter, memory: Any, chunks: Chunks) -> tuple[Any, Read]:
+        x = derivatives.rms_norm(chunks.hidden, adapter.norm, _NORM_EPS)
+        scale = None if adapter.scale is None else jnp.broadcast_to(adapter.scale, x.shape[:1])
+        before = None if self.carry == "none" else memory
+        found = layer.run(self.layer, adapter.weights, x, chunks.segments, before, rate_scale=scale)
+        counted = (chunks.segments[:, self.layer.mini_batch - 1 :: self.layer.mini_batch] > 0)[:, None, :, None]
+        number = jnp.maximum(jnp.sum(counted, axis=(1, 2, 3)), 1) * self.layer.num_heads
+        errors = jnp.sum(found.errors * counted, axis=(1, 2)) / number[:, None]  # [R, 3]
+        signals = Signals(jnp.zeros_like(errors[:, 0]), *errors.T)
+        return (() if self.carry == "none" else found.state), Read(chunks.hidden + found.output, signals)
+
+    def _decide(
+        self, unembed: jax.Array, adapter: Adapter, state: Any, memory: Any, key: jax.Array, chunks: Chunks
+    ) -> tuple[Any, Any, Read, jax.Array]:
+        """Returns the states of gate and layer, what was read, and the decisions [R].
+
+        Where no chunk is an UPDATE, the layer is not run, unless the gate reads its signals.
+        """
+        tokens = jnp.sum(chunks.weights, axis=1)
+        rows = functools.partial(gates.decide_rows, self.gate, per_batch=self.per_batch)
+        reads = self.gate.reads
+        zeros = jnp.zeros_like(tokens)
+        skipped = Read(chunks.hidden, Signals(zeros, zeros, zeros, zeros))
+        if self.gate == gates.UPDATE:
+            after, read = self._read(adapter, memory, chunks)
+            return state, after, read, tokens > 0
+        if reads == "reconstruction":
+            after, read = self._read(adapter, memory, chunks)
+            state, updates = rows(state, jax.lax.stop_gradient(read.signals), tokens > 0, key)
+        else:
+            losses_ = self._losses(unembed, chunks.hidden, chunks) / jnp.maximum(tokens, 1) if reads else zeros
+            state, updates = rows(state, skipped.signals._replace(loss=losses_), tokens > 0, key)
+
+            def run(memory: Any, chunks: Chunks) -> tuple[Any, Read]:
+                return self._read(adapter, memory, chunks)
+
+            after, read = jax.lax.cond(jnp.any(updates), run, lambda memory, _: (memory, skipped), memory, chunks)
+        after = jax.tree.map(functools.partial(_chosen, updates), after, memory)
+        return state, after, read, updates
+
+    def _sums(self, unembed: jax.Array, chunks: Chunks, read: Read, updates: jax.Array) -> LossOutput:
+        x = read.output if self.gate == gates.UPDATE else _chosen(updates, read.output, chunks.hidden)
+
+        def sums(unembed: jax.Array, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
+            return losses.cross_entropy(self.base.unembedded(unembed, x), *side, vocab_size=self.vocab_size)
+
+        side = (chunks.targets, chunks.weights)
+        positions = self._positions(*x.shape[:2])
+        out = chunked_loss.total(sums, unembed, x, side, positions=positions)
+        tokens = jnp.sum(chunks.weights, axis=1)
+        errors = sum(getattr(read.signals, name) for name in _RECONSTRUCTION) / len(_RECONSTRUCTION)
+        counted = tokens * updates
+        reconstruction = jnp.sum(counted * errors)
+        metrics = {
+            **out.metrics,
+            "cross_entropy": WeightedSum(out.loss_sum, out.weight_sum),
+            "reconstruction": WeightedSum(reconstruction, jnp.sum(counted)),
+            "update_rate": WeightedSum(jnp.sum(updates.astype(jnp.float32)), jnp.sum((tokens > 0).astype(jnp.float32))),
+        }
+        return LossOutput(out.loss_sum + self.reconstruction_weight * reconstruction, out.weight_sum, metrics)
+
+    def _positions(self, rows: int, length: int) -> int:
+        """Returns the positions whose logits are computed at a time; 0 and None of `loss_chunk` as in the decoder."""
+        chunk = self.base.loss_chunk
+        if chunk is None:
+            chunk = chunked_loss.default_positions(rows, length, self.stored_vocab_size)
+        return chunk or length
+
+    def _losses(self, unembed: jax.Array, x: jax.Array, chunks: Chunks) -> jax.Array:
+        """Returns the cross-entropy summed over the supervised positions of each chunk, [R], without logits of all."""
+        rows, length = x.shape[:2]
+        pieces = -(-length // self._positions(rows, length))
+        while length % pieces:
+            pieces += 1
+
+        def split(a: jax.Array) -> jax.Array:
+            return jnp.moveaxis(a.reshape(rows, pieces, -1, *a.shape[2:]), 1, 0)
+
+        def one(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            x, targets, weights = part
+            logits = self.base.unembedded(unembed, x)
+            return jnp.sum(losses.token_losses(logits, targets, vocab_size=self.vocab_size) * weights, axis=1)
+
+        return jnp.sum(jax.lax.map(one, jax.tree.map(split, (x, chunks.targets, chunks.weights))), axis=0)
+
+
+def _in_order(one: Any, carry: Any, chunks: Chunks) -> tuple[Any, Any]:
+    """Runs `one(carry, (number, chunks)) -> (carry, out)` for the chunks at each place in rows."""
+    return jax.lax.scan(one, carry, (jnp.arange(chunks.hidden.shape[0]), chunks))
+
+
+def _chosen(updates: jax.Array, update: jax.Array, skip: jax.Array) -> jax.Array:
+    """Selects by row."""
+    return jnp.where(updates.reshape(-1, *(1,) * (update.ndim - 1)), update, skip)
+
+
+def adapted(
+    *,
+    base: Transformer,
+    inner: str = "linear",
+    head_dim: int = 64,
+    num_heads: int | None = None,
+    base_rate: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> AdaptedDecoder:
+    """Returns a decoder with an adapter of about its own width.
+
+    Args:
+      base: the decoder, such as `@pretrained.model()`.
+      inner: "linear" or "mlp".
+      head_dim: width of a head.
+      num_heads: default: as many as fit in the width of the decoder.
+      base_rate: default: 1 for "linear", 0.1 for "mlp", as published.
+      settings: further fields of `TTTConfig`.
+      **options: further fields of `AdaptedDecoder`.
+    """
+    config = TTTConfig(
+        inner=inner,
+        head_dim=head_dim,
+        num_heads=num_heads or max(base.embed_dim // head_dim, 1),
+        base_rate=base_rate or (1.0 if inner == "linear" else 0.1),
+        **(settings or {}),
+    )
+    return AdaptedDecoder(base=base, layer=config, **options)
