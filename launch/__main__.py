@@ -41,6 +41,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {  # modules of commands, by family
         "evaluate": "launch.experiments.evaluate",
         "export": "launch.cli.export",
         "generate": "launch.cli.generate",
+        "hidden": "launch.cli.hidden",
         "jobset": "launch.hosts.jobset",
         "pod": "launch.cli.pod",
         "profile": "launch.cli.profile",

@@ -42,6 +42,7 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4
   launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
   launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --rows 200
   launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
+  launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets
   launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
 
 FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
@@ -112,6 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-code", action="store_true", help="run code that the model wrote, confined (required by --humaneval)"
     )
     flags.add(benchmarks, "--json")
+    ttt = parser.add_argument_group("gates of an adapter with test-time training")
+    ttt.add_argument("--gates", metavar="GATE[,GATE]", help="such as skip,update,random,oracle,reconstruction")
+    ttt.add_argument("--budget", metavar="B", type=float, default=2.0, help="mean cost, 1 to 3 (default: 2)")
+    ttt.add_argument("--controls", metavar="NAME[,NAME]", help="of no_learning, resets, offset, shuffled")
+    ttt.add_argument("--against", metavar="FILE", help="chunks.csv of another run on the same rows, such as a control")
+    ttt.add_argument("--label", metavar="NAME", help="added to the names of the files, such as the language")
     submission = "ARC: write two attempts per test, from the votes of all checkpoints"
     parser.add_argument("--submission", metavar="FILE", help=submission)
     flags.add(parser, "--simulate", "--slice", "--gin")
@@ -127,6 +134,12 @@ def run(args: argparse.Namespace) -> int:
         from launch.experiments import benchmarks
 
         return benchmarks.run(args)
+    if args.gates is not None:
+        from launch.experiments import gates
+
+        return gates.run(args)
+    if args.controls or args.against or args.label:
+        raise UserError("--controls, --against and --label belong to --gates")
     if any((args.lm_eval_path, args.json, args.samples, args.temperature, args.allow_code)):
         raise UserError(
             "--lm-eval-path, --json, --samples, --temperature and --allow-code belong to --lm-eval or --humaneval"

@@ -226,6 +226,14 @@ class AdaptedDecoder:
         (state, _), found = _in_order(one, (state, self._start(adapter, chunks)), chunks)
         return state, {name: self._by_row(value, batch["inputs"].shape[0]) for name, value in found.items()}
 
+    def hidden(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns the hidden states of the base after its final norm, chunk by chunk, [B, T, D]."""
+        text = {name: self._split(batch[name]) for name in ("inputs", "targets", "segment_ids", "positions", "weights")}
+        first = jnp.where(text["segment_ids"] == text["segment_ids"][:, :1], text["positions"][:, :1], 0)
+        base = {module: leaves for module, leaves in params.items() if not module.startswith(_NAME)}
+        found = self.base.hidden(base, {**text, "positions": text["positions"] - first})
+        return found.reshape(*batch["inputs"].shape, -1)
+
     def published(self, folder: str) -> PublishedFolder:
         """Returns the parameters of the base in the folder of a published model; reads headers only."""
         return self.base.published(folder)
@@ -283,28 +291,24 @@ class AdaptedDecoder:
     def _chunks(self, params: Params, batch: Batch) -> Chunks:
         """Returns the chunks with a leading dimension for those that are read one after the other."""
         rows, length = batch["inputs"].shape
+        text = {name: self._split(batch[name]) for name in ("targets", "segment_ids", "weights")}
+        hidden = self._split(batch[HIDDEN] if HIDDEN in batch else self.hidden(params, batch))
+        hidden = jax.lax.stop_gradient(hidden).astype(self.base.dtype)
+        count = length // self.chunk
+        found = Chunks(hidden, text["targets"], text["segment_ids"], text["weights"])
+        if self.carry == "none":
+            return jax.tree.map(lambda a: a[None], found)
+        return jax.tree.map(lambda a: jnp.swapaxes(a.reshape(rows, count, *a.shape[1:]), 0, 1), found)
+
+    def _split(self, a: jax.Array) -> jax.Array:
+        """Divides rows [B, T, ...] into chunks, [B n, C, ...]."""
+        rows, length = a.shape[:2]
         if length % self.chunk:
             raise UserError(
                 f"AdaptedDecoder.chunk = {self.chunk} does not divide the {length} positions of a row: set LENGTH to a "
                 "multiple of it"
             )
-        count = length // self.chunk
-
-        def split(a: jax.Array) -> jax.Array:
-            return a.reshape(rows * count, self.chunk, *a.shape[2:])
-
-        text = {name: split(batch[name]) for name in ("inputs", "targets", "segment_ids", "positions", "weights")}
-        if HIDDEN in batch:
-            hidden = split(batch[HIDDEN])
-        else:
-            first = jnp.where(text["segment_ids"] == text["segment_ids"][:, :1], text["positions"][:, :1], 0)
-            params = {module: leaves for module, leaves in params.items() if not module.startswith(_NAME)}
-            hidden = self.base.hidden(params, {**text, "positions": text["positions"] - first})
-        hidden = jax.lax.stop_gradient(hidden).astype(self.base.dtype)
-        found = Chunks(hidden, text["targets"], text["segment_ids"], text["weights"])
-        if self.carry == "none":
-            return jax.tree.map(lambda a: a[None], found)
-        return jax.tree.map(lambda a: jnp.swapaxes(a.reshape(rows, count, *a.shape[1:]), 0, 1), found)
+        return a.reshape(rows * (length // self.chunk), self.chunk, *a.shape[2:])
 
     def _by_row(self, value: jax.Array, rows: int) -> jax.Array:
         """Converts [places, R] to [B, n]."""

@@ -1,0 +1,83 @@
+"""`launch/run hidden`: computes the hidden states of a frozen base once, for many runs of adapters after it."""
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from core import units
+from core.errors import UserError
+from launch import environment, flags, loaded_model
+from launch.config import loader
+from launch.experiment import Experiment
+from models.ttt.adapter import AdaptedDecoder
+from tasks.code import cached, chunks
+
+HELP = "compute the hidden states of an adapter's frozen base once, for tasks of cached.cached_hidden"
+EXAMPLE = """launch/run hidden gin/ponder/quick.gin --out runs/ponder/hidden
+  launch/run hidden gin/ponder/smollm2_135m.gin --gin "FOLDER = 'smollm2'" --out hidden --rows 1000,100,200"""
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("experiment", metavar="EXPERIMENT.gin", help="whose model is an AdaptedDecoder")
+    parser.add_argument("--out", metavar="DIR", required=True, help="a local folder; complete splits in it are kept")
+    parser.add_argument(
+        "--rows", metavar="TRAIN,VALIDATION,TEST", default="", help="most rows of each split (default: all)"
+    )
+    parser.add_argument("--batch", metavar="N", type=flags.at_least(1), default=4, help="rows at a time (default: 4)")
+    flags.add(parser, "--gin")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads the base and writes the states of every split."""
+    limits = _limits(args.rows)
+    loaded_model.choose_devices(None, is_simulated=False)
+    experiment = loader.load(args.experiment, bindings=args.gin).build()
+    model, task = _parts(experiment)
+    base = loaded_model.load(experiment.init_from, dtype=model.base.dtype)
+    task.prepare(str(environment.run_directory(args.experiment)), is_host_zero=True)
+
+    @jax.jit
+    def hidden(batch: Any) -> jax.Array:
+        return model.hidden(base.params, batch)
+
+    last, began = 0.0, time.monotonic()
+    steps = cached.write(
+        args.out,
+        task,
+        lambda batch: np.asarray(hidden(batch)),
+        limits=limits,
+        rows=args.batch,
+        model=base.where,
+    )
+    for split, done, total in steps:
+        if (now := time.monotonic()) - last >= _SECONDS_BETWEEN_LINES or done == total:
+            last = now
+            print(f"{split}: {done:,} of {units.counted(total, 'row')}, {now - began:.0f} s", flush=True)
+    print(f"{args.out} is complete: train on it with TASK = @cached.cached_hidden()")
+    return 0
+
+
+def _limits(text: str) -> dict[str, int]:
+    parts = text.split(",") if text else [str(2**31)] * len(chunks.SPLITS)
+    if len(parts) != len(chunks.SPLITS) or not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(f"--rows {text}: expected three numbers above 0, of training, validation and test rows")
+    return dict(zip(chunks.SPLITS, map(int, parts), strict=True))
+
+
+def _parts(experiment: Experiment) -> tuple[AdaptedDecoder, chunks.ChunkTask]:
+    model, task = experiment.model, experiment.task
+    if not isinstance(model, AdaptedDecoder) or not isinstance(task, chunks.ChunkTask):
+        raise UserError(
+            f"launch/run hidden: the model is {type(model).__name__} and the task {type(task).__name__}; expected an "
+            "AdaptedDecoder and a task of chunks, such as @files.code_files()"
+        )
+    if not experiment.init_from:
+        raise UserError("launch/run hidden: INIT_FROM is not set: name the run or the folder of the base")
+    if problems := task.problems():
+        raise UserError("\n".join(problems))
+    return model, task

@@ -1,0 +1,250 @@
+"""`launch/run evaluate RUN --gates`: compares gates and controls on the held-out chunks of an adapter's run.
+
+One pass computes the losses of SKIP and UPDATE and the signals of every chunk; each gate then decides about the same
+chunks. A control is another pass with the same parameters: without learning, with weights that are reset at every
+mini-batch, reading weights before they learn from the same token, and with the tokens of every chunk shuffled.
+
+Like the benchmarks, it runs in one process.
+"""
+
+import argparse
+import csv
+import dataclasses
+import io
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from core import paths, units
+from core.errors import UserError
+from core.training import scoring
+from launch import loaded_model, terminal
+from launch.experiments import saved_run
+from launch.loaded_model import LoadedModel
+from models.ttt import evaluation, gates
+from models.ttt.adapter import HIDDEN, AdaptedDecoder
+from models.ttt.evaluation import Chunks
+
+CONTROLS: Mapping[str, Mapping[str, Any]] = {  # changes of the layer's settings
+    "no_learning": {"rate_scale": 0.0},
+    "resets": {"resets": True},
+    "offset": {"diagonal": -1},
+}
+SHUFFLED = "shuffled"
+_TIMED_BATCHES = 3
+_SECONDS_BETWEEN_LINES = 15.0
+_COLUMNS = ("loss", "perplexity", "update_rate", "recovery", "agreement", "cost")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates, prints the table, and writes table, chunks and pictures to the folder of the run."""
+    names = [name for name in args.gates.split(",") if name]
+    chosen = {name: gates.named(name, budget=args.budget) for name in names}
+    controls = [name for name in (args.controls or "").split(",") if name]
+    if unknown := [name for name in controls if name not in (*CONTROLS, SHUFFLED)]:
+        raise UserError(f"--controls {','.join(unknown)}: expected some of {', '.join((*CONTROLS, SHUFFLED))}")
+    if args.all_steps or args.submission or args.simulate:
+        raise UserError("--all-steps, --submission and --simulate do not go with --gates, which runs in one process")
+    against = _read_chunks(args.against) if args.against else None
+    loaded_model.choose_devices(args.slice, is_simulated=False)
+    found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
+    experiment = found.config.build().spans()[-1].experiment
+    if not isinstance(experiment.model, AdaptedDecoder):
+        raise UserError(f"--gates: the model of {args.run_dir} is {type(experiment.model).__name__}, which has no gate")
+    name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
+    loaded = loaded_model.load(name, slice_name=args.slice, bindings=args.gin)
+    sizes = {"batch_size": experiment.batch_size, "eval_batches": experiment.eval_batches}
+    asked = scoring.select(experiment.task, **sizes, rows=args.rows)
+    asked.task.prepare(found.run_dir, is_host_zero=False)
+    layout = loaded.program.partitioner.data_layout(experiment.batch_size)
+    print(f"{loaded.where}, on {asked.describe()}", flush=True)
+    if SHUFFLED in controls and HIDDEN in experiment.task.spec(experiment.batch_size):
+        raise UserError("--controls shuffled: the hidden states of shuffled tokens were not computed before")
+    batches = list(asked.open(layout))
+    report = _Report(loaded, batches, chosen)
+    for control in controls:
+        report.add_control(control)
+    if against is not None:
+        report.compare(args.against, against)
+    report.show()
+    folder = paths.resolve(found.run_dir) / "evaluation"
+    suffix = f"_{args.label}" if args.label else ""
+    about = {"model": loaded.where, "evaluated_on": asked.describe(), "budget": args.budget}
+    for file in report.write(folder, suffix, about):
+        print(file)
+    return 0
+
+
+class _Report:
+    """The results of one evaluation."""
+
+    def __init__(self, loaded: LoadedModel, batches: Sequence[Any], chosen: Mapping[str, Any]):
+        self._loaded, self._batches, self._gates = loaded, batches, chosen
+        self.chunks = _evaluated(loaded, loaded.model, batches, "skip and update")
+        self.decided = {name: evaluation.decide(gate, self.chunks) for name, gate in chosen.items()}
+        self.rows = {name: self._row(decided.updates) for name, decided in self.decided.items()}
+        self.losses: dict[str, np.ndarray] = {}  # sums of UPDATE's losses under the controls
+        self.differences: dict[str, tuple[float, float, float]] = {}
+        for name, row in self.rows.items():
+            row["milliseconds"] = self._milliseconds(chosen[name])
+            row["gflops"] = self._gflops(row["update_rate"], chosen[name])
+
+    def _row(self, updates: np.ndarray) -> dict[str, float]:
+        chunks = self.chunks
+        row = evaluation.score(chunks, updates)
+        ours = np.where(updates, chunks.loss_update, chunks.loss_skip)
+        _, row["gain_low"], row["gain_high"] = evaluation.interval(chunks, ours, chunks.loss_skip)
+        return row
+
+    def add_control(self, name: str) -> None:
+        """Evaluates UPDATE under a control."""
+        model = self._loaded.model
+        batches = self._batches
+        if name == SHUFFLED:
+            draw = np.random.default_rng(0)
+            batches = [_shuffled(batch, model.chunk, draw) for batch in batches]
+        else:
+            model = dataclasses.replace(model, layer=dataclasses.replace(model.layer, **CONTROLS[name]))
+        found = _evaluated(self._loaded, model, batches, name)
+        self.losses[name] = found.loss_update
+        if name == SHUFFLED:
+            self.differences["gain of update, tokens shuffled"] = evaluation.interval(
+                found, found.loss_update, found.loss_skip
+            )
+        else:
+            self.differences[f"update better than {name}"] = evaluation.interval(
+                self.chunks, self.chunks.loss_update, found.loss_update
+            )
+
+    def compare(self, where: str, theirs: Mapping[tuple[int, int], float]) -> None:
+        """Compares UPDATE with that of another run on the same chunks."""
+        places = list(zip(self.chunks.document.tolist(), self.chunks.place.tolist(), strict=True))
+        counted: dict[tuple[int, int], int] = {}
+        keys = []
+        for place in places:
+            counted[place] = counted.get(place, -1) + 1
+            keys.append((*place, counted[place]))
+        if set(keys) != set(theirs):
+            raise UserError(f"--against {where}: its chunks are others; evaluate both runs on the same rows")
+        losses = np.asarray([theirs[key] for key in keys])
+        self.differences[f"update better than that of {where}"] = evaluation.interval(
+            self.chunks, self.chunks.loss_update, losses
+        )
+
+    def _milliseconds(self, gate: Any) -> float:
+        """Returns the time of a batch under a gate, per chunk; NaN for gates that must know all chunks."""
+        if hasattr(gate, "decide_all"):
+            return float("nan")
+        model = dataclasses.replace(self._loaded.model, gate=gate)
+        state, key = gate.init(), jax.random.key(0)
+        with self._loaded.program.partitioner.tracing():
+            step = jax.jit(model.decided)
+            times = []
+            for batch in self._batches[: _TIMED_BATCHES + 1]:
+                placed = self._loaded.program.put(batch)
+                began = time.perf_counter()
+                jax.block_until_ready(step(self._loaded.params, state, key, placed))
+                times.append(time.perf_counter() - began)
+        rows, length = self._batches[0]["inputs"].shape
+        return 1e3 * float(np.median(times[1:] or times)) / (rows * length // model.chunk)
+
+    def _gflops(self, rate: float, gate: Any) -> float:
+        """Returns the forward GFLOPs of a chunk, if single rows could be skipped."""
+        model = self._loaded.model
+        reads = getattr(gate, "reads", "")
+        runs = 1.0 if reads == "reconstruction" or hasattr(gate, "decide_all") else rate
+        head = 2.0 * model.base.embed_dim * model.stored_vocab_size * (rate if reads == "loss" else 0.0)
+        return 1e-9 * model.chunk * (model.base_flops() + runs * model.layer_flops() + head)
+
+    def show(self) -> None:
+        """Prints the table."""
+        chunks = self.chunks
+        count = units.counted(len(np.unique(chunks.document)), "document")
+        print(f"\n{units.counted(len(chunks.tokens), 'chunk')} of {count}, {int(chunks.tokens.sum()):,} tokens")
+        table = Table("gate", box=box.SIMPLE)
+        for heading in (*_COLUMNS, "gain [95 %]", "GFLOPs/chunk", "ms/chunk"):
+            table.add_column(heading.replace("_", " "), justify="right", no_wrap=True)
+        for name, row in self.rows.items():
+            gain = f"{row['gain']:+.4f} [{row['gain_low']:+.4f}, {row['gain_high']:+.4f}]"
+            others = (f"{row['gflops']:.2f}", f"{row['milliseconds']:.1f}")
+            table.add_row(name, *(f"{row[column]:.4f}" for column in _COLUMNS), gain, *others)
+        terminal.console(160).print(table)
+        for name, (mean, low, high) in self.differences.items():
+            print(f"{name}: {mean:+.4f} nats a token, 95 % [{low:+.4f}, {high:+.4f}]")
+        for name, value in self._correlations().items():
+            print(f"correlation of {name} and advantage: {value:+.3f}")
+
+    def _correlations(self) -> dict[str, float]:
+        signals = self.chunks.signals
+        named = {"loss of the base": signals.loss, "reconstruction loss": signals.step_0}
+        named["its improvement"] = np.asarray(signals.step_0) - np.asarray(signals.step_1)
+        return {name: evaluation.correlation(np.asarray(v), self.chunks.advantage) for name, v in named.items()}
+
+    def write(self, folder: Any, suffix: str, about: Mapping[str, Any]) -> list[str]:
+        """Writes table, chunks and pictures; returns the names of the files."""
+        from launch.experiments import gate_pictures  # matplotlib takes a second to import
+
+        result = {**about, "gates": self.rows, "differences": self.differences, "correlations": self._correlations()}
+        text = json.dumps(result, indent=1) + "\n"
+        files = {f"gates{suffix}.json": text, f"chunks{suffix}.csv": self._csv()}
+        for name, content in files.items():
+            paths.write_text_atomically(folder / name, content)
+        thresholds = {n: d.thresholds for n, d in self.decided.items() if d.thresholds is not None}
+        picture = folder / f"gates{suffix}.png"
+        picture.write_bytes(gate_pictures.png(self.chunks, self.rows, thresholds))
+        return [str(folder / name) for name in (*files, picture.name)]
+
+    def _csv(self) -> str:
+        chunks, out = self.chunks, io.StringIO()
+        columns: dict[str, np.ndarray] = {**chunks._asdict(), "advantage": chunks.advantage}
+        columns |= {f"loss_{name}": values for name, values in self.losses.items()}
+        columns |= {name: decided.updates.astype(int) for name, decided in self.decided.items()}
+        writer = csv.writer(out)
+        writer.writerow(columns)
+        writer.writerows(zip(*(np.asarray(values).tolist() for values in columns.values()), strict=True))
+        return out.getvalue()
+
+
+def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any], what: str) -> Chunks:
+    """Computes losses and signals of all chunks."""
+    answers, last = [], time.monotonic()
+    with loaded.program.partitioner.tracing():
+        step: Callable = jax.jit(lambda params, batch: dict(model.evaluate(params, jax.random.key(0), batch).extras))
+        for number, batch in enumerate(batches, 1):
+            answers.append(jax.device_get(step(loaded.params, loaded.program.put(batch))))
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                print(f"{what}: {number} of {units.counted(len(batches), 'batch', 'batches')}", flush=True)
+    return evaluation.collected(answers)
+
+
+def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
+    """Shuffles the tokens within every chunk; inputs stay the tokens before."""
+    targets, inputs = batch["targets"].copy(), batch["inputs"].copy()
+    for row, weights in enumerate(batch["weights"]):
+        for begin in range(0, targets.shape[1], chunk):
+            places = begin + np.flatnonzero(weights[begin : begin + chunk])
+            targets[row, places] = targets[row, draw.permutation(places)]
+            inputs[row, places[1:]] = targets[row, places[:-1]]
+    return {**batch, "targets": targets, "inputs": inputs}
+
+
+def _read_chunks(file: str) -> dict[tuple[int, int, int], float]:
+    """Returns the loss of UPDATE by document, place and occurrence from the chunks of another evaluation."""
+    found: dict[tuple[int, int, int], float] = {}
+    counted: dict[tuple[int, int], int] = {}
+    try:
+        rows = list(csv.DictReader(io.StringIO(paths.resolve(file).read_text())))
+    except OSError as error:
+        raise UserError(f"--against {file}: {error}; give the chunks.csv of another evaluation") from error
+    for row in rows:
+        place = (int(row["document"]), int(row["place"]))
+        counted[place] = counted.get(place, -1) + 1
+        found[(*place, counted[place])] = float(row["loss_update"])
+    return found

@@ -1,0 +1,163 @@
+"""Compares gates on the chunks of an evaluation: losses, budgets, and what is certain about their differences.
+
+A chunk has the losses of SKIP and UPDATE and the signals of gates; what a gate gives follows from them without running
+the model again. Intervals are by the bootstrap over documents, because chunks of one document are alike.
+
+    advantage = loss of SKIP - loss of UPDATE
+    recovery = (SKIP - gate) / (SKIP - oracle with the same budget)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.ttt import gates
+from models.ttt.gates import SKIP_COST, UPDATE_COST, Signals
+
+RESAMPLES = 2000
+_PERCENT = (2.5, 97.5)
+
+
+class Chunks(NamedTuple):
+    """The chunks of an evaluation in the order in which they are decided, [chunks] each.
+
+    Attributes:
+      document, place: number of the document, and of the chunk in its row.
+      tokens: number of supervised positions.
+      loss_skip, loss_update: sums over them, in nats.
+      initial, step_0, step_1: reconstruction losses.
+    """
+
+    document: np.ndarray
+    place: np.ndarray
+    tokens: np.ndarray
+    loss_skip: np.ndarray
+    loss_update: np.ndarray
+    initial: np.ndarray
+    step_0: np.ndarray
+    step_1: np.ndarray
+
+    @property
+    def signals(self) -> Signals:
+        """What gates read."""
+        return Signals(self.loss_skip / self.tokens, self.initial, self.step_0, self.step_1)
+
+    @property
+    def advantage(self) -> np.ndarray:
+        """The mean gain of a token by UPDATE."""
+        return (self.loss_skip - self.loss_update) / self.tokens
+
+
+def collected(answers: Sequence[Mapping[str, np.ndarray]]) -> Chunks:
+    """Returns the chunks with tokens of an evaluation.
+
+    Args:
+      answers: extras of `AdaptedDecoder.evaluate`, by batch. Without `documents` every row is one.
+    """
+    found: dict[str, list[np.ndarray]] = {name: [] for name in Chunks._fields}
+    rows = 0
+    for batch in answers:
+        tokens = np.asarray(batch["tokens"])
+        count, places = tokens.shape
+        documents = batch.get("documents", np.arange(rows, rows + count))
+        rows += count
+        values = {**batch, "document": np.repeat(np.asarray(documents)[:, None], places, axis=1)}
+        values["place"] = np.broadcast_to(np.arange(places), (count, places))
+        for name in Chunks._fields:
+            found[name].append(np.asarray(values[name])[tokens > 0])
+    return Chunks(*(np.concatenate(found[name]) for name in Chunks._fields))
+
+
+class Decided(NamedTuple):
+    """The decisions of a gate.
+
+    Attributes:
+      updates: [chunks], bool.
+      thresholds: [chunks], float; of gates that have one, otherwise None.
+    """
+
+    updates: np.ndarray
+    thresholds: np.ndarray | None
+
+
+def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
+    """Lets a gate decide about all chunks, in order."""
+    if hasattr(gate, "decide_all"):
+        return Decided(gate.decide_all(chunks.signals, chunks.advantage), None)
+    key = jax.random.key(seed)
+
+    def one(state: Any, item: tuple[Signals, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        signals, number = item
+        state, updates = gate.decide(state, signals, jax.random.fold_in(key, number))
+        has_threshold = isinstance(state, dict) and "threshold" in state
+        return state, (updates, state["threshold"] if has_threshold else jnp.zeros(()))
+
+    signals = Signals(*(jnp.asarray(s, jnp.float32) for s in chunks.signals))
+    numbers = jnp.arange(len(chunks.tokens))
+    _, (updates, thresholds) = jax.jit(lambda: jax.lax.scan(one, gate.init(), (signals, numbers)))()
+    has_threshold = isinstance(gate, gates.Reconstruction)
+    return Decided(np.asarray(updates), np.asarray(thresholds) if has_threshold else None)
+
+
+def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
+    """Returns the scores of decisions: loss, perplexity, update rate, recovery, agreement with the oracle and cost."""
+    total = np.sum(chunks.tokens)
+    rate = float(np.mean(updates))
+    skip = float(np.sum(chunks.loss_skip) / total)
+    loss = float(np.sum(np.where(updates, chunks.loss_update, chunks.loss_skip)) / total)
+    oracle = gates.Oracle(rate).decide_all(chunks.signals, chunks.advantage)
+    best = float(np.sum(np.where(oracle, chunks.loss_update, chunks.loss_skip)) / total)
+    return {
+        "loss": loss,
+        "perplexity": float(np.exp(loss)),
+        "gain": skip - loss,
+        "update_rate": rate,
+        "recovery": (skip - loss) / (skip - best) if skip > best else float("nan"),
+        "agreement": float(np.mean(oracle == updates)),
+        "cost": SKIP_COST + (UPDATE_COST - SKIP_COST) * rate,
+    }
+
+
+def correlation(signal: np.ndarray, advantage: np.ndarray) -> float:
+    """Returns Pearson's correlation; NaN if one of them is constant."""
+    if min(np.std(signal), np.std(advantage)) == 0:
+        return float("nan")
+    return float(np.corrcoef(signal, advantage)[0, 1])
+
+
+def interval(
+    chunks: Chunks, ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES
+) -> tuple[float, float, float]:
+    """Returns how much less a token loses by `ours` than by `theirs`, and its 95 % interval.
+
+    Documents are drawn with replacement.
+
+    Args:
+      chunks: the chunks.
+      ours, theirs: [chunks], sums of losses.
+      seed: of the draws.
+      resamples: number of draws.
+    """
+    _, places = np.unique(chunks.document, return_inverse=True)
+    count = int(places.max()) + 1
+    gains, tokens = (np.bincount(places, weights=values, minlength=count) for values in (theirs - ours, chunks.tokens))
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)  # [draws, count]
+    means = (drawn @ gains) / np.maximum(drawn @ tokens, 1)
+    low, high = np.percentile(means, _PERCENT)
+    return float(np.sum(gains) / np.sum(tokens)), float(low), float(high)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Returns which points (cost, loss) no other one beats in both, by cost."""
+    order = sorted(range(len(points)), key=lambda i: points[i])
+    front, best = [], float("inf")
+    for i in order:
+        if points[i][1] < best:
+            front.append(i)
+            best = points[i][1]
+    return front

@@ -1,0 +1,154 @@
+"""Rows of a chunk task with the hidden states of a frozen model, which `launch/run hidden` computed once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.batches import BatchSpec, Field
+from core.errors import UserError
+from tasks.code import chunks
+
+_ABOUT = "about.json"  # written last: the folder is complete
+_FIELDS = ("inputs", "targets", "weights", "segment_ids", "positions", chunks.DOCUMENTS)
+HIDDEN = "hidden"
+
+
+class _CachedRows:
+    """The rows of one split on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*_FIELDS, HIDDEN)}
+
+    def __len__(self) -> int:
+        return len(self._arrays[HIDDEN])
+
+    def row(self, number: int) -> Mapping[str, np.ndarray]:
+        """See `chunks.Rows`."""
+        return {name: np.asarray(array[number]) for name, array in self._arrays.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedHidden(chunks.ChunkTask):
+    """A task that reads a folder of `write`; a local one, or one that all hosts share."""
+
+    folder: str
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Checks that the rows have the length of the task. Raises UserError if they do not."""
+        del run_dir, is_host_zero
+        if problems := self.problems():
+            raise UserError(" ".join(problems))
+
+    def spec(self, batch_size: int) -> BatchSpec:
+        """See `ChunkTask`; `hidden` are the hidden states."""
+        shape = (batch_size, self.length, self._about["width"])
+        return {**super().spec(batch_size), HIDDEN: Field(shape, np.float16, ("batch", "length", None))}
+
+    def rows(self, split: str) -> _CachedRows:
+        """See `ChunkTask`."""
+        return _CachedRows(Path(self.folder) / split)
+
+    def problems(self) -> list[str]:
+        """Returns the problems that can be found without opening the data."""
+        if not (Path(self.folder) / _ABOUT).exists():
+            return [f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run hidden"]
+        if self.length != self._about["length"]:
+            return [f"cached_hidden.length = {self.length}: the rows of {self.folder!r} have {self._about['length']}"]
+        return []
+
+    def named_files(self) -> tuple[str, ...]:
+        """Returns the folder."""
+        return (self.folder,)
+
+    def describe(self) -> str:
+        """Returns one line for the run summary."""
+        about = self._about
+        return f"cached_hidden: {about['rows']} rows of {about['source']}; hidden states of {about['model']}"
+
+    def fingerprint(self) -> str:
+        """Returns the hash of the task that the rows come from."""
+        return str(self._about["fingerprint"])
+
+    @functools.cached_property
+    def _about(self) -> dict[str, Any]:
+        file = Path(self.folder) / _ABOUT
+        if not file.exists():
+            raise UserError(" ".join(self.problems()))
+        return json.loads(file.read_text())
+
+
+def cached_hidden(*, folder: str, length: int, num_streams: int, held_out: str = "validation") -> CachedHidden:
+    """Returns a task whose batches have hidden states that were computed before.
+
+    Args:
+      folder: of `launch/run hidden`.
+      length: tokens per row, as there.
+      num_streams: number of data streams; must divide the batch size.
+      held_out: the split of evaluations, "validation" or "test".
+    """
+    return CachedHidden(folder=folder, length=length, num_streams=num_streams, held_out=held_out)
+
+
+def write(
+    folder: str,
+    task: chunks.ChunkTask,
+    hidden: Callable[[Mapping[str, np.ndarray]], np.ndarray],
+    *,
+    limits: Mapping[str, int],
+    rows: int,
+    model: str,
+) -> Iterator[tuple[str, int, int]]:
+    """Computes and writes the hidden states of the rows of a task, in the order of evaluations.
+
+    A split that is complete on disk is kept, so that an interrupted call continues with the next one.
+
+    Args:
+      folder: is created.
+      task: the task.
+      hidden: computes the states [rows, T, D] of a batch.
+      limits: number of rows of each split.
+      rows: of a batch.
+      model: a description of the model.
+
+    Yields:
+      The split, its rows done and its rows in all, after every batch.
+    """
+    counts, width = {}, 0
+    for split in chunks.SPLITS:
+        held = dataclasses.replace(task, held_out="test", eval_rows=limits[split], num_streams=1)
+        source, place = held.rows(split), Path(folder) / split
+        counts[split] = total = min(len(source), limits[split])
+        if place.exists():
+            width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape[-1]
+            continue
+        partial = Path(folder) / f"{split}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        arrays: dict[str, np.ndarray] = {}
+        for begin in range(0, total, rows):
+            numbers = chunks.evaluation_order(len(source))[begin : begin + rows]
+            found = [source.row(int(number)) for number in numbers[: total - begin]]
+            found += [found[-1]] * (rows - len(found))
+            batch = {name: np.stack([row[name] for row in found]) for name in _FIELDS}
+            batch[HIDDEN] = np.asarray(hidden(batch), np.float16)
+            for name, values in batch.items():
+                if name not in arrays:
+                    shape = (total, *values.shape[1:])
+                    arrays[name] = np.lib.format.open_memmap(partial / f"{name}.npy", "w+", values.dtype, shape)
+                arrays[name][begin : begin + rows] = values[: total - begin]
+            width = batch[HIDDEN].shape[-1]
+            yield split, min(begin + rows, total), total
+        for array in arrays.values():
+            array.flush()
+        partial.rename(place)
+    about = {"length": task.length, "width": width, "rows": counts, "source": task.describe(), "model": model}
+    about["fingerprint"] = task.fingerprint()
+    (Path(folder) / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")

@@ -1,0 +1,206 @@
+"""Source code as chunks: every row is a piece of one file, so that files can be told apart in an evaluation.
+
+A file becomes ids and an end-of-document id, and is cut into rows of T ids; the last one is padded, and left out if it
+has fewer than `least_tokens`. Inputs are the ids before; a file begins with the begin-of-text id.
+
+    files.py      `code_files`: files of a language, split by package, without those that share text with HumanEval
+    cached.py     `cached_hidden`: the same rows with the hidden states of a frozen model, computed before
+
+Training visits every row once in an epoch, in an order of the seed and the epoch. An evaluation visits the held-out
+rows once, in one random order, so that its first rows are a sample of all. Row k of either belongs to stream k modulo
+the number of streams.
+
+T positions of a row.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from core.batches import BatchSpec, Field
+from core.errors import UserError
+from core.types import Batches, DataLayout
+from tasks import permutation, streams
+
+SPLITS = ("train", "validation", "test")
+DOCUMENTS = "documents"  # field of a batch: number of the file of each row in its split, [B], -1 for rows of padding
+_IN_ORDER_OF = (20260101,)  # key of the order of evaluations
+
+
+class Rows(Protocol):
+    """The rows of one split."""
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+
+    def row(self, number: int) -> Mapping[str, np.ndarray]:
+        """Returns one row: every field of a batch without its first dimension."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkTask(abc.ABC):
+    """A `core.types.Task` of rows that are held in memory or in one array on disk.
+
+    Attributes:
+      length: T.
+      num_streams: number of data streams; divides the batch size.
+      held_out: the split of evaluations, "validation" or "test".
+      eval_rows: number of rows of an evaluation; None: all.
+
+    Raises:
+      UserError: another split.
+    """
+
+    length: int
+    num_streams: int
+    held_out: str = "validation"
+    eval_rows: int | None = None
+
+    vocabulary = None
+
+    def __post_init__(self):
+        if self.held_out not in SPLITS[1:]:
+            raise UserError(f"{type(self).__name__}.held_out = {self.held_out!r}: expected 'validation' or 'test'")
+
+    @abc.abstractmethod
+    def rows(self, split: str) -> Rows:
+        """Returns the rows of a split. Raises UserError if there are none."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Returns a hash, equal on all hosts that read the same data."""
+
+    def spec(self, batch_size: int) -> BatchSpec:
+        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
+        streams.rows_per_stream(batch_size, num_streams=self.num_streams)
+        documents = Field((batch_size,), np.int32, ("batch",))
+        return {**streams.batch_spec(batch_size, length=self.length), DOCUMENTS: documents}
+
+    def train(self, layout: DataLayout, *, seed: int) -> Batches:
+        """Returns an endless iterator of training batches."""
+        return self._batches(layout, "train", seed)
+
+    def evaluation(self, layout: DataLayout) -> Batches:
+        """Returns the held-out rows once; rows of padding complete the last batch."""
+        return self._batches(layout, self.held_out, None)
+
+    def evaluating(self, rows: int | None) -> ChunkTask:
+        """Returns a copy whose evaluations have so many rows; None: all."""
+        return dataclasses.replace(self, eval_rows=rows)
+
+    def evaluated_on(self, most: int | None) -> str:
+        """Describes the rows of an evaluation."""
+        count = len(self.rows(self.held_out))
+        scored = min(n for n in (count, self.eval_rows, most) if n is not None)
+        return f"{scored:,} of {count:,} {self.held_out} rows of {self.length} tokens"
+
+    def train_tokens(self) -> int | None:
+        """Returns the size of the training split, with the padding of its rows."""
+        return len(self.rows("train")) * self.length
+
+    def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
+        spec, rows = self.spec(layout.batch_size), self.rows(split)
+        most = None if seed is not None else min(len(rows), self.eval_rows or len(rows))
+        return streams.StreamBatches(
+            layout,
+            spec=spec,
+            num_streams=self.num_streams,
+            open_stream=lambda index, each: _Stream(rows, spec, (index, self.num_streams, each), seed=seed, most=most),
+            identity={"source": self.fingerprint(), "split": split, "seed": seed},
+        )
+
+
+def evaluation_order(count: int) -> np.ndarray:
+    """Returns the order in which evaluations visit `count` rows."""
+    return permutation.permuted(range(count), count, key=_IN_ORDER_OF)
+
+
+class _Stream:
+    """The rows of one stream: `streams.Stream`."""
+
+    def __init__(
+        self, rows: Rows, spec: BatchSpec, place: tuple[int, int, int], *, seed: int | None, most: int | None
+    ) -> None:
+        """Opens the stream at its start.
+
+        Args:
+          rows: of the split.
+          spec: fields of a batch.
+          place: index of the stream, number of streams, rows of an element.
+          seed: of the order; None: that of evaluations.
+          most: number of rows of all streams; None: endless.
+        """
+        self._rows, self._spec, self._seed, self._most = rows, spec, seed, most
+        self._index, self._num_streams, self._each = place
+        self._taken = 0
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `streams.Stream`."""
+        if self._most is not None and self._taken * self._num_streams >= self._most:
+            raise StopIteration
+        numbers = [(self._taken + i) * self._num_streams + self._index for i in range(self._each)]
+        self._taken += self._each
+        rows = [self._row(number) for number in numbers]
+        return {name: np.stack([row[name] for row in rows]) for name in self._spec}
+
+    def state(self) -> bytes:
+        """See `streams.Stream`."""
+        return json.dumps({"rows": self._taken}).encode()
+
+    def restore(self, state: bytes) -> None:
+        """See `streams.Stream`."""
+        self._taken = streams.read_position(state, rows=int)["rows"]
+
+    def _row(self, number: int) -> Mapping[str, np.ndarray]:
+        if self._most is not None and number >= self._most:
+            empty = {name: np.zeros(field.shape[1:], field.dtype) for name, field in self._spec.items()}
+            return {**empty, DOCUMENTS: np.int32(-1)}
+        count = len(self._rows)
+        epoch, place = divmod(number, count)
+        key: tuple[int, ...] = _IN_ORDER_OF if self._seed is None else (self._seed, epoch)
+        return self._rows.row(int(permutation.permuted([place], count, key=key)[0]))
+
+
+class TokenRows:
+    """Rows of documents in memory.
+
+    Attributes:
+      names: of the documents, in the order of their numbers.
+    """
+
+    def __init__(
+        self, documents: Mapping[str, np.ndarray], *, length: int, bos_id: int, least_tokens: int, where: str
+    ) -> None:
+        """Cuts documents, int32 ids by name, into rows. Raises UserError if there is none."""
+        self.names = tuple(documents)
+        self._ids, self._length, self._bos_id = tuple(documents.values()), length, bos_id
+        self._places = [
+            (number, start)
+            for number, ids in enumerate(self._ids)
+            for start in range(0, len(ids), length)
+            if len(ids) - start >= least_tokens
+        ]
+        if not self._places:
+            raise UserError(f"{where}: no file has {least_tokens} tokens or more")
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def row(self, number: int) -> Mapping[str, np.ndarray]:
+        """See `Rows`."""
+        document, start = self._places[number]
+        ids = self._ids[document][start : start + self._length]
+        before = self._ids[document][start - 1] if start else self._bos_id
+        found: dict[str, Any] = {name: np.zeros(self._length, dtype) for name, dtype in streams.BATCH_DTYPES.items()}
+        found["inputs"][: len(ids)] = [before, *ids[:-1]]
+        found["targets"][: len(ids)] = ids
+        found["weights"][: len(ids)] = 1
+        found["segment_ids"][: len(ids)] = 1
+        found["positions"][: len(ids)] = np.arange(len(ids))
+        return {**found, DOCUMENTS: np.int32(document)}

@@ -1,0 +1,230 @@
+"""Files of source code: by language, split by package, without those that share text with an evaluation set.
+
+Copies of a file are mostly in the same package, so a package belongs to one split as a whole, chosen by the hash of its
+name: the first folder below the common folder of all files, or the name of a file that is in none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import sysconfig
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from core import paths, units
+from core.errors import UserError, check_text
+from core.types import Task, can
+from tasks import decontamination, documents, synthetic, text_formats, vocabularies
+from tasks.code import chunks
+from tasks.document_streams import with_end
+from tasks.documents import File
+from tasks.ids import ReadsFile, Vocabulary
+
+LANGUAGES: Mapping[str, tuple[str, ...]] = {
+    "python": (".py",),
+    "javascript": (".js", ".mjs", ".cjs"),
+    "typescript": (".ts", ".tsx"),
+    "java": (".java",),
+    "go": (".go",),
+    "c": (".c", ".h"),
+    "c++": (".cc", ".cpp", ".hpp", ".hh"),
+    "rust": (".rs",),
+    "shell": (".sh", ".bash"),
+}
+_LARGEST_BYTES = 2**20  # of a file; larger ones are data or generated
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeFiles(chunks.ChunkTask):
+    """A task of files of source code; see `code_files`."""
+
+    files: tuple[str, ...]
+    languages: tuple[str, ...]
+    vocabulary: Vocabulary
+    held_out_percent: int
+    exclude: tuple[str, ...]
+    exclude_words: int | None
+    exclude_characters: int | None
+    least_tokens: int
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Makes the vocabulary usable."""
+        self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._sample)
+
+    def rows(self, split: str) -> chunks.TokenRows:
+        """See `ChunkTask`."""
+        if split not in self._rows:
+            where = f"code_files: the {split} split of {units.counted(len(self._listed), 'file')}"
+            options = {"length": self.length, "bos_id": self.vocabulary.bos_id, "least_tokens": self.least_tokens}
+            self._rows[split] = chunks.TokenRows(self._documents(split), where=where, **options)
+        return self._rows[split]
+
+    def problems(self) -> list[str]:
+        """Returns the problems that can be found without opening the data."""
+        if found := self.vocabulary.problems():
+            return found
+        if not any(map(paths.is_remote, self.files)) and not self._listed:
+            endings = ", ".join(self._endings)
+            return [f"code_files.files: no file of {', '.join(self.languages)} ({endings}) matches {self.files}"]
+        if any(map(paths.is_remote, self.files)):
+            return []
+        counts = Counter(self._split_of(file) for file in self._listed)
+        return [
+            f"code_files: no package of {units.counted(len(self._listed), 'file')} belongs to the {split} split; give "
+            "more packages, or another held_out_percent"
+            for split in chunks.SPLITS
+            if not counts[split]
+        ]
+
+    def named_files(self) -> Sequence[str]:
+        """Returns patterns and files as the user wrote them."""
+        return (*self.files, *self.exclude, *([self.vocabulary.path] if can(self.vocabulary, ReadsFile) else []))
+
+    def rehearsal(self) -> Task:
+        """Returns random tokens in rows of the same length."""
+        return synthetic.random_tokens(
+            vocab_size=self.vocabulary.size, length=self.length, num_streams=self.num_streams
+        )
+
+    def describe(self) -> str:
+        """Returns one line for the run summary; counts of documents once they are read."""
+        source = ", ".join(self.files) if self.files else "Python's standard library"
+        parts = [f"code_files: {', '.join(self.languages)} of {source}"]
+        for split, rows in self._rows.items():
+            parts.append(f"{split} {units.counted(len(rows.names), 'file')}, {units.counted(len(rows), 'row')}")
+        if self.exclude:
+            left_out = f", {self._left_out['train']:,} left out" if "train" in self._rows else ""
+            parts.append(f"without text of {', '.join(self.exclude)}{left_out}")
+        return f"{'; '.join(parts)}; {self.vocabulary.describe()}; length {self.length}"
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (the task lives as long as the process)
+    def fingerprint(self) -> str:
+        """Returns a hash of the files' names and sizes, and of what is left out."""
+        listing = [(file.name, file.size_bytes) for file in self._listed]
+        excluded = self._excluded.digest if self._excluded else ""
+        settings = (self.held_out_percent, self.least_tokens, excluded, self.vocabulary.hash)
+        return hashlib.sha256(repr((listing, settings)).encode()).hexdigest()
+
+    @property
+    def _endings(self) -> tuple[str, ...]:
+        return tuple(ending for language in self.languages for ending in LANGUAGES[language])
+
+    @functools.cached_property
+    def _listed(self) -> tuple[File, ...]:
+        if not self.files:
+            return documents.python_files(sysconfig.get_paths()["stdlib"])
+        found = documents.list_files(self.files)
+        return tuple(f for f in found if f.name.endswith(self._endings) and 0 < f.size_bytes <= _LARGEST_BYTES)
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, chunks.TokenRows]:
+        return {}
+
+    @functools.cached_property
+    def _left_out(self) -> Counter[str]:
+        """The number of files that share text with an evaluation set, by split."""
+        return Counter()
+
+    @functools.cached_property
+    def _excluded(self) -> decontamination.Excluded | None:
+        if not self.exclude:
+            return None
+        words, characters = self.exclude_words, self.exclude_characters
+        return decontamination.Excluded(decontamination.read(self.exclude), words=words, characters=characters)
+
+    def _split_of(self, file: File) -> str:
+        path = pathlib.PurePosixPath(file.name)
+        package = path.parts[0] if len(path.parts) > 1 else path.stem
+        place = int.from_bytes(hashlib.sha256(package.encode()).digest()[:4]) % 100
+        return (
+            "test" if place < self.held_out_percent else "validation" if place < 2 * self.held_out_percent else "train"
+        )
+
+    def _documents(self, split: str) -> dict[str, np.ndarray]:
+        found, seen = {}, set()
+        for file in self._listed:
+            text = self._text(file) if self._split_of(file) == split else ""
+            digest = hashlib.sha256(text.encode()).digest()
+            if not text or digest in seen:  # copies of a file count once
+                continue
+            seen.add(digest)
+            if split == "train" and self._excluded and self._excluded.shares_text(text):
+                self._left_out[split] += 1
+                continue
+            found[file.name] = with_end(self.vocabulary.encode(text), self.vocabulary, where=lambda f=file: f.path)
+        return found
+
+    def _text(self, file: File) -> str:
+        """Returns the text of a file; empty if it is not UTF-8, which is counted."""
+        with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
+            content = stream.read()
+        try:
+            return content.decode() if content.strip() else ""
+        except UnicodeDecodeError:
+            self._left_out["not UTF-8"] += 1
+            return ""
+
+    def _sample(self):
+        return (text for file in self._listed if self._split_of(file) == "train" and (text := self._text(file)))
+
+
+def code_files(
+    *,
+    files: str | Sequence[str] | None = None,
+    languages: str | Sequence[str] = "python",
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary | None = None,
+    held_out: str = "validation",
+    held_out_percent: int = 10,
+    exclude: str | Sequence[str] = (),
+    exclude_words: int | None = None,
+    exclude_characters: int | None = 40,
+    least_tokens: int = 16,
+) -> CodeFiles:
+    """Returns a task of source code, whose rows are pieces of one file each.
+
+    Args:
+      files: one or more patterns (`/code/**/*.js`, gs://); None: Python's standard library without its tests.
+      languages: some of `LANGUAGES`; files with other endings are left out, and those of over 1 MiB.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
+      held_out: the split of evaluations: "validation", to choose a checkpoint, or "test".
+      held_out_percent: share of the packages in each of these splits; 50 leaves nothing to train on.
+      exclude: files of evaluation sets (`HumanEval.jsonl`); training files that share text with them are left out.
+      exclude_words, exclude_characters: see `tasks.decontamination.Excluded`.
+      least_tokens: shorter pieces of files are left out.
+
+    Raises:
+      UserError: an unknown language, or a share out of range.
+    """
+    patterns = (files,) if isinstance(files, str) else tuple(files or ())
+    excluded = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    for pattern in (*patterns, *excluded):
+        check_text(pattern, where="code_files.files")
+    chosen = (languages,) if isinstance(languages, str) else tuple(languages)
+    if unknown := [name for name in chosen if name not in LANGUAGES] or not chosen:
+        raise UserError(f"code_files.languages: {unknown}: expected some of {', '.join(LANGUAGES)}")
+    if not 1 <= held_out_percent <= 50:
+        raise UserError(f"code_files.held_out_percent = {held_out_percent}: expected from 1 to 50")
+    if not 1 <= least_tokens <= length:
+        raise UserError(f"code_files.least_tokens = {least_tokens}: expected from 1 to the length, {length}")
+    return CodeFiles(
+        length=length,
+        num_streams=num_streams,
+        held_out=held_out,
+        files=patterns,
+        languages=chosen,
+        vocabulary=vocabularies.bytes() if vocabulary is None else vocabulary,
+        held_out_percent=held_out_percent,
+        exclude=excluded,
+        exclude_words=exclude_words,
+        exclude_characters=exclude_characters,
+        least_tokens=least_tokens,
+    )
