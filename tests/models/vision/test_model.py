@@ -100,10 +100,10 @@ def test_layouts_agree_or_are_refused(name):
         with pytest.raises(UserError, match="keys that travel around a ring"):
             run(agreement.EXAMPLES[name])
         return
-    if "pipeline" in name:
-        with pytest.raises(UserError, match="carry"):
+    if "pipeline" in name:  # the biases of keys are inputs of every stage, for which pipelines compute no gradient
+        with pytest.raises(UserError, match=r"depends on parameters \(\[0\].prefix.key_bias\)"):
             run(agreement.EXAMPLES[name])
-        return
+        model = dataclasses.replace(model, selector=dataclasses.replace(model.selector, method="center"))
     found = agreement.compare(run(agreement.EXAMPLES[name]), run(agreement.ONE_DEVICE))
     # The second moment of the gain is the square of one sum over all patches, which cancels: 342 ulp measured.
     assert set(agreement.exceeding(name, found)) <= {"opt_state"}
