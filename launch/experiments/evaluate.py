@@ -43,6 +43,7 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4
   launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --rows 200
   launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
   launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets
+  launch/run evaluate runs/arrcoc/easy_vqa --pictures
   launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
 
 FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
@@ -119,6 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ttt.add_argument("--controls", metavar="NAME[,NAME]", help="of no_learning, resets, offset, shuffled")
     ttt.add_argument("--against", metavar="FILE", help="chunks.csv of another run on the same rows, such as a control")
     ttt.add_argument("--label", metavar="NAME", help="added to the names of the files, such as the language")
+    pictures = "write a PNG of the patches that a selector chose for questions about the same images"
+    parser.add_argument("--pictures", action="store_true", help=pictures)
     submission = "ARC: write two attempts per test, from the votes of all checkpoints"
     parser.add_argument("--submission", metavar="FILE", help=submission)
     flags.add(parser, "--simulate", "--slice", "--gin")
@@ -138,6 +141,10 @@ def run(args: argparse.Namespace) -> int:
         from launch.experiments import gates
 
         return gates.run(args)
+    if args.pictures:
+        from launch.experiments import pictures
+
+        return pictures.run(args)
     if args.controls or args.against or args.label:
         raise UserError("--controls, --against and --label belong to --gates")
     if any((args.lm_eval_path, args.json, args.samples, args.temperature, args.allow_code)):

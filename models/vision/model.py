@@ -120,7 +120,8 @@ class VisionLanguageModel:
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Returns the sums of the loss, and how many answers are right in all their tokens, by kind of question.
 
-        `extras` has, for each row, the chosen patches [B, I, N] and whether the answer is right [B].
+        `extras` has, for each row, the chosen patches [B, I N], the most likely id after each position [B, T], and
+        whether the answer is right [B].
         """
 
         def run(batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +142,9 @@ class VisionLanguageModel:
                 here = batch["kind"] == number
                 metrics[f"exact_{name}"] = WeightedSum(jnp.sum(right * here), jnp.sum(counts * here))
         rows = len(batch["inputs"])
-        return out._replace(metrics=metrics, extras={"chosen": hard.reshape(rows, -1), "right": right})
+        return out._replace(
+            metrics=metrics, extras={"chosen": hard.reshape(rows, -1), "answers": answers, "right": right}
+        )
 
     def _draws(self, *, is_training: bool) -> bool:
         lora = self.decoder.lora
