@@ -1,0 +1,56 @@
+"""The code and the tables of launch/FROM_ONE_GPU.md, as they stand there."""
+
+import re
+
+import pytest
+
+from core import slices
+from launch import environment
+from launch.config import loader
+
+GUIDE = (environment.WORKSPACE / "launch" / "FROM_ONE_GPU.md").read_text()
+PYTHON = re.findall(r"^```python\n(# .*?)\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(where):
+    return [body for head, body in PYTHON if head == f"# {where}"]
+
+
+@pytest.mark.covers("E09")
+def test_the_table_of_slices_is_true():
+    rows = re.findall(r"^\| (v\w+-\d+) \| [^|]+ \| (\d+) \| (\d+) \| ([\dx]+) \|$", GUIDE, flags=re.MULTILINE)
+    assert len(rows) == 6
+    for name, hosts, devices, topology in rows:
+        found = slices.get(name)
+        assert (found.hosts, found.chips, found.topology_name) == (int(hosts), int(devices), topology)
+
+
+@pytest.mark.covers("E10")
+def test_tables_become_the_collectives_that_the_guide_shows():
+    assert len(blocks("one process")) == 1
+    for body in blocks("one process"):
+        exec(compile(body, "FROM_ONE_GPU.md", "exec"), {})
+
+
+@pytest.mark.simulated(2)
+@pytest.mark.covers("D04", "E09")
+def test_the_ways_to_make_a_global_array(run_hosts):
+    (body,) = blocks("every host")
+    told = "coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2"
+    assert "distributed.initialize()" in body
+    for number, result in enumerate(run_hosts(body.replace("initialize()", f"initialize({told})"), hosts=2)):
+        assert result.returncode == 0, result.output
+        assert "refused: True" in result.output
+        assert "equal: True sum: 276.0" in result.output
+        assert f"[{4 * number}:{4 * number + 2}, 0:3] from {12 * number} to {12 * number + 5}" in result.output
+
+
+@pytest.mark.covers("L11")
+def test_the_rehearsal_on_one_host_is_the_same_experiment_with_the_same_work_for_each_chip():
+    small, large = (loader.load(f"gin/arrcoc/{name}.gin").build() for name in ("v5p_8", "v5p_128"))
+    assert repr(small.model) == repr(large.model)
+    assert small.strategy.name == large.strategy.name
+    per_chip = [e.batch_size / slices.get(e.slice).chips for e in (small, large)]
+    assert per_chip == [4, 4]
+    assert small.task.spec(16)["images"].shape[1:] == large.task.spec(256)["images"].shape[1:]
+    assert (small.row_length, small.total_steps) == (large.row_length, large.total_steps)
