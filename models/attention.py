@@ -13,7 +13,7 @@ B batch, T length, H query heads, N key/value heads, G = H / N query heads per k
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +96,7 @@ def attend(
         operands = (q, k, v, segment_ids, kv_segment_ids, None)
     options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
     by_kernel, by_products = (functools.partial(form, **options) for form in (splash_attention, plain))
-    if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
+    if choice == "plain" or (choice == "auto" and not tiles(q.shape[1])):
         return by_products(*operands)
     if choice == "splash":
         return by_kernel(*operands)
@@ -133,7 +133,7 @@ def _around_ring(
             ring_attention.attend, pairs=pairs, specs=(q_spec, kv_spec, PartitionSpec(*q_spec[:2]))
         )
 
-    if choice == "plain" or (choice == "auto" and not _tiles(q.shape[1])):
+    if choice == "plain" or (choice == "auto" and not tiles(q.shape[1])):
         return form(by_products)(q, k, v, segment_ids)
     if choice == "splash":
         return form(by_kernel)(q, k, v, segment_ids)
@@ -362,6 +362,8 @@ def splash_attention(
     window: int | None = None,
     softcap: float | None = None,
     order: np.ndarray | None = None,
+    masks: Sequence[splash.splash_attention_mask.Mask] = (),
+    block: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
@@ -369,6 +371,8 @@ def splash_attention(
     Args:
       q, k, v, segment_ids, kv_segment_ids, prefix, scale, window, softcap, order: as in `plain`; a chip needs all
         positions of its keys and values.
+      masks: of every head, in place of the causal one or of a window.
+      block: positions in a block of the kernel; None: the most that fit.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """
     q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -378,6 +382,7 @@ def splash_attention(
         q, k = prefixes.with_bias(q, k, prefix.key_bias)
         queries = (prefixes.sequence(prefix.until, window=window),)
     options = {"window": window, "softcap": softcap, "order": order, "interpret": interpret, "prefix": bool(queries)}
+    options |= {"masks": masks, "block": block}
     make = functools.partial(_kernel, q.shape[1], q.shape[2], **options)
     if logical.activation_spec("batch") is None:
         return _attend_locally(make(), q, k, v, segment_ids, of_keys, *queries)
@@ -422,6 +427,8 @@ def _kernel(
     order: np.ndarray | None,
     interpret: bool,
     prefix: bool,
+    masks: Sequence[splash.splash_attention_mask.Mask],
+    block: int | None,
     length_shards: int = 1,
     head_shards: int = 1,
 ):
@@ -436,9 +443,9 @@ def _kernel(
     if order is not None:
         mask.q_sequence = order.astype(np.int32)
     return splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads),
+        splash.MultiHeadMask(masks or [mask] * heads),
         attn_logits_soft_cap=softcap,
-        block_sizes=_block_sizes(length // length_shards),
+        block_sizes=_block_sizes(block or length // length_shards),
         head_shards=head_shards,
         q_seq_shards=length_shards,
         residual_checkpoint_name=MIXED,
@@ -487,7 +494,7 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
     return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-def _tiles(length: int) -> bool:
+def tiles(length: int) -> bool:
     """Returns whether every chip's query positions fill whole tiles."""
     return length % _tile_unit() == 0
 
@@ -501,7 +508,7 @@ def _tile_unit() -> int:
 
 
 def _check_tiles(length: int) -> None:
-    if not _tiles(length):
+    if not tiles(length):
         unit = _tile_unit()
         raise UserError(
             f"attention = 'splash': {length} positions are not a multiple of {unit}: the kernel needs tiles of {LANES} "

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from core.errors import UserError
 from models import attention, chunked_loss, derivatives, rotary
+from models.block_sparse import BlockSparse
 from models.experts import Experts
 from models.lora import Lora
+from models.s5 import S5
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
 # comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
@@ -26,9 +28,13 @@ REMAT: Mapping[str, str | tuple[str, ...]] = {
     "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
 }
 LOCAL, GLOBAL = "local", "global"
-MIXERS = ("attention",)  # `models.decoder_parts` has their parts
-FEED_FORWARDS = ("mlp", "experts", "none")
-_SETTINGS_OF = {"experts": ("experts",)}  # fields with the settings of parts, and the names of these parts
+MIXERS = ("attention", "block_sparse", "s5")  # `models.decoder_parts` has their parts
+FEED_FORWARDS = ("mlp", "experts", "s5", "none")
+_SETTINGS_OF = {  # fields with the settings of parts, and the names of these parts
+    "experts": ("experts",),
+    "block_sparse": ("block_sparse",),
+    "s5": ("s5",),
+}
 _CHOICES = {
     "remat": REMAT,
     "dtype": ("bfloat16", "float32"),
@@ -96,12 +102,14 @@ class DecoderConfig:
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
-      mixer: what mixes positions: "attention", or several joined by "+", whose outputs are added; a tuple is repeated
-        over the layers.
-      feed_forward: "mlp", "experts" or "none"; a tuple is repeated over the layers. None: experts if there are any,
-        otherwise "mlp". If parameters of layers differ, `num_layers` is a multiple of the number of layers after which
-        they repeat, and those of the i-th of these layers are in a module `block_i`.
+      mixer: what mixes positions: "attention", "block_sparse", "s5", or several joined by "+", whose outputs are added;
+        a tuple is repeated over the layers.
+      feed_forward: "mlp", "experts", "s5" or "none"; a tuple is repeated over the layers. None: "experts" if there are
+        any, otherwise "mlp". If parameters of layers differ, `num_layers` is a multiple of the number of layers after
+        which they repeat, and those of the i-th of these layers are in a module `block_i`.
       experts: a mixture of experts in place of the feed-forward layer; see `models.experts`.
+      block_sparse: settings of attention to some blocks; see `models.block_sparse`.
+      s5: settings of state-space layers; see `models.s5`.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
         logits are small enough (`models.chunked_loss.default_positions`).
@@ -143,6 +151,8 @@ class DecoderConfig:
     mixer: str | tuple[str, ...] = "attention"
     feed_forward: str | tuple[str, ...] | None = None
     experts: Experts | None = None
+    block_sparse: BlockSparse | None = None
+    s5: S5 | None = None
     lora: Lora | None = None
     loss_chunk: int | None = None
     vocab_multiple: int = 128
@@ -232,6 +242,10 @@ class DecoderConfig:
             "query_scale": self.score_scale,
             "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
         }
+        for part in ("block_sparse", "s5"):
+            if (settings := found.pop(part)) is not None:
+                every = dataclasses.asdict(settings)
+                found |= {f"{part}.{name}": value for name, value in every.items() if name != "chunk"}
         if (experts := found.pop("experts")) is not None:
             routing = dataclasses.asdict(experts)
             found |= {f"experts.{name}": value for name, value in routing.items() if name not in _EXPERTS_NOT_SETTINGS}
@@ -320,6 +334,8 @@ class DecoderConfig:
             num_kv_heads=kv_heads,
             head_dim=math.lcm(8, multiples["head_dim"]),
             experts=self.experts and self._fewer_experts(multiples),
+            block_sparse=self.block_sparse and self.block_sparse.shrink(),
+            s5=self.s5 and self.s5.shrink(multiples),
         )
 
     def _fewer_experts(self, multiples: Mapping[str, int]) -> Experts:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from core import logical
 from core.errors import UserError
 from core.types import LossOutput
-from models import attention, derivatives, experts, rotary
+from models import attention, block_sparse, derivatives, experts, rotary, s5
 from models.attention import KeysAndValues
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 from models.layer_parts import Call, Part, Result, Side, Work
@@ -89,21 +89,23 @@ class Attention(_Matrices):
         value = self._biased("value", value, ("kv_heads", "head_dim"), among=("qkv", "all"))
         value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
         q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
-        how = {
-            "choice": c.attention,
-            "scale": 1.0 if side.turns else c.score_scale,  # otherwise the rotary tables scale
-            "window": c.window if call.kind == LOCAL else None,
-            "softcap": c.attention_softcap,
-        }
-        after: Any = ()
-        if call.before is None:
-            whole = {"arranged": True, "prefix": side.prefix}
-            mixed = attention.attend(q, key, value, side.segment_ids, **whole, **how)
-        else:
-            mixed, after = attention.cached(q, key, value, *call.before, side.padding, **how)
+        mixed, after = self._mixed(q, key, value, call)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
         out = self._adapted("output", jnp.einsum("bthk,hkd->btd", mixed, wo), mixed, side)
         return Result(self._biased("output", out, ("norm",), among=("all",)), after)
+
+    def _mixed(self, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
+        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the cache after."""
+        c, side = self.config, call.side
+        how = {"choice": c.attention, "window": c.window if call.kind == LOCAL else None, **self._scores(call)}
+        if call.before is None:
+            whole = {"arranged": True, "prefix": side.prefix}
+            return attention.attend(q, key, value, side.segment_ids, **whole, **how), ()
+        return attention.cached(q, key, value, *call.before, side.padding, **how)
+
+    def _scores(self, call: Call) -> dict[str, float | None]:
+        scale = 1.0 if call.side.turns else self.config.score_scale  # otherwise the rotary tables scale
+        return {"scale": scale, "softcap": self.config.attention_softcap}
 
     def _heads(self, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
         """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.
@@ -138,6 +140,35 @@ class Attention(_Matrices):
     def laid_out(self, state: KeysAndValues) -> KeysAndValues:
         """See `Part.laid_out`."""
         return KeysAndValues(*(logical.constrain(a, "batch", "kv_heads", None, "head_dim") for a in state))
+
+
+class BlockSparseAttention(Attention):
+    """Attention to global, near and drawn blocks, `models.block_sparse`."""
+
+    def check(self) -> None:
+        """See `Part.check`."""
+        if self.config.attention == "none":
+            raise UserError("Transformer.attention = 'none' mixes no positions: expected another with 'block_sparse'")
+
+    def _mixed(self, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
+        assert self.config.block_sparse is not None
+        if call.side.prefix is not None:
+            raise UserError("mixer = 'block_sparse' is causal, and this model attends both ways to a part of a row")
+        how = {"settings": self.config.block_sparse, **self._scores(call)}
+        if call.before is None:
+            choice = self.config.attention
+            return block_sparse.attend(q, key, value, call.side.segment_ids, choice=choice, **how), ()
+        return block_sparse.cached(q, key, value, *call.before, call.side.padding, **how)
+
+    def work(self, kind: str, length: int) -> Work:
+        """See `Part.work`."""
+        assert self.config.block_sparse is not None
+        inner = self.config.num_heads * self.config.head_width
+        return Work(super().work(GLOBAL, length).matrices, 2 * self.config.block_sparse.attended(length) * inner)
+
+    def empty_state(self, kind: str, rows: int, length: int) -> KeysAndValues:
+        """See `Part.empty_state`; a drawn block may be any of the row."""
+        return super().empty_state(GLOBAL, rows, length)
 
 
 class Mlp(_Matrices):
@@ -236,10 +267,17 @@ class ExpertMixture(_Matrices):
         return experts.with_routing(self.experts, found, sums, num_layers=num_layers, is_training=is_training)
 
 
+def _state_space(config: DecoderConfig, module: str) -> Part:
+    assert config.s5 is not None
+    return s5.StateSpace(config.s5, embed_dim=config.embed_dim, dtype=config.dtype, module=module)
+
+
 _PARTS: Mapping[str, Callable[[DecoderConfig, str], Part]] = {
     "attention": lambda config, _: Attention(config),
+    "block_sparse": lambda config, _: BlockSparseAttention(config),
     "mlp": lambda config, _: Mlp(config),
     "experts": lambda config, _: ExpertMixture(config),
+    "s5": _state_space,
 }
 
 

@@ -27,24 +27,23 @@ def params_of(model):
     return jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape, a.dtype), params)
 
 
-def generated(model, params, ids, *, first=5):
-    """Logits after a prompt and after each id that follows, from states; rows of one segment without padding."""
-    cache, found = model.empty_cache(len(ids), ids.shape[1]), []
-    extend = jax.jit(model.extend)
-    for start, end in [(0, first), *((i, i + 1) for i in range(first, ids.shape[1]))]:
-        logits, cache = extend(params, cache, ids[:, start:end], jnp.int32(start), jnp.zeros(len(ids), jnp.int32))
-        found.append(logits)
-    return jnp.stack(found, axis=1)
+def check_generation(model, params, *, first=5, empty=2, atol=2e-5):
+    """Logits after a prompt and after each id that follows, from states, are those of the full pass.
 
-
-def check_generation(model, params, *, first=5, atol=2e-5):
+    `empty` slots before the rows have ids that must not matter.
+    """
     ids = BATCH["inputs"][:, :12]
     batch = {name: a[:, :12] for name, a in BATCH.items()} | {
         "segment_ids": jnp.ones_like(ids),
         "positions": jnp.broadcast_to(jnp.arange(12), ids.shape),
     }
-    got = generated(model, params, ids, first=first)
-    np.testing.assert_allclose(got, jax.jit(model.logits)(params, batch)[:, first - 1 :], atol=atol)
+    padding, extend, found = jnp.full(len(ids), empty, jnp.int32), jax.jit(model.extend), []
+    slots, cache = jnp.pad(ids, ((0, 0), (empty, 0)), constant_values=3), model.empty_cache(len(ids), 12 + empty)
+    for start, end in [(0, empty + first), *((i, i + 1) for i in range(empty + first, empty + 12))]:
+        logits, cache = extend(params, cache, slots[:, start:end], jnp.int32(start), padding)
+        found.append(logits)
+    full = jax.jit(model.logits)(params, batch)[:, first - 1 :]
+    np.testing.assert_allclose(jnp.stack(found, axis=1), full, atol=atol)
 
 
 def test_layers_alternate_between_feed_forwards():

@@ -1,0 +1,67 @@
+"""Strategies do not change the numbers of decoders whose layers differ: state-space layers, mixers by pattern."""
+
+import functools
+
+import pytest
+
+from models import transformer
+from models.agreement_subjects import random_batches
+from models.experts import Experts
+from models.s5 import S5
+from parallel import agreement, strategies
+from parallel.agreement import ONE_DEVICE, Example
+from parallel.pipeline import schedules
+from tests.lab.subjects import bind
+
+STEPS = 3
+SIZES = {"vocab_size": 203, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 4, "dtype": "float32"}
+STATES = S5(states=16, min_dt=0.02, max_dt=0.5, chunk=8)  # rows have 24 positions; segments of packed rows are shorter
+MODELS = {
+    "s5": transformer.Transformer(**SIZES, num_layers=2, mixer="s5", feed_forward="none", s5=STATES),
+    "hybrid": transformer.Transformer(
+        **SIZES,
+        num_layers=4,
+        mixer=("s5", "attention"),
+        feed_forward=("experts", "s5"),
+        experts=Experts(number=4, top_k=2, balance=0.05),
+        s5=STATES,
+        window=8,
+        pattern=("local", "local", "local", "global"),
+        remat="full",
+    ),
+}
+STRATEGIES = {
+    "fsdp": strategies.fsdp(),
+    "fsdp_tensor": strategies.fsdp_tensor(tensor=2),
+    "sequence_tensor": strategies.sequence_tensor(tensor=2),
+    "context": strategies.context(sequence=4),
+    "ring": strategies.context(sequence=2, ring=True),
+    "pipeline_fsdp": strategies.pipeline_fsdp(stage=2, schedule=schedules.one_f_one_b(num_microbatches=4)),
+}
+QUICK = {("s5", "context")}
+# The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
+MEASURED = (11, 7, 3, 23)
+
+
+@functools.cache
+def trained(name, strategy=None):
+    example = ONE_DEVICE if strategy is None else Example("v4-8", STRATEGIES[strategy])
+    data = list(random_batches(SIZES["vocab_size"], steps=STEPS))
+    return agreement.run(bind(MODELS[name], example, data[0]), data)
+
+
+@pytest.mark.covers("N08", "M06", "M10")
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(name, strategy, marks=[pytest.mark.slow] * ((name, strategy) not in QUICK))
+        for name in MODELS
+        for strategy in STRATEGIES
+    ],
+)
+def test_numbers_do_not_depend_on_the_strategy(name, strategy):
+    found = agreement.compare(trained(name, strategy), trained(name))
+    figures = [f"{part} {apart.absolute:.1e} ({apart.ulp:.0f} ulp, {apart.where})" for part, apart in found.items()]
+    print(f"{name}, {strategy}: {'; '.join(figures)}")
+    limits = [0.0, *(agreement.HEADROOM * ulp for ulp in MEASURED)]
+    assert not {part: apart for (part, apart), limit in zip(found.items(), limits, strict=True) if apart.ulp > limit}
