@@ -94,7 +94,7 @@ def test_the_mask_of_the_kernel():
 
 @pytest.mark.covers("N09")
 def test_no_array_has_all_pairs_of_positions():
-    """The largest array of the compiled program, with its gradient, has the scores of s = 8 blocks for each position."""
+    """The largest array of the compiled program, with its gradient, has scores of s = 8 blocks for each position."""
     settings, length = BlockSparse(block=64, global_blocks=1, window=3, random=3), 8192
     shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (2, 1, 1)]
 
