@@ -96,7 +96,8 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
         frozen_dtype=experiment.frozen_dtype,
     )
     has_experts = any("expert" in axes.names for axes in jax.tree.leaves(trace.axes.params))
-    layouts = candidates.layouts(question.slice, only=only, has_experts=has_experts)
+    has_long_rows = experiment.row_length >= candidates.LONG_ROW
+    layouts = candidates.layouts(question.slice, only=only, has_experts=has_experts, has_long_rows=has_long_rows)
     own = () if any(layout.strategy() == experiment.strategy for layout in layouts) or only else (None,)
     tried = candidates.candidates(
         [*own, *layouts],
@@ -240,6 +241,8 @@ def _layout(layout: Layout) -> list[str]:
     home = f"strategies.{layout.constructor}"
     statements = ["from parallel import strategies", f"STRATEGY = @{home}()"]
     statements += [f"{home}.{axis} = {degree}" for axis, degree in layout.degrees]
+    if layout.ring:
+        statements.append(f"{home}.ring = True")
     if layout.choice:
         schedule = f"schedules.{layout.choice.constructor}"
         statements += ["from parallel.pipeline import schedules", f"{home}.schedule = @{schedule}()"]

@@ -25,6 +25,7 @@ from parallel.strategy import MESH_AXES, Strategy
 
 _NOT_STRATEGIES = {"REPLICATED", "Strategy", "override"}
 _REMAT_LISTS = ("REMAT", "REMAT_CHOICES")  # names under which a model lists its choices
+LONG_ROW = 16_384  # positions
 _REPEATS = (2, 4)
 _MICROBATCHES_PER_STAGE = (1, 2, 4)
 
@@ -54,16 +55,19 @@ class Layout:
       constructor: a function of `parallel.strategies`.
       degrees: all of its degrees; -1 takes the remaining chips.
       choice: the schedule of a pipeline; None for other strategies.
+      ring: whether keys and values travel around a ring (`strategies.context`) instead of being gathered.
     """
 
     constructor: str
     degrees: tuple[tuple[str, int], ...]
     choice: Choice | None = None
+    ring: bool = False
 
     def strategy(self) -> Strategy:
         """Returns the strategy's tables."""
-        schedule = {"schedule": self.choice.schedule()} if self.choice else {}
-        return getattr(strategies, self.constructor)(**dict(self.degrees), **schedule)
+        schedule: dict[str, Any] = {"schedule": self.choice.schedule()} if self.choice else {}
+        ring = {"ring": True} if self.ring else {}
+        return getattr(strategies, self.constructor)(**dict(self.degrees), **schedule, **ring)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Candidate:
         """Returns a short name, such as `fsdp_tensor: fsdp 4 x tensor 4, remat full, accum 2`."""
         layout = self.layout
         parts = [f"{layout.constructor if layout else 'as written'}: {mesh}".removesuffix(": ")]
+        if layout and layout.ring:
+            parts.append("keys in a ring")
         if layout and layout.choice:
             given = dict(layout.choice.arguments)
             rounds = f" x {given['repeats']}" if "repeats" in given else ""
@@ -97,13 +103,16 @@ class Candidate:
         return ", ".join(parts)
 
 
-def layouts(slice: Slice, *, only: Sequence[str] = (), has_experts: bool = True) -> list[Layout]:
+def layouts(
+    slice: Slice, *, only: Sequence[str] = (), has_experts: bool = True, has_long_rows: bool = False
+) -> list[Layout]:
     """Returns every strategy with every combination of degrees that makes a distinct mesh on this slice.
 
     Args:
       slice: the slice to train on.
       only: names of constructors; empty for all.
       has_experts: whether the model has experts; without, strategies that shard them are tried only if named.
+      has_long_rows: whether to try rings of keys, too: rows of less than `LONG_ROW` positions gain little by them.
 
     Raises:
       UserError: a name that is not a strategy.
@@ -117,12 +126,17 @@ def layouts(slice: Slice, *, only: Sequence[str] = (), has_experts: bool = True)
     found: dict[Any, Layout] = {}
     for name in only or sorted(known, key=lambda name: len(known[name])):  # of equal layouts the simplest is kept
         for degrees in _degrees(known[name], slice):
-            for choice in _choices(name, dict(degrees), slice):
-                layout = Layout(name, degrees, choice)
+            rings = (False, True) if has_long_rows and _has_ring(name) else (False,)
+            for choice, ring in itertools.product(_choices(name, dict(degrees), slice), rings):
+                layout = Layout(name, degrees, choice, ring)
                 if not (has_experts or only) and layout.strategy().param_rules.get("expert"):
                     continue
                 found.setdefault(_what_it_is(layout.strategy(), slice), layout)
     return list(found.values())
+
+
+def _has_ring(name: str) -> bool:
+    return "ring" in inspect.signature(getattr(strategies, name)).parameters
 
 
 def _parameters(name: str) -> dict[str, int | None] | None:

@@ -25,6 +25,7 @@ CANDIDATES = [
         1,
         32,
     ),
+    Candidate(Layout("context", (("sequence", 2), ("fsdp", -1)), ring=True), "full", 1, 32),
     Candidate(None, "none", 1, 32),
 ]
 

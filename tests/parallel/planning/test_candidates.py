@@ -45,6 +45,17 @@ def test_degrees_multiply_to_the_slice(layouts):
         assert all(n >= 1 for n in shape.values())
 
 
+def test_keys_travel_in_a_ring_where_rows_are_long(layouts):
+    assert not any(layout.ring for layout in layouts)
+    long = candidates.layouts(V4_32, only=["context", "fsdp"], has_long_rows=True)
+    rings = [layout for layout in long if layout.ring]
+    assert [dict(layout.degrees)["sequence"] for layout in rings] == [2, 4, 8, 16]
+    assert rings[1].strategy() == strategies.context(sequence=4, ring=True)
+    assert {layout for layout in long if not layout.ring} == set(candidates.layouts(V4_32, only=["context", "fsdp"]))
+    names = {Candidate(layout, None, 1, 32).name("sequence 4") for layout in long if ("sequence", 4) in layout.degrees}
+    assert names == {"context: sequence 4", "context: sequence 4, keys in a ring"}
+
+
 def test_across_slices_each_strategy_says_how_many():
     found = candidates.layouts(TWO, only=["multislice", "pipeline_data", "pipeline_fsdp"])
     assert {dict(layout.degrees)["slices"] for layout in found} == {2}
