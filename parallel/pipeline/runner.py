@@ -7,6 +7,7 @@ forward rule computes both at once and saves the gradients.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,14 +65,19 @@ def _differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Laye
     is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
     floats, others = ([a for a, yes in zip(leaves, is_float, strict=True) if yes == which] for which in (True, False))
 
-    def plain(layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
+    def whole(layer: Layer) -> Layer:
         parts = {True: iter(layer.params.inputs), False: iter(layer.inputs)}
         inputs = jax.tree.unflatten(structure, [next(parts[yes]) for yes in is_float])
-        return fn.plain(Layer(layer.params.params, layer.key, inputs), x, side, kind)
+        return Layer(layer.params.params, layer.key, inputs)
+
+    def rematerialized(kind: Kind, in_loop: bool) -> Callable[..., tuple[Stream, Outputs]]:
+        run = fn.rematerialized(kind, in_loop)
+        return lambda layer, x, side: run(whole(layer), x, side)
 
     weighted = dataclasses.replace(
         fn,
-        plain=plain,
+        plain=lambda layer, x, side, kind: fn.plain(whole(layer), x, side, kind),
+        rematerialized=rematerialized,
         axes=lambda: Weights(fn.axes(), [Axes((None,) * (a.ndim - 1)) for a in floats]),
         dtypes=Weights(fn.dtypes, [a.dtype for a in floats]),
     )
