@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from models import rotary
+from models.block_sparse import BlockSparse
 from models.experts import Experts
+from models.s5 import S5
 
 Fields = Mapping[str, Any]
 
@@ -103,6 +105,19 @@ FIELDS: Mapping[str, Fields] = {
     "125m": _sizes(12, 768, 2048, 12, 12),
     "1b": _sizes(22, 2048, 5632, 32, 4),
     "7b": _sizes(32, 4096, 11008, 32, 32),
+    # Valkyrie for long context: block-sparse attention, and S5 in place of feed-forward layers, without its planner.
+    "valkyrie-long": _sizes(
+        36,
+        1536,
+        4096,
+        24,
+        24,
+        tied=True,
+        mixer="block_sparse",
+        feed_forward="s5",
+        block_sparse=BlockSparse(block=128, global_blocks=1, window=3, random=3),
+        s5=S5(states=768, min_dt=2**-16, max_dt=0.1),
+    ),
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),

@@ -9,7 +9,18 @@ from core.health import exit_codes
 from launch import __main__ as cli
 from parallel.hlo import messages
 
-COMMANDS = ("bench", "failures", "folder_memory", "generation", "golden", "lm_eval_scores", "soak", "status", "tokens")
+COMMANDS = (
+    "bench",
+    "failures",
+    "folder_memory",
+    "generation",
+    "golden",
+    "lm_eval_scores",
+    "long_range",
+    "soak",
+    "status",
+    "tokens",
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -181,7 +181,7 @@ def test_presets_have_the_published_numbers_of_parameters():
         shapes = jax.eval_shape(model.init, jax.random.key(0), batch_of(ids))
         ours[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert ours == COUNTS
-    assert set(COUNTS) | {"tiny", "125m", "1b", "7b"} == set(presets.FIELDS)
+    assert set(COUNTS) | {"tiny", "125m", "1b", "7b", "valkyrie-long"} == set(presets.FIELDS)
 
 
 # Of the published `config.json`: model_type, positions, rope_theta, eps, tied, sliding_window.

@@ -66,6 +66,20 @@ def test_a_layer_without_feed_forward():
     )  # half the layers, one without, whole head
 
 
+PLANNER = 462_468_098  # parameters of the planner of the original, which the preset leaves out
+REDUNDANT = 36 * (
+    2 * 384 * 1536 + 2 * 384
+)  # of each layer: two matrices that nothing reads, two vectors more than lambda
+
+
+@pytest.mark.covers("N08", "N09")
+@pytest.mark.parametrize(("vocab_size", "original"), [(32_000, 978_997_250), (50_257, 1_007_040_002)])
+def test_the_long_context_preset_has_the_size_of_its_original(vocab_size, original):
+    model = transformer.preset("valkyrie-long", vocab_size=vocab_size, vocab_multiple=1)
+    params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == original - PLANNER - REDUNDANT
+
+
 def test_defaults_are_not_shown():
     assert "mixer" not in repr(PLAIN)
     assert "feed_forward" not in repr(PLAIN)
