@@ -56,6 +56,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "RUN": {"type": _folder, "help": "a run directory, local or gs://"},
     "--slice": {"metavar": "SLICE", "help": "overrides the experiment's SLICE"},
     "--gin": {"metavar": "BINDING", "action": "append", "default": [], "help": "overrides one binding; repeatable"},
+    "--scale-from": {
+        "metavar": "SLICE",
+        "help": "BATCH_SIZE is for this slice: scale it, so that each chip has the same rows (launch/scaling.py)",
+    },
     "--run-dir": {"type": _folder, "metavar": "DIR", "help": "default: $RENGA_RUN_ROOT/{group}/{experiment}"},
     "--steps": {"metavar": "N", "type": at_least(1), "help": "stop after step N; schedules keep TOTAL_STEPS"},
     "--restarts": {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --smoke
+  launch/pod.sh v5p-8 gin/arrcoc/v5p_128.gin --scale-from v5p-128 --simulate --smoke
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
   launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
@@ -44,7 +45,7 @@ _READ_BY = {  # flags that an action reads
     "delete": (*_OF_TPUS, "queued"),
     "validate": (*_OF_TPUS, "run_dir", "simulate"),
 }
-_READ_BY_RUNS = ("gin", "run_dir", "restarts", "steps", "simulate", "smoke", "check", "tpu", "dry_run")
+_READ_BY_RUNS = ("gin", "scale_from", "run_dir", "restarts", "steps", "simulate", "smoke", "check", "tpu", "dry_run")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = "the experiment file; of profile, logs and tensorboard, the run; of create and queue, the SLICE"
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help=named)
     parser.add_argument("validated", metavar="…", nargs="?", help="SLICE validate [EXPERIMENT.gin]: tries the slice")
-    flags.add(parser, "--gin", "--run-dir", "--restarts")
+    flags.add(parser, "--gin", "--scale-from", "--run-dir", "--restarts")
     flags.add(parser, "--steps", help="stop after step N; with profile: number of steps to trace")
     parser.add_argument("--seconds", metavar="S", type=flags.positive, help="with profile: how long to trace")
     modes = parser.add_argument_group("modes")
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.simulate or is_here or tpus:
         more = ("zone", "project", *(("spot", "queued") if args.restarts else ())) if tpus else ()
         _refuse_unused(args, (*_READ_BY_RUNS, *more))
+    if args.scale_from:
+        args.gin = _scaled(args, slice_)
     if args.check:
         where = ["--simulate"] if args.simulate else ["--ship"] if tpus else []
         options = flags.passed_on(args, "--gin", "--run-dir", "--smoke")
@@ -109,6 +112,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(_no_place(slice_, args.experiment, place))
     tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     return _train_here(args, slice_)
+
+
+def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
+    """Returns the bindings of the command line with those of --scale-from, and prints the latter."""
+    from launch import scaling
+
+    found = scaling.bindings(args.experiment, slice_name=slice_.name, scale_from=args.scale_from, given=args.gin)
+    print(f"as on {args.scale_from}, with the same work for each chip: {', '.join(found)}", flush=True)
+    return [*args.gin, *found]
 
 
 def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from core import slices, units
 from core.errors import UserError
 from core.slices import GIB
-from launch import flags, terminal
+from launch import flags, scaling, terminal
 from launch.config import loader, sources
 from parallel import analysis, compiled, report, strategy, traffic
 from parallel.analysis import Analysis
@@ -203,7 +203,7 @@ def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--scale-from")
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -223,6 +223,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the tables."""
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
+    if args.scale_from:
+        found = scaling.bindings(args.experiment, slice_name=args.slice, scale_from=args.scale_from, given=args.gin)
+        print(f"as on {args.scale_from}, with the same work for each chip: {', '.join(found)}")
+        args.gin = [*args.gin, *found]
     written = _one_program(args) if args.strategies is None else _every_strategy(args)
     if args.json:
         args.json.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")

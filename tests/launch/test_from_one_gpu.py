@@ -5,7 +5,9 @@ import re
 import pytest
 
 from core import slices
-from launch import environment
+from core.errors import UserError
+from launch import __main__ as command
+from launch import environment, scaling
 from launch.config import loader
 
 GUIDE = (environment.WORKSPACE / "launch" / "FROM_ONE_GPU.md").read_text()
@@ -47,10 +49,24 @@ def test_the_ways_to_make_a_global_array(run_hosts):
 
 @pytest.mark.covers("L11")
 def test_the_rehearsal_on_one_host_is_the_same_experiment_with_the_same_work_for_each_chip():
-    small, large = (loader.load(f"gin/arrcoc/{name}.gin").build() for name in ("v5p_8", "v5p_128"))
+    file = "gin/arrcoc/v5p_128.gin"
+    scaled = scaling.bindings(file, slice_name="v5p-8", scale_from="v5p-128")
+    assert scaled == ["BATCH_SIZE = 16", "NUM_STREAMS = 16"]
+    small, large = loader.load(file, bindings=scaled, slice_name="v5p-8").build(), loader.load(file).build()
+    assert repr(small.model) == repr(loader.load("gin/arrcoc/v5p_8.gin").build().model)
     assert repr(small.model) == repr(large.model)
     assert small.strategy.name == large.strategy.name
     per_chip = [e.batch_size / slices.get(e.slice).chips for e in (small, large)]
     assert per_chip == [4, 4]
     assert small.task.spec(16)["images"].shape[1:] == large.task.spec(256)["images"].shape[1:]
     assert (small.row_length, small.total_steps) == (large.row_length, large.total_steps)
+
+
+def test_rows_that_do_not_divide_are_refused_with_the_batch_sizes_that_do(capsys):
+    words = ["report", "v5p-8", "gin/arrcoc/v5p_128.gin", "--scale-from", "v5p-128", "--gin", "BATCH_SIZE = 100"]
+    assert command.main(words) != 0
+    assert "is 6.25 rows on 4; expected whole rows" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match="multiple of 16"):
+        scaling.bindings("gin/quickstart.gin", slice_name="v5p-8", scale_from="v5p-128", given=["BATCH_SIZE = 8"])
+    with pytest.raises(UserError, match=r"PHASES of gin/quickstart_phases\.gin set batch sizes"):
+        scaling.bindings("gin/quickstart_phases.gin", slice_name="v4-8", scale_from="v4-16")

@@ -1,0 +1,42 @@
+"""Scales an experiment to another slice, so that each chip has the same work: `--scale-from`.
+
+A rehearsal on a smaller slice then has the memory and the arithmetic of the larger one on each chip. Traffic between
+chips, and learning rates that were chosen for the larger batch, do not carry over.
+"""
+
+import fractions
+import math
+from collections.abc import Sequence
+
+from core import slices
+from core.errors import UserError
+from launch.config import loader
+
+
+def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str] = ()) -> list[str]:
+    """Returns the bindings that give each chip of a slice the rows that a chip of another slice has.
+
+    The number of data streams stays if it divides the batch; otherwise it becomes their greatest common divisor.
+
+    Args:
+      file: the experiment file.
+      slice_name: the slice of the run.
+      scale_from: the slice that the experiment's BATCH_SIZE is for.
+      given: other bindings of the command line.
+
+    Raises:
+      UserError: a chip would have a fraction of a row, or phases have batch sizes of their own.
+    """
+    experiment = loader.load(file, bindings=given, slice_name=scale_from).build()
+    if any(phase.batch_size for phase in experiment.phases):
+        raise UserError(f"--scale-from: PHASES of {file} set batch sizes; scale them by hand, in a copy of the file")
+    share = fractions.Fraction(slices.get(slice_name).chips, slices.get(scale_from).chips)
+    rows = experiment.batch_size * share
+    if rows.denominator > 1:
+        raise UserError(
+            f"--scale-from {scale_from}: BATCH_SIZE = {experiment.batch_size} on {slices.get(scale_from).chips} chips "
+            f"is {float(rows):g} rows on {slices.get(slice_name).chips}; expected whole rows: give --gin "
+            f'"BATCH_SIZE = N" with a multiple of {share.denominator}'
+        )
+    streams = math.gcd(experiment.task.num_streams, int(rows))
+    return [f"BATCH_SIZE = {rows}", f"NUM_STREAMS = {streams}"]

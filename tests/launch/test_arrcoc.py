@@ -1,0 +1,85 @@
+"""Questions about images in a run: two phases of selection, evaluations by kind, and pictures."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from launch import __main__ as command
+from launch import environment
+from launch.config import loader
+from launch.hosts.cluster import Host
+from launch.runs import prepared_run, training
+
+sys.path.insert(0, str(environment.WORKSPACE / "examples"))
+import easy_vqa
+
+SMALL = ("BATCH_SIZE = 8", "SOFT_STEPS = 2", "TOTAL_STEPS = 4", "WARMUP_STEPS = 1", "EVAL_INTERVAL = 2")
+SMALL += ("EVAL_BATCHES = 2", "CHECKPOINT_INTERVAL = 2", "transformer.Transformer.embed_dim = 16")
+SMALL += ("transformer.Transformer.mlp_dim = 16", "tower.VisionTower.embed_dim = 16")
+
+
+def package(folder):
+    """Pictures of squares in the schema of the package easy-vqa."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        (folder / split / "images").mkdir(parents=True)
+        questions = []
+        for number in range(20):
+            pixels = np.full((64, 64, 3), 240, np.uint8)
+            top, left = rng.integers(0, 48, 2)
+            pixels[top : top + 16, left : left + 16] = (255, 0, 0) if number % 2 else (0, 0, 255)
+            Image.fromarray(pixels).save(folder / split / "images" / f"{number}.png")
+            colour, other = ("red", "blue") if number % 2 else ("blue", "red")
+            questions.append(["what color is the shape?", colour, number])
+            questions.append([f"is there a {colour} shape?", "yes", number])
+            questions.append([f"is there not a {other} shape?", "yes", number])
+            questions.append(["what shape is in the image?", "rectangle", number])
+        (folder / split / "questions.json").write_text(json.dumps(questions))
+    return folder
+
+
+def test_the_converter_splits_by_image_and_weighs_answers(tmp_path):
+    easy_vqa.main(package(tmp_path / "data"), tmp_path / "out")
+    lines = {
+        name: [json.loads(line) for line in (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "curriculum", "validation", "test")
+    }
+    assert [len(found) for found in lines.values()] == [72, 72, 8, 80]
+    assert not {line["image"] for line in lines["train"]} & {line["image"] for line in lines["validation"]}
+    negated = [line["weight"] for line in lines["curriculum"] if "not" in line["question"]]
+    positive = [line["weight"] for line in lines["train"] if "not" in line["question"]]
+    np.testing.assert_allclose(np.array(negated) / positive, easy_vqa.NEGATED, rtol=1e-3)
+    config = loader.load("gin/arrcoc/easy_vqa.gin", bindings=[f"DATA = '{tmp_path / 'out'}'"])
+    soft, hard = (span.experiment for span in config.build().spans())
+    assert (soft.task.image_tokens, hard.task.image_tokens, hard.model.selector.num_chosen) == (64, 8, 8)
+    words = soft.task.vocabulary
+    question = "what color is the shape ?"
+    assert words.decode(words.encode(question)).split() == question.split()
+
+
+@pytest.mark.slow  # compiles two phases
+@pytest.mark.covers("N11")
+def test_a_run_of_two_phases_is_evaluated_by_kind_and_drawn(tmp_path, capsys):
+    easy_vqa.main(package(tmp_path / "data"), tmp_path / "out")
+    bindings = [f"DATA = '{tmp_path / 'out'}'", "VOCAB_SIZE = 16", *SMALL]
+    config = loader.load("gin/arrcoc/easy_vqa.gin", bindings=bindings, slice_name="v5e-1")
+    run_dir = tmp_path / "run"
+    for span in config.build().spans():
+        run = prepared_run.prepare_run(
+            span.experiment,
+            config_text=config.text,
+            revision="",
+            run_dir=str(run_dir),
+            last_step=span.last_step,
+            host=Host(0, 1, True),
+        )
+        training.train(run)
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    by_kind = [{k for k in line if k.startswith("validation/exact")} for line in metrics]
+    assert {f"validation/exact_{kind}" for kind in easy_vqa.KINDS} <= set().union(*by_kind)
+    assert command.main(["evaluate", str(run_dir), "--pictures"]) == 0
+    with Image.open(run_dir / "evaluation" / "pictures.png") as page:
+        assert page.width > 192 * 3
