@@ -15,7 +15,8 @@ A hard choice of K patches has no gradient. Three estimators give one:
     soft              all patches, with a bias of the keys log sigmoid((score - threshold) / t); the threshold is
                       between the K-th and the next score. Evaluation hides all but the K best.
 
-The temperature t falls geometrically over the first steps. `all`, `random` and `center` choose without scores.
+The temperature t falls geometrically over the first steps. `all`, `random` and `center` choose without scores, and
+`blind` hides all patches.
 
 B images, N patches, K chosen patches, D width of patches, E width of the decoder.
 """
@@ -38,7 +39,7 @@ from models.prefix import HIDDEN
 
 NAME = "selector"  # first part of the paths of all parameters
 LEARNED = ("straight_through", "gumbel", "soft")
-METHODS = (*LEARNED, "all", "random", "center")
+METHODS = (*LEARNED, "all", "random", "center", "blind")
 _MAPS = ("entropy", "edges", "relevance")
 _EPS = 1e-6
 _SOBEL = np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]], np.float32) / 8
@@ -169,6 +170,9 @@ class Selector:
         if self.method == "all":
             everything = jnp.broadcast_to(jnp.arange(num_patches), (len(rows), num_patches))
             return Chosen(everything, None, jnp.ones(everything.shape))
+        if self.method == "blind":
+            index = jnp.broadcast_to(jnp.arange(slots), (len(rows), slots))
+            return Chosen(index, jnp.full(index.shape, HIDDEN), jnp.zeros((len(rows), num_patches)))
         ranked = self._ranked(scores, rows, num_patches, is_training=is_training)
         hard = hard_choice(ranked, self.num_chosen)
         is_soft = self.method == "soft" and is_training

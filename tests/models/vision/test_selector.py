@@ -58,6 +58,14 @@ def test_center_takes_the_patches_next_to_the_middle():
     assert made.choose(None, slots=4, **how).index.tolist() == [[5, 6, 9, 10]] * 2
 
 
+def test_a_blind_selector_hides_every_patch():
+    made = Selector(num_chosen=4, method="blind")
+    how = {"rows": jnp.arange(2), "num_patches": 16, "temperature": jnp.ones(()), "is_training": True}
+    found = made.choose(None, slots=4, **how)
+    assert (found.bias <= -1e9).all()
+    assert not found.hard.any()
+
+
 @pytest.mark.covers("N11")
 @pytest.mark.parametrize(
     ("method", "slots"),
