@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from core import published_files
 from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
+from core.logical import Specs
 from core.types import differing_settings
 from models import families
 from models.vision.tower import NAME, VisionTower
@@ -134,3 +135,59 @@ def published_folder(tower: VisionTower, folder: str, config: Mapping[str, Any])
         differences=[f"{field} = {a!r} in {where}, {b!r} in the model" for field, (a, b) in differing.items()],
         name=name,
     )
+
+
+class TwoFolders:
+    """The parameters of a tower and of a decoder in a folder each; a `core.checkpoints.warm_start.ParameterSource`.
+
+    Attributes:
+      notes: those of both folders.
+    """
+
+    def __init__(self, tower: PublishedFolder, decoder: PublishedFolder):
+        self._folders = (tower, decoder)
+        self.notes = (*tower.notes, *decoder.notes)
+
+    def describe(self) -> str:
+        """Returns where the parameters are."""
+        return " and ".join(folder.describe() for folder in self._folders)
+
+    def renamed(self, renames: Mapping[str, str]) -> TwoFolders:
+        """Returns the folders as if the tensors of the decoder had other names."""
+        tower, decoder = self._folders
+        return TwoFolders(tower, decoder.renamed(renames))
+
+    def has(self, path: str) -> bool:
+        """Returns whether one of the folders has a parameter."""
+        return any(folder.has(path) for folder in self._folders)
+
+    def problems(self, shapes: Any, specs: Specs) -> list[str]:
+        """Returns the differences between the folders and a model."""
+        parts = [self._own(folder, shapes, specs) for folder in self._folders]
+        return [line for folder, part in zip(self._folders, parts, strict=True) for line in folder.problems(*part)]
+
+    def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
+        """Returns a tree like `abstract` with the parameters that this host needs."""
+        found: dict[str, dict[str, Any]] = {module: {} for module in abstract}
+        for folder in self._folders:
+            if any((part := self._own(folder, abstract, specs))[0].values()):
+                for module, leaves in folder.load(*part, progress=progress).items():
+                    found[module] |= leaves
+        return found
+
+    def _own(self, folder: PublishedFolder, *trees: Any) -> tuple[Any, ...]:
+        """Returns the parts of trees of modules that a folder has; parameters of neither belong to the second one."""
+        other = self._folders[0]
+
+        def is_here(module: str, name: str) -> bool:
+            path = f"{module}/{name}".replace("~/", "")
+            return folder.has(path) if folder is other else not other.has(path)
+
+        kept = (
+            {
+                module: {name: leaf for name, leaf in leaves.items() if is_here(module, name)}
+                for module, leaves in t.items()
+            }
+            for t in trees
+        )
+        return tuple({module: leaves for module, leaves in tree.items() if leaves} for tree in kept)

@@ -31,6 +31,7 @@ from models.vision.tower import VisionTower
 
 if TYPE_CHECKING:
     from core.checkpoints.published import PublishedFolder
+    from models.vision.families import TwoFolders
 
 _CONNECTOR = "connector"
 PARTS = (towers.NAME, _CONNECTOR, selecting.NAME, "decoder")  # the decoder has all parameters without these names
@@ -52,6 +53,7 @@ class VisionLanguageModel:
       decoder: the language model.
       vision: the vision tower.
       selector: chooses patches; None: all patches.
+      vision_folder: of a published tower, which is read beside the decoder's folder, INIT_FROM.
       connector_dim: width of the hidden layer of the connector; None: one matrix.
       freeze: parts that are not trained, some of `PARTS`.
       frozen_dtype: in which these are stored.
@@ -64,6 +66,7 @@ class VisionLanguageModel:
     decoder: Transformer
     vision: VisionTower
     selector: Selector | None = None
+    vision_folder: str = dataclasses.field(default="", repr=False)  # no part of the program
     connector_dim: int | None = None
     freeze: tuple[str, ...] = ()
     frozen_dtype: str = "bfloat16"
@@ -215,17 +218,22 @@ class VisionLanguageModel:
         bias = logical.param(f"{_CONNECTOR}_{name}_bias", shape[1:], ("norm",), jnp.zeros, kind="bias", **how)
         return y + bias
 
-    def published(self, folder: str) -> PublishedFolder:
+    def published(self, folder: str) -> PublishedFolder | TwoFolders:
         """Returns the parameters of the vision tower or of the decoder, whichever the folder has; reads headers only.
 
-        The other parts are not there: INIT_PATTERNS = ('vision_*',) takes the tower alone.
+        With `vision_folder`, the folder is that of the decoder, and both are read. Otherwise the other part is not
+        there: INIT_PATTERNS = ('vision_*',) takes the tower alone.
         """
         from models.vision import families as vision_families  # of no use to a run that starts from its seed
 
-        config = families.read_config(published_files.small_files(folder))
-        if config.get("model_type") in vision_families.FAMILIES:
-            return vision_families.published_folder(self.vision, folder, config)
-        return self.decoder.published(folder)
+        def tower(of: str) -> PublishedFolder:
+            config = families.read_config(published_files.small_files(of))
+            return vision_families.published_folder(self.vision, of, config)
+
+        if self.vision_folder:
+            return vision_families.TwoFolders(tower(self.vision_folder), self.decoder.published(folder))
+        kind = families.read_config(published_files.small_files(folder)).get("model_type")
+        return tower(folder) if kind in vision_families.FAMILIES else self.decoder.published(folder)
 
     @property
     def added_parameters(self) -> tuple[str, ...]:

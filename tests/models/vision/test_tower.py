@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from core import logical, parameters
-from core.checkpoints import published
+from core.checkpoints import published, warm_start
 from core.errors import UserError
+from models import pretrained
 from models.transformer import Transformer
 from models.vision import families, tower
+from models.vision.model import VisionLanguageModel
+from models.vision.selector import Selector
 
 HERE = pathlib.Path(__file__).parents[1] / "fixtures" / "vision"
 LIKE = Transformer(num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, dtype="float32")
@@ -55,6 +59,35 @@ def test_features_and_every_gradient_equal_those_of_transformers(name):
     for tensor, gradient in tensors:
         want = reference[f"grad/{tensor}"]
         np.testing.assert_allclose(gradient, want, atol=2e-4 * max(np.abs(want).max(), 1), err_msg=tensor)
+
+
+def test_a_tower_and_a_decoder_are_read_from_two_folders():
+    """Connector and selector are in neither, and the model says so."""
+    decoder, vision = HERE.parent / "families" / "llama2", HERE / "siglip"
+    model = VisionLanguageModel(
+        decoder=pretrained.model(str(decoder), dtype="float32", vocab_multiple=1),
+        vision=families.pretrained(str(vision)),
+        selector=Selector(num_chosen=3),
+        vision_folder=str(vision),
+    )
+    source = model.published(str(decoder))
+    row = {name: np.zeros((1, 12), np.int32) for name in ("inputs", "targets", "segment_ids", "positions", "until")}
+    batch = {**row, "weights": np.zeros((1, 12), np.float32), "slots": np.arange(9)[None]}
+    batch["images"] = np.zeros((1, 12, 12, 3), np.uint8)
+    trees = logical.abstract_init(model.init, jax.random.key(0), batch)
+    read = [warm_start.read_from(source, tree, ("*",), optional=model.added_parameters) for tree in trees]
+    assert source.problems(*read) == []
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), read[0])
+    found = source.load(abstract, read[1])
+    stored = [load_file(folder / "model.safetensors") for folder in (vision, decoder)]
+    np.testing.assert_array_equal(
+        found["~"]["vision_positions"], stored[0]["vision_model.embeddings.position_embedding.weight"]
+    )
+    np.testing.assert_array_equal(found["~"]["embedding"], stored[1]["model.embed_tokens.weight"])
+    assert jax.tree.structure(found) == jax.tree.structure(abstract)
+    assert not any(source.has(path) for path in ("connector_down", "selector_gain"))
+    assert "siglip and the published folder" in source.describe()
 
 
 def test_rotary_positions_tell_a_patch_from_one_at_another_place():
