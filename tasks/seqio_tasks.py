@@ -1,4 +1,7 @@
-"""Reads tasks and mixtures that a module of the user registered with seqio, packed by seqio's own converter.
+"""Reads tasks and mixtures that a module of the user registered with seqio, and computes their metrics.
+
+Examples are packed by seqio's own converter. A task has `targets`, or `inputs` and `targets`: then the targets follow
+the inputs in a row, and only they have weight 1.
 
 The position of a stream is its tf.data iterator with all its buffers, which the task's own shuffling can make large. It
 can be read only by the version of TensorFlow that wrote it.
@@ -14,7 +17,7 @@ import io
 import pathlib
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,23 +45,26 @@ def _seqio() -> Any:
 
 
 @functools.cache
-def _registered(name: str) -> Any:
-    """Returns the seqio Task or Mixture. Raises UserError if there is none of that name or it has no `targets`."""
+def _registered(name: str, where: str = "text.seqio.name") -> Any:
+    """Returns the seqio Task or Mixture. Raises UserError if there is none of that name or its features are others."""
     seqio = _seqio()
     names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"registered are {', '.join(sorted(names)[:8]) or 'none'}"
         raise UserError(
-            f"text.seqio.name: no seqio task or mixture {name!r}; {hint} (the gin file must import the module that "
+            f"{where}: no seqio task or mixture {name!r}; {hint} (the gin file must import the module that "
             "registers it)"
         )
     found = seqio.get_mixture_or_task(name)
-    if set(found.output_features) != {"targets"}:
+    if set(found.output_features) not in ({"targets"}, {"inputs", "targets"}):
         raise UserError(
-            f"text.seqio.name: {name} has features {sorted(found.output_features)}, expected targets alone, as for a "
-            "decoder"
+            f"{where}: {name} has features {sorted(found.output_features)}, expected targets, or inputs and targets, "
+            "as for a decoder"
         )
+    first, *others = (feature.vocabulary for feature in found.output_features.values())
+    if any(vocabulary != first for vocabulary in others):
+        raise UserError(f"{where}: the inputs and targets of {name} have different vocabularies, expected the same one")
     return found
 
 
@@ -113,9 +119,15 @@ class SeqioVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class SeqioCorpus:
-    """A `documents.Corpus`: a registered task or mixture."""
+    """A `documents.Corpus`: a registered task or mixture.
+
+    Attributes:
+      name: of the task or mixture.
+      inputs_length: the most ids of `inputs` in a row; None for a task without inputs.
+    """
 
     name: str
+    inputs_length: int | None = None
 
     def named_files(self) -> tuple[str, ...]:
         """See `Corpus`."""
@@ -132,14 +144,21 @@ class SeqioCorpus:
     def problems(self) -> list[str]:
         """See `Corpus`."""
         try:
-            missing = {"train", "validation"} - set(_registered(self.name).splits)
+            found = _registered(self.name)
+            missing = {"train", "validation"} - set(found.splits)
         except UserError as error:
             return [str(error)]
+        if ("inputs" in found.output_features) != (self.inputs_length is not None):
+            features = sorted(found.output_features)
+            return [
+                f"text.seqio.inputs_length is {self.inputs_length}, and {self.name} has the features {features}: give "
+                "it for a task with inputs, and for no other"
+            ]
         return [f"text.seqio.name: {self.name} has no split {split!r}" for split in sorted(missing)]
 
     def describe(self) -> str:
         """See `Corpus`."""
-        return f"text.seqio: {self.name}"
+        return f"text.seqio: {self.name}{f', inputs of up to {self.inputs_length} ids' if self.inputs_length else ''}"
 
     def fingerprint(self) -> str:
         """See `Corpus`. Depends on the name alone: what the task reads is not known."""
@@ -195,7 +214,8 @@ def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
 def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     """Returns the dataset of a stream: seqio's decoder features, each [R, T]."""
     tf, seqio = tensorflow(), _seqio()
-    lengths = {"targets": spec.length}
+    inputs = {} if corpus.inputs_length is None else {"inputs": corpus.inputs_length}
+    lengths = {**inputs, "targets": spec.length - sum(inputs.values())}
     examples = _registered(corpus.name).get_dataset(
         lengths,
         split=spec.split,
@@ -212,3 +232,83 @@ def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     options.experimental_optimization.inject_prefetch = False
     options.threading.private_threadpool_size = 1
     return packed.batch(spec.rows, drop_remainder=True).prefetch(2).with_options(options)
+
+
+def evaluate(
+    name: str,
+    *,
+    most: int | None,
+    score: Callable[[Sequence[tuple[list[int], list[int]]]], Sequence[float]],
+    predict: Callable[[Sequence[list[int]], int], Sequence[list[int]]],
+) -> dict[str, dict[str, float]]:
+    """Computes the metrics of a registered task, or of each task of a mixture, on its validation split.
+
+    Args:
+      name: of the task or mixture.
+      most: the most examples of each task; None: all.
+      score: returns the log-likelihood of each continuation, given as pairs of ids (context, continuation).
+      predict: returns the continuation of each prompt, given as ids, of at most so many ids.
+
+    Returns:
+      The scalar metrics of each task that has any.
+
+    Raises:
+      UserError: there is no such task, none of its metrics can be computed here, or one of them fails.
+    """
+    seqio, found = _seqio(), _registered(name, "--seqio")
+    kinds = seqio.metrics.ModelOutputType
+    wanted = {metric.model_output_type for task in seqio.get_subtasks(found) for metric in task.metric_objs}
+    if not wanted or wanted - {kinds.PREDICTION, kinds.PREDICTION_WITH_AUX, kinds.SCORE}:
+        has = ", ".join(sorted(kind.name for kind in wanted)) or "no metrics"
+        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
+    eos_id = int(found.output_features["targets"].vocabulary.eos_id)
+    evaluator = seqio.Evaluator(
+        name,
+        seqio.DecoderFeatureConverter(pack=False),
+        eval_split="validation",
+        num_examples=most,
+        async_compute_metrics=False,
+    )
+
+    def pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
+        """Returns the ids before the targets, which begin with the begin-of-text id 0, and the targets."""
+        examples = [example for _, example in dataset.as_numpy_iterator()]
+        rows = [(each["decoder_target_tokens"], each["decoder_loss_weights"] > 0) for each in examples]
+        return [([0, *ids[: np.argmax(is_target)].tolist()], ids[is_target].tolist()) for ids, is_target in rows]
+
+    def scores(dataset: Any) -> list[tuple[int, float]]:
+        return list(enumerate(score(pairs(dataset))))
+
+    def predicted(dataset: Any) -> list[list[int]]:
+        known = pairs(dataset)
+        return list(predict([context for context, _ in known], max(len(targets) for _, targets in known)))
+
+    def predictions(dataset: Any) -> list[tuple[int, list[int]]]:
+        return list(enumerate(_padded(predicted(dataset), eos_id)))
+
+    def with_scores(dataset: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
+        answers = predicted(dataset)
+        given = [(context, [*ids, eos_id]) for (context, _), ids in zip(pairs(dataset), answers, strict=True)]
+        return list(enumerate(_padded(answers, eos_id))), {"scores": list(score(given))}
+
+    outputs = {kinds.SCORE: scores, kinds.PREDICTION: predictions, kinds.PREDICTION_WITH_AUX: with_scores}
+    try:
+        metrics, _ = evaluator.evaluate(compute_metrics=True, model_fns=outputs)
+        values = metrics.result()
+    except (ValueError, tensorflow().errors.OpError) as error:
+        raise UserError(f"the metrics of {name} fail: {error}") from error
+    return {task: dict(_scalars(each)) for task, each in values.items()}
+
+
+def _padded(answers: Sequence[list[int]], eos_id: int) -> list[list[int]]:
+    """Returns answers of equal lengths, as seqio expects: each ends with the end-of-document id, then zeros follow."""
+    longest = max(map(len, answers))
+    return [[*ids, eos_id, *[0] * (longest - len(ids))] for ids in answers]
+
+
+def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the metrics that are numbers; others are texts, images or histograms for TensorBoard."""
+    for name, metric in metrics.items():
+        value = getattr(metric, "value", metric)
+        if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():
+            yield name, float(value)

@@ -245,21 +245,27 @@ def huggingface(
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
 
-def seqio(*, name: str, length: int, num_streams: int) -> TextTask:
+def seqio(*, name: str, inputs_length: int | None = None, length: int, num_streams: int) -> TextTask:
     """Returns a task or mixture of a decoder that your own module registered with seqio, with its own vocabulary.
 
     The gin file must import that module. The task's own preprocessors make `targets` from text, append the
-    end-of-document id and shuffle; longer targets are cut, and several are packed into a row.
+    end-of-document id and shuffle; longer targets are cut, and several are packed into a row. Of a task with `inputs`,
+    the targets follow the inputs, and only they are learned.
 
     Args:
       name: of the seqio task or mixture.
+      inputs_length: for a task with `inputs`: the most ids of them in a row; the targets have the rest of `length`.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
     """
     check_text(name, where="text.seqio.name")
+    if inputs_length is not None:
+        check_integer(inputs_length, where="text.seqio.inputs_length", least=1)
+        if inputs_length >= length:
+            raise UserError(f"text.seqio.inputs_length is {inputs_length}, expected less than the length {length}")
     from tasks.seqio_tasks import SeqioCorpus, SeqioVocabulary
 
-    return _task("seqio", SeqioCorpus(name), (length, num_streams, SeqioVocabulary(name)))
+    return _task("seqio", SeqioCorpus(name, inputs_length), (length, num_streams, SeqioVocabulary(name)))
 
 
 def tokens(

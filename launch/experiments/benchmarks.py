@@ -1,4 +1,4 @@
-"""`launch/run evaluate --lm-eval` and `--humaneval`: scores a run or a published model on benchmarks.
+"""`launch/run evaluate --lm-eval`, `--humaneval` and `--seqio`: scores a run or a published model on benchmarks.
 
 Unlike the evaluation on a run's own held-out data, it runs in one process, like `launch/run generate`.
 """
@@ -14,7 +14,7 @@ from rich.table import Table
 from core import paths
 from core.errors import UserError
 from launch import loaded_model, terminal
-from launch.experiments import lm_eval_tasks
+from launch.experiments import lm_eval_tasks, text_scores
 from launch.experiments.text_scores import TextScores
 from parallel.sampling import GREEDY, Sampling
 from tasks.code import humaneval, sandbox
@@ -28,20 +28,21 @@ def run(args: argparse.Namespace) -> int:
     """Finds the tasks, loads the model, computes the scores, and prints them."""
     if args.all_steps or args.submission:
         raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
-    if args.lm_eval is not None and args.humaneval is not None:
-        raise UserError("give one of --lm-eval and --humaneval at a time")
+    if sum(value is not None for value in (args.lm_eval, args.humaneval, args.seqio)) > 1:
+        raise UserError("give one of --lm-eval, --humaneval and --seqio at a time")
     _require_used(args)
     limit = args.rows if isinstance(args.rows, int) else None
-    if args.lm_eval is not None:
-        tasks, problems = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path), []
-    else:
-        tasks, problems = None, _problems(args, limit)
+    tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
+    problems = _problems(args, limit) if args.humaneval is not None else []
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin))
     print(scores.model.where)
     if tasks is not None:
         found: Mapping[str, Any] = {"tasks": lm_eval_tasks.evaluate(tasks, scores, limit=limit)}
+        _show(found["tasks"])
+    elif args.seqio is not None:
+        found = {"tasks": seqio_metrics(args.seqio, scores, limit=limit)}
         _show(found["tasks"])
     else:
         sampling = {"samples": args.samples or 1, "temperature": args.temperature or USUAL_TEMPERATURE}
@@ -64,6 +65,20 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
     return humaneval.score(problems, completions)
 
 
+def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
+    """Returns the metrics of a registered task or mixture of seqio; see `seqio_tasks.evaluate`."""
+    from tasks import seqio_tasks
+
+    def score(pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
+        return [one.log_likelihood for one in scores.likelihoods(pairs)]
+
+    def predict(prompts: Sequence[list[int]], most: int) -> list[list[int]]:
+        batches = scores.model.batches(prompts, rows=text_scores.ROWS, max_tokens=most)
+        return [one.ids for batch in batches for one in batch]
+
+    return seqio_tasks.evaluate(name, most=limit, score=score, predict=predict)
+
+
 def _require_used(args: argparse.Namespace) -> None:
     """Checks that every flag that was given is used."""
     if args.humaneval is not None:
@@ -72,10 +87,13 @@ def _require_used(args: argparse.Namespace) -> None:
         if args.temperature is not None and args.samples in (None, 1):
             raise UserError("--temperature is of several samples, and one sample is greedy: give --samples, too")
         return
+    if args.seqio is not None and args.lm_eval_path is not None:
+        raise UserError("--lm-eval-path belongs to --lm-eval, not to --seqio")
     names = ("--samples", "--temperature", "--allow-code")
     if given := [name for name in names if getattr(args, name[2:].replace("-", "_"))]:
         raise UserError(
-            f"{', '.join(given)}: of --humaneval, not of --lm-eval, whose tasks say how texts are generated"
+            f"{', '.join(given)}: of --humaneval, not of {'--lm-eval' if args.seqio is None else '--seqio'}, whose "
+            "tasks say how texts are generated"
         )
 
 

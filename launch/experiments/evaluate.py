@@ -106,6 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks.add_argument("--lm-eval", metavar="TASK[,TASK]", help="score on tasks of the library lm_eval")
     benchmarks.add_argument("--lm-eval-path", metavar="DIR", help="a folder of further tasks, as YAML files")
     benchmarks.add_argument("--humaneval", metavar="FILE", help="problems in HumanEval's format: pass@k by unit tests")
+    help_ = (
+        "metrics of a seqio task or mixture, which a module that the run imports registered, on its validation split"
+    )
+    benchmarks.add_argument("--seqio", metavar="NAME", help=help_)
     benchmarks.add_argument(
         "--samples", metavar="N", type=flags.at_least(1), help="of each problem (default: 1, greedy)"
     )
@@ -133,7 +137,7 @@ def _rows(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run, checks the arguments and evaluates."""
-    if args.lm_eval is not None or args.humaneval is not None:
+    if any(value is not None for value in (args.lm_eval, args.humaneval, args.seqio)):
         from launch.experiments import benchmarks
 
         return benchmarks.run(args)
@@ -149,7 +153,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--controls, --against and --label belong to --gates")
     if any((args.lm_eval_path, args.json, args.samples, args.temperature, args.allow_code)):
         raise UserError(
-            "--lm-eval-path, --json, --samples, --temperature and --allow-code belong to --lm-eval or --humaneval"
+            "--lm-eval-path, --json, --samples, --temperature and --allow-code belong to --lm-eval, --humaneval or "
+            "--seqio"
         )
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()

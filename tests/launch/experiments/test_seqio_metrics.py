@@ -1,0 +1,143 @@
+"""`launch/run evaluate --seqio`: the metrics that a registered task of seqio has, of predictions and of scores."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from core.types import DataLayout
+from launch import __main__ as command
+from launch import environment
+from tasks import catalogue, seqio_tasks, text
+
+MODULE = """
+import seqio, tensorflow as tf
+
+PAIRS = {"inputs": [f"{n} + 1 =" for n in range(40)], "targets": [str(n + 1) for n in range(40)]}
+
+def same(targets, predictions):
+    return {"equal": sum(map(str.__eq__, targets, predictions)) / len(targets), "all": seqio.metrics.Text("no number")}
+
+def mean(targets, scores):
+    return {"likelihood": sum(scores) / len(scores)}
+
+vocabulary = seqio.ByteVocabulary()
+
+def add(name, features, **options):
+    seqio.TaskRegistry.add(
+        name,
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices({f: PAIRS[f] for f in features}),
+            splits=["train", "validation"],
+        ),
+        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features={f: seqio.Feature(vocabulary, add_eos=f == "targets") for f in features},
+        **options,
+    )
+
+add("sums", ("inputs", "targets"), metric_fns=[same, mean])
+add("numbers", ("targets",), metric_fns=[mean])
+add("bare", ("targets",))
+"""
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory):
+    """A module of the user that registers tasks."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "own_sums.py").write_text(MODULE)
+    catalogue.tensorflow()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        import own_sums
+
+        yield own_sums
+
+
+@pytest.mark.slow
+def test_targets_follow_inputs_and_only_they_are_learned(registered):
+    task = text.seqio(name="sums", inputs_length=12, length=32, num_streams=1)
+    assert task.problems() == []
+    batch = next(task.evaluation(DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))))
+    row, segments, weights = (batch[name][0] for name in ("targets", "segment_ids", "weights"))
+    known = dict(zip(registered.PAIRS["inputs"], registered.PAIRS["targets"], strict=True))
+    for number in range(1, segments.max() + 1):
+        inputs, targets = row[(segments == number) & (weights == 0)], row[(segments == number) & (weights > 0)]
+        assert targets[-1] == task.vocabulary.eos_id
+        assert known[task.vocabulary.decode(inputs)] == task.vocabulary.decode(targets)
+        assert batch["inputs"][0][segments == number].tolist() == [0, *row[segments == number][:-1]]
+    assert segments.max() >= 2
+    for name, length in (("sums", None), ("numbers", 5)):
+        (problem,) = text.seqio(name=name, inputs_length=length, length=32, num_streams=1).problems()
+        assert "give it for a task with inputs, and for no other" in problem
+    with pytest.raises(UserError, match="expected less than the length 8"):
+        text.seqio(name="sums", inputs_length=8, length=8, num_streams=1)
+
+
+@pytest.mark.slow
+def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered):
+    vocabulary, asked = registered.vocabulary, {}
+
+    def score(pairs):
+        asked["pairs"] = pairs
+        return [-float(len(targets)) for _, targets in pairs]
+
+    def predict(prompts, most):
+        asked["prompts"], asked["most"] = prompts, most
+        answers = [str(int(vocabulary.decode(ids[1:]).split()[0]) + 1) for ids in prompts]
+        return [vocabulary.encode(answer if n % 4 else "x") for n, answer in enumerate(answers)]
+
+    assert seqio_tasks.evaluate("sums", most=12, score=score, predict=predict) == {
+        "sums": {"equal": 0.75, "likelihood": pytest.approx(-np.mean([2] * 9 + [3] * 3))}
+    }
+    assert asked["prompts"][3] == [0, *vocabulary.encode("3 + 1 =")]
+    assert asked["pairs"][3] == (asked["prompts"][3], [*vocabulary.encode("4"), 1])
+    assert asked["most"] == 3
+    seqio_tasks.evaluate("numbers", most=None, score=score, predict=predict)
+    assert asked["pairs"][9] == ([0], [*vocabulary.encode("10"), 1])
+    assert len(asked["pairs"]) == 40
+    with pytest.raises(UserError, match="bare has no metrics: expected metrics of predictions or scores"):
+        seqio_tasks.evaluate("bare", most=None, score=score, predict=predict)
+    with pytest.raises(UserError, match="--seqio: no seqio task or mixture 'sum'; did you mean 'sums'"):
+        seqio_tasks.evaluate("sum", most=None, score=score, predict=predict)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D01")
+def test_a_run_is_scored_by_the_metrics_of_its_task(registered, tmp_path, capsys, monkeypatch):
+    """Trained for a few steps from its gin file, which imports the module."""
+    monkeypatch.setenv("PYTHONPATH", str(registered.__file__).rpartition("/")[0])
+    gin = tmp_path / "sums.gin"
+    gin.write_text(
+        f"""from __gin__ import dynamic_registration
+import own_sums
+from tasks import text
+include '{environment.WORKSPACE}/gin/quickstart.gin'
+TASK = @text.seqio()
+text.seqio.name = 'sums'
+text.seqio.inputs_length = 12
+text.seqio.length = %LENGTH
+text.seqio.num_streams = %NUM_STREAMS
+LENGTH = 32
+NUM_STREAMS = 1
+VOCAB_SIZE = 384
+TOTAL_STEPS = 2
+WARMUP_STEPS = 1
+EVAL_BATCHES = 0
+PROMPT = ''
+"""
+    )
+    run_dir = tmp_path / "run"
+    arguments = f"pod v5e-1 {gin} --simulate --run-dir {run_dir}"
+    assert command.main(shlex.split(arguments)) == 0, capsys.readouterr()
+    capsys.readouterr()
+    out = tmp_path / "scores.json"
+    assert command.main(["evaluate", str(run_dir), "--seqio", "sums", "--rows", "8", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["tasks"]["sums"]
+    assert 0 <= found["equal"] <= 1
+    assert -50 < found["likelihood"] < 0
+    assert "likelihood" in capsys.readouterr().out
+    assert command.main(["evaluate", str(run_dir), "--seqio", "sums", "--samples", "2"]) == 2
+    assert "--samples: of --humaneval, not of --seqio" in " ".join(capsys.readouterr().err.split())
