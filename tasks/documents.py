@@ -97,7 +97,8 @@ def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = 
             expected = f"{', '.join(kinds)} (text also compressed: {', '.join(text_formats.COMPRESSIONS)})"
             found.append(f"{where}: {pattern!r} matches files {_endings(wrong)}, expected {expected}")
         elif not any(file.size_bytes for file in files):
-            found.append(f"{where}: all {len(files)} files that match {pattern!r} are empty")
+            are = "files that match {} are" if len(files) > 1 else "file that matches {} is"
+            found.append(f"{where}: {len(files)} {are.format(repr(pattern))} empty")
         large = [
             f.path for f in files if f.path.endswith(".txt") and f.size_bytes > text_formats.LARGEST_DOCUMENT_BYTES
         ]
@@ -359,9 +360,10 @@ def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         at = "" if b"\n" not in content else f", in line {line}"
+        is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise MalformedDocument(
             f"{where}: not UTF-8 text (byte 0x{content[error.start]:02x} at {error.start}{at}); convert it, such as "
-            "iconv -f latin1 -t utf-8"
+            f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8"
         ) from error
 
 

@@ -100,6 +100,7 @@ def run(
             writer.add(batch, converted)
             report(writer.counts)
         writer.commit()
+    _require_documents(job.out, writer.counts)
     about = {**described, "left_out": writer.counts.left_out, "splits": writer.counts.splits}
     paths.write_text_atomically(folder / COMPLETE, json.dumps(about, indent=1))
     _remove_state(folder)
@@ -117,6 +118,14 @@ def _description(job: Job, vocabulary: Vocabulary, excluded: Excluded | None) ->
         "excluded": excluded.digest if excluded else "",
         "near_duplicates": job.near_duplicates and near_duplicates.settings(job.near_duplicates),
     }
+
+
+def _require_documents(out: str, counts: Counts) -> None:
+    """Raises UserError if no document is left for training."""
+    if not counts.splits["train"]["documents"]:
+        found = [f"{each['documents']:,} {reason}" for reason, each in counts.left_out.items() if each["documents"]]
+        left_out = f" (left out: {', '.join(found).replace('_', ' ')})" if found else ""
+        raise UserError(f"{out}: the sources have no document for training{left_out}: give others, and another --out")
 
 
 def _remove_state(folder: paths.Path) -> None:

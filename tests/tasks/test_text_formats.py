@@ -130,6 +130,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path, ending, monkeypatch):
     [
         (b'{"text": "ab\\ud800"}', "half a surrogate pair ('\\ud800') at character 3"),
         ('{"text": "é"}'.encode("latin-1"), "not UTF-8 text (byte 0xe9 at 10); convert it"),
+        ('{"text": "a"}'.encode("utf-16"), "not UTF-8 text (byte 0xff at 0); convert it, such as iconv -f utf-16"),
         (b'{"text": null}', "no text in field 'text', found null"),
         (b'{"text": "a', "not JSON (Unterminated"),
     ],

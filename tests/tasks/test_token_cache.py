@@ -376,6 +376,18 @@ def test_malformed_documents_are_refused_or_counted(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(("lines", "says"), [("", ""), (" \n\n", ""), ('{"text": " "}\n{}\n', "1 malformed, 1 blank")])
+def test_sources_without_text_are_refused(tmp_path, lines, says):
+    """They are compressed, so the check of the first bytes cannot know that nothing follows."""
+    import gzip
+
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    held = write_lines(tmp_path / "b.jsonl", TEXTS[:3])
+    with pytest.raises(UserError, match=rf"no document for training.*{says}"):
+        tokenize(tmp_path / "out", tmp_path / "a.jsonl.gz", validation=[held], skip_bad=True)
+    assert not (tmp_path / "out" / "cache.json").exists()
+
+
 def test_a_damaged_file_is_refused_even_if_malformed_documents_are_skipped(tmp_path):
     import gzip
 
