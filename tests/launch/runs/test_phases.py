@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -157,6 +158,54 @@ def test_a_run_that_stops_in_a_phase_or_at_its_end_continues_bit_for_bit(launch,
         if steps > 4:
             train(folder, "--steps", str(steps))
         train(folder)
+        assert losses(folder) == want
+
+
+PREEMPTED = """
+import os, signal, sys
+from core import distributed
+from launch import __main__ as main
+from launch.runs import prepared_run
+
+at, calls = sys.argv.pop(1), {"prepare": 0}
+asked, prepare = distributed.preempted, prepared_run.prepare_run
+
+def preempted(step):
+    if at == f"step {step}":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return asked(step)
+
+def prepare_run(*args, **options):
+    calls["prepare"] += 1
+    if at == f"phase {calls['prepare']}":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return prepare(*args, **options)
+
+distributed.preempted, prepared_run.prepare_run = preempted, prepare_run
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("T16", "C08")
+def test_a_run_that_is_preempted_at_a_boundary_continues_bit_for_bit(launch, launch_command, tmp_path):
+    """SIGTERM comes in the last step of a phase, between two phases, and in the first step of one."""
+    flags = [word for binding in (*TINY, *PHASES) for word in ("--gin", binding)]
+
+    def told(run_dir):
+        return ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(run_dir), *flags]
+
+    launch(*told(tmp_path / "whole"), slice_name="v4-16")
+    want = losses(tmp_path / "whole")
+    for at, saved in {"step 4": 4, "phase 2": 5, "step 5": 5}.items():
+        folder = tmp_path / at.replace(" ", "_")
+        (python, *_), env = launch_command(*told(folder), slice_name="v4-16")
+        command = [python, "-c", PREEMPTED, at, *told(folder)]
+        stopped = subprocess.run(command, cwd=environment.WORKSPACE, env=env, capture_output=True, text=True)
+        assert stopped.returncode == exit_codes.PREEMPTED, stopped.stdout + stopped.stderr
+        assert f"preempted (SIGTERM): saved a checkpoint at step {saved};" in stopped.stdout
+        assert losses(folder) == {step: loss for step, loss in want.items() if step <= saved}
+        launch(*told(folder), slice_name="v4-16")
         assert losses(folder) == want
 
 
