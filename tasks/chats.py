@@ -6,8 +6,9 @@ the tokens of the assistant's messages, with the marker that ends each, or of th
 
   line -> text, answers (ranges of characters) -> ids, weights -> segment of at most T ids -> packed rows [R, T]
 
-All lines are held in memory. Those of a stream are read in an order keyed by the seed and the epoch, and packed a
-window of 64 rows at a time. A position is three numbers; resuming packs one window again.
+All lines are checked at the start, and held in memory as they are in the files. Those of a stream are read in an order
+keyed by the seed and the epoch, and packed a window of 64 rows at a time. A position is three numbers; resuming packs
+one window again.
 
 R: rows per element of a stream. T: tokens per row.
 """
@@ -50,6 +51,20 @@ class Chat(NamedTuple):
     completion: str = ""
 
 
+class _Line(NamedTuple):
+    """A line of a file that is a conversation."""
+
+    path: str
+    number: int
+    content: bytes
+
+    def chat(self) -> Chat:
+        """Returns the conversation."""
+        found = read_chat(*self)
+        assert found is not None
+        return found
+
+
 @dataclasses.dataclass(frozen=True)
 class ChatFiles:
     """A `documents.Corpus` of .jsonl files with a conversation on each line, for so many streams."""
@@ -66,7 +81,7 @@ class ChatFiles:
         """See `Corpus`."""
         return ChatStream(self, spec)
 
-    def chats(self, split: str) -> tuple[Chat, ...]:
+    def lines(self, split: str) -> tuple[_Line, ...]:
         """Returns the conversations of a split. Raises UserError for a malformed line or an empty split."""
         found = self._splits[split]
         if not found:
@@ -77,17 +92,18 @@ class ChatFiles:
         return found
 
     @functools.cached_property
-    def _splits(self) -> dict[str, tuple[Chat, ...]]:
+    def _splits(self) -> dict[str, tuple[_Line, ...]]:
         train, validation = (list(_lines(list_files(patterns))) for patterns in (self.train, self.validation))
         if not self.validation:
-            chosen = validation_names(text for text, _ in train)
-            validation = [line for line in train if line[0] in chosen]
-            train = [line for line in train if line[0] not in chosen]
-        return {"train": tuple(chat for _, chat in train), "validation": tuple(chat for _, chat in validation)}
+            chosen = validation_names(line.content.decode() for line in train)
+            validation = [line for line in train if line.content.decode() in chosen]
+            train = [line for line in train if line.content.decode() not in chosen]
+        return {"train": tuple(train), "validation": tuple(validation)}
 
     def sample_texts(self) -> Iterator[str]:
         """See `Corpus`."""
-        for chat in self.chats("train"):
+        for line in self.lines("train"):
+            chat = line.chat()
             yield "\n".join([*(message["content"] for message in chat.messages), chat.prompt + chat.completion])
 
     def problems(self) -> list[str]:
@@ -103,7 +119,7 @@ class ChatFiles:
                 files, first=functools.partial(documents.first_lines, read_chat), where=f"text.chats.{name}"
             )
         if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
-            found += [self._too_few(split) for split, chats in self._splits.items() if len(chats) < self.num_streams]
+            found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < self.num_streams]
         return found
 
     def _too_few(self, split: str) -> str:
@@ -134,8 +150,8 @@ class ChatStream(packing.PackedStream):
     def __init__(self, corpus: ChatFiles, spec: StreamSpec) -> None:
         super().__init__(spec)
         self._intake = documents.intake_of(corpus)
-        self._chats = corpus.chats(spec.split)[spec.index :: spec.num_streams]
-        if not self._chats:
+        self._lines = corpus.lines(spec.split)[spec.index :: spec.num_streams]
+        if not self._lines:
             raise UserError(dataclasses.replace(corpus, num_streams=spec.num_streams)._too_few(spec.split))
         self._epoch = self._next = 0  # _next: place in the order of this epoch
 
@@ -152,9 +168,9 @@ class ChatStream(packing.PackedStream):
         while size < WINDOW_ROWS * self._spec.length:
             found = self._next_segment()
             since = 0 if found else since + 1
-            if since == 2 * len(self._chats) - 1:  # a whole epoch, whatever the orders of it and of the one before
+            if since == 2 * len(self._lines) - 1:  # a whole epoch, whatever the orders of it and of the one before
                 raise UserError(
-                    f"text.chats: none of {units.counted(len(self._chats), 'conversation')} has an answer within "
+                    f"text.chats: none of {units.counted(len(self._lines), 'conversation')} has an answer within "
                     f"its first {self._spec.length} tokens; set LENGTH higher"
                 )
             if found:
@@ -164,9 +180,9 @@ class ChatStream(packing.PackedStream):
 
     def _next_segment(self) -> packing.Segment | None:
         """Returns the next conversation; None if no token of an answer is left of it."""
-        if self._next == len(self._chats):
+        if self._next == len(self._lines):
             self._epoch, self._next = self._epoch + 1, 0
-        chat = self._chats[self._order(self._epoch)[self._next]]
+        chat = self._lines[self._order(self._epoch)[self._next]].chat()
         self._next += 1
         found, length = segment(chat, self._spec.vocabulary), self._spec.length
         cut = packing.Segment(*(values[:length] for values in found))
@@ -180,7 +196,7 @@ class ChatStream(packing.PackedStream):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 (two epochs of one stream)
     def _order(self, epoch: int) -> np.ndarray:
-        spec, count = self._spec, len(self._chats)
+        spec, count = self._spec, len(self._lines)
         if spec.seed is None:
             return np.arange(count)
         return np.random.default_rng((spec.seed, spec.index, epoch)).permutation(count)
@@ -272,11 +288,11 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)
 
 
-def _lines(files: Sequence[File]) -> Iterator[tuple[str, Chat]]:
-    """Yields each conversation of the files with the text of its line."""
+def _lines(files: Sequence[File]) -> Iterator[_Line]:
+    """Yields each line of the files that is a conversation. Raises UserError for one that is malformed."""
     for file in files:
         with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
-            content = stream.read()
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if chat := read_chat(file.path, number, line):
-                yield line.decode(), chat
+            for number, content in enumerate(stream, 1):
+                line = _Line(file.path, number, content.rstrip(b"\n"))
+                if read_chat(*line):
+                    yield line

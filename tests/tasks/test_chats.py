@@ -4,6 +4,7 @@ import gzip
 import json
 import pathlib
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -58,9 +59,26 @@ def test_compressed_files_have_the_conversations_of_plain_ones(chat_file, tokeni
     packed.write_bytes(gzip.compress(chat_file.read_bytes()))
     found = make_task(packed, tokenizer)
     assert found.problems() == []
-    plain, unpacked = (task.corpus.chats("train") for task in (make_task(chat_file, tokenizer), found))
+    plain, unpacked = (task.corpus.lines("train") for task in (make_task(chat_file, tokenizer), found))
     assert len(plain) > 30
-    assert [chat[1:] for chat in unpacked] == [chat[1:] for chat in plain]
+    assert [line.chat()[1:] for line in unpacked] == [line.chat()[1:] for line in plain]
+
+
+def test_conversations_are_held_as_the_bytes_of_their_lines(tmp_path, tokenizer):
+    """As parsed messages they would need 1.7 times as much, and 4.8 times while they are read."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n} " + "x" * 500, "completion": "y" * 500}) + "\n" for n in range(2000))
+    )
+    corpus = make_task(path, tokenizer).corpus
+    tracemalloc.start()
+    try:
+        assert len(corpus.lines("train")) + len(corpus.lines("validation")) == 2000
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1.3 * path.stat().st_size
+    assert most < 2.6 * path.stat().st_size
 
 
 def test_rows_do_not_depend_on_the_date(tmp_path):
@@ -104,12 +122,12 @@ def test_rows_do_not_depend_on_hosts_and_positions_are_exact(chat_file, tokenize
 def test_an_epoch_has_every_conversation_once(chat_file, tokenizer):
     task = make_task(chat_file, tokenizer)
     corpus = task.corpus
-    train, validation = corpus.chats("train"), corpus.chats("validation")
+    train, validation = corpus.lines("train"), corpus.lines("validation")
     assert len(train) + len(validation) == 40
-    assert not {chat.where for chat in train} & {chat.where for chat in validation}
+    assert not {line.number for line in train} & {line.number for line in validation}
     streams = [chats.ChatStream(corpus, _spec(task, index)) for index in range(2)]
-    seen = [stream._chats[place].where for stream in streams for place in stream._order(0)]
-    assert sorted(seen) == sorted(chat.where for chat in train)
+    seen = [stream._lines[place].number for stream in streams for place in stream._order(0)]
+    assert sorted(seen) == sorted(line.number for line in train)
 
 
 def _spec(task, index):
@@ -167,7 +185,7 @@ def test_a_malformed_line_is_named_before_a_run_and_when_read(tmp_path, tokenize
     (problem,) = make_task(path, tokenizer).problems()
     assert f"text.chats.train: {path}:2: " in problem
     with pytest.raises(UserError, match=f":2: {told}"):
-        make_task(path, tokenizer).corpus.chats("train")
+        make_task(path, tokenizer).corpus.lines("train")
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path, chat_file, tokenizer):
