@@ -270,17 +270,11 @@ def evaluate(
         async_compute_metrics=False,
     )
 
-    def pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
-        """Returns the ids before the targets, which begin with the begin-of-text id 0, and the targets."""
-        examples = [example for _, example in dataset.as_numpy_iterator()]
-        rows = [(each["decoder_target_tokens"], each["decoder_loss_weights"] > 0) for each in examples]
-        return [([0, *ids[: np.argmax(is_target)].tolist()], ids[is_target].tolist()) for ids, is_target in rows]
-
     def scores(dataset: Any) -> list[tuple[int, float]]:
-        return list(enumerate(score(pairs(dataset))))
+        return list(enumerate(score(_pairs(dataset))))
 
     def predicted(dataset: Any) -> list[list[int]]:
-        known = pairs(dataset)
+        known = _pairs(dataset)
         return list(predict([context for context, _ in known], max(len(targets) for _, targets in known)))
 
     def predictions(dataset: Any) -> list[tuple[int, list[int]]]:
@@ -288,7 +282,7 @@ def evaluate(
 
     def with_scores(dataset: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
         answers = predicted(dataset)
-        given = [(context, [*ids, eos_id]) for (context, _), ids in zip(pairs(dataset), answers, strict=True)]
+        given = [(context, [*ids, eos_id]) for (context, _), ids in zip(_pairs(dataset), answers, strict=True)]
         return list(enumerate(_padded(answers, eos_id))), {"scores": list(score(given))}
 
     outputs = {kinds.SCORE: scores, kinds.PREDICTION: predictions, kinds.PREDICTION_WITH_AUX: with_scores}
@@ -298,6 +292,13 @@ def evaluate(
     except (ValueError, tensorflow().errors.OpError) as error:
         raise UserError(f"the metrics of {name} fail: {error}") from error
     return {task: dict(_scalars(each)) for task, each in values.items()}
+
+
+def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
+    """Returns, of each example, the ids before the targets, beginning with the begin-of-text id 0, and the targets."""
+    examples = [example for _, example in dataset.as_numpy_iterator()]
+    rows = [(each["decoder_target_tokens"], each["decoder_loss_weights"] > 0) for each in examples]
+    return [([0, *ids[: np.argmax(is_target)].tolist()], ids[is_target].tolist()) for ids, is_target in rows]
 
 
 def _padded(answers: Sequence[list[int]], eos_id: int) -> list[list[int]]:
