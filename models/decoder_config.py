@@ -13,6 +13,7 @@ from models.block_sparse import BlockSparse
 from models.experts import Experts
 from models.lora import Lora
 from models.s5 import S5
+from models.ttt.config import TTTConfig
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
 # comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
@@ -28,12 +29,13 @@ REMAT: Mapping[str, str | tuple[str, ...]] = {
     "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
 }
 LOCAL, GLOBAL = "local", "global"
-MIXERS = ("attention", "block_sparse", "s5")  # `models.decoder_parts` has their parts
+MIXERS = ("attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp")  # `models.decoder_parts` has their parts
 FEED_FORWARDS = ("mlp", "experts", "s5", "none")
 _SETTINGS_OF = {  # fields with the settings of parts, and the names of these parts
     "experts": ("experts",),
     "block_sparse": ("block_sparse",),
     "s5": ("s5",),
+    "ttt": ("ttt_linear", "ttt_mlp"),
 }
 _CHOICES = {
     "remat": REMAT,
@@ -102,8 +104,8 @@ class DecoderConfig:
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
-      mixer: what mixes positions: "attention", "block_sparse", "s5", or several joined by "+", whose outputs are added;
-        a tuple is repeated over the layers.
+      mixer: what mixes positions: "attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp", or several joined by "+", whose
+        outputs are added; a tuple is repeated over the layers.
       feed_forward: "mlp", "experts", "s5" or "none"; a tuple is repeated over the layers. None: "experts" if there are
         any, otherwise "mlp". If parameters of layers differ, `num_layers` is a multiple of the number of layers after
         which they repeat, and those of the i-th of these layers are in a module `block_i`.
@@ -111,6 +113,7 @@ class DecoderConfig:
       block_sparse: settings of attention to some blocks; see `models.block_sparse`.
       s5: settings of state-space layers; see `models.s5`.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
+      ttt: settings of the mixers "ttt_linear" and "ttt_mlp"; see `models.ttt`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
         logits are small enough (`models.chunked_loss.default_positions`).
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
@@ -154,6 +157,7 @@ class DecoderConfig:
     block_sparse: BlockSparse | None = None
     s5: S5 | None = None
     lora: Lora | None = None
+    ttt: TTTConfig | None = None
     loss_chunk: int | None = None
     vocab_multiple: int = 128
 
@@ -242,7 +246,7 @@ class DecoderConfig:
             "query_scale": self.score_scale,
             "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
         }
-        for part in ("block_sparse", "s5"):
+        for part in ("block_sparse", "s5", "ttt"):
             if (settings := found.pop(part)) is not None:
                 every = dataclasses.asdict(settings)
                 found |= {f"{part}.{name}": value for name, value in every.items() if name != "chunk"}
@@ -336,6 +340,7 @@ class DecoderConfig:
             experts=self.experts and self._fewer_experts(multiples),
             block_sparse=self.block_sparse and self.block_sparse.shrink(),
             s5=self.s5 and self.s5.shrink(multiples),
+            ttt=self.ttt and self.ttt.shrink(multiples),
         )
 
     def _fewer_experts(self, multiples: Mapping[str, int]) -> Experts:

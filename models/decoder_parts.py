@@ -272,12 +272,20 @@ def _state_space(config: DecoderConfig, module: str) -> Part:
     return s5.StateSpace(config.s5, embed_dim=config.embed_dim, dtype=config.dtype, module=module)
 
 
+def _ttt(config: DecoderConfig, name: str) -> Part:
+    from models.ttt.mixer import TTTMixer  # of no use to other decoders
+
+    return TTTMixer(config, name)
+
+
 _PARTS: Mapping[str, Callable[[DecoderConfig, str], Part]] = {
     "attention": lambda config, _: Attention(config),
     "block_sparse": lambda config, _: BlockSparseAttention(config),
     "mlp": lambda config, _: Mlp(config),
     "experts": lambda config, _: ExpertMixture(config),
     "s5": _state_space,
+    "ttt_linear": _ttt,
+    "ttt_mlp": _ttt,
 }
 
 

@@ -260,11 +260,7 @@ class AdaptedDecoder:
 
     def layer_flops(self) -> float:
         """Returns the FLOPs of the layer for one token, forward."""
-        c, (d, inner) = self.layer, (self.base.embed_dim, self.layer.num_heads * self.layer.head_dim)
-        products = sum(a * b for a, b in zip(c.sizes, c.sizes[1:], strict=False))  # of one head
-        back = products - c.sizes[0] * c.sizes[1]  # gradients of hidden units
-        mixing = c.mini_batch * sum(c.sizes[:-1]) + c.mini_batch * sum(c.sizes[1:])  # (X X_k') G
-        return 2.0 * (4 * d * inner + c.num_heads * (3 * products + back + mixing))
+        return 2.0 * sum(layer.multiplications(self.layer, self.base.embed_dim))
 
     def base_flops(self) -> float:
         """Returns the FLOPs of the base for one token, forward, with its output matrix."""
@@ -277,13 +273,8 @@ class AdaptedDecoder:
 
     def shrink(self, multiples: Mapping[str, int]) -> AdaptedDecoder:
         """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
-        heads, head_dim = multiples["heads"], math.lcm(8, multiples["head_dim"])
-        return dataclasses.replace(
-            self,
-            base=self.base.shrink(multiples),
-            layer=dataclasses.replace(self.layer, num_heads=heads, head_dim=head_dim, mini_batch=16),
-            chunk=min(self.chunk, 64),
-        )
+        base, layer_ = self.base.shrink(multiples), self.layer.shrink(multiples)
+        return dataclasses.replace(self, base=base, layer=layer_, chunk=min(self.chunk, 64))
 
     def _adapter(self, params: Params) -> Adapter:
         return hk.transform(lambda: _Parameters(_NAME)(self)).apply(params, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from core.errors import UserError
 
@@ -68,6 +69,11 @@ class TTTConfig:
             raise UserError(f"TTTConfig.rate_scale = {self.rate_scale}: expected a finite number of at least 0")
         if self.decay and self.variant != "ponder":
             raise UserError(f"TTTConfig.decay = {self.decay}: only the variant 'ponder' has a decay; expected 0")
+
+    def shrink(self, multiples: Mapping[str, int]) -> TTTConfig:
+        """Returns the smallest layer whose dimensions are multiples of `multiples`, by logical axis."""
+        head_dim = math.lcm(8, multiples["head_dim"])
+        return dataclasses.replace(self, num_heads=multiples["heads"], head_dim=head_dim, mini_batch=16)
 
     @property
     def is_ponder(self) -> bool:

@@ -126,6 +126,15 @@ def make(config: TTTConfig, embed_dim: int, *, dtype: str, output_init: hk.initi
     )
 
 
+def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
+    """Returns the multiplications of a token: with the matrices of the layer, and in the inner loop."""
+    products = sum(a * b for a, b in zip(config.sizes, config.sizes[1:], strict=False))  # of the weights of one head
+    through = products - config.sizes[0] * config.sizes[1]  # gradients of hidden units
+    mixed = config.mini_batch * (sum(config.sizes[:-1]) + sum(config.sizes[1:]))  # (X X_k') G
+    inner = config.num_heads * (3 * products + through + mixed)  # keys, queries and gradients of weights
+    return embed_dim * config.num_heads * (4 * config.head_dim + 1), inner
+
+
 def empty(config: TTTConfig, weights: Weights, rows: int, *, segments: bool = False) -> State:
     """Returns the state before the first token of rows."""
     h, k = weights.norm_scale.shape
