@@ -104,8 +104,8 @@ class DecoderConfig:
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
-      mixer: what mixes positions: "attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp", or several joined by "+", whose
-        outputs are added; a tuple is repeated over the layers.
+      mixer: what mixes positions: "attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp", or several joined by "+",
+        whose outputs are added; a tuple is repeated over the layers.
       feed_forward: "mlp", "experts", "s5" or "none"; a tuple is repeated over the layers. None: "experts" if there are
         any, otherwise "mlp". If parameters of layers differ, `num_layers` is a multiple of the number of layers after
         which they repeat, and those of the i-th of these layers are in a module `block_i`.
