@@ -27,7 +27,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from core import logical, parameters
+from core import logical, parameters, random_bits
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params, WeightedSum
 from models import chunked_loss, derivatives, losses
@@ -69,6 +69,14 @@ class Chunks(NamedTuple):
     weights: jax.Array
 
 
+class Text(NamedTuple):
+    """The positions of chunks whose cross-entropy is computed: x [R, P, D], targets and weights [R, P]."""
+
+    x: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+
 class Read(NamedTuple):
     """What the layer makes of chunks.
 
@@ -106,6 +114,8 @@ class AdaptedDecoder:
       gate: decides about chunks in training; its state is the carry of the model.
       per_batch: whether all chunks at one place in the rows of a batch share one decision.
       gating_scale: whether the learning rates of the inner models have a learned factor, which starts at 1.
+      loss_positions: positions of each chunk, drawn anew in every step, whose cross-entropy is computed in training;
+        None: all. The logits of a large vocabulary are most of the work of a step.
       reconstruction_weight: of the reconstruction losses in the loss.
       base_dtype: dtype in which the base is stored.
 
@@ -120,6 +130,7 @@ class AdaptedDecoder:
     gate: Gate = gates.UPDATE
     per_batch: bool = False
     gating_scale: bool = False
+    loss_positions: int | None = None
     reconstruction_weight: float = 0.1
     base_dtype: str = "bfloat16"
 
@@ -136,6 +147,10 @@ class AdaptedDecoder:
             )
         if self.carry not in CARRIES:
             raise UserError(f"AdaptedDecoder.carry = {self.carry!r}: expected one of {', '.join(CARRIES)}")
+        if self.loss_positions is not None and not 1 <= self.loss_positions <= self.chunk:
+            raise UserError(
+                f"AdaptedDecoder.loss_positions = {self.loss_positions}: expected from 1 to the chunk, {self.chunk}"
+            )
         if not 0 <= self.reconstruction_weight < math.inf:
             raise UserError(f"AdaptedDecoder.reconstruction_weight = {self.reconstruction_weight}: expected at least 0")
         if self.base_dtype not in ("bfloat16", "float32"):
@@ -160,15 +175,20 @@ class AdaptedDecoder:
         self, params: Params, carry: Any, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Any, LossOutput]:
         """Returns the state of the gate, and the loss under its decisions, summed over supervised positions."""
-        del is_training
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
         key = jax.random.key(0) if rng is None else rng
+        rows = random_bits.row_ids(batch)
 
         def one(carry: tuple[Any, Any], item: tuple[jax.Array, Chunks]) -> tuple[tuple[Any, Any], LossOutput]:
             (state, memory), (number, chunks) = carry, item
             random = jax.random.fold_in(key, number)
             state, memory, read, updates = self._decide(unembed, adapter, state, memory, random, chunks)
-            return (state, memory), self._sums(unembed, chunks, read, updates)
+            x = read.output if self.gate == gates.UPDATE else _chosen(updates, read.output, chunks.hidden)
+            text = Text(x, chunks.targets, chunks.weights)
+            if is_training and self.loss_positions is not None:
+                places = jnp.repeat(rows, len(chunks.hidden) // len(rows))  # chunks of a row draw alike
+                text = _sampled(text, random_bits.row_keys(random, places), self.loss_positions)
+            return (state, memory), self._sums(unembed, text, chunks, read, updates)
 
         chunks = self._chunks(params, batch)
         (carry, _), each = _in_order(one, (carry, self._start(adapter, chunks)), chunks)
@@ -351,16 +371,13 @@ class AdaptedDecoder:
         after = jax.tree.map(functools.partial(_chosen, updates), after, memory)
         return state, after, read, updates
 
-    def _sums(self, unembed: jax.Array, chunks: Chunks, read: Read, updates: jax.Array) -> LossOutput:
-        x = read.output if self.gate == gates.UPDATE else _chosen(updates, read.output, chunks.hidden)
-
+    def _sums(self, unembed: jax.Array, text: Text, chunks: Chunks, read: Read, updates: jax.Array) -> LossOutput:
         def sums(unembed: jax.Array, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
             return losses.cross_entropy(self.base.unembedded(unembed, x), *side, vocab_size=self.vocab_size)
 
-        side = (chunks.targets, chunks.weights)
-        positions = self._positions(*x.shape[:2])
-        out = chunked_loss.total(sums, unembed, x, side, positions=positions)
-        tokens = jnp.sum(chunks.weights, axis=1)
+        side, positions = (text.targets, text.weights), self._positions(*text.x.shape[:2])
+        out = chunked_loss.total(sums, unembed, text.x, side, positions=positions)
+        tokens = jnp.sum(text.weights, axis=1)
         errors = sum(getattr(read.signals, name) for name in _RECONSTRUCTION) / len(_RECONSTRUCTION)
         counted = tokens * updates
         reconstruction = jnp.sum(counted * errors)
@@ -400,6 +417,16 @@ class AdaptedDecoder:
 def _in_order(one: Any, carry: Any, chunks: Chunks) -> tuple[Any, Any]:
     """Runs `one(carry, (number, chunks)) -> (carry, out)` for the chunks at each place in rows."""
     return jax.lax.scan(one, carry, (jnp.arange(chunks.hidden.shape[0]), chunks))
+
+
+def _sampled(text: Text, keys: jax.Array, count: int) -> Text:
+    """Draws `count` positions of each row, supervised ones first, with the row's key."""
+    draws = jax.vmap(lambda key, weights: jax.random.uniform(key, weights.shape) + (weights > 0))(keys, text.weights)
+    _, places = jax.lax.top_k(draws, count)  # [R, count]
+    return Text(
+        jnp.take_along_axis(text.x, places[..., None], axis=1),
+        *(jnp.take_along_axis(a, places, axis=1) for a in (text.targets, text.weights)),
+    )
 
 
 def _chosen(updates: jax.Array, update: jax.Array, skip: jax.Array) -> jax.Array:

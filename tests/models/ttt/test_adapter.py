@@ -174,6 +174,21 @@ def test_a_gate_by_loss_and_one_for_all_rows_skip(params):
 
 
 @pytest.mark.slow
+def test_losses_of_drawn_positions_are_those_of_supervised_ones(params):
+    given = batch()
+    model = dataclasses.replace(MODEL, loss_positions=3)
+    outs = [loss(model, params, (), {**given, "row_ids": rows})[1] for rows in (np.arange(16), np.arange(16) + 16)]
+    all_ = loss(MODEL, params, (), given)[1]
+    expected = np.minimum(given["weights"].reshape(16, 3, 8).sum(axis=2), 3).sum()
+    assert outs[0].weight_sum == outs[1].weight_sum == expected
+    means = [float(out.metrics["cross_entropy"].total / out.weight_sum) for out in (*outs, all_)]
+    assert means[0] != means[1]
+    np.testing.assert_allclose(means[:2], means[2], rtol=0.1)
+    same = jax.jit(functools.partial(model.loss, is_training=False))(params, (), jax.random.key(0), given)[1]
+    np.testing.assert_allclose(same.loss_sum, all_.loss_sum, rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_hidden_states_of_the_batch_replace_the_base(params):
     given = batch()
     cut = {name: value.reshape(48, 8) for name, value in given.items()}
@@ -189,6 +204,7 @@ def test_hidden_states_of_the_batch_replace_the_base(params):
     ("change", "words"),
     [
         ({"chunk": 10}, "chunk = 10: expected a multiple of the 4 tokens of a mini-batch"),
+        ({"loss_positions": 9}, "loss_positions = 9: expected from 1 to the chunk, 8"),
         ({"carry": "row"}, "expected one of none, document"),
         ({"base": dataclasses.replace(BASE, max_positions=4)}, "the base has 4 positions"),
         ({"base_dtype": "int8"}, "expected 'bfloat16' or 'float32'"),
