@@ -117,6 +117,8 @@ def test_every_method_answers(method):
     model = subjects.model(method)
     batch = subjects.batch(subjects.PATCHES if method == "all" else subjects.CHOSEN, rows=2)
     params = jax.jit(model.init)(jax.random.key(0), batch)
+    carry, _ = jax.jit(lambda p, b: model.loss(p, model.init_carry(b), jax.random.key(0), b))(params, batch)
+    assert (carry["step"] == 1) if model.selector.is_learned else carry == ()
     evaluated = evaluation(dataclasses.replace(model, kinds=("what", "where")))
     out = evaluated(params, {**batch, "kind": np.array([0, 1])})
     assert np.isfinite(out.loss_sum)
