@@ -92,7 +92,8 @@ def test_a_killed_command_continues(tmp_path):
     """kill -9 of the process that writes, several times."""
     data = write(tmp_path / "a.jsonl", [f"{i:05d} " + "some words " * 200 for i in range(4000)])
     code = (
-        "import sys; from tasks import tokenizing as t; t._COMMIT_TOKENS, t._BATCH_BYTES = 2**19, 2**17; "
+        "import sys; from tasks import token_writer as w, tokenizing as t; w._COMMIT_TOKENS = 2**19; "
+        "t._BATCH_BYTES = 2**17; "
         "from launch import __main__ as main; sys.exit(main.main(sys.argv[1:]))"
     )
     line = [sys.executable, "-c", code, "tokenize", "--data", str(data), "--vocabulary", "bytes", "--processes", "1"]

@@ -105,7 +105,6 @@ def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered
 
 
 @pytest.mark.slow
-@pytest.mark.covers("D01")
 def test_a_run_is_scored_by_the_metrics_of_its_task(registered, tmp_path, capsys, monkeypatch):
     """Trained for a few steps from its gin file, which imports the module."""
     monkeypatch.setenv("PYTHONPATH", str(registered.__file__).rpartition("/")[0])
