@@ -138,9 +138,31 @@ def _batch(experiment: Experiment) -> str:
     return text + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else "")
 
 
-def show_end(run: Run, state: TrainState, validation: Mapping[str, float]) -> None:
-    """Prints the result, a sample of the model's text, and where the files are. All hosts call it; host 0 prints."""
+def frozen_checksum(run: Run, state: TrainState) -> int | None:
+    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32; None if there are none.
+
+    All hosts call it.
+    """
+    specs = reading.by_name(run.program.param_specs)
+    leaves = {
+        name: leaf
+        for name, leaf in reading.by_name(state.params).items()
+        if not specs[name].trainable and specs[name].kind != "constant"
+    }
+    return sum(reading.fingerprints(leaves).values()) % 2**32 if leaves else None
+
+
+def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, frozen: int | None) -> None:
+    """Prints the result, a sample of the model's text, and where the files are. All hosts call it; host 0 prints.
+
+    `frozen` is the checksum of the frozen parameters before training.
+
+    Raises:
+      RuntimeError: they have changed.
+    """
     experiment = run.experiment
+    if frozen is not None and frozen != (after := frozen_checksum(run, state)):
+        raise RuntimeError(f"frozen parameters have changed: checksum {after:08x} after training, {frozen:08x} before")
     written = _sample(experiment, run.program, state)
     if jax.process_index() != 0:
         return
@@ -150,6 +172,8 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float]) -> No
         print(f"\nThe model continues {experiment.prompt!r}:\n\n{terminal.printable(written)}\n")
     elif experiment.prompt and not can(experiment.model, Generates):
         print(f"\nPROMPT = {experiment.prompt!r} is not continued: {lacking(experiment.model, Generates)}\n")
+    if frozen is not None:
+        print(f"frozen      checksum {frozen:08x}, before and after training")
     print(f"run         {run.run_dir}\ntensorboard launch/run tensorboard {run.run_dir}", flush=True)
 
 

@@ -69,6 +69,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             checkpoints.close()
             raise
         run = dataclasses.replace(run, meta={**run.meta, **start.meta})
+        frozen = progress.frozen_checksum(run, start.state)
     with contextlib.ExitStack() as stack:
         now = _begin(run, int(start.state.step), stack, lock)
         if run.host.is_zero:
@@ -97,7 +98,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
     phase.at(phase.ENDING)
     validation = evaluate.latest if evaluate else {}
     if run.is_last:
-        progress.show_end(run, state, validation)
+        progress.show_end(run, state, validation, frozen=frozen)
     distributed.barrier(f"run/end of step {run.last_step}")
     return validation
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 
 import pytest
 
@@ -44,7 +45,9 @@ def test_gates_are_compared_and_a_run_continues_with_the_state_of_its_gate(launc
     gate = ("--gin", "adapter.adapted.gate = @gates.Reconstruction()", "--gin", "from models.ttt import gates")
     trained = ("train", "gin/ponder/quick.gin", "--slice", "v5e-1", "--run-dir", run, *bindings, *gate)
     launch(*trained, "--steps", "1", slice_name="v5e-1")
-    assert "resumed from 1" in launch(*trained, slice_name="v5e-1")
+    said = launch(*trained, slice_name="v5e-1")
+    assert "resumed from 1" in said
+    assert re.search("frozen      checksum [0-9a-f]{8}, before and after training", said)
     asked = ("--gates", "skip,update,random,oracle,greedy,reconstruction", "--controls", "no_learning,resets,shuffled")
     said = launch("evaluate", run, *asked, "--rows", "8", "--label", "own")
     found = json.loads((tmp_path / "run/evaluation/gates_own.json").read_text())
