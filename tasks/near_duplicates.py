@@ -99,8 +99,9 @@ class Seen:
         here: dict[int, list[int]] = {}  # documents of this array, by the keys of their bands
         for place, row in enumerate(keys.tolist()):
             beside = sorted({other for key in row for other in here.get(key, ())})
-            candidates = np.concatenate([self._signatures[earlier[place]], following[beside]])
-            found[place] = ((candidates == following[place]).mean(1) >= self._similarity).any()
+            if earlier[place] or beside:
+                candidates = np.concatenate([self._signatures[earlier[place]], following[beside]])
+                found[place] = ((candidates == following[place]).mean(1) >= self._similarity).any()
             for key in () if found[place] else row:
                 here.setdefault(key, []).append(place)
         self.add(following[~found])
