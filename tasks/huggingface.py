@@ -18,13 +18,14 @@ from tasks.document_streams import DocumentSource, Parts
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace(DocumentSource):
-    """A dataset of the Hugging Face hub."""
+    """A dataset of the Hugging Face hub; see `text.huggingface`."""
 
     name: str
     split: str
     validation_split: str
     field: str
     streaming: bool
+    where: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(default=(), repr=False)
 
     def parts(self, split: str, num_streams: int) -> Parts:
         """See `DocumentSource`."""
@@ -68,11 +69,13 @@ class HuggingFace(DocumentSource):
     def describe(self) -> str:
         """See `Corpus`."""
         how = "streamed" if self.streaming else "downloaded"
-        return f"text.huggingface: {self.name} ({self.split}; validation {self.validation_split}), {how}"
+        kept = "".join(f", {column} {' or '.join(values)}" for column, values in self.where)
+        return f"text.huggingface: {self.name} ({self.split}; validation {self.validation_split}){kept}, {how}"
 
     def fingerprint(self) -> str:
         """See `Corpus`."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        about = repr(self) + (repr(self.where) if self.where else "")
+        return hashlib.sha256(about.encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,16 @@ class _ShardReader:
 
 
 def _text(example: Mapping[str, Any], source: HuggingFace, *, where: str) -> bytes:
-    """Returns the text of a document as UTF-8, empty if it is blank. Raises UserError if it is not text."""
+    """Returns the text of a document as UTF-8, empty if it is blank or of other values than those of `source.where`.
+
+    Raises UserError if it is not text.
+    """
+    for column, values in source.where:
+        if column not in example:
+            raise UserError(f"text.huggingface.where: {source.name} has no column {column!r}, only {sorted(example)}")
+        if example[column] not in values:
+            documents.intake_of(source).count(f"skipped because {column} is none of {', '.join(values)}")
+            return b""
     text = example.get(source.field)
     if not isinstance(text, str):
         raise UserError(f"text.huggingface.field: {source.name} has no text {source.field!r}, only {sorted(example)}")

@@ -9,7 +9,7 @@ T: tokens per row. S: number of streams.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core import units
@@ -217,6 +217,7 @@ def huggingface(
     validation_split: str = "validation",
     field: str = "text",
     streaming: bool = True,
+    where: Mapping[str, str | Sequence[str]] | None = None,
     length: int,
     num_streams: int,
     vocabulary: Vocabulary | None = None,
@@ -231,6 +232,7 @@ def huggingface(
       validation_split: the split for evaluation.
       field: the column that holds the text.
       streaming: whether to read over the network while training; otherwise the dataset is downloaded first.
+      where: only documents with one of these values in each of these columns: `{'lang': ('Python', 'Go')}`.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
@@ -241,7 +243,8 @@ def huggingface(
         raise UserError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
     from tasks.huggingface import HuggingFace
 
-    corpus = HuggingFace(name, split, validation_split, field, streaming)
+    chosen = tuple((c, (v,) if isinstance(v, str) else tuple(v)) for c, v in (where or {}).items())
+    corpus = HuggingFace(name, split, validation_split, field, streaming, chosen)
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
 

@@ -192,3 +192,17 @@ def test_documents_of_white_space_are_left_out_counted_and_reported(monkeypatch,
     texts = [task.vocabulary.decode(batch["targets"][0][ids == number]) for number in range(1, ids.max() + 1)]
     assert texts
     assert set(texts) <= {"words", "more words"}
+
+
+def test_documents_of_other_languages_are_left_out(fake, monkeypatch):
+    """A dataset with the columns of The Stack: text in `content`, its language in `lang`."""
+    rows = [{"content": f"{lang} {i}", "lang": lang} for i in range(6) for lang in ("Python", "Go", "C")]
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *_, **__: FakeIterable([rows]))
+    options = {"name": "owner/stack", "field": "content", "length": 16, "num_streams": 1}
+    task = text.huggingface(**options, where={"lang": ("Python", "C")})
+    assert list(task.corpus.sample_texts()) == [r["content"] for r in rows if r["lang"] != "Go"]
+    assert "lang Python or C" in task.describe()
+    assert task.fingerprint() != text.huggingface(**options).fingerprint()
+    wrong = text.huggingface(**options, where={"language": "Python"})
+    with pytest.raises(UserError, match=r"no column 'language', only \['content', 'lang'\]"):
+        next(wrong.corpus.sample_texts())
