@@ -12,6 +12,7 @@ from models import attention, chunked_loss, derivatives, rotary
 from models.block_sparse import BlockSparse
 from models.experts import Experts
 from models.lora import Lora
+from models.planner_config import Planner
 from models.s5 import S5
 from models.ttt.config import TTTConfig
 
@@ -112,6 +113,7 @@ class DecoderConfig:
       experts: a mixture of experts in place of the feed-forward layer; see `models.experts`.
       block_sparse: settings of attention to some blocks; see `models.block_sparse`.
       s5: settings of state-space layers; see `models.s5`.
+      planner: plans of finished chunks, added to the embedded tokens; see `models.planner`.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
       ttt: settings of the mixers "ttt_linear" and "ttt_mlp"; see `models.ttt`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
@@ -156,6 +158,7 @@ class DecoderConfig:
     experts: Experts | None = None
     block_sparse: BlockSparse | None = None
     s5: S5 | None = None
+    planner: Planner | None = None
     lora: Lora | None = None
     ttt: TTTConfig | None = None
     loss_chunk: int | None = None
@@ -246,10 +249,10 @@ class DecoderConfig:
             "query_scale": self.score_scale,
             "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
         }
-        for part in ("block_sparse", "s5", "ttt"):
+        for part in ("block_sparse", "s5", "planner", "ttt"):
             if (settings := found.pop(part)) is not None:
                 every = dataclasses.asdict(settings)
-                found |= {f"{part}.{name}": value for name, value in every.items() if name != "chunk"}
+                found |= {f"{part}.{name}": value for name, value in every.items() if (part, name) != ("s5", "chunk")}
         if (experts := found.pop("experts")) is not None:
             routing = dataclasses.asdict(experts)
             found |= {f"experts.{name}": value for name, value in routing.items() if name not in _EXPERTS_NOT_SETTINGS}
@@ -341,6 +344,7 @@ class DecoderConfig:
             block_sparse=self.block_sparse and self.block_sparse.shrink(),
             s5=self.s5 and self.s5.shrink(multiples),
             ttt=self.ttt and self.ttt.shrink(multiples),
+            planner=self.planner and dataclasses.replace(self.planner, chunk=8),
         )
 
     def _fewer_experts(self, multiples: Mapping[str, int]) -> Experts:

@@ -40,8 +40,10 @@ class S5:
 
     Attributes:
       states: 2 P, the size of the real state; a layer keeps one of each conjugate pair.
-      min_dt, max_dt: range of the initial step sizes, uniform in their logs. The slowest states remember about
-        2 / min_dt positions, the fastest 2 / max_dt.
+      min_dt, max_dt: range of the initial step sizes, in equal ratios. The slowest states remember about 2 / min_dt
+        positions, the fastest 2 / max_dt.
+      blocks: the initial frequencies are those of so many HiPPO matrices of states / blocks; more blocks have lower
+        frequencies, whose states say less about when an input came, but more alike at all distances.
       activation: of the output; see `models.derivatives.ACTIVATIONS`; None: linear.
       chunk: positions in a parallel prefix; only one state for each chunk is saved for the backward pass.
 
@@ -52,6 +54,7 @@ class S5:
     states: int
     min_dt: float = 1e-3
     max_dt: float = 1e-1
+    blocks: int = 1
     activation: str | None = "gelu"
     chunk: int = 256
 
@@ -61,6 +64,13 @@ class S5:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % multiple:
                 even = "an even number of at least 2" if multiple == 2 else "an integer of at least 1"
                 raise UserError(f"S5.{field} = {value!r}: expected {even}")
+        if isinstance(self.blocks, bool) or not isinstance(self.blocks, int) or self.blocks < 1:
+            raise UserError(f"S5.blocks = {self.blocks!r}: expected an integer of at least 1")
+        if self.states % (2 * self.blocks):
+            raise UserError(
+                f"S5.blocks = {self.blocks}: states = {self.states} do not divide into blocks of an even size; "
+                f"expected a divisor of {self.states // 2}"
+            )
         if not 0 < self.min_dt <= self.max_dt < math.inf:
             raise UserError(
                 f"S5.min_dt = {self.min_dt}, max_dt = {self.max_dt}: expected finite numbers, 0 < min_dt <= max_dt"
@@ -70,9 +80,14 @@ class S5:
                 f"S5.activation = {self.activation!r}: expected None or one of {', '.join(derivatives.ACTIVATIONS)}"
             )
 
+    @property
+    def frequencies(self) -> np.ndarray:
+        """The initial imaginary parts of lambda, [P]."""
+        return np.tile(hippo(self.states // self.blocks), self.blocks)
+
     def shrink(self, multiples: Mapping[str, int]) -> S5:
         """Returns small settings for rehearsals."""
-        return dataclasses.replace(self, states=2 * math.lcm(4, multiples["mlp"]))
+        return dataclasses.replace(self, states=2 * math.lcm(4, multiples["mlp"]), blocks=1)
 
 
 class Complex(NamedTuple):
@@ -286,15 +301,16 @@ class _Layer(hk.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array, call: Call) -> tuple[jax.Array, Complex | tuple]:
         settings, (d, p) = self.settings, (x.shape[-1], self.settings.states // 2)
+        dt = self._initial_dt()
         # With random real matrices of 2 P states in the basis of the eigenvectors, of which half are kept, real and
-        # imaginary parts are independent and each has half of the variance.
-        weight_in = self._matrix("b", (d, 2, p), ("embed", None, "mlp"), stddev=(2 * d) ** -0.5)
+        # imaginary parts are independent and each has half of the variance. States of noise then have variance dt.
+        weight_in = self._matrix("b", (d, 2, p), ("embed", None, "mlp"), stddev=(2 * d * dt) ** -0.5)
         weight_out = self._matrix("c", (2, p, d), (None, "mlp", "embed"), stddev=(4 * p) ** -0.5, in_dims=2)
         skip = logical.param("d", (d,), ("norm",), hk.initializers.RandomNormal(1.0))
         system = discretized(
             logical.param("log_rate", (p,), ("mlp",), hk.initializers.Constant(math.log(0.5))),
-            logical.param("frequency", (p,), ("mlp",), lambda shape, dtype: jnp.asarray(hippo(2 * p), dtype)),
-            logical.param("log_dt", (p,), ("mlp",), self._log_dt),
+            logical.param("frequency", (p,), ("mlp",), lambda shape, dtype: jnp.asarray(settings.frequencies, dtype)),
+            logical.param("log_dt", (p,), ("mlp",), lambda shape, dtype: jnp.asarray(np.log(dt), dtype)),
         )
         products = logical.constrain(jnp.einsum("btd,dcp->btcp", x, weight_in), "batch", "length", None, "mlp")
         if call.before is not None:  # otherwise padding has a segment of its own
@@ -313,11 +329,14 @@ class _Layer(hk.Module):
         return y, () if call.before is None else last
 
     def _matrix(
-        self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, stddev: float, in_dims: int = 1
+        self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, stddev: Any, in_dims: int = 1
     ) -> jax.Array:
-        init = hk.initializers.RandomNormal(stddev)
+        def init(shape: Any, dtype: Any) -> jax.Array:
+            return jnp.asarray(stddev, dtype) * hk.initializers.RandomNormal(1.0)(shape, dtype)
+
         return logical.param(name, shape, axes, init, in_dims=in_dims, compute_dtype=self.dtype)
 
-    def _log_dt(self, shape: Any, dtype: Any) -> jax.Array:
-        low, high = math.log(self.settings.min_dt), math.log(self.settings.max_dt)
-        return hk.initializers.RandomUniform(low, high)(shape, dtype)
+    def _initial_dt(self) -> np.ndarray:
+        """Returns step sizes from min_dt to max_dt in equal ratios, in a fixed arbitrary order, [P]."""
+        every = np.geomspace(self.settings.min_dt, self.settings.max_dt, self.settings.states // 2)
+        return np.random.default_rng(0).permutation(every)

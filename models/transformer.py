@@ -209,6 +209,8 @@ class Transformer(DecoderConfig):
             x = jnp.where(inserted.places[:, :, None], inserted.values.astype(x.dtype), x)
             x = logical.constrain(x, "batch", "residual_length", "embed")
             side = side._replace(prefix=inserted.prefix)
+        if self.planner is not None:
+            x += self._planner(x, batch["segment_ids"])
         summed = {name: part for name, part in self._parts.items() if jax.tree.leaves(part.empty_sums())}
 
         def layer(x: jax.Array, side: tuple[Side, jax.Array, jax.Array], kind: LayerKind = self.layer_kinds[0]) -> Any:
@@ -236,7 +238,12 @@ class Transformer(DecoderConfig):
             found = {name: part.empty_state(kind.span, rows, length) for name, part in self._parts_of(kind).items()}
             return {name: state for name, state in found.items() if jax.tree.leaves(state)}
 
-        return self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
+        layers = self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
+        if self.planner is None:
+            return layers
+        from models import planner  # of no use to other models
+
+        return (*layers, {"planner": planner.empty_state(self.planner, rows, length, self.embed_dim)})
 
     def extend(
         self, params: Params, cache: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
@@ -272,12 +279,26 @@ class Transformer(DecoderConfig):
         # Layers differ in kind and number, because states of different shapes cannot be stacked.
         every = tuple((layer, self.layer_kind(layer)) for layer in range(self.num_layers))
         layers = stack.layer_stack(layer, self.num_layers, pattern=every, group=self.group)
-        x = (self._embedded(embedding, batch), cache)
-        x, cache = layers(x, side, jnp.broadcast_to(start, (self.num_layers,)))
-        return self._head(head, x[:, -1:])[:, 0], cache
+        x, last = self._embedded(embedding, batch), cache[self.num_layers :]
+        if self.planner is not None:
+            places = start + jnp.arange(x.shape[1]) - padding[:, None]
+            added, state = self._planner.extended(x, last[0]["planner"], places)
+            x, last = x + added, ({"planner": state},)
+        starts = jnp.broadcast_to(start, (self.num_layers,))
+        x, cache = layers((x, cache[: self.num_layers]), side, starts)
+        return self._head(head, x[:, -1:])[:, 0], (*cache, *last)
+
+    @property
+    def _planner(self) -> Any:
+        from models import planner  # of no use to other models
+
+        assert self.planner is not None
+        return planner.Plans(self, self.planner)
 
     def _laid_out(self, cache: Cache) -> Cache:
-        return tuple({name: self._parts[name].laid_out(part) for name, part in state.items()} for state in cache)
+        of_layers = cache[: self.num_layers]
+        laid_out = tuple({name: self._parts[name].laid_out(part) for name, part in s.items()} for s in of_layers)
+        return (*laid_out, *cache[self.num_layers :])
 
     def _parts_of(self, kind: LayerKind) -> dict[str, Part]:
         """Returns the parts of a layer by name."""
@@ -310,7 +331,12 @@ class Transformer(DecoderConfig):
             for part in self._parts_of(kind).values():
                 work = part.work(kind.span, length)
                 matrices, others = matrices + work.matrices, others + work.others
-        return (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
+        found = (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
+        if self.planner is None:
+            return found
+        from models import planner  # of no use to other models
+
+        return found + planner.flops_per_token(self.planner, self)
 
     def _embedded(self, embedding: jax.Array, batch: Batch) -> jax.Array:
         """Returns the input of the first layer, [B, T, D]."""
