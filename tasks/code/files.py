@@ -18,8 +18,8 @@ import numpy as np
 
 from core import paths, units
 from core.errors import UserError, check_text
-from core.types import Task, can
-from tasks import decontamination, documents, synthetic, text_formats, vocabularies
+from core.types import can
+from tasks import decontamination, documents, text_formats, vocabularies
 from tasks.code import chunks
 from tasks.document_streams import with_end
 from tasks.documents import File
@@ -84,12 +84,6 @@ class CodeFiles(chunks.ChunkTask):
     def named_files(self) -> Sequence[str]:
         """Returns patterns and files as the user wrote them."""
         return (*self.files, *self.exclude, *([self.vocabulary.path] if can(self.vocabulary, ReadsFile) else []))
-
-    def rehearsal(self) -> Task:
-        """Returns random tokens in rows of the same length."""
-        return synthetic.random_tokens(
-            vocab_size=self.vocabulary.size, length=self.length, num_streams=self.num_streams
-        )
 
     def describe(self) -> str:
         """Returns one line for the run summary; counts of documents once they are read."""
