@@ -63,7 +63,8 @@ class Counts:
 
     Attributes:
       splits: documents, tokens and bytes of text that are written, and CRC-32 of the checks of the documents, by split.
-      left_out: documents that are left out, with their tokens and bytes, by reason; of malformed ones the number alone.
+      left_out: documents that are left out, with their tokens and bytes, by reason; of malformed and blank ones the
+        number alone.
       fraction: share of the bytes of the sources that were read.
     """
 
