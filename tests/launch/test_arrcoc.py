@@ -1,6 +1,7 @@
 """Questions about images in a run: two phases of selection, evaluations by kind, and pictures."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ from launch import environment
 from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training
+from tests.lab import golden
 
 sys.path.insert(0, str(environment.WORKSPACE / "examples"))
 import easy_vqa
@@ -83,3 +85,19 @@ def test_a_run_of_two_phases_is_evaluated_by_kind_and_drawn(tmp_path, capsys):
     assert command.main(["evaluate", str(run_dir), "--pictures"]) == 0
     with Image.open(run_dir / "evaluation" / "pictures.png") as page:
         assert page.width > 192 * 3
+
+
+def test_figures_of_the_page_are_those_of_the_records():
+    page = (environment.WORKSPACE / "gin/arrcoc/README.md").read_text()
+    row = r"^\| \[(v5p_\w+)\][^|]*\|.*?\| ([\d.]+) of 95\.0 \| ([^|]+) \| ([^|]+) \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    files = (environment.WORKSPACE / "gin/arrcoc").glob("v5p_*.gin")
+    assert {name for name, *_ in rows} == {path.stem for path in files}
+    for name, memory, seconds, mfu in rows:
+        record = golden.read(f"arrcoc-{name}")
+        times, shares = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
+        assert memory == f"{record['memory']['peak_bytes'] / 2**30:.2f}", name
+        assert seconds == f"{times['hidden']:.3g} – {times['exposed']:.3g}", name
+        assert mfu == f"{100 * shares['exposed']:.0f} – {100 * shares['hidden']:.0f}", name
+    small, large = (golden.read(f"arrcoc-{name}") for name in ("v5p_8", "v5p_128"))
+    assert small["cycles"] == large["cycles"]  # the same work for each chip
