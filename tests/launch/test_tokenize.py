@@ -89,14 +89,16 @@ def test_a_folder_in_use_or_of_something_else_is_refused(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_killed_command_continues(tmp_path):
-    """kill -9 of the process that writes, several times."""
-    data = write(tmp_path / "a.jsonl", [f"{i:05d} " + "some words " * 200 for i in range(4000)])
+    """kill -9 of the process that writes, several times; every fourth text comes twice."""
+    texts = [" ".join(str(i * j % 9973) for j in range(1, 400)) for i in range(1, 3201)]
+    data = write(tmp_path / "a.jsonl", [*texts, *(f"{text} again" for text in texts[::4])])
     code = (
         "import sys; from tasks import token_writer as w, tokenizing as t; w._COMMIT_TOKENS = 2**19; "
         "t._BATCH_BYTES = 2**17; "
         "from launch import __main__ as main; sys.exit(main.main(sys.argv[1:]))"
     )
     line = [sys.executable, "-c", code, "tokenize", "--data", str(data), "--vocabulary", "bytes", "--processes", "1"]
+    line.append("--deduplicate")
     kills = 0
     while True:
         started = subprocess.Popen([*line, "--out", str(tmp_path / "parts")], cwd=environment.WORKSPACE)
@@ -128,3 +130,6 @@ def test_a_killed_command_continues(tmp_path):
     ]
     assert files[0] == files[1]
     assert files[0]
+    about = json.loads((tmp_path / "parts" / "cache.json").read_text())
+    assert about["left_out"]["near_duplicate"]["documents"] == 800
+    assert sum(split["documents"] for split in about["splits"].values()) == 3200
