@@ -1,7 +1,9 @@
 """Questions about images in a run: two phases of selection, evaluations by kind, and pictures."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -11,8 +13,6 @@ from PIL import Image
 from launch import __main__ as command
 from launch import environment
 from launch.config import loader
-from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training
 from tests.lab import golden
 
 sys.path.insert(0, str(environment.WORKSPACE / "examples"))
@@ -64,21 +64,20 @@ def test_the_converter_splits_by_image_and_weighs_answers(tmp_path):
 
 @pytest.mark.slow  # compiles two phases
 @pytest.mark.covers("N11")
-def test_a_run_of_two_phases_is_evaluated_by_kind_and_drawn(tmp_path, capsys):
+def test_a_run_of_two_phases_is_evaluated_by_kind_and_drawn(tmp_path):
     easy_vqa.main(package(tmp_path / "data"), tmp_path / "out")
     bindings = [f"DATA = '{tmp_path / 'out'}'", "VOCAB_SIZE = 16", *SMALL]
-    config = loader.load("gin/arrcoc/easy_vqa.gin", bindings=bindings, slice_name="v5e-1")
     run_dir = tmp_path / "run"
-    for span in config.build().spans():
-        run = prepared_run.prepare_run(
-            span.experiment,
-            config_text=config.text,
-            revision="",
-            run_dir=str(run_dir),
-            last_step=span.last_step,
-            host=Host(0, 1, True),
-        )
-        training.train(run)
+    words = ["train", "gin/arrcoc/easy_vqa.gin", "--slice", "v5e-1", "--run-dir", str(run_dir)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "launch", *words, *(word for binding in bindings for word in ("--gin", binding))],
+        cwd=environment.WORKSPACE,
+        env={**os.environ, "RENGA_SIMULATE": "v5e-1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     by_kind = [{k for k in line if k.startswith("validation/exact")} for line in metrics]
     assert {f"validation/exact_{kind}" for kind in easy_vqa.KINDS} <= set().union(*by_kind)
