@@ -181,11 +181,13 @@ def scan(
 
     def one(carry: tuple[Complex, jax.Array], part: tuple) -> tuple[tuple[Complex, jax.Array], Complex | None]:
         (state, group), (re, im, ids, real) = carry, part
-        found = _prefix(system, Complex(re.astype(jnp.float32), im.astype(jnp.float32)), ids, state, group)
+        added = Complex(re.astype(jnp.float32), im.astype(jnp.float32)) * system.gain
+        found = _prefix(system.decay, powers, added, ids, state, group)
         end = jnp.maximum(jnp.sum(real) - 1, 0)
         last = Complex(*(jax.lax.dynamic_index_in_dim(a, end, axis=1, keepdims=False) for a in found))
         return (last, ids[:, -1]), None if last_only else Complex(*(a.astype(dtype) for a in found))
 
+    powers = jax.lax.stop_gradient(_powers(system.decay, c))  # once for all chunks
     parts = (*(split(a) for a in padded), split(groups), is_real.reshape(-1, c))
     first = (before, jnp.zeros(before.re.shape[:1], groups.dtype))
     (last, _), states = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), first, parts)
@@ -195,19 +197,73 @@ def scan(
     return Complex(*joined), last
 
 
-def _prefix(system: System, inputs: Complex, groups: jax.Array, before: Complex, group: jax.Array) -> Complex:
-    """Returns the states of one chunk [B, c, P], by doubling."""
-    states = inputs * system.gain
-    power, powers, shift = system.decay, Complex(*(a[None] for a in system.decay)), 1  # decay^1 .. decay^shift
-    while shift < groups.shape[1]:
-        same = jnp.pad(groups[:, shift:] == groups[:, :-shift], ((0, 0), (shift, 0)))[..., None]
-        earlier = Complex(*(jnp.pad(a[:, :-shift], ((0, 0), (shift, 0), (0, 0))) for a in states))
-        states = states + (power * earlier).where(same)
-        powers = Complex(*(jnp.concatenate(pair) for pair in zip(powers, power * powers, strict=True)))
-        power, shift = power * power, 2 * shift
-    powers = Complex(*(a[: groups.shape[1]] for a in powers))
+@jax.custom_vjp
+def _prefix(
+    decay: Complex, powers: Complex, inputs: Complex, groups: jax.Array, before: Complex, group: jax.Array
+) -> Complex:
+    """Returns the states of one chunk [B, c, P].
+
+    Args:
+      decay: [P].
+      powers: `_powers(decay, c)`; gradients are of the decay alone.
+      inputs: what is added to the states, [B, c, P].
+      groups: numbers of segments, [B, c].
+      before: the state before the chunk, [B, P].
+      group: its segment, [B].
+    """
+    states = _doubled(decay, inputs, groups)
     carried = powers * Complex(*(a[:, None] for a in before))
     return states + carried.where((groups == group[:, None])[..., None])
+
+
+def _powers(decay: Complex, count: int) -> Complex:
+    """Returns decay^1 to decay^count, [count, P]."""
+    power, powers, shift = decay, Complex(*(a[None] for a in decay)), 1
+    while shift < count:
+        powers = Complex(*(jnp.concatenate(pair) for pair in zip(powers, power * powers, strict=True)))
+        power, shift = power * power, 2 * shift
+    return Complex(*(a[:count] for a in powers))
+
+
+def _doubled(decay: Complex, inputs: Complex, groups: jax.Array, *, reverse: bool = False) -> Complex:
+    """Returns the states from an empty one, [B, c, P]; `reverse`: from the last position on."""
+    states, power, shift = inputs, decay, 1
+    while shift < groups.shape[1]:
+        pads, kept = ((0, shift), slice(shift, None)) if reverse else ((shift, 0), slice(None, -shift))
+        same = jnp.pad(groups[:, shift:] == groups[:, :-shift], ((0, 0), pads))[..., None]
+        earlier = Complex(*(jnp.pad(a[:, kept], ((0, 0), pads, (0, 0))) for a in states))
+        states = states + (power * earlier).where(same)
+        power, shift = power * power, 2 * shift
+    return states
+
+
+def _prefix_forward(
+    decay: Complex, powers: Complex, inputs: Complex, groups: jax.Array, before: Complex, group: jax.Array
+) -> tuple[Complex, tuple]:
+    states = _prefix(decay, powers, inputs, groups, before, group)
+    return states, (decay, groups, before, group, states)
+
+
+def _prefix_backward(saved: tuple, of_states: Complex) -> tuple:
+    """Runs the adjoint recurrence, the same with the conjugate of the decay, from the last position on."""
+    decay, groups, before, group, states = saved
+    conjugate = Complex(decay.re, -decay.im)
+    back = _doubled(conjugate, of_states, groups, reverse=True)  # gradients of the inputs
+    continued = jnp.concatenate([group[:, None], groups[:, :-1]], axis=1) == groups
+    earlier = Complex(*(jnp.concatenate([a[:, None], b[:, :-1]], axis=1) for a, b in zip(before, states, strict=True)))
+    of_decay = (Complex(earlier.re, -earlier.im) * back).where(continued[..., None])
+    first = conjugate * Complex(*(a[:, 0] for a in back))
+    return (
+        Complex(*(jnp.sum(a, axis=(0, 1)) for a in of_decay)),
+        None,
+        back,
+        None,
+        first.where(continued[:, :1]),
+        None,
+    )
+
+
+_prefix.defvjp(_prefix_forward, _prefix_backward)
 
 
 def states_of_rows(

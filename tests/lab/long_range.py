@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ def models(vocab_size: int, length: int = LENGTH) -> dict[str, Transformer]:
 def without_carry() -> Iterator[None]:
     """Context in which S5 layers lose their state between chunks, as a control."""
 
-    def chunk_alone(system: s5.System, inputs: s5.Complex, groups: jax.Array, before: s5.Complex, group: jax.Array):
-        return prefix(system, inputs, groups, jax.tree.map(jnp.zeros_like, before), group)
+    def chunk_alone(decay: s5.Complex, powers: s5.Complex, inputs: s5.Complex, groups: jax.Array, *before: Any):
+        return prefix(decay, powers, inputs, groups, *jax.tree.map(jnp.zeros_like, before))
 
     prefix = s5._prefix
     s5._prefix = chunk_alone
