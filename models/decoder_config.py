@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.errors import UserError
 from models import attention, chunked_loss, derivatives, rotary
@@ -14,7 +14,9 @@ from models.experts import Experts
 from models.lora import Lora
 from models.planner_config import Planner
 from models.s5 import S5
-from models.ttt.config import TTTConfig
+
+if TYPE_CHECKING:
+    from models.ttt.config import TTTConfig  # of no use to decoders without it
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
 # comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from core import logical
+from core.errors import UserError
 from core.types import LossOutput, WeightedSum
 from models import ring_attention
 from models.decoder_config import DecoderConfig
@@ -40,7 +41,8 @@ class TTTMixer(Part):
 
     def __init__(self, decoder: DecoderConfig, name: str):
         """Takes the decoder, whose `ttt` has the settings, and the name of the mixer."""
-        assert decoder.ttt is not None
+        if not isinstance(decoder.ttt, TTTConfig):
+            raise UserError(f"Transformer.ttt = {decoder.ttt!r}: expected settings, @config.TTTConfig()")
         self.decoder, self.name = decoder, name
         self.config = dataclasses.replace(decoder.ttt, inner=name.removeprefix("ttt_"))
 
