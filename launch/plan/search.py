@@ -55,16 +55,23 @@ class Option(JudgedCandidate):
 Compiled = Sequence[tuple[Option, Record]]
 
 
+class PhaseSetsLayoutError(UserError):
+    """A phase has a strategy or accumulation of its own, which the bindings of a candidate do not replace."""
+
+
 def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes: Sequence[int] = ()) -> Question:
     """Loads the experiment that a plan is for.
 
     Raises:
       UserError: an unknown slice, a mistake in the configuration, a batch size that is too large.
+      PhaseSetsLayoutError: PHASE names a phase with a strategy or accumulation of its own.
     """
     slice_ = slices.get(slice_name)
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
     experiment = config.build().spans()[0].experiment  # PHASE = N plans another one
     writer = Writer(config, experiment)
+    if experiment.is_one_phase:
+        _require_bindable(path, slice_name, bindings, experiment, writer)
     for size in set(batch_sizes) - {experiment.batch_size}:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
@@ -74,6 +81,21 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
             raise UserError(f"--batch {size}, {steps} steps for as many tokens: {error}") from error
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
     return Question(path, config, experiment, tuple(bindings), slice_, sizes)
+
+
+def _require_bindable(
+    path: str, slice_name: str, bindings: Sequence[str], experiment: Experiment, writer: Writer
+) -> None:
+    """Raises PhaseSetsLayoutError if bindings do not change the strategy or the accumulation of the phase."""
+    layouts = (Layout("fsdp", (("fsdp", -1),)), Layout("data_parallel", (("data", -1),)))
+    other = next(layout for layout in layouts if layout.strategy() != experiment.strategy)
+    wanted = Candidate(other, None, 2 if experiment.accum_steps == 1 else 1, experiment.batch_size)
+    made = loader.load(path, bindings=[*bindings, *writer.bindings(wanted)], slice_name=slice_name).build()
+    if kept := [name for name in ("strategy", "accum_steps") if getattr(made, name) == getattr(experiment, name)]:
+        raise PhaseSetsLayoutError(
+            f"the phase sets {' and '.join(kept)} itself, so candidates cannot be bound: take it out of the phase for "
+            "the plan, and set what the plan finds"
+        )
 
 
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:

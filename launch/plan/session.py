@@ -13,6 +13,7 @@ from core import paths, units
 from core.errors import UserError
 from core.health import exit_codes
 from launch import flags, terminal
+from launch.config import loader
 from launch.plan import compiling, explain, generation_report, ranking, search
 from launch.plan.compiling import Job
 from launch.plan.search import Option, Question
@@ -33,7 +34,34 @@ _TRIES = 8  # at most this many times as many candidates are compiled as are wan
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Makes a plan and prints it. Returns 1 if no layout fits; 130 after Ctrl-C, which prints the results so far."""
+    """Makes a plan of each phase and prints it.
+
+    Returns:
+      1 if no layout fits a phase; 130 after Ctrl-C, which prints the results so far.
+    """
+    spans = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build().spans()
+    if len(spans) == 1:
+        return _plan_one(args)
+    if given := [name for name in ("write", "json", "record", "batch") if getattr(args, name)]:
+        raise UserError(
+            f'--{given[0]} is for one phase, and {args.experiment} has {len(spans)}: add --gin "PHASE = N" with 1 to '
+            f"{len(spans)}"
+        )
+    code = exit_codes.DONE
+    for span in spans:
+        print(f"\n{span}, after step {span.first_step:,} to {span.last_step:,}\n")
+        phase = argparse.Namespace(**{**vars(args), "gin": [*args.gin, f"PHASE = {span.number}"]})
+        try:
+            code = max(code, _plan_one(phase))
+        except search.PhaseSetsLayoutError as error:
+            print(f"not planned: {error}")
+        if code == exit_codes.INTERRUPTED:
+            break
+    return code
+
+
+def _plan_one(args: argparse.Namespace) -> int:
+    """Makes a plan of one phase, or of an experiment without phases; see `_plan`."""
     question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch)
     options = search.options(question, only=args.only)
     possible = [one for one in options if not one.reason]

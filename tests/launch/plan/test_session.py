@@ -357,3 +357,23 @@ def test_all_columns_are_shown_when_asked_for(arguments, filled, capsys):
     assert session.run(arguments("--cached", "--wide")) == 0
     (headings,) = [line for line in capsys.readouterr().out.splitlines() if "| layout" in line]
     assert {"free", "scheduled", "MFU %", "bubble", "hours"} <= {cell.strip() for cell in headings.split("|")}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("T16")
+def test_every_phase_is_planned(capsys):
+    told = ["plan", "v4-16", "gin/quickstart_phases.gin", "--arithmetic", "--only", "fsdp"]
+    assert cli.main(told) == 0
+    said = capsys.readouterr().out
+    first, second = said.split("phase 2 of 2, after step 150 to 200")
+    assert "phase 1 of 2, after step 0 to 150" in first
+    for part, rows in ((first, 32), (second, 8)):
+        assert re.search(rf"fsdp: fsdp 8, remat none \(as written\) *\| +{rows} \|", part), part
+    assert cli.main([*told, "--json", "plan.json"]) == 2
+    assert (
+        '--json is for one phase, and gin/quickstart_phases.gin has 2: add --gin "PHASE = N"' in capsys.readouterr().err
+    )
+    own = ["long/experiment.Phase.strategy = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2"]
+    words = [word for binding in ("from parallel import strategies", *own) for word in ("--gin", binding)]
+    assert cli.main([*told, *words]) == 0
+    assert "not planned: the phase sets strategy itself" in capsys.readouterr().out
