@@ -364,7 +364,7 @@ def preempted(step: int) -> bool:
 
     Must be called at every step on every host: the hosts agree on a step that none of them has passed.
     """
-    if process_count() == 1:
+    if _joined in (None, _ALONE):  # a process that joined a cluster of one has JAX's handler, too
         return _sigterm_received.is_set()
     return multihost_utils.reached_preemption_sync_point(step)
 

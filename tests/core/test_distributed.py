@@ -243,3 +243,24 @@ def test_arguments_that_do_not_go_together(arguments, says):
 def test_a_text_too_long_for_the_coordinator_is_refused():
     with pytest.raises(RuntimeError, match="2097153 bytes; hosts exchange at most 2097152"):
         distributed.all_gather_text("long", "x" * (2**21 + 1))
+
+
+PREEMPTED = """
+import os, signal, time
+from core import distributed
+distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)
+os.kill(os.getpid(), signal.SIGTERM)
+for step in range(400):
+    if distributed.preempted(step):
+        print("STOPPED")
+        break
+    time.sleep(0.02)
+distributed.shutdown()
+"""
+
+
+@pytest.mark.slow  # waits for the service of JAX that agrees on a step
+def test_a_cluster_of_one_process_notices_sigterm(run_hosts):
+    (result,) = run_hosts(PREEMPTED, hosts=1)
+    assert result.returncode == 0, result.output
+    assert "STOPPED" in result.output
