@@ -1,11 +1,11 @@
-"""The table of TPU slices: chips, hosts, links and memory of a name such as `v4-32`.
+"""The table of TPU slices and of other devices: chips, hosts, links and memory of a name such as `v4-32` or `h100:8`.
 
 The number in a v4 or v5p name counts TensorCores, two per chip, while JAX has one device per chip ("megacore"); in v5e
 and v6e names it counts chips. So `v4-32` has 16 devices on 4 hosts. `2xv4-32` is two such slices in one job, connected
-by the data-center network (DCN).
+by the data-center network (DCN). GPUs and CPU devices are named by kind and number: `h100:8`, on two hosts `h100:8x2`.
 
 Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
-compare with `Slice.chips_by_host`).
+compare with `Slice.chips_by_host`); NVIDIA's data sheets, dense bfloat16 without sparsity.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import dataclasses
 import difflib
 import itertools
 import math
+import os
+import re
 from collections.abc import Mapping
 
 from core import units
@@ -28,23 +30,25 @@ class Chip:
 
     Attributes:
       kinds: names that JAX versions give the chip as `device_kind`; the first is libtpu's.
-      peak_flops: bfloat16 FLOP/s.
+      peak_flops: bfloat16 FLOP/s; None for a CPU, whose speed depends on the machine.
       hbm_bytes: memory of the chip.
       usable_hbm_bytes: the part of it that XLA may allocate.
       hbm_bytes_per_second: memory bandwidth.
-      link_bytes_per_second: bandwidth of one ICI link in one direction.
+      link_bytes_per_second: bandwidth in one direction of one ICI link, or of a GPU's NVLink or PCIe.
       host_memory_bytes: memory of a host divided by its number of chips.
       chips_per_name_unit: chips per unit of the number in a slice's name.
+      platform: JAX's name: `tpu`, `cuda` or `cpu`.
     """
 
     kinds: tuple[str, ...]
-    peak_flops: float
+    peak_flops: float | None
     hbm_bytes: int
     usable_hbm_bytes: int
     hbm_bytes_per_second: float
     link_bytes_per_second: float
     host_memory_bytes: float
-    chips_per_name_unit: float
+    chips_per_name_unit: float = 1
+    platform: str = "tpu"
 
 
 CHIPS: Mapping[str, Chip] = {
@@ -53,6 +57,18 @@ CHIPS: Mapping[str, Chip] = {
     "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 48e9, 1),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 180e9, 1),
 }
+
+_A100 = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")
+_A100_40G = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")
+GPUS: Mapping[str, Chip] = {
+    "l4": Chip(("NVIDIA L4",), 121e12, 22 * GIB, 20 * GIB, 0.3e12, 32e9, 48e9, platform="cuda"),
+    "a100-40g": Chip(_A100_40G, 312e12, 40 * GIB, 36 * GIB, 1.555e12, 300e9, 120e9, platform="cuda"),
+    "a100": Chip(_A100, 312e12, 80 * GIB, 73 * GIB, 2.04e12, 300e9, 120e9, platform="cuda"),
+    "h100": Chip(("NVIDIA H100 80GB HBM3",), 989e12, 80 * GIB, 73 * GIB, 3.35e12, 450e9, 240e9, platform="cuda"),
+    "h200": Chip(("NVIDIA H200",), 989e12, 140 * GIB, 128 * GIB, 4.8e12, 450e9, 240e9, platform="cuda"),
+    "b200": Chip(("NVIDIA B200",), 2250e12, 178 * GIB, 163 * GIB, 8e12, 900e9, 240e9, platform="cuda"),
+}
+GPU_MEMORY_FRACTION = 0.92  # of a GPU, which JAX allocates at its start; usable_hbm_bytes is so large
 
 DCN_BYTES_PER_SECOND_PER_HOST = 25e9
 
@@ -86,9 +102,11 @@ _ALIASES = {"v5litepod": "v5e"}
 class Slice:
     """A TPU slice, whose hosts are connected by ICI, or several equal slices in one job, connected by DCN.
 
+    GPUs or CPU devices of one or more hosts are a slice with one dimension.
+
     Attributes:
-      name: Google Cloud's name, `v4-32`; `2xv4-32` for two slices.
-      generation: `v4`, `v5p`, `v5e` or `v6e`.
+      name: Google Cloud's name, `v4-32`; `2xv4-32` for two slices; `h100:8x2` for two hosts with 8 GPUs each.
+      generation: `v4`, `v5p`, `v5e` or `v6e`; a name in `GPUS`, or `cpu`.
       topology: chips along x, y (and z) of one slice.
       host_bounds: the block of chips of one host.
       num_slices: number of slices.
@@ -103,7 +121,14 @@ class Slice:
     @property
     def chip(self) -> Chip:
         """Properties of one chip."""
-        return CHIPS[self.generation]
+        if self.generation == "cpu":
+            return _cpu(self.chips_per_host)
+        return CHIPS.get(self.generation) or GPUS[self.generation]
+
+    @property
+    def is_tpu(self) -> bool:
+        """Returns whether the chips are TPUs."""
+        return self.generation in CHIPS
 
     @property
     def chips(self) -> int:
@@ -152,21 +177,24 @@ class Slice:
             return (all(n % 4 == 0 for n in self.topology),) * 3
         return tuple(n == 16 for n in self.topology)
 
-    def mfu(self, flops: float, *, seconds: float) -> float:
+    def mfu(self, flops: float, *, seconds: float, peak_flops: float | None = None) -> float:
         """Returns model FLOPs utilization: the model's FLOP/s as a fraction of the bfloat16 peak.
 
         Args:
           flops: FLOPs of one step on all chips, without recomputation.
           seconds: duration of the step.
+          peak_flops: FLOP/s of the whole job; None: those of the table, which has none for CPUs.
 
         Raises:
           UserError: the fraction exceeds 1.
         """
-        share = flops / (seconds * self.peak_flops)
+        peak = peak_flops or self.peak_flops
+        assert peak is not None, f"{self.name} has no peak in the table"
+        share = flops / (seconds * peak)
         if share > 1:
             raise UserError(
                 f"{flops:.3g} FLOPs in {seconds:.3g} s on {self.name} are {share:.0%} of its peak of "
-                f"{self.peak_flops:.3g} FLOP/s: expected at most 100 %. Either the FLOPs belong to another batch or "
+                f"{peak:.3g} FLOP/s: expected at most 100 %. Either the FLOPs belong to another batch or "
                 "model, or the time is not that of a whole step"
             )
         return share
@@ -177,9 +205,10 @@ class Slice:
         return int(self.chips_per_host * self.chip.host_memory_bytes)
 
     @property
-    def peak_flops(self) -> float:
-        """Peak bfloat16 FLOP/s of the whole job."""
-        return self.chips * self.chip.peak_flops
+    def peak_flops(self) -> float | None:
+        """Peak bfloat16 FLOP/s of the whole job; None for CPUs."""
+        peak = self.chip.peak_flops
+        return None if peak is None else self.chips * peak
 
     @property
     def hbm_bytes(self) -> int:
@@ -234,6 +263,8 @@ def get(name: str) -> Slice:
     Raises:
       UserError: there is no such slice; names the nearest.
     """
+    if ":" in name:
+        return _of_devices(name)
     count, times, single = name.partition("x")
     if times and count.isdigit() and int(count) >= 1:
         return _several(get(single), int(count))
@@ -245,6 +276,40 @@ def get(name: str) -> Slice:
         f"unknown TPU slice {name!r}: expected one of {', '.join(SLICES)}. "
         f"Nearest: {', '.join(_nearest(canonical))}. `launch/run slices` prints what each has."
     )
+
+
+def _of_devices(name: str) -> Slice:
+    """Returns GPUs or CPU devices: `h100:8`, `h100:8x2` (two hosts with 8 each), `cpu:1`."""
+    kind, _, counts = name.partition(":")
+    parts = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", counts)
+    if parts is None or kind not in (*GPUS, "cpu"):
+        raise UserError(
+            f"unknown devices {name!r}: expected KIND:DEVICES or KIND:DEVICES_PER_HOSTxHOSTS, such as h100:8 or "
+            f"h100:8x2, with a KIND of {', '.join((*GPUS, 'cpu'))}"
+        )
+    per_host, hosts = int(parts[1]), int(parts[2] or 1)
+    return Slice(f"{kind}:{per_host}" + (f"x{hosts}" if hosts > 1 else ""), kind, (per_host * hosts,), (per_host,))
+
+
+def _cpu(devices: int) -> Chip:
+    """Returns one of the CPU devices that share the memory of this machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+    return Chip(("cpu",), None, memory, memory, 20e9, 20e9, memory, platform="cpu")
+
+
+def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
+    """Returns the slice whose devices JAX gives this `device_kind`.
+
+    Raises:
+      UserError: the tables have no such device.
+    """
+    found = next((name for name, chip in GPUS.items() if kind in chip.kinds), kind if kind == "cpu" else None)
+    if found is None:
+        raise UserError(
+            f"this machine has {kind!r} devices, which Renga does not know: expected a CPU or one of "
+            f"{', '.join(kind for chip in GPUS.values() for kind in chip.kinds)}"
+        )
+    return get(f"{found}:{per_host}x{hosts}")
 
 
 def _several(one: Slice, count: int) -> Slice:

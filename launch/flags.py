@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from core.errors import UserError
+
 
 def at_least(minimum: int) -> Any:
     """An argparse type: a whole number from `minimum` up."""
@@ -50,11 +52,21 @@ def _folder(text: str) -> str:
     return text
 
 
+def _slice(text: str) -> str:
+    """An argparse type: the name of a slice; `local` becomes that of this machine's devices."""
+    from launch.hosts import machine  # asks JAX
+
+    try:
+        return machine.get(text).name if text == machine.LOCAL else text
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 _FLAGS: dict[str, dict[str, Any]] = {
-    "SLICE": {"help": "such as v4-32 (launch/run slices lists them)"},
+    "SLICE": {"type": _slice, "help": "such as v4-32 (launch/run slices lists them); local: this machine"},
     "EXPERIMENT.gin": {"help": "an experiment file, local or gs://"},
     "RUN": {"type": _folder, "help": "a run directory, local or gs://"},
-    "--slice": {"metavar": "SLICE", "help": "overrides the experiment's SLICE"},
+    "--slice": {"type": _slice, "metavar": "SLICE", "help": "overrides the experiment's SLICE; local: this machine"},
     "--gin": {"metavar": "BINDING", "action": "append", "default": [], "help": "overrides one binding; repeatable"},
     "--scale-from": {
         "metavar": "SLICE",

@@ -147,7 +147,10 @@ class LoadedModel:
 
 
 def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
-    """Uses the CPU where chips are simulated or absent; before any device is used."""
+    """Uses the CPU where chips are simulated or absent, and the GPUs of a slice of GPUs; before any device is used."""
+    if not is_simulated and slice_name and not slices.get(slice_name).is_tpu:
+        jax.config.update("jax_platforms", slices.get(slice_name).chip.platform)
+        return
     if is_simulated or not (jax.config.jax_platforms or tpu_host.chips()):
         jax.config.update("jax_platforms", "cpu")  # without chips, libtpu would print errors
     if is_simulated:

@@ -1,10 +1,12 @@
-"""TPU compiler options for each chip generation. CPU devices take none of them.
+"""Compiler options for each chip generation and for GPUs. CPU devices take none of them.
 
 The compiler rejects unknown names, and tests compile with each table and check the compiler's warnings.
 parallel/README.md ("Compiler options") lists the measured effect of each option.
 """
 
 from collections.abc import Mapping
+
+from core import slices
 
 Value = str | int | bool
 Options = Mapping[str, Value]
@@ -34,11 +36,22 @@ _SPARSE_CORE_COLLECTIVES: Options = {
     "xla_sc_disable_megacore_partitioning": True,
 }
 
+# Schedules collectives beside computation, and combines small ones into messages that use a link well.
+_GPU: Options = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 2**28,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 2**28,
+    "xla_gpu_enable_triton_gemm": False,  # cuBLAS is faster for the large products of a step, and compiles faster
+}
+
 OPTIONS: Mapping[str, Options] = {
     "v4": _EVERYWHERE,
     "v5p": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES, "xla_tpu_scoped_vmem_limit_kib": 49152},
     "v5e": {**_EVERYWHERE, **_FUSED_GATHERS},
     "v6e": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES},
+    "cpu": {},
+    **dict.fromkeys(slices.GPUS, _GPU),
 }
 
 
@@ -46,7 +59,7 @@ def options(generation: str, overrides: Overrides | None = None) -> dict[str, Va
     """Returns the compiler options of a chip generation.
 
     Args:
-      generation: `v4`, `v5p`, `v5e` or `v6e`.
+      generation: see `core.slices.Slice`.
       overrides: options to add or replace, by name; None removes one.
     """
     merged = {**OPTIONS[generation], **(overrides or {})}

@@ -81,8 +81,11 @@ def make_mesh(
             f"{units.counted(len({d.process_index for d in devices}), 'host')}. "
             + (f"Simulate it with JAX_NUM_CPU_DEVICES={slice.chips} or more" if simulated else "Name the actual slice")
         )
-    chips = simulated_chips(devices, slice) if simulated else [_described(device, slice) for device in devices]
-    grid = np.vectorize(lambda chip: chip.device, otypes=[object])(_grid(shape, dcn_shape or {}, chips))
+    if slice.is_tpu:
+        chips = simulated_chips(devices, slice) if simulated else [_described(device, slice) for device in devices]
+        grid = np.vectorize(lambda chip: chip.device, otypes=[object])(_grid(shape, dcn_shape or {}, chips))
+    else:  # GPUs of a host are connected alike, and the last axes of a mesh are those of the fastest network
+        grid = np.asarray(devices[: slice.chips]).reshape(tuple(shape.values()))
     axes = sorted(shape, key=lambda axis: leading.index(axis) if axis in leading else len(leading))
     grid = grid.transpose([list(shape).index(axis) for axis in axes])
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -136,8 +139,23 @@ def _described(device: jax.Device, slice: Slice) -> _DescribedChip:
     )
 
 
+def devices_of(slice: Slice) -> list[jax.Device]:
+    """Returns devices to which a program for the slice can be bound here, without its hardware.
+
+    Those of TPUs are libtpu's descriptions, for which programs can be compiled. Those of GPUs and CPUs are CPU devices
+    of this process, which must have as many (`jax_num_cpu_devices`).
+    """
+    return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.chips]
+
+
 def topology_devices(slice: Slice) -> list[jax.Device]:
-    """Returns the chips of a slice as libtpu describes them to the compiler; no TPU is needed, and nothing can run."""
+    """Returns the chips of a slice as libtpu describes them to the compiler; no TPU is needed, and nothing can run.
+
+    Raises:
+      UserError: the devices are not TPUs.
+    """
+    if not slice.is_tpu:
+        raise UserError(f"{slice.name} is no TPU slice, and programs are compiled ahead of time for TPU slices only")
     bounds = (*slice.host_bounds, 1)[:3]
     wrap = (*slice.wraparound, False)[:3]
     options: dict[str, Any] = {"chips_per_host_bounds": bounds, "wrap": wrap}

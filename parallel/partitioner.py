@@ -388,9 +388,9 @@ class Program:
         )
 
     def _jit(self, fn: Callable, **options) -> Any:
-        on_tpu = self.partitioner.mesh.devices.flat[0].platform == "tpu"
+        on_cpu = self.partitioner.mesh.devices.flat[0].platform == "cpu"
         generation = self.partitioner.slice.generation
-        chosen = compiler_options.options(generation, self.compiler_overrides) if on_tpu else None
+        chosen = None if on_cpu else compiler_options.options(generation, self.compiler_overrides)
         inputs = (self.state_shardings, self.batch_shardings)
         return jax.jit(fn, in_shardings=inputs, compiler_options=chosen, **options)
 

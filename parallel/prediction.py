@@ -12,6 +12,7 @@ import jax
 from core import units
 from core.errors import UserError
 from core.slices import GIB, Slice
+from parallel import device_peak
 
 TOLERANCE = 0.25
 SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
@@ -54,7 +55,7 @@ class PredictionCheck:
         *,
         slice_: Slice,
         flops: float | None,
-        on_tpu: bool,
+        is_measured: bool,
         warn: Callable[[str], None],
     ):
         """Compares with a record of the compiled program.
@@ -63,34 +64,37 @@ class PredictionCheck:
           record: the prediction; None: nothing is predicted.
           slice_: that the run is on.
           flops: FLOPs of a step; None: not known.
-          on_tpu: whether the devices are TPU chips; nothing is measured otherwise.
+          is_measured: whether the devices are those of the slice, and do not simulate them.
           warn: called with a sentence when a measurement differs from its prediction, once for each metric.
         """
         self._record, self._slice, self._flops = record, slice_, flops
-        self._on_tpu = on_tpu
+        self._peak = device_peak.of(slice_) if is_measured and flops else None
+        self._is_measured = is_measured
         self._warn = warn
         self._is_first = True
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
         """Returns rows of the run summary: predicted and measured step time, or why there is none."""
+        if not self._slice.is_tpu:
+            return {"measured": FOLLOWS if self._is_measured else SIMULATED}
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
-        return {"predicted": predicted, "measured": FOLLOWS if self._on_tpu else SIMULATED}
+        return {"predicted": predicted, "measured": FOLLOWS if self._is_measured else SIMULATED}
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Returns MFU, HBM and the predictions, if they are known; nothing without a TPU.
+        """Returns MFU, HBM and the predictions, if they are known; nothing in a simulation.
 
         Args:
           values: metrics of the steps since the last report, with `step_seconds`. An MFU above 100 % is wrong: it is
             left out, with one warning.
         """
-        if not self._on_tpu:
+        if not self._is_measured:
             return {}
         found: dict[str, float] = {}
         seconds, used = values["step_seconds"], peak_hbm_bytes()
         if self._flops:
             try:
-                found["mfu"] = self._slice.mfu(self._flops, seconds=seconds)
+                found["mfu"] = self._slice.mfu(self._flops, seconds=seconds, peak_flops=self._peak)
             except UserError as error:  # a wrong figure must not end the run
                 self._warn_once("mfu", f"the MFU is not reported: {error}")
         if used:

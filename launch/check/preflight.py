@@ -144,7 +144,7 @@ def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[
 def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Program], str]:
     """Returns the experiment as it would run, and its program on the compiler's description of the slice."""
     experiment = smoke.shrink(experiment) if smoked else experiment
-    program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
+    program = experiment.bind(mesh.devices_of(slices.get(experiment.slice)))
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
     rows = units.counted(batch_size(program.spec), "row")
     shape = strategy.mesh_text(program.partitioner.shape)
@@ -226,7 +226,7 @@ def _memory(program: Program, *, with_activations: bool) -> Finding:
     more_chips = "Split it over more chips (fsdp, tensor) or take a larger slice."
     if state_bytes > have:
         return Finding("memory", False, f"{state} {of}; activations not counted). {more_chips}")
-    if not with_activations:
+    if not with_activations or not program.partitioner.slice.is_tpu:
         return Finding("memory", True, f"{state} {of}; activations not counted)")
     from parallel.planning import arithmetic  # slow to import, and only needed here
 
@@ -249,7 +249,7 @@ def _memory(program: Program, *, with_activations: bool) -> Finding:
 def _host_memory(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
     """Checks the memory of one host, or of this machine if it simulates all hosts."""
     slice_, task, evaluated = program.partitioner.slice, experiment.task, {"eval_batches": experiment.eval_batches}
-    if hosts == "simulated":
+    if hosts == "simulated" or slice_.generation == "cpu":
         need, have = host_memory.simulated(program, task, **evaluated), host_memory.available_bytes()
         whose = "this machine"
     else:

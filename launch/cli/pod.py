@@ -1,8 +1,8 @@
 """`launch/pod.sh`: trains an experiment on a slice, wherever that slice is.
 
-The same command line works in three places. On a host of a TPU slice it becomes this host's process; from a workstation
-it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, the error lists
-what was examined; the command never chooses another place silently.
+The same command line works in three places. On a host of a TPU slice or of GPUs it becomes this host's process; from a
+workstation it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, the
+error lists what was examined; the command never chooses another place silently. The slice `local` is this machine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from core import paths, slices, supervise
 from core.errors import UserError
 from launch import environment, flags
-from launch.hosts import alerts, gcloud, lifecycle, simulate, tpu_host, workstation
+from launch.hosts import alerts, gcloud, lifecycle, machine, simulate, tpu_host, workstation
 
 if TYPE_CHECKING:
     from launch.check import preflight
 
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
+  launch/pod.sh local gin/quickstart.gin                    (the GPUs or the CPU of this machine)
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --smoke
   launch/pod.sh v5p-8 gin/arrcoc/v5p_128.gin --scale-from v5p-128 --simulate --smoke
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
@@ -50,7 +51,9 @@ _READ_BY_RUNS = ("gin", "scale_from", "run_dir", "restarts", "steps", "simulate"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = " | ".join((*workstation.ACTIONS, *lifecycle.ACTIONS, "profile"))
-    parser.add_argument("target", metavar="SLICE", help=f"such as v4-32 (launch/run slices); or {actions}")
+    parser.add_argument(
+        "target", metavar="SLICE", help=f"such as v4-32 (launch/run slices), h100:8, local; or {actions}"
+    )
     named = "the experiment file; of profile, logs and tensorboard, the run; of create and queue, the SLICE"
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help=named)
     parser.add_argument("validated", metavar="…", nargs="?", help="SLICE validate [EXPERIMENT.gin]: tries the slice")
@@ -76,14 +79,21 @@ def run(args: argparse.Namespace) -> int:
         return _of_a_run(args)
     if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):
         return _of_a_tpu(args)
-    slice_ = slices.get(args.target)
+    if args.target == machine.LOCAL and (args.simulate or args.tpu):
+        raise UserError(
+            f"SLICE {machine.LOCAL} means the devices of this machine: with --simulate or --tpu name the slice, "
+            "such as v4-8"
+        )
+    slice_ = machine.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
     for one, other in (("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")):
         if getattr(args, one) and getattr(args, other):
             raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
     place = tpu_host.look()
-    is_here = place.on_tpu_host and not args.tpu
+    if not slice_.is_tpu and args.tpu:
+        raise UserError(f"{slice_.name} are no TPUs: run the command on their hosts, without --tpu")
+    is_here = place.on_tpu_host and not args.tpu if slice_.is_tpu else not args.simulate
     tpus = () if args.simulate or is_here else gcloud.find_tpus(args.tpu, args.zone, args.project)
     if args.experiment == "validate":
         _refuse_unused(args, _READ_BY["validate"])
@@ -110,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
         return _from_workstation(args, slice_, tpus)
     if not is_here:
         raise UserError(_no_place(slice_, args.experiment, place))
-    tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
+    if slice_.is_tpu:
+        tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     return _train_here(args, slice_)
 
 

@@ -20,7 +20,7 @@ from packaging.version import Version
 from core import distributed, units
 from core.errors import UserError
 from core.health.failure_diagnosis import USUAL_LIMITS, Limits
-from core.slices import Slice
+from core.slices import GPU_MEMORY_FRACTION, Slice
 from core.versions import COMPILER
 from launch import environment
 from launch.findings import Finding
@@ -74,6 +74,8 @@ def join(
     if played and played != slice_.name:
         raise UserError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
     own_chips = slice_.shared_by(layout.count or 1).chips_per_host if played else None
+    if not played and not slice_.is_tpu:
+        own_chips = _use_platform(slice_)
     if not played and layout.count not in (None, slice_.hosts):
         raise UserError(
             f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {units.counted(slice_.hosts, 'host')} with "
@@ -98,10 +100,41 @@ def join(
     return Host(cluster.process_index, cluster.process_count, bool(played))
 
 
+def _use_platform(slice_: Slice) -> int | None:
+    """Makes JAX use the GPUs or CPU of this machine alone; returns the number of CPU devices, None for GPUs.
+
+    Raises:
+      UserError: JAX_PLATFORMS asks for another platform.
+    """
+    platform_ = slice_.chip.platform
+    if (asked := environment.read("JAX_PLATFORMS")) not in (None, platform_, "gpu" if platform_ == "cuda" else None):
+        raise UserError(f"{slice_.name} are {platform_} devices, but JAX_PLATFORMS={asked}: unset it, or name others")
+    jax.config.update("jax_platforms", platform_)
+    if platform_ == "cpu":
+        return slice_.chips_per_host
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
+    return None
+
+
+def _devices(slice_: Slice) -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform that it was told to use has a backend
+        if slice_.is_tpu:
+            raise
+        raise UserError(
+            f"{slice_.name} was asked for, but JAX cannot use {slice_.chip.platform} devices here: "
+            f"{str(error) or 'no backend'}. GPUs need `pip install 'jax[cuda12]'` in the environment and a driver that "
+            "it supports (nvidia-smi shows the driver); `launch/pod.sh local …` takes what this machine has"
+        ) from error
+
+
 def _require_chips(slice_: Slice, *, played: bool) -> None:
-    devices = jax.devices()
+    devices = _devices(slice_)
     platform_ = devices[0].platform
-    if not played and platform_ != "tpu":
+    if not played and not slice_.is_tpu and devices[0].device_kind not in slice_.chip.kinds:
+        raise UserError(f"{slice_.name} was asked for, but this machine has {devices[0].device_kind} devices")
+    if not played and slice_.is_tpu and platform_ != "tpu":
         raise UserError(
             f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform_} device')} "
             f"and no TPU. On a TPU host: is libtpu missing? Its chips: {tpu_host.chip_holders().detail}. "

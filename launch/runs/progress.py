@@ -98,8 +98,9 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
     sizes = report.totals(program)
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
     card = {
-        "slice": f"{slice_.name}: {units.counted(slice_.chips, 'chip')} on {units.counted(slice_.hosts, 'host')}, "
-        f"{slice_.topology_name}"
+        "slice": f"{slice_.name}: {units.counted(slice_.chips, 'chip' if slice_.is_tpu else 'device')} on "
+        f"{units.counted(slice_.hosts, 'host')}"
+        + (f", {slice_.topology_name}" if slice_.is_tpu else f", {jax.devices()[0].device_kind}")
         + (f"; simulated by {units.counted(host.count, 'process', 'processes')}" if host.simulated else ""),
         "strategy": f"{experiment.strategy.name}: {strategy.mesh_text(program.partitioner.shape)}",
         "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(experiment.model),
@@ -120,9 +121,8 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
     if not can(experiment.model, CountsFlops):
         card["compute"] = f"no FLOPs, no MFU: {lacking(experiment.model, CountsFlops)}"
     elif flops := experiment.flops_per_step:
-        card["compute"] = (
-            f"{units.flops(flops)} per step; {units.seconds(flops / slice_.peak_flops)} at the slice's bf16 peak"
-        )
+        least = f"; {units.seconds(flops / slice_.peak_flops)} at the slice's bf16 peak" if slice_.peak_flops else ""
+        card["compute"] = f"{units.flops(flops)} per step{least}"
     return card
 
 

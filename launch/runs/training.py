@@ -107,13 +107,12 @@ def _begin(run: Run, first_step: int, stack: contextlib.ExitStack, lock: run_loc
     """Prints the first step, looks up the run's prediction, and opens the metrics files."""
     lines = progress.Progress(run.last_step, host=run.host, unit=run.experiment.unit)
     lines.start(first_step)
-    on_tpu = run.program.partitioner.mesh.devices.flat[0].platform == "tpu"
     settings = config.parse(run.meta["config"])
     predictions = PredictionCheck(
         program_identity.find(run.experiment, settings),
         slice_=slices.get(run.experiment.slice),
         flops=run.experiment.flops_per_step,
-        on_tpu=on_tpu,
+        is_measured=not run.host.simulated,
         warn=lines.warning,
     )
     project, is_host_zero = run.experiment.wandb_project, run.host.is_zero

@@ -76,3 +76,26 @@ def test_chips_are_shared_evenly_or_not_at_all():
         message = f"{wrong} processes cannot share the 16 chips of v4-32 evenly; expected one of 1, 2, 4, 8, 16"
         with pytest.raises(ValueError, match=message):
             v4_32.shared_by(wrong)
+
+
+def test_devices_that_are_no_tpus_have_names_too():
+    gpus = slices.get("h100:8x2")
+    assert (gpus.chips, gpus.hosts, gpus.chips_per_host, gpus.is_tpu) == (16, 2, 8, False)
+    assert gpus.mfu(16 * 989e12, seconds=2.0) == 0.5
+    assert slices.get("a100:4x1").name == "a100:4"
+    assert slices.of_device_kind("NVIDIA H200", per_host=8, hosts=1) == slices.get("h200:8")
+    cpu = slices.get("cpu:2")
+    assert cpu == slices.of_device_kind("cpu", per_host=2, hosts=1)
+    assert cpu.peak_flops is None
+    assert cpu.mfu(1e9, seconds=2.0, peak_flops=1e9) == 0.5
+
+
+@pytest.mark.parametrize("wrong", ["h100:0", "h100:8x", "h100:", "rtx:1", "v4:8", "h100:8x2x2"])
+def test_unknown_devices_are_refused_with_the_form_expected(wrong):
+    with pytest.raises(ValueError, match=f"unknown devices '{wrong}': expected KIND:DEVICES.*h100:8x2"):
+        slices.get(wrong)
+
+
+def test_a_gpu_that_is_not_in_the_table_is_named():
+    with pytest.raises(ValueError, match=r"'NVIDIA T4' devices, which Renga does not know: .* NVIDIA L4"):
+        slices.of_device_kind("NVIDIA T4", per_host=1, hosts=1)

@@ -363,3 +363,23 @@ def test_a_user_s_folders_do_not_shadow_our_modules(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "data_parallel on v4-8" in done.stdout
     assert done.stdout.endswith("READY\n")
+
+
+@pytest.mark.covers("R12")
+def test_local_is_this_machine(place, capsys):
+    with pytest.raises(Became) as became:
+        cli.main(["pod", "local", "x.gin", "--steps", "5"])
+    devices = os.environ["JAX_NUM_CPU_DEVICES"]
+    assert became.value.args == (["train", "x.gin", "--slice", f"cpu:{devices}", "--steps", "5"],)
+    assert cli.main(["pod", "local", "x.gin", "--simulate"]) == 2
+    assert "SLICE local means the devices of this machine" in capsys.readouterr().err
+
+
+def test_gpus_are_used_on_their_hosts_or_simulated(place, calls, tmp_path, capsys):
+    with pytest.raises(Became) as became:
+        cli.main(["pod", "h100:8x2", "x.gin"])
+    assert became.value.args == (["train", "x.gin", "--slice", "h100:8x2"],)
+    assert cli.main(["pod", "h100:8", "x.gin", "--tpu", "t", "--zone", "z"]) == 2
+    assert "h100:8 are no TPUs: run the command on their hosts, without --tpu" in capsys.readouterr().err
+    assert cli.main(["pod", "h100:4x2", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path)]) == 0
+    assert [call[:2] for call in calls] == [("simulate", "h100:4x2")]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from core import slices
@@ -116,3 +117,8 @@ def test_warnings_are_printed_once_without_harmless_ones():
         "xla_tpu_some_flag = true is not supported on v4; incorrect results",
         "Two lines of one message",
     ]
+
+
+def test_xla_knows_the_options_of_gpus():
+    double = jax.jit(lambda x: 2 * x, compiler_options=compiler_options.options("h100"))
+    assert double(3) == 6

@@ -117,3 +117,21 @@ distributed.shutdown()
         assert "is not shared: 1 host (1) cannot see host 0's file there" in lines[4]
         assert "--run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/" in lines[4]
         assert lines[5].startswith(f"refused: cannot write to {tmp_path}/file/run: NotADirectoryError")
+
+
+@pytest.mark.covers("R12")
+def test_devices_of_another_kind_are_refused():
+    cluster._require_chips(slices.get("cpu:16"), played=False)  # the CPU devices of every test
+    cluster._require_chips(slices.get("h100:16"), played=True)
+    with pytest.raises(ValueError, match=r"h100:16 was asked for, but this machine has cpu devices"):
+        cluster._require_chips(slices.get("h100:16"), played=False)
+
+
+@pytest.mark.covers("R12")
+def test_training_on_gpus_that_are_not_there_ends_at_once(launch, tmp_path, monkeypatch):
+    run = ("train", "gin/quickstart.gin", "--slice", "h100:1", "--run-dir", str(tmp_path / "run"))
+    assert "h100:1 are cuda devices, but JAX_PLATFORMS=cpu" in launch(*run, code=2)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    said = launch(*run, code=2)
+    assert re.search(r"error: h100:1 was asked for, but JAX cannot use cuda devices here: .*'jax\[cuda12\]'", said)
+    assert not (tmp_path / "run").exists()

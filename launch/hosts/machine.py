@@ -1,0 +1,36 @@
+"""Finds the devices of this machine, for SLICE `local`."""
+
+import json
+import os
+import subprocess
+import sys
+
+from core import slices
+from core.errors import UserError
+from launch.hosts import tpu_host
+
+LOCAL = "local"
+# In a process of its own, because JAX keeps the memory of GPUs until its process ends.
+_LOOK = "import jax, json; print(json.dumps([jax.devices()[0].device_kind, jax.local_device_count()]))"
+_SECONDS = 120
+
+
+def get(name: str) -> slices.Slice:
+    """Returns the slice called `name`, where `local` is this machine: its TPU slice, its GPUs, or its CPU.
+
+    Raises:
+      UserError: there is no such slice, or JAX can use no devices here.
+    """
+    if name != LOCAL:
+        return slices.get(name)
+    place = tpu_host.look()
+    if place.accelerator_type:
+        return slices.get(place.accelerator_type)
+    environ = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK], env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    if done.returncode:
+        raise UserError(f"JAX finds no devices on this machine:\n{done.stderr.strip()[-1000:]}")
+    kind, count = json.loads(done.stdout.splitlines()[-1])
+    return slices.of_device_kind(kind, per_host=count, hosts=1)
