@@ -1,4 +1,4 @@
-"""The peak of a slice's matrix products: from the table, or measured on a CPU, whose speed depends on the machine."""
+"""The measured peak of matrix products on a CPU, whose speed depends on the machine."""
 
 import time
 
@@ -11,16 +11,11 @@ _SIZE = 1536
 _REPETITIONS = 3
 
 
-def of(slice: Slice) -> float:
-    """Returns the peak FLOP/s of the whole job.
+def of_cpus(slice: Slice) -> float:
+    """Returns the FLOP/s of a product of float32 matrices on this host, times the number of hosts.
 
-    On CPUs it is the speed of a product of float32 matrices on this host, times the number of hosts: the devices of a
-    host share its cores. The measurement takes about a tenth of a second.
+    The devices of a host share its cores. The measurement takes about a tenth of a second.
     """
-    return slice.hosts * _of_products() if slice.peak_flops is None else slice.peak_flops
-
-
-def _of_products() -> float:
     matrix = jax.device_put(jnp.ones((_SIZE, _SIZE), jnp.float32), jax.local_devices()[0])
     product = jax.jit(jnp.dot)
     product(matrix, matrix).block_until_ready()  # compiles
@@ -29,4 +24,4 @@ def _of_products() -> float:
         started = time.perf_counter()
         product(matrix, matrix).block_until_ready()
         times.append(time.perf_counter() - started)
-    return 2 * _SIZE**3 / min(times)
+    return slice.hosts * 2 * _SIZE**3 / min(times)

@@ -12,7 +12,6 @@ import jax
 from core import units
 from core.errors import UserError
 from core.slices import GIB, Slice
-from parallel import device_peak
 
 TOLERANCE = 0.25
 SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
@@ -68,7 +67,11 @@ class PredictionCheck:
           warn: called with a sentence when a measurement differs from its prediction, once for each metric.
         """
         self._record, self._slice, self._flops = record, slice_, flops
-        self._peak = device_peak.of(slice_) if is_measured and flops else None
+        self._peak = slice_.peak_flops
+        if is_measured and flops and self._peak is None:
+            from parallel import device_peak
+
+            self._peak = device_peak.of_cpus(slice_)
         self._is_measured = is_measured
         self._warn = warn
         self._is_first = True

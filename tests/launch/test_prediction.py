@@ -25,17 +25,17 @@ RECORD = {
 
 @pytest.fixture
 def measured(monkeypatch):
-    def make(*, record=RECORD, on_tpu=True, hbm=10 * GIB):
+    def make(*, record=RECORD, is_measured=True, hbm=10 * GIB):
         monkeypatch.setattr(parallel_prediction, "peak_hbm_bytes", lambda: hbm)
         warnings = []
         about = {"slice_": slices.get("v4-32"), "flops": EXPERIMENT.flops_per_step}
-        return PredictionCheck(record, **about, on_tpu=on_tpu, warn=warnings.append), warnings
+        return PredictionCheck(record, **about, is_measured=is_measured, warn=warnings.append), warnings
 
     return make
 
 
 def test_a_simulation_is_labelled_and_compares_nothing(measured):
-    found, warnings = measured(on_tpu=False)
+    found, warnings = measured(is_measured=False)
     assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 44 to 61 % MFU, 10 GiB (compiled by libtpu")
     assert found.rows()["measured"] == SIMULATED
     assert SIMULATED.startswith("simulated")
@@ -107,6 +107,6 @@ def test_without_a_record_nothing_is_compared(measured):
 
 
 def test_a_program_without_a_record_is_reported(measured):
-    rows = measured(record=None, on_tpu=False)[0].rows()
+    rows = measured(record=None, is_measured=False)[0].rows()
     assert rows["predicted"].startswith("nothing: this program is not recorded; launch/run report v4-32 ")
     assert rows["measured"] == SIMULATED
