@@ -11,6 +11,9 @@ from typing import Any
 from core.errors import UserError
 
 
+LOCAL = "local"  # a SLICE: the devices of this machine
+
+
 def at_least(minimum: int) -> Any:
     """An argparse type: a whole number from `minimum` up."""
 
@@ -54,10 +57,12 @@ def _folder(text: str) -> str:
 
 def _slice(text: str) -> str:
     """An argparse type: the name of a slice; `local` becomes that of this machine's devices."""
+    if text != LOCAL:
+        return text
     from launch.hosts import machine  # asks JAX
 
     try:
-        return machine.get(text).name if text == machine.LOCAL else text
+        return machine.local().name
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

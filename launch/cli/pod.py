@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
         return _of_a_run(args)
     if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):
         return _of_a_tpu(args)
-    if args.target == machine.LOCAL and (args.simulate or args.tpu):
+    if args.target == flags.LOCAL and (args.simulate or args.tpu):
         raise UserError(
-            f"SLICE {machine.LOCAL} means the devices of this machine: with --simulate or --tpu name the slice, "
+            f"SLICE {flags.LOCAL} means the devices of this machine: with --simulate or --tpu name the slice, "
             "such as v4-8"
         )
-    slice_ = machine.get(args.target)
+    slice_ = machine.local() if args.target == flags.LOCAL else slices.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
     for one, other in (("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")):

@@ -9,20 +9,17 @@ from core import slices
 from core.errors import UserError
 from launch.hosts import tpu_host
 
-LOCAL = "local"
 # In a process of its own, because JAX keeps the memory of GPUs until its process ends.
 _LOOK = "import jax, json; print(json.dumps([jax.devices()[0].device_kind, jax.local_device_count()]))"
 _SECONDS = 120
 
 
-def get(name: str) -> slices.Slice:
-    """Returns the slice called `name`, where `local` is this machine: its TPU slice, its GPUs, or its CPU.
+def local() -> slices.Slice:
+    """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU.
 
     Raises:
-      UserError: there is no such slice, or JAX can use no devices here.
+      UserError: JAX can use no devices here, or Renga does not know them.
     """
-    if name != LOCAL:
-        return slices.get(name)
     place = tpu_host.look()
     if place.accelerator_type:
         return slices.get(place.accelerator_type)
