@@ -10,7 +10,6 @@ from typing import Any
 
 from core.errors import UserError
 
-
 LOCAL = "local"  # a SLICE: the devices of this machine
 
 
