@@ -30,7 +30,7 @@ class Chip:
 
     Attributes:
       kinds: names that JAX versions give the chip as `device_kind`; the first is libtpu's.
-      peak_flops: bfloat16 FLOP/s; None for a CPU, whose speed depends on the machine.
+      peak_flops: bfloat16 FLOP/s; 0 for a CPU, whose speed depends on the machine.
       hbm_bytes: memory of the chip.
       usable_hbm_bytes: the part of it that XLA may allocate.
       hbm_bytes_per_second: memory bandwidth.
@@ -41,7 +41,7 @@ class Chip:
     """
 
     kinds: tuple[str, ...]
-    peak_flops: float | None
+    peak_flops: float
     hbm_bytes: int
     usable_hbm_bytes: int
     hbm_bytes_per_second: float
@@ -189,7 +189,7 @@ class Slice:
           UserError: the fraction exceeds 1.
         """
         peak = peak_flops or self.peak_flops
-        assert peak is not None, f"{self.name} has no peak in the table"
+        assert peak, f"{self.name} has no peak in the table"
         share = flops / (seconds * peak)
         if share > 1:
             raise UserError(
@@ -205,10 +205,9 @@ class Slice:
         return int(self.chips_per_host * self.chip.host_memory_bytes)
 
     @property
-    def peak_flops(self) -> float | None:
-        """Peak bfloat16 FLOP/s of the whole job; None for CPUs."""
-        peak = self.chip.peak_flops
-        return None if peak is None else self.chips * peak
+    def peak_flops(self) -> float:
+        """Peak bfloat16 FLOP/s of the whole job; 0 for CPUs."""
+        return self.chips * self.chip.peak_flops
 
     @property
     def hbm_bytes(self) -> int:
@@ -294,7 +293,7 @@ def _of_devices(name: str) -> Slice:
 def _cpu(devices: int) -> Chip:
     """Returns one of the CPU devices that share the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
-    return Chip(("cpu",), None, memory, memory, 20e9, 20e9, memory, platform="cpu")
+    return Chip(("cpu",), 0.0, memory, memory, 20e9, 20e9, memory, platform="cpu")
 
 
 def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:

@@ -68,7 +68,7 @@ class PredictionCheck:
         """
         self._record, self._slice, self._flops = record, slice_, flops
         self._peak = slice_.peak_flops
-        if is_measured and flops and self._peak is None:
+        if is_measured and flops and not self._peak:
             from parallel import device_peak
 
             self._peak = device_peak.of_cpus(slice_)

@@ -86,7 +86,7 @@ def test_devices_that_are_no_tpus_have_names_too():
     assert slices.of_device_kind("NVIDIA H200", per_host=8, hosts=1) == slices.get("h200:8")
     cpu = slices.get("cpu:2")
     assert cpu == slices.of_device_kind("cpu", per_host=2, hosts=1)
-    assert cpu.peak_flops is None
+    assert cpu.peak_flops == 0
     assert cpu.mfu(1e9, seconds=2.0, peak_flops=1e9) == 0.5
 
 
