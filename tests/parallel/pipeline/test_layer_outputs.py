@@ -34,11 +34,13 @@ class Scored:
       layers: L.
       pattern: kinds "local" and "global" of layers; None: all are "local".
       tail: whether the loss is the tail of the stack: "params" with a parameter of the model, "haiku" with its own.
+      group: the layers that are one layer of the stack; those of kind "global" then have a parameter more.
     """
 
     layers: int = 4
     pattern: tuple[str, ...] | None = None
     tail: str = "params"
+    group: int = 1
 
     def init(self, rng, batch):
         return hk.transform(self._loss).init(rng, batch)
@@ -50,11 +52,18 @@ class Scored:
         return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def _block(self, x, side, layer_in, *, kind="local"):
+        if self.group == 1:
+            return self._layer(x, side, layer_in, kind)
+        with hk.experimental.name_scope(kind):
+            return self._layer(x, side, layer_in, kind)
+
+    def _layer(self, x, side, layer_in, kind):
         init = hk.initializers.RandomNormal(0.6 / self.layers**0.5)  # deep stacks do not amplify rounding errors
         wide = logical.param("wide", (WIDTH, HIDDEN), ("embed", "mlp"), init)
         narrow = logical.param("narrow", (HIDDEN, WIDTH), ("mlp", "embed"), init)
         bend = {"local": jnp.tanh, "global": jnp.sin}[kind]
-        hidden = logical.constrain(bend(x["x"] @ wide) * layer_in["scale"], "batch", "mlp")
+        bias = logical.param("bias", (HIDDEN,), ("mlp",), init) if kind == "global" and self.group > 1 else 0.0
+        hidden = logical.constrain(bend(x["x"] @ wide + bias) * layer_in["scale"], "batch", "mlp")
         after = x["x"] + (hidden @ narrow) * side[:, None]
         scores = x["scores"] + jnp.where(layer_in["number"] % 2 == 0, after[:, 0], after[:, 1])
         return {"x": after, "scores": scores}, {"balance": jnp.sum(hidden**2), "units": jnp.sum(hidden, axis=0)}
@@ -83,6 +92,7 @@ class Scored:
             outputs="summed",
             pattern=self.pattern,
             tail=tail,
+            group=self.group,
         )
         result, summed = stack(x, batch["scale"], {"scale": scale, "number": jnp.arange(self.layers)})
         return result if self.tail else last(head, result, batch["scale"], summed)
@@ -163,6 +173,21 @@ def equal(found, wanted):
 )
 def test_an_auxiliary_loss_has_the_value_and_gradients_of_one_device(case, one_device):
     model = Scored(tail=case.tail)
+    equal(gradients(model, case.tables, "v4-8"), one_device(model))
+
+
+@pytest.mark.covers("M12")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=label(case), marks=[pytest.mark.slow] * (case != Case("1F1B", 2)))
+        for case in (Case("1F1B", 2), Case("1F1B", 2, "pipeline_fsdp_tensor"), Case("circular", 2, save="stage"))
+    ],
+)
+def test_layers_with_different_parameters_have_the_gradients_of_one_device(case, one_device):
+    """Stages have groups of layers; four of them in the model, so that a stage has two."""
+    model = Scored(layers=8, pattern=("local", "global"), group=2)
+    assert {"layers/local", "layers/global"} <= set(parameters_of(model))
     equal(gradients(model, case.tables, "v4-8"), one_device(model))
 
 
