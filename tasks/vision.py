@@ -165,7 +165,7 @@ class ImageQuestions:
             image_size=self.image_size,
             image_tokens=self.image_tokens,
             length=self.length,
-            num_streams=self.num_streams,
+            num_streams=1,
             vocab_size=8,
         )
 
@@ -323,6 +323,10 @@ class RandomQuestions(SampledTask):
         asked = len(ids) - 1 - len(ids) // 4
         row = laid_out(self.image_tokens, ids[:asked], ids[asked:], length=self.length)
         return {**row, "images": rng.integers(0, 256, (self.image_size, self.image_size, 3), dtype=np.uint8)}
+
+    def rehearsal(self) -> RandomQuestions:
+        """Returns the same with one stream, for any batch size: rows keep their length, which the image fills."""
+        return dataclasses.replace(self, num_streams=1)
 
 
 def random_questions(

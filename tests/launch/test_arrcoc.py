@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from core.types import DataLayout
 from launch import __main__ as command
 from launch import environment
 from launch.config import loader
+from launch.runs import smoke
 from tests.lab import golden
 
 sys.path.insert(0, str(environment.WORKSPACE / "examples"))
@@ -60,6 +62,15 @@ def test_the_converter_splits_by_image_and_weighs_answers(tmp_path):
     words = soft.task.vocabulary
     question = "what color is the shape ?"
     assert words.decode(words.encode(question)).split() == question.split()
+
+
+def test_a_smoke_run_keeps_the_rows_that_an_image_fills():
+    for file in ("v5p_128", "easy_vqa"):
+        small = smoke.shrink(loader.load(f"gin/arrcoc/{file}.gin").build())
+        assert small.model.decoder.embed_dim < 64
+        layout = DataLayout(small.batch_size, tuple(range(small.batch_size)), tuple(range(small.batch_size)))
+        batch = next(small.task.train(layout, seed=0))
+        assert batch["slots"].shape[1] == {"v5p_128": 200, "easy_vqa": 64}[file]
 
 
 @pytest.mark.slow  # compiles two phases
