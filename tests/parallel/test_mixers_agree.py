@@ -50,7 +50,7 @@ STRATEGIES = {
 }
 QUICK = {("s5", "context")}
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
-MEASURED = (11, 7, 3, 23)
+MEASURED = (16, 8, 2, 17)
 
 
 @functools.cache
