@@ -311,6 +311,13 @@ def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
     return get(f"{found}:{per_host}x{hosts}")
 
 
+def require_tpu(name: str, *, what: str) -> Slice:
+    """Returns the TPU slice called `name`. Raises UserError for other devices; `what` names what is for TPUs alone."""
+    if not (found := get(name)).is_tpu:
+        raise UserError(f"{name} is not a TPU slice, and {what} are for TPU slices alone")
+    return found
+
+
 def _several(one: Slice, count: int) -> Slice:
     return one if count == 1 else dataclasses.replace(one, name=f"{count}x{one.name}", num_slices=count)
 

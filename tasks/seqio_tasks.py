@@ -28,6 +28,8 @@ from tasks.documents import StreamSpec
 from tasks.ids import before_end
 from tasks.streams import Stream
 
+_SAMPLES = ("The quick brown fox jumps over 13 lazy dogs.", "  x = [1, 2]\n", "naïve café, 你好")
+
 _NAMES = {
     "inputs": "decoder_input_tokens",
     "targets": "decoder_target_tokens",
@@ -234,6 +236,29 @@ def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     return packed.batch(spec.rows, drop_remainder=True).prefetch(2).with_options(options)
 
 
+def require_metrics(name: str) -> Any:
+    """Returns a registered task or mixture with metrics of predictions or scores.
+
+    Raises:
+      UserError: there is no such task, or none of its metrics can be computed here.
+    """
+    seqio, found = _seqio(), _registered(name, "--seqio")
+    kinds = seqio.metrics.ModelOutputType
+    wanted = {metric.model_output_type for task in seqio.get_subtasks(found) for metric in task.metric_objs}
+    if not wanted or wanted - {kinds.PREDICTION, kinds.PREDICTION_WITH_AUX, kinds.SCORE}:
+        has = ", ".join(sorted(kind.name for kind in wanted)) or "no metrics"
+        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
+    return found
+
+
+def has_ids_of(name: str, vocabulary: Any) -> bool:
+    """Returns whether a registered task has the ids of a vocabulary, as far as a few texts show."""
+    theirs = SeqioVocabulary(name)
+    if vocabulary is None or theirs.hash == getattr(vocabulary, "hash", None):
+        return vocabulary is not None
+    return theirs.size == vocabulary.size and all(theirs.encode(text) == vocabulary.encode(text) for text in _SAMPLES)
+
+
 def evaluate(
     name: str,
     *,
@@ -255,12 +280,8 @@ def evaluate(
     Raises:
       UserError: there is no such task, none of its metrics can be computed here, or one of them fails.
     """
-    seqio, found = _seqio(), _registered(name, "--seqio")
+    seqio, found = _seqio(), require_metrics(name)
     kinds = seqio.metrics.ModelOutputType
-    wanted = {metric.model_output_type for task in seqio.get_subtasks(found) for metric in task.metric_objs}
-    if not wanted or wanted - {kinds.PREDICTION, kinds.PREDICTION_WITH_AUX, kinds.SCORE}:
-        has = ", ".join(sorted(kind.name for kind in wanted)) or "no metrics"
-        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
     eos_id = int(found.output_features["targets"].vocabulary.eos_id)
     evaluator = seqio.Evaluator(
         name,
@@ -289,14 +310,18 @@ def evaluate(
     try:
         metrics, _ = evaluator.evaluate(compute_metrics=True, model_fns=outputs)
         values = metrics.result()
-    except (ValueError, tensorflow().errors.OpError) as error:
-        raise UserError(f"the metrics of {name} fail: {error}") from error
+    except UserError:  # of the model, such as a prompt that is too long
+        raise
+    except Exception as error:  # a metric is a function of the user
+        raise UserError(f"the metrics of {name} fail: {type(error).__name__}: {error}") from error
     return {task: dict(_scalars(each)) for task, each in values.items()}
 
 
 def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
     """Returns, of each example, the ids before the targets, beginning with the begin-of-text id 0, and the targets."""
     examples = [example for _, example in dataset.as_numpy_iterator()]
+    if not examples:
+        raise UserError("the validation split of the task has no examples")
     rows = [(each["decoder_target_tokens"], each["decoder_loss_weights"] > 0) for each in examples]
     return [([0, *ids[: np.argmax(is_target)].tolist()], ids[is_target].tolist()) for ids, is_target in rows]
 

@@ -243,7 +243,11 @@ def huggingface(
         raise UserError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
     from tasks.huggingface import HuggingFace
 
-    chosen = tuple((c, (v,) if isinstance(v, str) else tuple(v)) for c, v in (where or {}).items())
+    chosen = tuple((c, (v,) if isinstance(v, str) else v) for c, v in (where or {}).items())
+    for column, values in chosen:
+        if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
+            raise UserError(f"text.huggingface.where: {column!r}: {values!r}: expected a text, or several")
+    chosen = tuple((column, tuple(values)) for column, values in chosen)
     corpus = HuggingFace(name, split, validation_split, field, streaming, chosen)
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 

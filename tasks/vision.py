@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import sys
@@ -470,6 +469,7 @@ class _Stream:
                 "add questions"
             )
         self._weights = weights
+        self._broken: set[int] = set()  # places of questions whose images cannot be read
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         if self._end is not None and self._read >= self._end:
@@ -484,36 +484,49 @@ class _Stream:
         self._read = streams.read_position(state, read=int)["read"]
 
     def _next_row(self) -> Mapping[str, np.ndarray]:
-        for skipped in itertools.count():
+        while True:
             number, self._read = self._read, self._read + 1
-            question = self._question(number)
+            place = self._place(number)
             rng = None if self._seed is None else np.random.default_rng((self._seed, self._index, number, 1))
-            if question is None:
+            if place is None:
                 return self._filler
+            if place in self._broken:
+                continue
             try:
-                row = self._task.row(question, rng)
+                row = self._task.row(self._questions[place], rng)
             except BrokenImage as error:
-                if self._task.broken == "refuse" or skipped == len(self._questions):
-                    raise
-                _report_once(str(error))
-                self._intake.count("skipped because their images cannot be read")
+                self._skip(place, error)
                 if self._seed is None:
                     return self._filler
                 continue
             self._intake.count(None)
             return row
-        raise AssertionError("unreachable")
 
-    def _question(self, number: int) -> Question | None:
-        """Returns the question with this number in the order of the stream; None after the end of an evaluation."""
+    def _skip(self, place: int, error: BrokenImage) -> None:
+        """Notes a question whose image cannot be read.
+
+        Raises:
+          UserError: it is not to be skipped, or no other is left.
+        """
+        if self._task.broken == "refuse":
+            raise error
+        self._broken.add(place)
+        _report_once(str(error))
+        self._intake.count("skipped because their images cannot be read")
+        left = (q for i, q in enumerate(self._questions) if i not in self._broken)
+        if self._seed is not None and not any(q.weight or not self._task.weighted for q in left):
+            raise UserError(f"{self._task.describe()}: no image of a stream can be read; the last: {error}")
+
+    def _place(self, number: int) -> int | None:
+        """Returns the place of the question with this number in the stream's order; None after an evaluation's end."""
         count = len(self._questions)
         if self._seed is None:
-            return self._questions[number] if number < count else None
+            return number if number < count else None
         if self._task.weighted:
             drawn = np.random.default_rng((self._seed, self._index, number)).random() * self._weights[-1]
-            return self._questions[int(np.searchsorted(self._weights, drawn, side="right"))]
+            return int(np.searchsorted(self._weights, drawn, side="right"))
         epoch, place = divmod(number, count)
-        return self._questions[self._order(epoch)[place]]
+        return int(self._order(epoch)[place])
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 (two epochs of one stream)
     def _order(self, epoch: int) -> np.ndarray:

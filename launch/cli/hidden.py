@@ -2,7 +2,6 @@
 
 import argparse
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -40,19 +39,15 @@ def run(args: argparse.Namespace) -> int:
     model, task = _parts(experiment)
     base = loaded_model.load(experiment.init_from, dtype=model.base.dtype)
     task.prepare(str(environment.run_directory(args.experiment)), is_host_zero=True)
-
-    @jax.jit
-    def hidden(batch: Any) -> jax.Array:
-        return model.hidden(base.params, batch)
-
+    hidden = jax.jit(model.hidden)
     last, began = 0.0, time.monotonic()
     steps = cached.write(
         args.out,
         task,
-        lambda batch: np.asarray(hidden(batch)),
+        lambda batch: np.asarray(hidden(base.params, batch)),
         limits=limits,
         rows=args.batch,
-        model=base.where,
+        model={"base": base.where, "chunk": model.chunk},
     )
     for split, done, total in steps:
         if (now := time.monotonic()) - last >= _SECONDS_BETWEEN_LINES or done == total:

@@ -28,12 +28,14 @@ def run(args: argparse.Namespace) -> int:
     """Finds the tasks, loads the model, computes the scores, and prints them."""
     if args.all_steps or args.submission:
         raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
-    if sum(value is not None for value in (args.lm_eval, args.humaneval, args.seqio)) > 1:
-        raise UserError("give one of --lm-eval, --humaneval and --seqio at a time")
     _require_used(args)
     limit = args.rows if isinstance(args.rows, int) else None
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
     problems = _problems(args, limit) if args.humaneval is not None else []
+    if args.seqio is not None:
+        from tasks import seqio_tasks
+
+        seqio_tasks.require_metrics(args.seqio)
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin))
@@ -68,6 +70,13 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
 def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
     """Returns the metrics of a registered task or mixture of seqio; see `seqio_tasks.evaluate`."""
     from tasks import seqio_tasks
+
+    vocabulary = scores.model.vocabulary
+    if not seqio_tasks.has_ids_of(name, vocabulary):
+        raise UserError(
+            f"--seqio {name}: its vocabulary is not that of {scores.model.where}; expected a model that was trained "
+            "with the same one"
+        )
 
     def score(pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
         return [one.log_likelihood for one in scores.likelihoods(pairs)]

@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(benchmarks, "--json")
     ttt = parser.add_argument_group("gates of an adapter with test-time training")
     ttt.add_argument("--gates", metavar="GATE[,GATE]", help="such as skip,update,random,oracle,reconstruction")
-    ttt.add_argument("--budget", metavar="B", type=float, default=2.0, help="mean cost, 1 to 3 (default: 2)")
+    ttt.add_argument("--budget", metavar="B", type=float, help="mean cost, 1 to 3 (default: 2)")
     ttt.add_argument("--controls", metavar="NAME[,NAME]", help="of no_learning, resets, offset, shuffled")
     ttt.add_argument("--against", metavar="FILE", help="chunks.csv of another run on the same rows, such as a control")
     ttt.add_argument("--label", metavar="NAME", help="added to the names of the files, such as the language")
@@ -137,6 +137,7 @@ def _rows(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run, checks the arguments and evaluates."""
+    _require_one_kind(args)
     if any(value is not None for value in (args.lm_eval, args.humaneval, args.seqio)):
         from launch.experiments import benchmarks
 
@@ -149,8 +150,6 @@ def run(args: argparse.Namespace) -> int:
         from launch.experiments import pictures
 
         return pictures.run(args)
-    if args.controls or args.against or args.label:
-        raise UserError("--controls, --against and --label belong to --gates")
     if any((args.lm_eval_path, args.json, args.samples, args.temperature, args.allow_code)):
         raise UserError(
             "--lm-eval-path, --json, --samples, --temperature and --allow-code belong to --lm-eval, --humaneval or "
@@ -158,11 +157,13 @@ def run(args: argparse.Namespace) -> int:
         )
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
-    alone = not (args.simulate or played or place.on_tpu_host or environment.process_layout().count)
-    if alone or args.simulate:
-        jax.config.update("jax_platforms", "cpu")
     found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
     built = found.config.build().spans()[-1].experiment  # PHASE = N evaluates on the data of another one
+    slice_ = slices.get(built.slice)
+    is_elsewhere = args.simulate or played or place.on_tpu_host or environment.process_layout().count
+    alone = slice_.is_tpu and not is_elsewhere
+    if alone or args.simulate:
+        jax.config.update("jax_platforms", "cpu")
     sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
     asked = scoring.select(built.task, **sizes, rows=args.rows)
     experiment = dataclasses.replace(built, task=asked.task)
@@ -176,10 +177,9 @@ def run(args: argparse.Namespace) -> int:
             )
         args.submission = os.fspath(paths.resolve(args.submission))
         paths.check_writable(paths.resolve(args.submission).parent)
-    slice_ = slices.get(experiment.slice)
     if args.simulate:
         return _simulate(args, found, experiment, slice_)
-    if place.on_tpu_host and not played:
+    if place.on_tpu_host and slice_.is_tpu and not played:
         tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     if alone:
         os.environ["RENGA_SIMULATE"] = slice_.name
@@ -193,6 +193,18 @@ def run(args: argparse.Namespace) -> int:
             print(f"no TPU here: the CPU simulates the {chips} of {slice_.name}", flush=True)
     _evaluate(args, found, experiment, asked, host)
     return 0
+
+
+def _require_one_kind(args: argparse.Namespace) -> None:
+    """Checks that the arguments belong to one kind of evaluation."""
+    kinds = ("lm_eval", "humaneval", "seqio", "gates", "pictures")
+    if len(given := [f"--{kind.replace('_', '-')}" for kind in kinds if getattr(args, kind) not in (None, False)]) > 1:
+        raise UserError(f"give one of {', '.join(given)} at a time")
+    gates_only = {name: getattr(args, name) for name in ("budget", "controls", "against", "label")}
+    if args.gates is None and any(value is not None for value in gates_only.values()):
+        raise UserError("--budget, --controls, --against and --label belong to --gates")
+    if args.pictures and (args.rows or args.json):
+        raise UserError("--pictures does not use --rows and --json")
 
 
 def _judge(experiment: Experiment) -> AnswerJudge | None:

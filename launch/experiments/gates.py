@@ -38,6 +38,7 @@ CONTROLS: Mapping[str, Mapping[str, Any]] = {  # changes of the layer's settings
 }
 SHUFFLED = "shuffled"
 _TIMED_BATCHES = 3
+_USUAL_BUDGET = 2.0
 _SECONDS_BETWEEN_LINES = 15.0
 _COLUMNS = ("loss", "perplexity", "update_rate", "recovery", "agreement", "cost")
 
@@ -45,18 +46,29 @@ _COLUMNS = ("loss", "perplexity", "update_rate", "recovery", "agreement", "cost"
 def run(args: argparse.Namespace) -> int:
     """Evaluates, prints the table, and writes table, chunks and pictures to the folder of the run."""
     names = [name for name in args.gates.split(",") if name]
-    chosen = {name: gates.named(name, budget=args.budget) for name in names}
+    if not names:
+        raise UserError("--gates: expected names of gates, such as skip,update,random,oracle,reconstruction")
+    if unread := [
+        flag for flag in ("json", "samples", "temperature", "lm_eval_path", "allow_code") if getattr(args, flag)
+    ]:
+        raise UserError(f"--gates does not use --{', --'.join(flag.replace('_', '-') for flag in unread)}")
+    budget = _USUAL_BUDGET if args.budget is None else args.budget
+    chosen = {name: gates.named(name, budget=budget) for name in names}
     controls = [name for name in (args.controls or "").split(",") if name]
     if unknown := [name for name in controls if name not in (*CONTROLS, SHUFFLED)]:
         raise UserError(f"--controls {','.join(unknown)}: expected some of {', '.join((*CONTROLS, SHUFFLED))}")
     if args.all_steps or args.submission or args.simulate:
         raise UserError("--all-steps, --submission and --simulate do not go with --gates, which runs in one process")
     against = _read_chunks(args.against) if args.against else None
-    loaded_model.choose_devices(args.slice, is_simulated=False)
     found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
     experiment = found.config.build().spans()[-1].experiment
+    loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, AdaptedDecoder):
         raise UserError(f"--gates: the model of {args.run_dir} is {type(experiment.model).__name__}, which has no gate")
+    if SHUFFLED in controls and HIDDEN in experiment.task.spec(experiment.batch_size):
+        raise UserError("--controls shuffled: the hidden states of shuffled tokens were not computed before")
+    if problems := experiment.data_problems(prepared=False):
+        raise UserError("\n".join(problems))
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     loaded = loaded_model.load(name, slice_name=args.slice, bindings=args.gin)
     sizes = {"batch_size": experiment.batch_size, "eval_batches": experiment.eval_batches}
@@ -64,8 +76,6 @@ def run(args: argparse.Namespace) -> int:
     asked.task.prepare(found.run_dir, is_host_zero=False)
     layout = loaded.program.partitioner.data_layout(experiment.batch_size)
     print(f"{loaded.where}, on {asked.describe()}", flush=True)
-    if SHUFFLED in controls and HIDDEN in experiment.task.spec(experiment.batch_size):
-        raise UserError("--controls shuffled: the hidden states of shuffled tokens were not computed before")
     batches = list(asked.open(layout))
     report = _Report(loaded, batches, chosen)
     for control in controls:
@@ -75,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     report.show()
     folder = paths.resolve(found.run_dir) / "evaluation"
     suffix = f"_{args.label}" if args.label else ""
-    about = {"model": loaded.where, "evaluated_on": asked.describe(), "budget": args.budget}
+    about = {"model": loaded.where, "evaluated_on": asked.describe(), "budget": budget}
     for file in report.write(folder, suffix, about):
         print(file)
     return 0
@@ -122,7 +132,7 @@ class _Report:
                 self.chunks, self.chunks.loss_update, found.loss_update
             )
 
-    def compare(self, where: str, theirs: Mapping[tuple[int, int], float]) -> None:
+    def compare(self, where: str, theirs: Mapping[tuple[int, int, int], tuple[float, float]]) -> None:
         """Compares UPDATE with that of another run on the same chunks."""
         places = list(zip(self.chunks.document.tolist(), self.chunks.place.tolist(), strict=True))
         counted: dict[tuple[int, int], int] = {}
@@ -130,9 +140,12 @@ class _Report:
         for place in places:
             counted[place] = counted.get(place, -1) + 1
             keys.append((*place, counted[place]))
-        if set(keys) != set(theirs):
+        same = set(keys) == set(theirs) and all(
+            tokens == theirs[key][0] for key, tokens in zip(keys, self.chunks.tokens.tolist(), strict=True)
+        )
+        if not same:
             raise UserError(f"--against {where}: its chunks are others; evaluate both runs on the same rows")
-        losses = np.asarray([theirs[key] for key in keys])
+        losses = np.asarray([theirs[key][1] for key in keys])
         self.differences[f"update better than that of {where}"] = evaluation.interval(
             self.chunks, self.chunks.loss_update, losses
         )
@@ -145,14 +158,16 @@ class _Report:
         state, key = gate.init(), jax.random.key(0)
         with self._loaded.program.partitioner.tracing():
             step = jax.jit(model.decided)
+            placed = self._loaded.program.put(self._batches[0])
+            jax.block_until_ready(step(self._loaded.params, state, key, placed))  # compiles
             times = []
-            for batch in self._batches[: _TIMED_BATCHES + 1]:
+            for batch in self._batches[:_TIMED_BATCHES]:
                 placed = self._loaded.program.put(batch)
                 began = time.perf_counter()
                 jax.block_until_ready(step(self._loaded.params, state, key, placed))
                 times.append(time.perf_counter() - began)
         rows, length = self._batches[0]["inputs"].shape
-        return 1e3 * float(np.median(times[1:] or times)) / (rows * length // model.chunk)
+        return 1e3 * float(np.median(times)) / (rows * length // model.chunk)
 
     def _gflops(self, rate: float, gate: Any) -> float:
         """Returns the forward GFLOPs of a chunk, if single rows could be skipped."""
@@ -225,7 +240,7 @@ def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any
 
 
 def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Shuffles the tokens within every chunk; inputs stay the tokens before."""
+    """Shuffles the tokens within every chunk; each input stays the token before, but for the first of a chunk."""
     targets, inputs = batch["targets"].copy(), batch["inputs"].copy()
     for row, weights in enumerate(batch["weights"]):
         for begin in range(0, targets.shape[1], chunk):
@@ -235,16 +250,17 @@ def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Gener
     return {**batch, "targets": targets, "inputs": inputs}
 
 
-def _read_chunks(file: str) -> dict[tuple[int, int, int], float]:
-    """Returns the loss of UPDATE by document, place and occurrence from the chunks of another evaluation."""
-    found: dict[tuple[int, int, int], float] = {}
+def _read_chunks(file: str) -> dict[tuple[int, int, int], tuple[float, float]]:
+    """Returns tokens and loss of UPDATE by document, place and occurrence, from the chunks of another evaluation."""
+    found: dict[tuple[int, int, int], tuple[float, float]] = {}
     counted: dict[tuple[int, int], int] = {}
     try:
-        rows = list(csv.DictReader(io.StringIO(paths.resolve(file).read_text())))
-    except OSError as error:
-        raise UserError(f"--against {file}: {error}; give the chunks.csv of another evaluation") from error
-    for row in rows:
-        place = (int(row["document"]), int(row["place"]))
-        counted[place] = counted.get(place, -1) + 1
-        found[(*place, counted[place])] = float(row["loss_update"])
+        for row in csv.DictReader(io.StringIO(paths.resolve(file).read_text())):
+            place = (int(row["document"]), int(row["place"]))
+            counted[place] = counted.get(place, -1) + 1
+            found[(*place, counted[place])] = float(row["tokens"]), float(row["loss_update"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"--against {file}: {type(error).__name__}: {error}; give the chunks.csv of another evaluation"
+        ) from error
     return found

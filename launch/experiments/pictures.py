@@ -24,7 +24,7 @@ from tasks.vision import ImageQuestions, Question
 IMAGES, QUESTIONS = 6, 4  # of a sheet
 SIDE, CAPTION, GAP = 192, 64, 12  # pixels of a panel
 PALE = 0.75  # share of white in a patch that was not chosen
-_LETTERS = 31  # of a line of text
+_LETTERS, _LINES = 31, 4  # of a line of text, of a caption
 
 
 class Panel(NamedTuple):
@@ -45,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
     """Writes the sheet to the folder of the run."""
     if args.all_steps or args.submission or args.simulate:
         raise UserError("--all-steps, --submission and --simulate do not go with --pictures, which runs in one process")
-    loaded_model.choose_devices(args.slice, is_simulated=False)
     found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
     experiment = found.config.build().spans()[-1].experiment
+    loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, VisionLanguageModel) or not isinstance(experiment.task, ImageQuestions):
         raise UserError(
             f"--pictures: {args.run_dir} is a run of {type(experiment.model).__name__} on "
             f"{type(experiment.task).__name__}; expected a VisionLanguageModel and vision.questions"
         )
+    if problems := experiment.data_problems(prepared=False):
+        raise UserError("\n".join(problems))
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     loaded = loaded_model.load(name, slice_name=args.slice, bindings=args.gin)
     experiment.task.prepare(found.run_dir, is_host_zero=False)
@@ -96,7 +98,9 @@ def answered(
             for i, row in enumerate(rows):
                 said = task.vocabulary.decode(extras["answers"][i][row["weights"] > 0]).strip()
                 question = every[first + i]
-                lines = [*textwrap.wrap(question.question, _LETTERS), f"{said} ({question.answer})"]
+                answer = textwrap.shorten(f"{said} ({question.answer})", _LETTERS, placeholder="…")
+                asked = textwrap.wrap(question.question, _LETTERS, max_lines=_LINES - 1, placeholder="…")
+                lines = [*asked, answer]
                 panels.append(Panel(row["images"], extras["chosen"][i] > 0, lines))
     found = iter(panels)
     return [[next(found) for _ in group] for group in groups]

@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the manifest as JSON, which kubectl accepts like YAML."""
-    slice_ = slices.get(args.slice)
+    slice_ = slices.require_tpu(args.slice, what="JobSets")
     run_dir = args.run_dir or environment.run_directory(args.experiment)
     if not paths.is_remote(run_dir):
         raise UserError(f"the run directory {run_dir} would be deleted with its pod: give --run-dir gs://BUCKET/…")

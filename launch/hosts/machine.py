@@ -24,9 +24,13 @@ def local() -> slices.Slice:
     if place.accelerator_type:
         return slices.get(place.accelerator_type)
     environ = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _LOOK], env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False
-    )
+    look = [sys.executable, "-c", _LOOK]
+    try:
+        done = subprocess.run(look, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"JAX did not list the devices of this machine within {_SECONDS} s; does nvidia-smi answer?"
+        ) from error
     if done.returncode:
         raise UserError(f"JAX finds no devices on this machine:\n{done.stderr.strip()[-1000:]}")
     kind, count = json.loads(done.stdout.splitlines()[-1])

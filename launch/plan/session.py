@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from core import paths, units
+from core import paths, slices, units
 from core.errors import UserError
 from core.health import exit_codes
 from launch import flags, terminal
@@ -37,7 +37,7 @@ def _plan(args: argparse.Namespace) -> int:
     """Makes a plan of each phase and prints it.
 
     Returns:
-      1 if no layout fits a phase; 130 after Ctrl-C, which prints the results so far.
+      1 if no layout fits a phase, or no phase can be planned; 130 after Ctrl-C, which prints the results so far.
     """
     spans = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build().spans()
     if len(spans) == 1:
@@ -47,17 +47,18 @@ def _plan(args: argparse.Namespace) -> int:
             f'--{given[0]} is for one phase, and {args.experiment} has {len(spans)}: add --gin "PHASE = N" with 1 to '
             f"{len(spans)}"
         )
-    code = exit_codes.DONE
+    code, planned = exit_codes.DONE, 0
     for span in spans:
         print(f"\n{span}, after step {span.first_step:,} to {span.last_step:,}\n")
         phase = argparse.Namespace(**{**vars(args), "gin": [*args.gin, f"PHASE = {span.number}"]})
         try:
             code = max(code, _plan_one(phase))
+            planned += 1
         except search.PhaseSetsLayoutError as error:
             print(f"not planned: {error}")
         if code == exit_codes.INTERRUPTED:
             break
-    return code
+    return code if planned else 1
 
 
 def _plan_one(args: argparse.Namespace) -> int:
@@ -308,6 +309,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans, explains one layout, or predicts the cost of generation."""
+    slices.require_tpu(args.slice, what="plans")
     given = [f"--{name}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]
     for name, taken in _TAKEN.items():
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):

@@ -173,7 +173,7 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, fr
     elif experiment.prompt and not can(experiment.model, Generates):
         print(f"\nPROMPT = {experiment.prompt!r} is not continued: {lacking(experiment.model, Generates)}\n")
     if frozen is not None:
-        print(f"frozen      checksum {frozen:08x}, before and after training")
+        print(f"frozen      checksum {frozen:08x}, at the start of this process and now")
     print(f"run         {run.run_dir}\ntensorboard launch/run tensorboard {run.run_dir}", flush=True)
 
 

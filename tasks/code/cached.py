@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from core import paths
 from core.batches import BatchSpec, Field
 from core.errors import UserError
 from tasks.code import chunks
 
+_BEGUN = "begun.json"  # written first: what every split in the folder was computed from
 _ABOUT = "about.json"  # written last: the folder is complete
 _FIELDS = ("inputs", "targets", "weights", "segment_ids", "positions", chunks.DOCUMENTS)
 HIDDEN = "hidden"
@@ -71,11 +74,12 @@ class CachedHidden(chunks.ChunkTask):
     def describe(self) -> str:
         """Returns one line for the run summary."""
         about = self._about
-        return f"cached_hidden: {about['rows']} rows of {about['source']}; hidden states of {about['model']}"
+        rows = ", ".join(f"{count:,} {split}" for split, count in about["rows"].items())
+        return f"cached_hidden: {rows} rows of {about['source']}; hidden states of {about['model']['base']}"
 
     def fingerprint(self) -> str:
-        """Returns the hash of the task that the rows come from."""
-        return str(self._about["fingerprint"])
+        """Returns a hash of the task that the rows come from, their number, and the model."""
+        return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
     def _about(self) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def write(
     *,
     limits: Mapping[str, int],
     rows: int,
-    model: str,
+    model: Mapping[str, Any],
 ) -> Iterator[tuple[str, int, int]]:
     """Computes and writes the hidden states of the rows of a task, in the order of evaluations.
 
@@ -116,25 +120,31 @@ def write(
       hidden: computes the states [rows, T, D] of a batch.
       limits: number of rows of each split.
       rows: of a batch.
-      model: a description of the model.
+      model: what determines the hidden states, as JSON values: `base` describes the model, `chunk` is the number of
+        positions that it reads at a time.
 
     Yields:
       The split, its rows done and its rows in all, after every batch.
+
+    Raises:
+      UserError: the folder was begun with another task, model or other limits.
     """
+    begun = {"length": task.length, "source": task.describe(), "fingerprint": task.fingerprint(), "model": model}
+    _begin(folder, {**begun, "limits": dict(limits)})
     counts, width = {}, 0
     for split in chunks.SPLITS:
-        held = dataclasses.replace(task, held_out="test", eval_rows=limits[split], num_streams=1)
-        source, place = held.rows(split), Path(folder) / split
-        counts[split] = total = min(len(source), limits[split])
+        source, place = task.rows(split), Path(folder) / split
         if place.exists():
-            width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape[-1]
+            counts[split], _, width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape
             continue
+        counts[split] = total = min(len(source), limits[split])
+        order = chunks.evaluation_order(len(source))
         partial = Path(folder) / f"{split}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         arrays: dict[str, np.ndarray] = {}
         for begin in range(0, total, rows):
-            numbers = chunks.evaluation_order(len(source))[begin : begin + rows]
+            numbers = order[begin : begin + rows]
             found = [source.row(int(number)) for number in numbers[: total - begin]]
             found += [found[-1]] * (rows - len(found))
             batch = {name: np.stack([row[name] for row in found]) for name in _FIELDS}
@@ -149,6 +159,18 @@ def write(
         for array in arrays.values():
             array.flush()
         partial.rename(place)
-    about = {"length": task.length, "width": width, "rows": counts, "source": task.describe(), "model": model}
-    about["fingerprint"] = task.fingerprint()
-    (Path(folder) / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    about = {**begun, "width": width, "rows": counts}
+    paths.write_text_atomically(paths.resolve(folder) / _ABOUT, json.dumps(about, indent=1) + "\n")
+
+
+def _begin(folder: str, begun: Mapping[str, Any]) -> None:
+    file = paths.resolve(folder) / _BEGUN
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        paths.write_text_atomically(file, json.dumps(begun, indent=1) + "\n")
+    saved = json.loads(file.read_text())
+    if differing := [name for name, value in begun.items() if saved.get(name) != json.loads(json.dumps(value))]:
+        raise UserError(
+            f"{folder} was begun with another {', '.join(differing)}: {[saved.get(name) for name in differing]}, now "
+            f"{[begun[name] for name in differing]}. Give another folder, or remove this one"
+        )

@@ -91,6 +91,8 @@ class CodeFiles(chunks.ChunkTask):
         parts = [f"code_files: {', '.join(self.languages)} of {source}"]
         for split, rows in self._rows.items():
             parts.append(f"{split} {units.counted(len(rows.names), 'file')}, {units.counted(len(rows), 'row')}")
+        if self._unreadable:
+            parts.append(f"{units.counted(len(self._unreadable), 'file')} left out, not UTF-8")
         if self.exclude:
             left_out = f", {self._left_out['train']:,} left out" if "train" in self._rows else ""
             parts.append(f"without text of {', '.join(self.exclude)}{left_out}")
@@ -125,6 +127,11 @@ class CodeFiles(chunks.ChunkTask):
         return Counter()
 
     @functools.cached_property
+    def _unreadable(self) -> set[str]:
+        """The files that are not UTF-8."""
+        return set()
+
+    @functools.cached_property
     def _excluded(self) -> decontamination.Excluded | None:
         if not self.exclude:
             return None
@@ -154,13 +161,13 @@ class CodeFiles(chunks.ChunkTask):
         return found
 
     def _text(self, file: File) -> str:
-        """Returns the text of a file; empty if it is not UTF-8, which is counted."""
+        """Returns the text of a file; empty if it is not UTF-8."""
         with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
             content = stream.read()
         try:
             return content.decode() if content.strip() else ""
         except UnicodeDecodeError:
-            self._left_out["not UTF-8"] += 1
+            self._unreadable.add(file.path)
             return ""
 
     def _sample(self):
@@ -190,7 +197,7 @@ def code_files(
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
       held_out: the split of evaluations: "validation", to choose a checkpoint, or "test".
-      held_out_percent: share of the packages in each of these splits; 50 leaves nothing to train on.
+      held_out_percent: share of the packages in each of these splits, 1 to 49.
       exclude: files of evaluation sets (`HumanEval.jsonl`); training files that share text with them are left out.
       exclude_words, exclude_characters: see `tasks.decontamination.Excluded`.
       least_tokens: shorter pieces of files are left out.
@@ -201,12 +208,13 @@ def code_files(
     patterns = (files,) if isinstance(files, str) else tuple(files or ())
     excluded = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     for pattern in (*patterns, *excluded):
-        check_text(pattern, where="code_files.files")
+        check_text(pattern, where="code_files.exclude" if pattern in excluded else "code_files.files")
     chosen = (languages,) if isinstance(languages, str) else tuple(languages)
-    if unknown := [name for name in chosen if name not in LANGUAGES] or not chosen:
-        raise UserError(f"code_files.languages: {unknown}: expected some of {', '.join(LANGUAGES)}")
-    if not 1 <= held_out_percent <= 50:
-        raise UserError(f"code_files.held_out_percent = {held_out_percent}: expected from 1 to 50")
+    unknown = [name for name in chosen if name not in LANGUAGES]
+    if unknown or not chosen:
+        raise UserError(f"code_files.languages = {languages!r}: expected some of {', '.join(LANGUAGES)}")
+    if not 1 <= held_out_percent < 50:
+        raise UserError(f"code_files.held_out_percent = {held_out_percent}: expected from 1 to 49")
     if not 1 <= least_tokens <= length:
         raise UserError(f"code_files.least_tokens = {least_tokens}: expected from 1 to the length, {length}")
     return CodeFiles(

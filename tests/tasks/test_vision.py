@@ -140,9 +140,11 @@ def test_a_broken_image_is_refused_or_skipped_and_counted(folder, capsys):
     said = capsys.readouterr().err
     assert said.count("4.png cannot be read") == 1
     assert "skipped because their images cannot be read: 1 of" in said
+    weighted = dataclasses.replace(skipping, weighted=True).train(WHOLE, seed=0)
+    assert all(next(weighted)["weights"].any(-1).all() for _ in range(20))
     for number in range(9):
         (folder / f"{number}.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match="cannot be read as an image"):
+    with pytest.raises(UserError, match=r"no image of a stream can be read; the last: .*cannot be read as an image"):
         next(task(folder, broken="skip").train(WHOLE, seed=1))
 
 

@@ -47,7 +47,7 @@ def test_gates_are_compared_and_a_run_continues_with_the_state_of_its_gate(launc
     launch(*trained, "--steps", "1", slice_name="v5e-1")
     said = launch(*trained, slice_name="v5e-1")
     assert "resumed from 1" in said
-    assert re.search("frozen      checksum [0-9a-f]{8}, before and after training", said)
+    assert re.search("frozen      checksum [0-9a-f]{8}, at the start of this process and now", said)
     asked = ("--gates", "skip,update,random,oracle,greedy,reconstruction", "--controls", "no_learning,resets,shuffled")
     said = launch("evaluate", run, *asked, "--rows", "8", "--label", "own")
     found = json.loads((tmp_path / "run/evaluation/gates_own.json").read_text())

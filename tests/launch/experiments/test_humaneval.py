@@ -59,7 +59,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys, monkeypatch):
         (tmp_path / "none.jsonl", "--allow-code"): "no such file",
         (bad, "--allow-code"): "line 2: prompt, test, entry_point is missing or no text",
         (empty, "--allow-code"): "has no problems",
-        (file, "--allow-code", "--lm-eval", "arc_easy"): "give one of --lm-eval, --humaneval and --seqio",
+        (file, "--allow-code", "--lm-eval", "arc_easy"): "give one of --lm-eval, --humaneval at a time",
         (file, "--allow-code", "--lm-eval-path", tmp_path): "--lm-eval-path belongs to --lm-eval",
         (file, "--allow-code", "--temperature", "0.5"): "one sample is greedy: give --samples, too",
     }.items():

@@ -107,14 +107,20 @@ def test_hidden_states_are_computed_once_and_a_broken_call_continues(folder, tmp
         return np.repeat(batch["inputs"][..., None] / 8, 3, axis=-1)
 
     limits = {"train": 10, "validation": 4, "test": 3}
-    steps = cached.write(out, given, hidden, limits=limits, rows=4, model="a base")
+    model = {"base": "a base", "chunk": 16}
+    steps = cached.write(out, given, hidden, limits=limits, rows=4, model=model)
     for split, _, _ in steps:  # stops in the second split
         if split == "validation":
             break
     with pytest.raises(UserError, match="no complete folder of launch/run hidden"):
         cached.cached_hidden(folder=out, length=16, num_streams=2).spec(4)
     before = len(calls)
-    assert list(cached.write(out, given, hidden, limits=limits, rows=4, model="a base"))
+    other = {**model, "base": "another"}
+    with pytest.raises(UserError, match=r"was begun with another model: .*'a base'.*'another'"):
+        next(cached.write(out, given, hidden, limits=limits, rows=4, model=other))
+    with pytest.raises(UserError, match="was begun with another limits"):
+        next(cached.write(out, given, hidden, limits={**limits, "train": 11}, rows=4, model=model))
+    assert list(cached.write(out, given, hidden, limits=limits, rows=4, model=model))
     assert len(calls) == before + 2
     read = cached.cached_hidden(folder=out, length=16, num_streams=2, held_out="test")
     assert not read.problems()
@@ -123,8 +129,9 @@ def test_hidden_states_are_computed_once_and_a_broken_call_continues(folder, tmp
     assert set(batch) == set(read.spec(4))
     ours, theirs = next(read.evaluation(LAYOUT)), next(given.evaluating(3).evaluation(LAYOUT))
     assert len(read.rows("train")) == 10
-    assert {*ours["documents"]} <= {-1, *range(30)}
-    assert theirs["targets"].shape == ours["targets"].shape
+    for name, values in theirs.items():
+        np.testing.assert_array_equal(ours[name], values)
+    assert read.fingerprint() != given.fingerprint()
     assert dataclasses.replace(read, length=8).problems()
 
 
