@@ -128,11 +128,16 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
     rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
 
     def runner(fn, stacked, x, side, tail):
-        def recording(layer, x, side, kind):
-            after, out = fn.plain(layer, x, side, kind)
-            return after, out._replace(stacked=(out.stacked, after))
+        def recorded(kind, in_loop):
+            del in_loop  # without a backward pass, nothing is rematerialized
 
-        result, out = stack.scan_runner(dataclasses.replace(fn, plain=recording), stacked, x, side, tail)
+            def recording(layer, x, side):
+                after, out = fn.plain(layer, x, side, kind)
+                return after, out._replace(stacked=(out.stacked, after))
+
+            return recording
+
+        result, out = stack.scan_runner(dataclasses.replace(fn, rematerialized=recorded), stacked, x, side, tail)
         outputs, every = out.stacked
         seen.append((x, every))
         return result, out._replace(stacked=outputs)

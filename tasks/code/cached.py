@@ -129,7 +129,7 @@ def write(
     Raises:
       UserError: the folder was begun with another task, model or other limits.
     """
-    begun = {"length": task.length, "source": task.describe(), "fingerprint": task.fingerprint(), "model": model}
+    begun = {"length": task.length, "fingerprint": task.fingerprint(), "model": model}
     _begin(folder, {**begun, "limits": dict(limits)})
     counts, width = {}, 0
     for split in chunks.SPLITS:
@@ -159,7 +159,7 @@ def write(
         for array in arrays.values():
             array.flush()
         partial.rename(place)
-    about = {**begun, "width": width, "rows": counts}
+    about = {**begun, "width": width, "rows": counts, "source": task.describe()}
     paths.write_text_atomically(paths.resolve(folder) / _ABOUT, json.dumps(about, indent=1) + "\n")
 
 

@@ -138,8 +138,9 @@ def test_hidden_states_are_computed_once_and_a_broken_call_continues(folder, tmp
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"languages": "cobol"}, "languages: .'cobol'.: expected some of python"),
-        ({"held_out_percent": 60}, "held_out_percent = 60: expected from 1 to 50"),
+        ({"languages": "cobol"}, "languages = 'cobol': expected some of python"),
+        ({"languages": ()}, r"languages = \(\): expected some of python"),
+        ({"held_out_percent": 50}, "held_out_percent = 50: expected from 1 to 49"),
         ({"held_out": "train"}, "expected 'validation' or 'test'"),
         ({"least_tokens": 17}, "least_tokens = 17: expected from 1 to the length, 16"),
     ],
