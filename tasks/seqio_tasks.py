@@ -254,7 +254,7 @@ def require_metrics(name: str) -> Any:
 def has_ids_of(name: str, vocabulary: Any) -> bool:
     """Returns whether a registered task has the ids of a vocabulary, as far as a few texts show."""
     theirs = SeqioVocabulary(name)
-    if vocabulary is None or theirs.hash == getattr(vocabulary, "hash", None):
+    if vocabulary is None or theirs.hash == vocabulary.hash:
         return vocabulary is not None
     return theirs.size == vocabulary.size and all(theirs.encode(text) == vocabulary.encode(text) for text in _SAMPLES)
 
