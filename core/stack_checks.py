@@ -29,6 +29,8 @@ def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collecti
 
 def check_groups(num_layers: int, group: int) -> None:
     """Checks that the layers divide into groups of `group` successive layers."""
+    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
+        raise UserError(f"layer_stack: group = {group!r}: expected an integer of at least 1")
     if num_layers % group:
         raise UserError(
             f"layer_stack: {units.counted(num_layers, 'layer')} do not divide into groups of {group} layers with "

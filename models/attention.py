@@ -499,12 +499,16 @@ def tiles(length: int) -> bool:
     return length % _tile_unit() == 0
 
 
+def length_shards() -> int:
+    """Returns the number of chips over which the positions of queries are sharded."""
+    spec = logical.activation_spec("length")
+    return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
+
+
 def _tile_unit() -> int:
     """Returns the number of which the length of a row is a multiple if the kernel's tiles fit."""
-    spec = logical.activation_spec("length")
-    shards = 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
     chunks = 2 if ring_attention.shards() > 1 else 1  # of each chip
-    return shards * chunks * LANES
+    return length_shards() * chunks * LANES
 
 
 def _check_tiles(length: int) -> None:

@@ -38,7 +38,7 @@ class BlockSparse:
       global_blocks: first blocks of a row, to which all queries attend.
       window: blocks before a query's own to which it attends.
       random: drawn blocks, in addition, if there are as many others.
-      seed: of the draws.
+      seed: of the draws, below 2**63.
 
     Raises:
       UserError: a number out of range.
@@ -55,6 +55,8 @@ class BlockSparse:
             value, least = getattr(self, field.name), 1 if field.name == "block" else 0
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UserError(f"BlockSparse.{field.name} = {value!r}: expected an integer of at least {least}")
+        if self.seed >= 2**63:
+            raise UserError(f"BlockSparse.seed = {self.seed}: expected an integer below 2**63")
 
     def shrink(self) -> "BlockSparse":
         """Returns settings for the short rows of rehearsals."""
@@ -131,7 +133,9 @@ class BlockMask(splash.splash_attention_mask.Mask):
         return seen & (rows[:, None] >= columns)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockMask) and hash(self) == hash(other)
+        if not isinstance(other, BlockMask):
+            return False
+        return self.block == other.block and np.array_equal(self.of_blocks, other.of_blocks)
 
     def __hash__(self) -> int:
         return hash((self.block, self.of_blocks.shape, self.of_blocks.tobytes()))
@@ -172,12 +176,13 @@ def attend(
             "the blocks. Choose a strategy whose activation table has kv_length = None"
         )
     length, c = q.shape[1], settings.block
-    fits = attention.tiles(length) and c % attention.LANES == 0 and length % c == 0
+    local = length // attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
+    fits = attention.tiles(length) and c % attention.LANES == 0 and local % c == 0
     if choice == "splash" and not fits:
         raise UserError(
-            f"attention = 'splash' with BlockSparse.block = {c} and rows of {length} positions: the kernel needs a "
-            f"block that is a multiple of {attention.LANES} and divides the row; attention = 'auto' computes other "
-            "sizes by plain products"
+            f"attention = 'splash' with BlockSparse.block = {c} and rows of {length} positions, {local} on each chip: "
+            f"the kernel needs a block that is a multiple of {attention.LANES} and divides the positions of a chip; "
+            "attention = 'auto' computes other sizes by plain products"
         )
     k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
     by_products = functools.partial(plain, settings=settings, scale=scale, softcap=softcap)
@@ -209,7 +214,8 @@ def cached(
 ) -> tuple[jax.Array, KeysAndValues]:
     """Computes the attention of new slots to cached ones; arguments as in `attention.cached`.
 
-    Blocks are counted from the first position of a row, after its empty slots.
+    Blocks are counted from the first position of a row, after its empty slots. All cached entries are scored, and
+    those of other blocks are then hidden, so the cost of a token grows with the number of entries.
     """
     new = (jnp.swapaxes(a, 1, 2) for a in (k, v))
     pairs = zip(before, new, strict=True)

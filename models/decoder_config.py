@@ -54,6 +54,7 @@ _CHOICES = {
 _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
 _NOT_SETTINGS = {"remat", "dtype", "attention", "vocab_multiple", "lora", "loss_chunk"}  # of a run, not of the function
+_PARTS_NOT_SETTINGS = {("s5", "chunk"), ("ttt", "inner")}  # the name of the mixer says which inner model it has
 _EXPERTS_NOT_SETTINGS = {"mlp_dim", "capacity", "balance", "z_loss"}  # the width is listed as mlp_dim
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
@@ -101,7 +102,8 @@ class DecoderConfig:
       max_positions: the largest number of positions; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.rotary`.
       local_rope_theta: base in layers with a window, without scaling; None: as in the others.
-      window: positions to which a query of a local layer attends, including its own; None: all layers are global.
+      window: positions to which attention in a local layer reaches, including a query's own; None: all layers are
+        global. Mixers without attention have no window.
       pattern: kinds of successive layers, "local" or "global", repeated as often as needed; (): all local if there is
         a window.
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
@@ -205,6 +207,21 @@ class DecoderConfig:
                 f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
                 "window needs local layers"
             )
+        self._check_local_layers()
+
+    def _check_local_layers(self) -> None:
+        local = [kind.mixers for kind in self.layer_kinds if kind.span == LOCAL]
+        if any("block_sparse" in mixers for mixers in local):
+            raise UserError(
+                f"Transformer: window = {self.window}, pattern = {self.pattern} and mixer = {self.mixer!r}: a local "
+                "layer has the mixer 'block_sparse', whose blocks may lie outside of the window (BlockSparse.window "
+                "limits them); name these layers 'global' in the pattern"
+            )
+        if local and not any("attention" in mixers for mixers in local):
+            raise UserError(
+                f"Transformer: window = {self.window}, pattern = {self.pattern} and mixer = {self.mixer!r}: no local "
+                "layer has the mixer 'attention', to which the window applies; set window = None and pattern = ()"
+            )
 
     def _check_parts(self) -> None:
         for field, found, known in (
@@ -254,7 +271,7 @@ class DecoderConfig:
         for part in ("block_sparse", "s5", "planner", "ttt"):
             if (settings := found.pop(part)) is not None:
                 every = dataclasses.asdict(settings)
-                found |= {f"{part}.{name}": value for name, value in every.items() if (part, name) != ("s5", "chunk")}
+                found |= {f"{part}.{name}": v for name, v in every.items() if (part, name) not in _PARTS_NOT_SETTINGS}
         if (experts := found.pop("experts")) is not None:
             routing = dataclasses.asdict(experts)
             found |= {f"experts.{name}": value for name, value in routing.items() if name not in _EXPERTS_NOT_SETTINGS}

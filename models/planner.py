@@ -7,6 +7,8 @@ step of the high one (Wang et al. 2025, "Hierarchical Reasoning Model"). Gradien
 alone; the steps before are a fixed point iteration without gradient. Position t reads the plan of the last chunk that
 ended before its own chunk began, j(t) = t // c - 1, so nothing depends on later tokens. A chunk is summarized by its
 tokens of the segment of its last one, plans attend within segments, and a position reads only a plan of its segment.
+Chunks are counted from the start of the row, so the plans of a segment depend on where it starts in it; generation
+counts from the first token.
 
 B batch, T length, D embed, c positions of a chunk, n chunks.
 """

@@ -33,6 +33,6 @@ class Planner:
                 raise UserError(f"Planner.{field} = {value!r}: expected an integer of at least 1")
         if not self.causal:
             raise UserError(
-                "Planner.causal = False: a plan of whole rows shows a language model the tokens that it shall predict; "
+                "Planner.causal = False: a plan of whole rows shows a language model the tokens to be predicted; "
                 "set causal = True"
             )

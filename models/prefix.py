@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from core.errors import UserError
 
-HIDDEN = -1e9  # the bias of a key that no query shall see
+HIDDEN = -1e9  # bias of a hidden key
 _OWN_BITS = 16  # of a query's own position, where a window needs it beside `until`
 _BIAS_DIMS = 8  # added to heads for the bias, because the kernel reads whole sublanes; all but one are 0
 

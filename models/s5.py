@@ -42,8 +42,8 @@ class S5:
       states: 2 P, the size of the real state; a layer keeps one of each conjugate pair.
       min_dt, max_dt: range of the initial step sizes, in equal ratios. The slowest states remember about 2 / min_dt
         positions, the fastest 2 / max_dt.
-      blocks: the initial frequencies are those of so many HiPPO matrices of states / blocks; more blocks have lower
-        frequencies, whose states say less about when an input came, but more alike at all distances.
+      blocks: number of HiPPO matrices of size states / blocks whose eigenvalues are the initial frequencies; more
+        blocks lower the frequencies, which blurs the time of an input but keeps distant inputs.
       activation: of the output; see `models.derivatives.ACTIVATIONS`; None: linear.
       chunk: positions in a parallel prefix; only one state for each chunk is saved for the backward pass.
 
@@ -359,7 +359,8 @@ class _Layer(hk.Module):
         settings, (d, p) = self.settings, (x.shape[-1], self.settings.states // 2)
         dt = self._initial_dt()
         # With random real matrices of 2 P states in the basis of the eigenvectors, of which half are kept, real and
-        # imaginary parts are independent and each has half of the variance. States of noise then have variance dt.
+        # imaginary parts are independent and each has half of the variance. Without the factor dt**-0.5 the states of
+        # white noise would have variance dt; with it about 1, less at high frequencies.
         weight_in = self._matrix("b", (d, 2, p), ("embed", None, "mlp"), stddev=(2 * d * dt) ** -0.5)
         weight_out = self._matrix("c", (2, p, d), (None, "mlp", "embed"), stddev=(4 * p) ** -0.5, in_dims=2)
         skip = logical.param("d", (d,), ("norm",), hk.initializers.RandomNormal(1.0))

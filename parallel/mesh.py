@@ -155,7 +155,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
       UserError: the devices are not TPUs.
     """
     if not slice.is_tpu:
-        raise UserError(f"{slice.name} is no TPU slice, and programs are compiled ahead of time for TPU slices only")
+        raise UserError(f"{slice.name} is not a TPU slice; ahead-of-time compilation needs one")
     bounds = (*slice.host_bounds, 1)[:3]
     wrap = (*slice.wraparound, False)[:3]
     options: dict[str, Any] = {"chips_per_host_bounds": bounds, "wrap": wrap}

@@ -142,8 +142,8 @@ class AdaptedDecoder:
             )
         if self.base.max_positions is not None and self.chunk > self.base.max_positions:
             raise UserError(
-                f"AdaptedDecoder.chunk = {self.chunk}: the base has {self.base.max_positions} positions; expected at "
-                "most so many"
+                f"AdaptedDecoder.chunk = {self.chunk}: the positions of the base are limited; expected at most "
+                f"{self.base.max_positions}"
             )
         if self.carry not in CARRIES:
             raise UserError(f"AdaptedDecoder.carry = {self.carry!r}: expected one of {', '.join(CARRIES)}")
@@ -294,7 +294,9 @@ class AdaptedDecoder:
     def shrink(self, multiples: Mapping[str, int]) -> AdaptedDecoder:
         """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         base, layer_ = self.base.shrink(multiples), self.layer.shrink(multiples)
-        return dataclasses.replace(self, base=base, layer=layer_, chunk=min(self.chunk, 64))
+        chunk = layer_.mini_batch * max(min(self.chunk, 64) // layer_.mini_batch, 1)
+        positions = self.loss_positions and min(self.loss_positions, chunk)
+        return dataclasses.replace(self, base=base, layer=layer_, chunk=chunk, loss_positions=positions)
 
     def _adapter(self, params: Params) -> Adapter:
         return hk.transform(lambda: _Parameters(_NAME)(self)).apply(params, None)

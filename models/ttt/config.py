@@ -18,7 +18,8 @@ class TTTConfig:
     """The settings of a layer of `models.ttt.layer`.
 
     Attributes:
-      inner: the model that is trained on the tokens of a row: "linear" (TTT-Linear) or "mlp" (TTT-MLP).
+      inner: the model that is trained on the tokens of a row: "linear" (TTT-Linear) or "mlp" (TTT-MLP), of the
+        adapter; a decoder's mixer names its own.
       variant: "published" (Sun et al. 2024) or "ponder", the form of PonderTTT's code: rates belong to the token that
         is learned from instead of the token that reads, they grow by `decay` within a mini-batch and shrink with the
         width of the model, the convolutions end one token earlier, and the epsilon of norms is 1e-5 instead of 1e-6.
@@ -56,16 +57,21 @@ class TTTConfig:
             if getattr(self, name) not in choices:
                 raise UserError(f"TTTConfig.{name} = {getattr(self, name)!r}: expected one of {', '.join(choices)}")
         for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise UserError(f"TTTConfig.{name} = {getattr(self, name)}: expected at least 1")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"TTTConfig.{name} = {value!r}: expected an integer of at least 1")
         if self.head_dim % 2:
             raise UserError(f"TTTConfig.head_dim = {self.head_dim} is odd; rotary embeddings need an even size")
         if self.diagonal not in (0, -1):
             raise UserError(f"TTTConfig.diagonal = {self.diagonal}: expected 0 or -1")
+        for name in ("base_rate", "rope_theta", "rate_scale", "decay"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(f"TTTConfig.{name} = {value!r}: expected a finite number")
         for name in ("base_rate", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
+            if getattr(self, name) <= 0:
                 raise UserError(f"TTTConfig.{name} = {getattr(self, name)}: expected a finite number above 0")
-        if not 0 <= self.rate_scale < math.inf:
+        if self.rate_scale < 0:
             raise UserError(f"TTTConfig.rate_scale = {self.rate_scale}: expected a finite number of at least 0")
         if self.decay and self.variant != "ponder":
             raise UserError(f"TTTConfig.decay = {self.decay}: only the variant 'ponder' has a decay; expected 0")
@@ -73,7 +79,8 @@ class TTTConfig:
     def shrink(self, multiples: Mapping[str, int]) -> TTTConfig:
         """Returns the smallest layer whose dimensions are multiples of `multiples`, by logical axis."""
         head_dim = math.lcm(8, multiples["head_dim"])
-        return dataclasses.replace(self, num_heads=multiples["heads"], head_dim=head_dim, mini_batch=16)
+        mini_batch = min(self.mini_batch, 16)
+        return dataclasses.replace(self, num_heads=multiples["heads"], head_dim=head_dim, mini_batch=mini_batch)
 
     @property
     def is_ponder(self) -> bool:

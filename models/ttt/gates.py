@@ -15,6 +15,7 @@ that decisions depend neither on hosts nor on the strategy. The state is part of
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -101,10 +102,16 @@ class Random:
 
 @dataclasses.dataclass(frozen=True)
 class LossThreshold:
-    """Updates where the loss of the base is above a threshold."""
+    """Updates where the loss of the base is above a threshold.
+
+    Raises UserError if the threshold is not a number.
+    """
 
     threshold: float = 2.0
     reads = "loss"
+
+    def __post_init__(self):
+        _check("LossThreshold.threshold", self.threshold, -math.inf, math.inf)
 
     def init(self) -> State:
         """See `Gate`."""
@@ -159,8 +166,8 @@ class Average:
 class Reconstruction:
     """Updates where the reconstruction loss is above a threshold that holds a budget: the gate of the paper.
 
-    The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves the share
-    rho above it. After every later decision u,
+    The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves about the
+    share rho above it. From the last chunk of the calibration on, after every decision u,
 
         r <- (1 - alpha) r + alpha u;    theta <- max(least, theta + (r - rho) alpha max(floor, |theta|))
 
@@ -184,8 +191,11 @@ class Reconstruction:
     def __post_init__(self):
         _check("Reconstruction.budget", self.budget, SKIP_COST, UPDATE_COST)
         _check("Reconstruction.alpha", self.alpha, 0.0, 1.0)
-        if self.calibration < 1:
-            raise UserError(f"gates.Reconstruction.calibration = {self.calibration}: expected at least 1")
+        _check("Reconstruction.floor", self.floor, 0.0, math.inf)
+        _check("Reconstruction.least", self.least, 0.0, math.inf)
+        count = self.calibration
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UserError(f"gates.Reconstruction.calibration = {count!r}: expected an integer of at least 1")
 
     @property
     def rate(self) -> float:
@@ -265,9 +275,16 @@ class Oracle:
 
     Attributes:
       rate: the share; None: greedy, every chunk with a positive advantage.
+
+    Raises:
+      UserError: a share outside 0 to 1.
     """
 
     rate: float | None = 0.5
+
+    def __post_init__(self):
+        if self.rate is not None:
+            _check("Oracle.rate", self.rate, 0.0, 1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
         """Returns the decisions of all chunks of an evaluation, [chunks] bool."""
@@ -277,9 +294,15 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True)
 class Improvement:
-    """Updates the share of all chunks whose inner models improve most by a step."""
+    """Updates the share of all chunks whose inner models improve most by a step.
+
+    Raises UserError for a share outside 0 to 1.
+    """
 
     rate: float = 0.5
+
+    def __post_init__(self):
+        _check("Improvement.rate", self.rate, 0.0, 1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
         """See `Oracle`."""

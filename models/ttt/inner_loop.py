@@ -15,7 +15,8 @@ weights of single tokens (the dual form); `token` computes one token, for genera
 Sun et al. 2024, "Learning to (Learn at Test Time): RNNs with Expressive Hidden States", sections 2.4 and 2.5.
 
 The tokens of a row may belong to several segments: the first token of a segment finds the initial weights. Mini-batches
-are counted from the start of the row. Everything is computed in float32 (float64 for float64 inputs).
+are counted from the start of the row. All arrays are float32 (float64 for float64 inputs); products have JAX's default
+precision, which on TPUs rounds their inputs to bfloat16 (`jax.default_matmul_precision` changes it).
 
 B rows, H heads, K head_dim, b tokens of a mini-batch, N mini-batches.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +41,9 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
     """
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise UserError(f"{where}: model_type = {kind!r} is no known vision model; known are {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{where}: model_type = {kind!r} is not a supported vision model; supported: {', '.join(FAMILIES)}"
+        )
     is_clip = str(kind).startswith("clip")
     inner = config.get("vision_config", config)
     if not isinstance(inner, Mapping):
@@ -49,6 +52,9 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
     for name in _DEFAULTS.keys() | {"patch_size"}:
         if isinstance(found[name], bool) or not isinstance(found[name], int):
             raise UserError(f"{where}: {name} = {found[name]!r}: expected a whole number")
+    eps = found["layer_norm_eps"]
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
+        raise UserError(f"{where}: layer_norm_eps = {eps!r}: expected a finite number above 0")
     if found["num_channels"] != 3:
         raise UserError(f"{where}: num_channels = {found['num_channels']} is not supported (expected 3)")
     return {
@@ -63,7 +69,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
         "patch_bias": not is_clip,
         "class_token": is_clip,
         "input_norm": is_clip,
-        "output_norm": not is_clip,  # CLIP normalizes the class token alone, which is no feature
+        "output_norm": not is_clip,  # CLIP normalizes the class token alone, which is not part of the features
         **(_CLIP_COLOURS if is_clip else {}),
     }
 
@@ -76,7 +82,7 @@ def pretrained(folder: str, **changes: Any) -> VisionTower:
       **changes: fields of `VisionTower`.
 
     Raises:
-      UserError: there is no such file, or it describes no known vision model.
+      UserError: there is no such file, or it describes no supported vision model.
     """
     found = published_files.small_files(folder)
     read = fields(families.read_config(found), where=str(found / published_files.CONFIG))

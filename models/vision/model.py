@@ -60,7 +60,7 @@ class VisionLanguageModel:
       kinds: names of the kinds of questions.
 
     Raises:
-      UserError: an unknown part.
+      UserError: an unknown part, or a decoder with layers that cannot attend both ways to a prefix.
     """
 
     decoder: Transformer
@@ -77,6 +77,16 @@ class VisionLanguageModel:
             raise UserError(f"VisionLanguageModel.freeze: {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
         if self.frozen_dtype not in ("bfloat16", "float32"):
             raise UserError(f"VisionLanguageModel.frozen_dtype = {self.frozen_dtype!r}: expected bfloat16 or float32")
+        kinds = self.decoder.layer_kinds
+        causal = {f"mixer {name!r}" for kind in kinds for name in kind.mixers if name != "attention"}
+        causal |= {f"feed_forward {kind.feed_forward!r}" for kind in kinds if kind.feed_forward == "s5"}
+        causal |= {"planner"} if self.decoder.planner is not None else set()
+        if causal:
+            raise UserError(
+                f"VisionLanguageModel.decoder has {', '.join(sorted(causal))}: only attention can attend both ways to "
+                "images and questions and hide patches; expected mixer = 'attention', a feed_forward other than 's5', "
+                "and planner = None"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "decoder" not in vars(self):
@@ -224,7 +234,7 @@ class VisionLanguageModel:
         With `vision_folder`, the folder is that of the decoder, and both are read. Otherwise the other part is not
         there: INIT_PATTERNS = ('vision_*',) takes the tower alone.
         """
-        from models.vision import families as vision_families  # of no use to a run that starts from its seed
+        from models.vision import families as vision_families  # imported only when parameters are read from a folder
 
         def tower(of: str) -> PublishedFolder:
             config = families.read_config(published_files.small_files(of))
@@ -246,7 +256,10 @@ class VisionLanguageModel:
         return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim}
 
     def flops_per_token(self, length: int) -> float:
-        """Returns training FLOPs per position of rows with one image; frozen parts have no gradients of matrices."""
+        """Returns training FLOPs per position of rows with one image; frozen parts have no gradients of matrices.
+
+        Those of the connector and the selector are left out.
+        """
         decoder = self.decoder.flops_per_token(length)
         if "decoder" in self.freeze and self.decoder.lora is None:
             decoder -= self.decoder.flops_per_token(0) / 3

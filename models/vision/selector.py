@@ -13,7 +13,8 @@ A hard choice of K patches has no gradient. Three estimators give one:
                       of log p, with p = softmax(score / t)
     gumbel            the same, of scores with Gumbel noise in training (Kool et al. 2019), which explores
     soft              all patches, with a bias of the keys log sigmoid((score - threshold) / t); the threshold is
-                      between the K-th and the next score. Evaluation hides all but the K best.
+                      between the K-th and the next score. Evaluation hides all but the K best. With slots for K
+                      patches alone, it is straight_through.
 
 The temperature t falls geometrically over the first steps. `all`, `random` and `center` choose without scores, and
 `blind` hides all patches.

@@ -23,7 +23,7 @@ import numpy as np
 
 from core import logical, stack
 from core.errors import UserError
-from models import decoder_parts, rotary
+from models import decoder_parts, derivatives, rotary
 from models.decoder_block import Block
 from models.decoder_config import GLOBAL, REMAT, DecoderConfig
 from models.layer_parts import Call, Side
@@ -53,7 +53,7 @@ class VisionTower:
       positions: "learned": a vector for each patch is added; "rotary": half of the dimensions of queries and keys are
         rotated by the row, half by the column of a patch.
       patch_bias: whether the embedding of patches has a bias.
-      class_token: whether a learned vector precedes the patches, which attend to it; it is no feature.
+      class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
       input_norm: whether patches are normalized before the first layer.
       output_norm: whether features are normalized after the last layer.
       mean, std: of the colours, from 0 to 1; pixels become (pixel / 255 - mean) / std.
@@ -79,11 +79,16 @@ class VisionTower:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     def __post_init__(self):
-        for name in _COUNTS:
-            if (value := getattr(self, name)) < 1:
-                raise UserError(f"VisionTower.{name} = {value}: expected at least 1")
-        if self.num_layers < 0:
-            raise UserError(f"VisionTower.num_layers = {self.num_layers}: expected at least 0")
+        for name in (*_COUNTS, "num_layers"):
+            value, least = getattr(self, name), 0 if name == "num_layers" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"VisionTower.{name} = {value!r}: expected an integer of at least {least}")
+        eps = self.norm_eps
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
+            raise UserError(f"VisionTower.norm_eps = {eps!r}: expected a finite number above 0")
+        if self.activation not in derivatives.ACTIVATIONS:
+            expected = ", ".join(derivatives.ACTIVATIONS)
+            raise UserError(f"VisionTower.activation = {self.activation!r}: expected one of {expected}")
         if self.image_size % self.patch_size:
             below = self.image_size // self.patch_size * self.patch_size or self.patch_size
             raise UserError(

@@ -363,6 +363,9 @@ def test_layers_of_a_group_have_parameters_of_their_own(remat):
 def test_layers_that_do_not_divide_into_groups_are_refused():
     with pytest.raises(ValueError, match=r"5 layers do not divide into groups of 3 .* nearest numbers that do: 3, 6"):
         grouped(layers=5)
+    for group in (0, -2, 1.0):
+        with pytest.raises(ValueError, match=f"group = {group}: expected an integer of at least 1"):
+            stack.layer_stack(of_a_group, 6, group=group)
 
 
 def test_layers_of_a_group_need_names_of_their_own():

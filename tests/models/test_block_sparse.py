@@ -90,6 +90,10 @@ def test_the_mask_of_the_kernel():
     assert mask.shape == (20, 20)
     whole = np.kron(of_blocks, np.ones((4, 4), bool)) & np.tri(20, dtype=bool)
     np.testing.assert_array_equal(mask[8:16, 4:12], whole[8:16, 4:12])
+    same, other = of_blocks.copy(), of_blocks.copy()
+    other[4, 2] = not other[4, 2]
+    assert mask == block_sparse.BlockMask(same, 4)
+    assert mask not in (block_sparse.BlockMask(other, 4), block_sparse.BlockMask(same, 2))
 
 
 @pytest.mark.covers("N09")
@@ -126,6 +130,16 @@ def test_flops_grow_with_length_alone():
     assert dataclasses.replace(PLAIN, num_layers=2).flops_per_token(4096) > longer
 
 
+def test_a_block_of_the_kernel_divides_the_positions_of_a_chip(monkeypatch):
+    monkeypatch.setattr(attention, "length_shards", lambda: 4)
+    inputs, segments, _ = operands(512)
+    how = {"settings": BlockSparse(block=256), "scale": 0.3}
+    with pytest.raises(ValueError, match="block = 256 and rows of 512 positions, 128 on each chip"):
+        block_sparse.attend(*inputs, segments, choice="splash", **how)
+    program = jax.jit(lambda *a: block_sparse.attend(*a, segments, choice="auto", **how)).trace(*inputs)
+    assert "pallas_call" not in str(program.jaxpr)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -134,8 +148,9 @@ def test_flops_grow_with_length_alone():
         (lambda: dataclasses.replace(MODEL, attention="none"), "attention = 'none' mixes no positions"),
         (
             lambda: block_sparse.attend(*operands()[0], None, settings=SETTINGS, choice="splash", scale=1.0),
-            "block = 4 and rows of 46 positions: the kernel needs a block that is a multiple of 128",
+            "block = 4 and rows of 46 positions, 46 on each chip: the kernel needs a block that is a multiple of 128",
         ),
+        (lambda: BlockSparse(seed=2**63), f"BlockSparse.seed = {2**63}: expected an integer below"),
     ],
 )
 def test_wrong_settings_are_refused(call, says):

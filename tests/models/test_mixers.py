@@ -9,7 +9,9 @@ import pytest
 
 from models import transformer
 from models.agreement_subjects import random_batches
+from models.block_sparse import BlockSparse
 from models.experts import Experts
+from models.s5 import S5
 
 VOCAB = 59
 BATCH = jax.tree.map(jnp.asarray, next(random_batches(VOCAB, steps=1, rows=2)))
@@ -55,6 +57,33 @@ def test_layers_alternate_between_feed_forwards():
     imbalance = out.metrics["experts/imbalance"]
     assert 1 <= imbalance.total / imbalance.weight <= 2  # a mean over the layers that have experts
     check_generation(ALTERNATING, params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mixer": "block_sparse", "block_sparse": BlockSparse()}, "a local layer has the mixer 'block_sparse'"),
+        (
+            {"mixer": ("attention", "attention+block_sparse"), "block_sparse": BlockSparse()},
+            "a local layer has the mixer 'block_sparse'",
+        ),
+        ({"mixer": "s5", "s5": S5(states=8)}, "no local layer has the mixer 'attention'"),
+        (
+            {"mixer": ("s5", "attention"), "s5": S5(states=8), "pattern": ("local", "global")},
+            "no local layer has the mixer 'attention'",
+        ),
+    ],
+)
+def test_a_window_that_applies_to_nothing_is_refused(changes, says):
+    with pytest.raises(ValueError, match=f"window = 8, pattern = .*: {says}"):
+        dataclasses.replace(PLAIN, window=8, **changes)
+
+
+def test_a_window_applies_to_the_attention_of_local_layers():
+    made = dataclasses.replace(PLAIN, window=8, mixer=("s5", "attention"), s5=S5(states=8))
+    assert {kind.span for kind in made.layer_kinds} == {"local"}
+    sparse = {"mixer": ("attention", "block_sparse"), "block_sparse": BlockSparse(), "pattern": ("local", "global")}
+    assert dataclasses.replace(PLAIN, window=8, **sparse).kinds == ("local", "global")
 
 
 def test_a_layer_without_feed_forward():

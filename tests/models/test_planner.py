@@ -37,6 +37,23 @@ def test_generation_with_the_state_equals_the_full_pass(params):
     check_generation(MODEL, params)
 
 
+def kept(high_steps, low_steps):
+    """The shapes of what the backward pass of the loss reads."""
+    model = dataclasses.replace(MODEL, planner=Planner(chunk=4, high_steps=high_steps, low_steps=low_steps))
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), BATCH))
+    back = jax.eval_shape(lambda p: jax.vjp(lambda p: model.loss(p, (), None, BATCH)[1].loss_sum, p)[1], params)
+    return sorted(leaf.shape for leaf in jax.tree.leaves(back))
+
+
+@pytest.mark.covers("N10")
+def test_only_the_last_step_has_a_gradient(monkeypatch):
+    """The backward pass keeps nothing of the steps before; it would if these had a gradient."""
+    one = kept(1, 1)
+    assert kept(3, 2) == one
+    monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)
+    assert len(kept(3, 2)) > len(one)
+
+
 def test_a_plan_that_sees_the_future_is_refused():
     with pytest.raises(ValueError, match="causal = False: a plan of whole rows shows a language model the tokens"):
         Planner(chunk=4, causal=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from models import attention
+from models import attention, prefix
 from models.prefix import HIDDEN, Prefix
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 32
@@ -61,6 +61,13 @@ def test_plain_and_kernel_equal_a_softmax_over_what_a_query_sees(inputs, window,
     np.testing.assert_allclose(out2, out, atol=3e-5, rtol=0)
     for ours, want in zip(gradients2, gradients, strict=True):
         np.testing.assert_allclose(ours, want, atol=1e-4, rtol=0)
+
+
+def test_rows_too_long_for_two_positions_in_one_number_are_refused():
+    until = jnp.zeros((1, 32769), jnp.int32)
+    with pytest.raises(UserError, match="a prefix and a window: 32769 positions; expected at most 32768"):
+        prefix.sequence(until, window=8)
+    assert prefix.sequence(until, window=None) is until
 
 
 def test_a_bound_of_scores_cannot_be_combined_with_a_bias(inputs):

@@ -122,6 +122,10 @@ def test_the_initial_system_is_hippo_and_remembers_a_row():
         assert kept[1] < 1e-30
 
 
+def test_blocks_repeat_the_frequencies_of_a_smaller_matrix():
+    np.testing.assert_array_equal(s5.S5(states=8, blocks=2).frequencies, np.tile(s5.hippo(4), 2))
+
+
 HYBRID = dataclasses.replace(
     PLAIN,
     num_layers=2,
@@ -142,6 +146,8 @@ def test_generation_with_the_state_equals_the_full_pass():
     ("settings", "says"),
     [
         ({"states": 7}, "S5.states = 7: expected an even number"),
+        ({"states": 8, "blocks": 3}, r"S5.blocks = 3: states = 8 do not divide .* expected a divisor of 4"),
+        ({"states": 8, "blocks": 0}, "S5.blocks = 0: expected an integer of at least 1"),
         ({"states": 8, "chunk": 0}, "S5.chunk = 0: expected an integer of at least 1"),
         ({"states": 8, "min_dt": 0.2}, r"min_dt = 0.2, max_dt = 0.1: expected finite numbers, 0 < min_dt <= max_dt"),
         ({"states": 8, "activation": "tanh"}, "S5.activation = 'tanh': expected None or one of silu"),

@@ -127,5 +127,5 @@ def test_describing_a_slice_leaves_no_trace_in_the_environment(tpu_topology, mon
 def test_gpus_are_in_the_order_of_their_hosts():
     built = mesh.make_mesh({"data": 2, "tensor": 8}, slice=slices.get("h100:8x2"), devices=jax.devices())
     assert [device.id for device in built.devices.flat] == list(range(16))
-    with pytest.raises(ValueError, match="h100:8 is no TPU slice, and programs are compiled ahead of time for TPU"):
+    with pytest.raises(ValueError, match="h100:8 is not a TPU slice; ahead-of-time compilation needs one"):
         mesh.topology_devices(slices.get("h100:8"))

@@ -27,6 +27,8 @@ BASE = Transformer(
     vocab_multiple=32,
 )
 MODEL = adapter.adapted(base=BASE, head_dim=4, num_heads=4, settings={"mini_batch": 4}, chunk=8, base_dtype="float32")
+STRATEGIES = ["fsdp", "fsdp_tensor", "tensor", "zero1"]
+STRATEGIES += ["sequence_tensor", "context", "context_ring", "pipeline", "pipeline_fsdp"]
 GATED = dataclasses.replace(MODEL, gate=gates.Reconstruction(calibration=4))
 
 
@@ -95,10 +97,12 @@ def changed(trajectory, module, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_tensor", "tensor", "zero1"])
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("carry", ["none", "document"])
 def test_training_with_a_gate_agrees_with_one_device(name, carry):
-    model = dataclasses.replace(GATED, carry=carry, gating_scale=True)
+    layers = 4 if name.startswith("pipeline") else BASE.num_layers  # one for each stage
+    base = dataclasses.replace(BASE, num_layers=layers)
+    model = dataclasses.replace(GATED, base=base, carry=carry, gating_scale=True)
 
     def run(example):
         return agreement.run(bind(model, example, batch()), random_batches(BASE.vocab_size, steps=3))
@@ -206,7 +210,7 @@ def test_hidden_states_of_the_batch_replace_the_base(params):
         ({"chunk": 10}, "chunk = 10: expected a multiple of the 4 tokens of a mini-batch"),
         ({"loss_positions": 9}, "loss_positions = 9: expected from 1 to the chunk, 8"),
         ({"carry": "row"}, "expected one of none, document"),
-        ({"base": dataclasses.replace(BASE, max_positions=4)}, "the base has 4 positions"),
+        ({"base": dataclasses.replace(BASE, max_positions=4)}, "positions of the base are limited; expected at most 4"),
         ({"base_dtype": "int8"}, "expected 'bfloat16' or 'float32'"),
         ({"reconstruction_weight": -1.0}, "at least 0"),
     ],
@@ -214,6 +218,27 @@ def test_hidden_states_of_the_batch_replace_the_base(params):
 def test_settings_that_do_not_fit_are_refused(change, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(MODEL, **change)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "mini_batch", "loss_positions", "limit", "small"),
+    [
+        (512, 16, 128, None, (64, 16, 64)),
+        (24, 8, None, None, (24, 8, None)),
+        (8, 4, 3, 8, (8, 4, 3)),
+        (96, 24, 96, 96, (64, 16, 64)),
+        (100, 10, 70, 100, (60, 10, 60)),
+    ],
+)
+def test_small_models_of_any_chunk_are_legal(chunk, mini_batch, loss_positions, limit, small):
+    made = dataclasses.replace(
+        MODEL,
+        base=dataclasses.replace(BASE, max_positions=limit),
+        layer=dataclasses.replace(MODEL.layer, mini_batch=mini_batch),
+        chunk=chunk,
+        loss_positions=loss_positions,
+    ).shrink(dict.fromkeys(("kv_heads", "layers", "embed", "mlp", "heads", "head_dim", "expert"), 2))
+    assert (made.chunk, made.layer.mini_batch, made.loss_positions) == small
 
 
 def test_rows_that_chunks_do_not_divide_are_refused_before_anything_is_compiled():

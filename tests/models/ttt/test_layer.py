@@ -175,6 +175,30 @@ def test_a_naive_loop_over_tokens_agrees_at_any_length(name):
     np.testing.assert_allclose(found, naive(config, w.initial, norm, learned.token_rate, tokens), atol=1e-10, rtol=0)
 
 
+@pytest.mark.covers("N04", "X16")
+@pytest.mark.parametrize("name", quick("published/y", among=["published/y", "mlp/y"]))
+def test_a_packed_segment_learns_as_if_the_others_had_a_rate_of_zero(name):
+    """Also where a segment begins or ends inside a mini-batch; the last mini-batch is not full."""
+    config, segments = WANTED[name], np.asarray([[1] * 13 + [2] * 16 + [3] * 8])
+    w, draw = weights(config), np.random.default_rng(0)
+    norm = inner_loop.Norm(w.norm_scale, w.norm_bias, 1e-6)
+    learned = inner_loop.Learned(w.initial, norm, jnp.asarray(draw.uniform(0.1, 1, 8)))
+    q, k, v = (jnp.asarray(draw.normal(size=(1, 2, 37, 16))) for _ in range(3))
+    rate = jnp.asarray(draw.uniform(0.01, 0.1, (1, 2, 37)))
+    own = segments == np.arange(1, 4)[:, None]  # [3, 37], a row for each segment
+
+    def run(tokens):
+        memory = inner_loop.start(learned, len(tokens.key), segments=tokens.segment is not None)
+        return inner_loop.run(config, learned, memory, tokens)[1][0]
+
+    alone = inner_loop.Tokens(*(jnp.tile(a, (3, 1, 1, 1)) for a in (q, k, v)), rate * own[:, None], None)
+    packed = inner_loop.Tokens(q, k, v, rate, jnp.asarray(segments, jnp.int32))
+    found, each = jax.jit(lambda: (run(packed), run(alone)))()
+    want = np.sum(np.where(own[:, None, :, None], each, 0), axis=0, keepdims=True)
+    np.testing.assert_allclose(found, want, atol=1e-12, rtol=0)
+    assert np.abs(found - each[:1]).max() > 1e-3  # what was learned in other segments would show
+
+
 @pytest.mark.covers("N04")
 @pytest.mark.parametrize("name", quick("published/y", among=["published/y", "mlp/y", "ponder/y_decay0.3"]))
 def test_state_between_calls_is_exact_also_inside_a_mini_batch(name):
@@ -229,7 +253,11 @@ def test_gradients_are_those_of_differences():
     ("change", "words"),
     [
         ({"inner": "cubic"}, "expected one of linear, mlp"),
-        ({"mini_batch": 0}, "mini_batch = 0: expected at least 1"),
+        ({"mini_batch": 0}, "mini_batch = 0: expected an integer of at least 1"),
+        ({"mini_batch": 2.5}, "mini_batch = 2.5: expected an integer of at least 1"),
+        ({"num_heads": 2.0}, "num_heads = 2.0: expected an integer of at least 1"),
+        ({"variant": "ponder", "decay": float("nan")}, "decay = nan: expected a finite number"),
+        ({"base_rate": "1"}, "base_rate = '1': expected a finite number"),
         ({"head_dim": 7}, "head_dim = 7 is odd"),
         ({"diagonal": 1}, "expected 0 or -1"),
         ({"decay": 0.3}, "only the variant 'ponder' has a decay"),

@@ -107,3 +107,10 @@ def test_settings_and_mixer_belong_together():
     assert "ttt" not in repr(dataclasses.replace(MODEL, mixer="attention", ttt=None))
     small = MODEL.shrink(dict.fromkeys(("kv_heads", "layers", "embed", "mlp", "heads", "head_dim", "expert"), 2))
     assert (small.ttt.num_heads, small.ttt.head_dim) == (2, 8)
+
+
+def test_settings_name_the_inner_model_by_the_mixer():
+    settings = MLP.settings()
+    assert settings["mixer"] == (("ttt_mlp",),)
+    assert settings["ttt.mini_batch"] == 4
+    assert "ttt.inner" not in settings

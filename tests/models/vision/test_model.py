@@ -10,6 +10,10 @@ import pytest
 from core.errors import UserError
 from core.parameters import path_name
 from models.agreement_subjects import OPTIMIZER
+from models.block_sparse import BlockSparse
+from models.planner_config import Planner
+from models.s5 import S5
+from models.ttt import TTTConfig
 from models.vision.model import PARTS, VisionLanguageModel, part_of
 from models.vision.selector import METHODS
 from parallel import agreement
@@ -122,6 +126,8 @@ def test_every_method_answers(method):
     evaluated = evaluation(dataclasses.replace(model, kinds=("what", "where")))
     out = evaluated(params, {**batch, "kind": np.array([0, 1])})
     assert np.isfinite(out.loss_sum)
+    number = {"all": subjects.PATCHES, "blind": 0}.get(method, subjects.CHOSEN)
+    assert out.extras["chosen"].reshape(2, 2, -1).sum(-1).tolist() == [[number] * 2] * 2
     assert [float(out.metrics[k].weight) for k in ("exact", "exact_what", "exact_where")] == [2, 1, 1]
 
 
@@ -131,3 +137,19 @@ def test_images_of_another_size_and_unknown_parts_are_refused(soft):
         model.init(jax.random.key(0), {**batch, "images": batch["images"][:, :, 2:14, 2:14]})
     with pytest.raises(UserError, match="freeze: tower: expected some of vision, connector"):
         VisionLanguageModel(decoder=subjects.DECODER, vision=subjects.TOWER, freeze=("tower",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"mixer": ("attention", "attention+s5"), "s5": S5(states=8)}, "mixer 's5'"),
+        ({"mixer": "block_sparse", "block_sparse": BlockSparse()}, "mixer 'block_sparse'"),
+        ({"mixer": "ttt_mlp", "ttt": TTTConfig(num_heads=4, head_dim=8)}, "mixer 'ttt_mlp'"),
+        ({"feed_forward": ("mlp", "s5"), "s5": S5(states=8)}, "feed_forward 's5'"),
+        ({"planner": Planner(chunk=4), "mixer": "s5", "s5": S5(states=8)}, "mixer 's5', planner"),
+    ],
+)
+def test_a_decoder_that_cannot_attend_both_ways_is_refused(changes, found):
+    decoder = dataclasses.replace(subjects.DECODER, **changes)
+    with pytest.raises(UserError, match=f"decoder has {found}: only attention can attend both ways"):
+        subjects.model(decoder=decoder)

@@ -66,6 +66,21 @@ def test_a_blind_selector_hides_every_patch():
     assert not found.hard.any()
 
 
+def test_soft_with_slots_for_the_chosen_patches_is_straight_through():
+    scores = jax.random.normal(jax.random.key(0), (2, 16))
+    how = {"rows": jnp.arange(2), "num_patches": 16, "slots": 4, "temperature": jnp.asarray(0.5), "is_training": True}
+
+    def chosen(method, scores):
+        return Selector(num_chosen=4, method=method).choose(scores, **how)
+
+    def weighed(method, scores):
+        return jnp.sum(chosen(method, scores).bias * jnp.arange(8.0).reshape(2, 4))
+
+    both = [(chosen(m, scores), jax.grad(lambda s, m=m: weighed(m, s))(scores)) for m in ("soft", "straight_through")]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+    assert np.abs(both[0][1]).max() > 0.1
+
+
 @pytest.mark.covers("N11")
 @pytest.mark.parametrize(
     ("method", "slots"),

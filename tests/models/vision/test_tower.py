@@ -108,6 +108,10 @@ def test_rotary_positions_tell_a_patch_from_one_at_another_place():
         ({"positions": "none"}, "positions = 'none'"),
         ({"num_heads": 3}, "does not divide over num_heads = 3"),
         ({"positions": "rotary", "class_token": True}, "no class token"),
+        ({"norm_eps": -1.0}, "norm_eps = -1.0: expected a finite number above 0"),
+        ({"activation": "x"}, "activation = 'x': expected one of "),
+        ({"embed_dim": 16.0}, "embed_dim = 16.0: expected an integer of at least 1"),
+        ({"num_layers": -1}, "num_layers = -1: expected an integer of at least 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, said):
@@ -117,5 +121,7 @@ def test_sizes_that_do_not_fit_are_refused(changes, said):
 
 
 def test_an_unknown_vision_model_is_refused():
-    with pytest.raises(UserError, match="model_type = 'vit_mae' is no known vision model"):
+    with pytest.raises(UserError, match="model_type = 'vit_mae' is not a supported vision model; supported: siglip"):
         families.fields({"model_type": "vit_mae"})
+    with pytest.raises(UserError, match=r"config\.json: layer_norm_eps = '1e-6': expected a finite number above 0"):
+        families.fields({"model_type": "siglip", "layer_norm_eps": "1e-6"})
