@@ -9,6 +9,7 @@ from models import transformer
 from models.agreement_subjects import random_batches
 from models.block_sparse import BlockSparse
 from models.experts import Experts
+from models.planner_config import Planner
 from models.s5 import S5
 from parallel import agreement, strategies
 from parallel.agreement import ONE_DEVICE, Example
@@ -39,6 +40,7 @@ MODELS = {
         pattern=("local", "local", "local", "global"),
         remat="full",
     ),
+    "planner": transformer.Transformer(**SIZES, num_layers=2, planner=Planner(chunk=4)),
 }
 STRATEGIES = {
     "fsdp": strategies.fsdp(),
@@ -48,6 +50,10 @@ STRATEGIES = {
     "ring": strategies.context(sequence=2, ring=True),
     "pipeline_fsdp": strategies.pipeline_fsdp(stage=2, schedule=schedules.one_f_one_b(num_microbatches=4)),
 }
+REFUSED = {("block_sparse", "ring"): r"block-sparse attention with keys and values that travel around a ring"}
+REFUSED |= dict.fromkeys(
+    [("planner", name) for name in ("sequence_tensor", "context", "ring")], "planner: this strategy shards positions"
+)
 QUICK = {("s5", "context")}
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
 MEASURED = (16, 8, 2, 17)
@@ -67,7 +73,7 @@ def trained(name, strategy=None):
         pytest.param(name, strategy, marks=[pytest.mark.slow] * ((name, strategy) not in QUICK))
         for name in MODELS
         for strategy in STRATEGIES
-        if (name, strategy) != ("block_sparse", "ring")  # refused, below
+        if (name, strategy) not in REFUSED
     ],
 )
 def test_numbers_do_not_depend_on_the_strategy(name, strategy):
@@ -78,6 +84,7 @@ def test_numbers_do_not_depend_on_the_strategy(name, strategy):
     assert not {part: apart for (part, apart), limit in zip(found.items(), limits, strict=True) if apart.ulp > limit}
 
 
-def test_blocks_around_a_ring_are_refused():
-    with pytest.raises(UserError, match=r"block-sparse attention with keys and values that travel around a ring"):
-        trained("block_sparse", "ring")
+@pytest.mark.parametrize(("name", "strategy"), REFUSED)
+def test_strategies_that_parts_cannot_run_under_are_refused(name, strategy):
+    with pytest.raises(UserError, match=REFUSED[name, strategy]):
+        trained(name, strategy)

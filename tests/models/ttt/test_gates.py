@@ -82,7 +82,15 @@ def test_rules_by_threshold_average_and_chance():
         assert rows(gate, ())[1].sum() == updates
     assert not rows(gates.LossThreshold(2.2), (), per_batch=True)[1].any()
     assert rows(gates.LossThreshold(2.1), (), per_batch=True)[1].all()
-    assert rows(gates.Random(0.5), ())[1].tolist() == rows(gates.Random(0.5), ())[1].tolist()
+
+
+def test_chance_has_its_probability_and_depends_on_the_key():
+    values = jnp.ones(2000)
+    draw = jax.jit(lambda key: gates.decide_rows(gates.Random(0.3), (), signals(values), values > 0, key)[1])
+    first, again, other = (np.asarray(draw(jax.random.key(seed))) for seed in (0, 0, 1))
+    assert np.mean(first) == pytest.approx(0.3, abs=0.05)
+    assert (first == again).all()
+    assert 0.3 < np.mean(first != other) < 0.55  # independent draws differ in 0.42
 
 
 def test_rules_that_rank_all_chunks():
@@ -101,7 +109,11 @@ def test_rules_that_rank_all_chunks():
         (lambda: gates.named("recall"), "no gate 'recall': expected some of skip, update"),
         (lambda: gates.Random(1.5), "expected a number from 0 to 1"),
         (lambda: gates.Average("x"), "expected 'loss' or 'reconstruction'"),
-        (lambda: gates.Reconstruction(calibration=0), "expected at least 1"),
+        (lambda: gates.Reconstruction(calibration=0), "calibration = 0: expected an integer of at least 1"),
+        (lambda: gates.Reconstruction(calibration=2.5), "calibration = 2.5: expected an integer of at least 1"),
+        (lambda: gates.LossThreshold("x"), "LossThreshold.threshold = 'x': expected a number"),
+        (lambda: gates.Oracle(2.0), "Oracle.rate = 2.0: expected a number from 0 to 1"),
+        (lambda: gates.Improvement(float("nan")), "Improvement.rate = nan: expected a number from 0 to 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(make, words):
