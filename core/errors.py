@@ -1,6 +1,7 @@
 """`UserError`, for errors that a user can cause and correct, and checks that raise it."""
 
 import contextlib
+import math
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,19 @@ def _place(error: Exception) -> str:
 def check_integer(value: Any, *, where: str, least: int) -> None:
     """Raises UserError unless `value` is an integer (not a bool) of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{where} is {value!r}, expected an integer of at least {least}")
+        raise UserError(f"{where} = {value!r}: expected an integer of at least {least}")
+
+
+def check_number(
+    value: Any, *, where: str, least: float = -math.inf, most: float = math.inf, is_positive: bool = False
+) -> None:
+    """Raises UserError unless `value` is a finite number (not a bool) from `least` to `most`, and above 0 if asked."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and least <= value <= most and (value > 0 or not is_positive):
+        return
+    bound = " above 0" if is_positive else f" of at least {least:g}" if math.isfinite(least) else ""
+    expected = f"a number from {least:g} to {most:g}" if math.isfinite(most) else f"a finite number{bound}"
+    raise UserError(f"{where} = {value!r}: expected {expected}")
 
 
 def check_text(value: Any, *, where: str) -> None:

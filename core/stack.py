@@ -27,8 +27,9 @@ With `pattern=("local", "local", "global")` layer l has kind `pattern[l % 3]`, w
 argument `kind=`. Kinds may differ in anything but the shapes of parameters. The scan runs over repetitions of the
 pattern and unrolls the remaining layers.
 
-With `group=p` also the parameters of kinds may differ: runners see p successive layers as one, whose parameters are
-those of its layers together. Memory does not grow with p, because each of the p layers is rematerialized by itself.
+With `group=p` the shapes of parameters may differ, too: runners treat p successive layers as one layer, which has the
+parameters of all p. Rematerialization still applies to each of the p layers separately, so the backward pass holds the
+intermediate values of one layer, whatever p is.
 """
 
 import contextlib
@@ -311,7 +312,7 @@ class _Group:
         return self._run([functools.partial(self.one.apply, kind=kind) for kind in kinds], layer, x, side)
 
     def rematerialized(self, remat: str | tuple[str, ...], kinds: tuple[Kind, ...], *, in_loop: bool) -> Callable:
-        """Returns `(layer, x, side) -> (x, outputs)` with each layer rematerialised by itself."""
+        """Returns `(layer, x, side) -> (x, outputs)`, in which each layer of the group is rematerialized separately."""
         return functools.partial(self._run, [self.one.rematerialized(remat, kind, in_loop=in_loop) for kind in kinds])
 
     def plain(self, layer: Layer, x: Stream, side: Side, kinds: tuple[Kind, ...]) -> tuple[Stream, Outputs]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from core import units
-from core.errors import UserError
+from core.errors import UserError, check_integer
 
 _WORDS = ("summed", "stacked")
 
@@ -29,8 +29,7 @@ def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collecti
 
 def check_groups(num_layers: int, group: int) -> None:
     """Checks that the layers divide into groups of `group` successive layers."""
-    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
-        raise UserError(f"layer_stack: group = {group!r}: expected an integer of at least 1")
+    check_integer(group, where="layer_stack: group", least=1)
     if num_layers % group:
         raise UserError(
             f"layer_stack: {units.counted(num_layers, 'layer')} do not divide into groups of {group} layers with "

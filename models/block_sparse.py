@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from core import logical
-from core.errors import UserError
+from core.errors import UserError, check_integer
 from models import attention, ring_attention
 from models.attention import KeysAndValues
 
@@ -52,9 +52,8 @@ class BlockSparse:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 1 if field.name == "block" else 0
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"BlockSparse.{field.name} = {value!r}: expected an integer of at least {least}")
+            least = 1 if field.name == "block" else 0
+            check_integer(getattr(self, field.name), where=f"BlockSparse.{field.name}", least=least)
         if self.seed >= 2**63:
             raise UserError(f"BlockSparse.seed = {self.seed}: expected an integer below 2**63")
 

@@ -62,7 +62,7 @@ _POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "atten
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes a layer from others.
+    """The static properties in which layers of a decoder can differ.
 
     Attributes:
       span: LOCAL or GLOBAL.
@@ -240,10 +240,16 @@ class DecoderConfig:
             raise UserError(f"Transformer.mixer = {self.mixer!r}: {doubled[0]!r} names a mixer twice")
         named = {name for names in (*self._mixers, self._feed_forwards) for name in names}
         for field, parts in _SETTINGS_OF.items():
-            if (getattr(self, field) is not None) != bool(named & set(parts)):
+            used, value = sorted(named & set(parts)), getattr(self, field)
+            if used and value is None:
                 raise UserError(
-                    f"Transformer: {field} = {getattr(self, field)!r}, mixer = {self.mixer!r} and feed_forward = "
-                    f"{self.feed_forward!r}: {field} has the settings of {' and '.join(parts)}; set both or neither"
+                    f"Transformer.{field} = None, but mixer = {self.mixer!r} and feed_forward = {self.feed_forward!r} "
+                    f"use {' and '.join(used)}: set Transformer.{field} to its settings"
+                )
+            if value is not None and not used:
+                raise UserError(
+                    f"Transformer.{field} = {value!r} has no effect: mixer = {self.mixer!r} and feed_forward = "
+                    f"{self.feed_forward!r} do not use {' or '.join(parts)}; set it to None, or use one"
                 )
         if self.num_layers % (group := self.group):
             raise UserError(

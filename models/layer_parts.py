@@ -78,7 +78,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a part returns.
+    """The result of a part.
 
     Attributes:
       y: [B, T, D], added to the stream.

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from core.errors import UserError
+from core.errors import UserError, check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,7 @@ class Planner:
 
     def __post_init__(self):
         for field in ("chunk", "layers", "high_steps", "low_steps"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"Planner.{field} = {value!r}: expected an integer of at least 1")
+            check_integer(getattr(self, field), where=f"Planner.{field}", least=1)
         if not self.causal:
             raise UserError(
                 "Planner.causal = False: a plan of whole rows shows a language model the tokens to be predicted; "

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from core import logical
-from core.errors import UserError
+from core.errors import UserError, check_integer
 from models import derivatives, ring_attention
 from models.layer_parts import Call, Part, Result, Work
 
@@ -59,13 +59,10 @@ class S5:
     chunk: int = 256
 
     def __post_init__(self):
-        for field, multiple in (("states", 2), ("chunk", 1)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % multiple:
-                even = "an even number of at least 2" if multiple == 2 else "an integer of at least 1"
-                raise UserError(f"S5.{field} = {value!r}: expected {even}")
-        if isinstance(self.blocks, bool) or not isinstance(self.blocks, int) or self.blocks < 1:
-            raise UserError(f"S5.blocks = {self.blocks!r}: expected an integer of at least 1")
+        for field in ("states", "chunk", "blocks"):
+            check_integer(getattr(self, field), where=f"S5.{field}", least=1)
+        if self.states % 2:
+            raise UserError(f"S5.states = {self.states}: expected an even number")
         if self.states % (2 * self.blocks):
             raise UserError(
                 f"S5.blocks = {self.blocks}: states = {self.states} do not divide into blocks of an even size; "

@@ -12,6 +12,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -187,8 +188,8 @@ class _Report:
             table.add_column(heading.replace("_", " "), justify="right", no_wrap=True)
         for name, row in self.rows.items():
             gain = f"{row['gain']:+.4f} [{row['gain_low']:+.4f}, {row['gain_high']:+.4f}]"
-            others = (f"{row['gflops']:.2f}", f"{row['milliseconds']:.1f}")
-            table.add_row(name, *(f"{row[column]:.4f}" for column in _COLUMNS), gain, *others)
+            others = (f"{row['gflops']:.2f}", _figure(row["milliseconds"], 1))
+            table.add_row(name, *(_figure(row[column], 4) for column in _COLUMNS), gain, *others)
         terminal.console(160).print(table)
         for name, (mean, low, high) in self.differences.items():
             print(f"{name}: {mean:+.4f} nats a token, 95 % [{low:+.4f}, {high:+.4f}]")
@@ -224,6 +225,11 @@ class _Report:
         writer.writerow(columns)
         writer.writerows(zip(*(np.asarray(values).tolist() for values in columns.values()), strict=True))
         return out.getvalue()
+
+
+def _figure(value: float, digits: int) -> str:
+    """Formats a number; `-` where it is not defined, such as the time of a gate that must know all chunks."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any], what: str) -> Chunks:

@@ -78,7 +78,7 @@ class Text(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What the layer makes of chunks.
+    """The output and the signals of the layer for chunks.
 
     Attributes:
       output: [R, C, D], the input of the output matrix under UPDATE.

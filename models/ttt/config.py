@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from core.errors import UserError
+from core.errors import UserError, check_integer, check_number
 
 _CHOICES = {"inner": ("linear", "mlp"), "variant": ("published", "ponder")}
 _COUNTS = ("num_heads", "head_dim", "mini_batch", "conv_width", "expansion")
@@ -57,22 +57,15 @@ class TTTConfig:
             if getattr(self, name) not in choices:
                 raise UserError(f"TTTConfig.{name} = {getattr(self, name)!r}: expected one of {', '.join(choices)}")
         for name in _COUNTS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"TTTConfig.{name} = {value!r}: expected an integer of at least 1")
+            check_integer(getattr(self, name), where=f"TTTConfig.{name}", least=1)
         if self.head_dim % 2:
             raise UserError(f"TTTConfig.head_dim = {self.head_dim} is odd; rotary embeddings need an even size")
         if self.diagonal not in (0, -1):
             raise UserError(f"TTTConfig.diagonal = {self.diagonal}: expected 0 or -1")
-        for name in ("base_rate", "rope_theta", "rate_scale", "decay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise UserError(f"TTTConfig.{name} = {value!r}: expected a finite number")
         for name in ("base_rate", "rope_theta"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"TTTConfig.{name} = {getattr(self, name)}: expected a finite number above 0")
-        if self.rate_scale < 0:
-            raise UserError(f"TTTConfig.rate_scale = {self.rate_scale}: expected a finite number of at least 0")
+            check_number(getattr(self, name), where=f"TTTConfig.{name}", is_positive=True)
+        check_number(self.rate_scale, where="TTTConfig.rate_scale", least=0)
+        check_number(self.decay, where="TTTConfig.decay")
         if self.decay and self.variant != "ponder":
             raise UserError(f"TTTConfig.decay = {self.decay}: only the variant 'ponder' has a decay; expected 0")
 
@@ -84,7 +77,7 @@ class TTTConfig:
 
     @property
     def is_ponder(self) -> bool:
-        """Whether the layer has the form of PonderTTT's code."""
+        """Returns whether the variant is the one of PonderTTT's code."""
         return self.variant == "ponder"
 
     @property

@@ -44,7 +44,7 @@ class Chunks(NamedTuple):
 
     @property
     def signals(self) -> Signals:
-        """What gates read."""
+        """The signals from which gates decide."""
         return Signals(self.loss_skip / self.tokens, self.initial, self.step_0, self.step_1)
 
     @property

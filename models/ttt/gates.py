@@ -15,21 +15,20 @@ that decisions depend neither on hosts nor on the strategy. The state is part of
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core.errors import UserError
+from core.errors import UserError, check_integer, check_number
 
 SKIP_COST, UPDATE_COST = 1.0, 3.0  # of a chunk, in the units of the paper
 State = Any  # tuple of scalars; a carry may hold those
 
 
 class Signals(NamedTuple):
-    """What is known of a chunk before it is decided; [] for one chunk, [B] for the rows of a batch.
+    """The signals from which a gate decides about a chunk; [] for one chunk, [B] for the rows of a batch.
 
     Attributes:
       loss: mean cross-entropy of the base alone.
@@ -88,7 +87,7 @@ class Random:
     reads = ""
 
     def __post_init__(self):
-        _check("Random.probability", self.probability, 0.0, 1.0)
+        check_number(self.probability, where="gates.Random.probability", least=0.0, most=1.0)
 
     def init(self) -> State:
         """See `Gate`."""
@@ -111,7 +110,7 @@ class LossThreshold:
     reads = "loss"
 
     def __post_init__(self):
-        _check("LossThreshold.threshold", self.threshold, -math.inf, math.inf)
+        check_number(self.threshold, where="gates.LossThreshold.threshold")
 
     def init(self) -> State:
         """See `Gate`."""
@@ -141,7 +140,7 @@ class Average:
     def __post_init__(self):
         if self.signal not in ("loss", "reconstruction"):
             raise UserError(f"gates.Average.signal = {self.signal!r}: expected 'loss' or 'reconstruction'")
-        _check("Average.decay", self.decay, 0.0, 1.0)
+        check_number(self.decay, where="gates.Average.decay", least=0.0, most=1.0)
 
     @property
     def reads(self) -> str:
@@ -189,13 +188,11 @@ class Reconstruction:
     reads = "reconstruction"
 
     def __post_init__(self):
-        _check("Reconstruction.budget", self.budget, SKIP_COST, UPDATE_COST)
-        _check("Reconstruction.alpha", self.alpha, 0.0, 1.0)
-        _check("Reconstruction.floor", self.floor, 0.0, math.inf)
-        _check("Reconstruction.least", self.least, 0.0, math.inf)
-        count = self.calibration
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise UserError(f"gates.Reconstruction.calibration = {count!r}: expected an integer of at least 1")
+        check_number(self.budget, where="gates.Reconstruction.budget", least=SKIP_COST, most=UPDATE_COST)
+        check_number(self.alpha, where="gates.Reconstruction.alpha", least=0.0, most=1.0)
+        check_number(self.floor, where="gates.Reconstruction.floor", least=0.0)
+        check_number(self.least, where="gates.Reconstruction.least", least=0.0)
+        check_integer(self.calibration, where="gates.Reconstruction.calibration", least=1)
 
     @property
     def rate(self) -> float:
@@ -231,11 +228,6 @@ class Reconstruction:
             "seen": tuple(seen),
         }
         return after, updates
-
-
-def _check(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise UserError(f"gates.{name} = {value!r}: expected a number from {low:g} to {high:g}")
 
 
 def decide_rows(
@@ -284,7 +276,7 @@ class Oracle:
 
     def __post_init__(self):
         if self.rate is not None:
-            _check("Oracle.rate", self.rate, 0.0, 1.0)
+            check_number(self.rate, where="gates.Oracle.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
         """Returns the decisions of all chunks of an evaluation, [chunks] bool."""
@@ -302,7 +294,7 @@ class Improvement:
     rate: float = 0.5
 
     def __post_init__(self):
-        _check("Improvement.rate", self.rate, 0.0, 1.0)
+        check_number(self.rate, where="gates.Improvement.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
         """See `Oracle`."""
@@ -319,7 +311,7 @@ def _top(values: np.ndarray, rate: float) -> np.ndarray:
 
 def named(name: str, *, budget: float = 2.0) -> Any:
     """Returns a gate by its name in commands, for a mean cost of a chunk. Raises UserError for an unknown name."""
-    _check("budget", budget, SKIP_COST, UPDATE_COST)
+    check_number(budget, where="gates.budget", least=SKIP_COST, most=UPDATE_COST)
     rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
     made = {
         "skip": lambda: SKIP,

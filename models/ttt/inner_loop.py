@@ -55,7 +55,7 @@ class Norm(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What the inner loop reads of the tokens of a mini-batch, or of a row with dimensions N in front.
+    """The inputs of the inner loop for the tokens of a mini-batch; for a whole row, with leading dimensions [N].
 
     Attributes:
       query, key, value: [B, H, b, K].
@@ -71,7 +71,7 @@ class Tokens(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the inner loop keeps between mini-batches.
+    """The state of the inner loop between mini-batches.
 
     Attributes:
       fast: the weights at the start of a mini-batch.

@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a layer returns for rows.
+    """The result of a layer for rows.
 
     Attributes:
       output: [B, T, D].

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from core import published_files
 from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
-from core.errors import UserError
+from core.errors import UserError, check_integer, check_number
 from core.logical import Specs
 from core.types import differing_settings
 from models import families
@@ -50,11 +49,8 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
         raise UserError(f"{where}: vision_config = {inner!r}: expected the configuration of the vision model")
     found = {**(_CLIP if is_clip else _SIGLIP), **inner}
     for name in _DEFAULTS.keys() | {"patch_size"}:
-        if isinstance(found[name], bool) or not isinstance(found[name], int):
-            raise UserError(f"{where}: {name} = {found[name]!r}: expected a whole number")
-    eps = found["layer_norm_eps"]
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
-        raise UserError(f"{where}: layer_norm_eps = {eps!r}: expected a finite number above 0")
+        check_integer(found[name], where=f"{where}: {name}", least=1)
+    check_number(found["layer_norm_eps"], where=f"{where}: layer_norm_eps", is_positive=True)
     if found["num_channels"] != 3:
         raise UserError(f"{where}: num_channels = {found['num_channels']} is not supported (expected 3)")
     return {

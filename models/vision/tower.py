@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from core import logical, stack
-from core.errors import UserError
+from core.errors import UserError, check_integer, check_number
 from models import decoder_parts, derivatives, rotary
 from models.decoder_block import Block
 from models.decoder_config import GLOBAL, REMAT, DecoderConfig
@@ -80,12 +80,8 @@ class VisionTower:
 
     def __post_init__(self):
         for name in (*_COUNTS, "num_layers"):
-            value, least = getattr(self, name), 0 if name == "num_layers" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"VisionTower.{name} = {value!r}: expected an integer of at least {least}")
-        eps = self.norm_eps
-        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
-            raise UserError(f"VisionTower.norm_eps = {eps!r}: expected a finite number above 0")
+            check_integer(getattr(self, name), where=f"VisionTower.{name}", least=0 if name == "num_layers" else 1)
+        check_number(self.norm_eps, where="VisionTower.norm_eps", is_positive=True)
         if self.activation not in derivatives.ACTIVATIONS:
             expected = ", ".join(derivatives.ACTIVATIONS)
             raise UserError(f"VisionTower.activation = {self.activation!r}: expected one of {expected}")

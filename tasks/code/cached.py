@@ -171,6 +171,6 @@ def _begin(folder: str, begun: Mapping[str, Any]) -> None:
     saved = json.loads(file.read_text())
     if differing := [name for name, value in begun.items() if saved.get(name) != json.loads(json.dumps(value))]:
         raise UserError(
-            f"{folder} was begun with another {', '.join(differing)}: {[saved.get(name) for name in differing]}, now "
+            f"{folder} was begun with different {', '.join(differing)}: {[saved.get(name) for name in differing]}, now "
             f"{[begun[name] for name in differing]}. Give another folder, or remove this one"
         )

@@ -57,7 +57,7 @@ def test_arc_is_built_from_a_folder_of_json(tmp_path, capsys):
     ("argv", "message"),
     [
         (("sudoku", "--size", 5), "size is 5, expected one of 4, 6, 9"),
-        (("sudoku", "--size", 4, "--train", 0), "num_train is 0, expected an integer of at least 1"),
+        (("sudoku", "--size", 4, "--train", 0), "num_train = 0: expected an integer of at least 1"),
         (("sudoku", "--size", 4, "--seed", -1), "--seed: -1: expected a whole number, at least 0"),
         (("sudoku", "--csv", "nowhere"), "train.csv and test.csv"),
         (("maze", "--size", 5, "--min-path", 50), "no new one with a shortest path above 50"),

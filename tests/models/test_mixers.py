@@ -125,8 +125,8 @@ def test_defaults_are_not_shown():
         ({"mixer": "attention+attention"}, "'attention.attention' names a mixer twice"),
         ({"mixer": ()}, r"mixer = \(\): expected a name, or a tuple of names"),
         ({"feed_forward": ("mlp", "moe")}, r"'moe' is not known; expected 'mlp', 'experts'"),
-        ({"feed_forward": "experts"}, r"experts = None, .* feed_forward = 'experts': .* set both or neither"),
-        ({"experts": Experts(number=2, top_k=1), "feed_forward": "mlp"}, "set both or neither"),
+        ({"feed_forward": "experts"}, r"experts = None, but .* feed_forward = 'experts' use experts"),
+        ({"experts": Experts(number=2, top_k=1), "feed_forward": "mlp"}, "has no effect: .* do not use experts"),
         ({"feed_forward": ("mlp", "none", "mlp")}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),
     ],
 )

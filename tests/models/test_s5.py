@@ -159,5 +159,5 @@ def test_wrong_settings_are_refused(settings, says):
 
 
 def test_a_mixer_needs_its_settings():
-    with pytest.raises(ValueError, match=r"s5 = None, mixer = 's5' .* set both or neither"):
+    with pytest.raises(ValueError, match=r"s5 = None, but mixer = 's5' .* use s5: set Transformer\.s5 to its settings"):
         transformer.Transformer(**{**dataclasses.asdict(PLAIN), "mixer": "s5"})

@@ -44,7 +44,7 @@ def test_ids_are_in_the_vocabulary(kind):
         ({"kind": "copy"}, "kind = 'copy': expected one of retrieval, recall, selective_copy"),
         ({"kind": "recall", "length": 8}, "length = 8: recall of 4 needs at least 16 tokens"),
         ({"kind": "recall", "items": 17, "length": 99}, "items = 17: expected at most values = 16"),
-        ({"kind": "retrieval", "length": 0}, "length is 0, expected an integer of at least 1"),
+        ({"kind": "retrieval", "length": 0}, "length = 0: expected an integer of at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(settings, says):

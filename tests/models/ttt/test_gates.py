@@ -111,7 +111,7 @@ def test_rules_that_rank_all_chunks():
         (lambda: gates.Average("x"), "expected 'loss' or 'reconstruction'"),
         (lambda: gates.Reconstruction(calibration=0), "calibration = 0: expected an integer of at least 1"),
         (lambda: gates.Reconstruction(calibration=2.5), "calibration = 2.5: expected an integer of at least 1"),
-        (lambda: gates.LossThreshold("x"), "LossThreshold.threshold = 'x': expected a number"),
+        (lambda: gates.LossThreshold("x"), "LossThreshold.threshold = 'x': expected a finite number"),
         (lambda: gates.Oracle(2.0), "Oracle.rate = 2.0: expected a number from 0 to 1"),
         (lambda: gates.Improvement(float("nan")), "Improvement.rate = nan: expected a number from 0 to 1"),
     ],

@@ -116,9 +116,9 @@ def test_hidden_states_are_computed_once_and_a_broken_call_continues(folder, tmp
         cached.cached_hidden(folder=out, length=16, num_streams=2).spec(4)
     before = len(calls)
     other = {**model, "base": "another"}
-    with pytest.raises(UserError, match=r"was begun with another model: .*'a base'.*'another'"):
+    with pytest.raises(UserError, match=r"was begun with different model: .*'a base'.*'another'"):
         next(cached.write(out, given, hidden, limits=limits, rows=4, model=other))
-    with pytest.raises(UserError, match="was begun with another limits"):
+    with pytest.raises(UserError, match="was begun with different limits"):
         next(cached.write(out, given, hidden, limits={**limits, "train": 11}, rows=4, model=model))
     assert list(cached.write(out, given, hidden, limits=limits, rows=4, model=model))
     assert len(calls) == before + 2

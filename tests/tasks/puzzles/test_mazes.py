@@ -108,8 +108,8 @@ def test_the_same_seed_gives_the_same_bytes_and_no_orientations_where_not_asked_
     ("change", "message"),
     [
         ({"size": 3}, "size 3, expected 5 to 100"),
-        ({"num_test": 0}, "num_test is 0"),
-        ({"min_path": 0}, "min_path is 0"),
+        ({"num_test": 0}, "num_test = 0"),
+        ({"min_path": 0}, "min_path = 0"),
     ],
 )
 def test_impossible_sets_are_refused(change, message):

@@ -202,10 +202,10 @@ def test_a_grid_as_text():
     ("change", "message"),
     [
         ({"size": 5}, "size is 5, expected one of 4, 6, 9"),
-        ({"num_train": 0}, "num_train is 0, expected an integer of at least 1"),
-        ({"num_test": 0}, "num_test is 0, expected an integer of at least 1"),
+        ({"num_train": 0}, "num_train = 0: expected an integer of at least 1"),
+        ({"num_test": 0}, "num_test = 0: expected an integer of at least 1"),
         ({"num_test": None}, "expected a number where puzzles are generated"),
-        ({"num_aug": -1}, "num_aug is -1"),
+        ({"num_aug": -1}, "num_aug = -1"),
         ({"clues": (9, 4)}, "clues 9 to 4"),
         ({"csv": "folder"}, "size 4 with csv"),
     ],

@@ -222,14 +222,14 @@ def test_a_rehearsal_is_small_and_needs_no_files(tmp_path, task, host_layouts):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: puzzles.dataset(directory="a", length=0, vocab_size=9), "length is 0"),
-        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, eval_puzzles=0), "eval_puzzles is 0"),
-        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, train_copies=-1), "train_copies is -1, .* 0"),
-        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, eval_seed=-1), "eval_seed is -1, .* 0"),
-        (lambda: puzzles.sudoku(seed=-1), "seed is -1, expected an integer of at least 0"),
-        (lambda: puzzles.maze(seed="x"), "seed is 'x', expected an integer of at least 0"),
+        (lambda: puzzles.dataset(directory="a", length=0, vocab_size=9), "length = 0"),
+        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, eval_puzzles=0), "eval_puzzles = 0"),
+        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, train_copies=-1), "train_copies = -1: .* 0"),
+        (lambda: puzzles.dataset(directory="a", length=5, vocab_size=9, eval_seed=-1), "eval_seed = -1: .* 0"),
+        (lambda: puzzles.sudoku(seed=-1), "seed = -1: expected an integer of at least 0"),
+        (lambda: puzzles.maze(seed="x"), "seed = 'x': expected an integer of at least 0"),
         (lambda: puzzles.sudoku(size=7), "size is 7"),
-        (lambda: puzzles.sudoku(num_train="many"), "num_train is 'many'"),
+        (lambda: puzzles.sudoku(num_train="many"), "num_train = 'many'"),
         (lambda: puzzles.maze(size=2), "size 2, expected 5 to 100"),
     ],
 )
