@@ -41,8 +41,11 @@ def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: text.python_source(length=0, num_streams=1), "text.python_source.length is 0"),
-        (lambda: text.python_source(length=8, num_streams=True), "num_streams is True"),
+        (
+            lambda: text.python_source(length=0, num_streams=1),
+            "text.python_source.length = 0: expected an integer of at least 2",
+        ),
+        (lambda: text.python_source(length=8, num_streams=True), "num_streams = True: expected an integer"),
         (lambda: text.python_source(length=8, num_streams=1, vocabulary="bytes"), "@vocabularies.bytes"),
         (lambda: text.files(train=[3], length=8, num_streams=1), "text.files.train is 3"),
         (lambda: text.tfds(name="", length=8, num_streams=1), "text.tfds.name"),
