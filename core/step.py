@@ -33,7 +33,7 @@ class UpdateStatistics:
     """Root mean squares of parameters, gradients and updates, by group of parameters.
 
     Attributes:
-      rms: [3, number of groups], float32; negative in steps that compute none.
+      rms: [3, number of groups], float32.
       groups: names of the groups: paths of the trained parameters with `*` for every number, so that the layers of a
         model are one group, however they are stored.
     """
@@ -42,9 +42,7 @@ class UpdateStatistics:
     groups: tuple[str, ...]
 
     def named(self) -> dict[str, WeightedSum]:
-        """Returns the metrics by name, and update_ratio, the update's part of the parameter; none if not computed."""
-        if self.rms[0, 0] < 0:
-            return {}
+        """Returns the metrics by name, and update_ratio, the RMS of the update divided by that of the parameter."""
         found: dict[str, np.floating] = {}
         for name, (param, grad, update) in zip(self.groups, np.asarray(self.rms, np.float64).T, strict=True):
             found |= {f"param_rms/{name}": param, f"gradient_rms/{name}": grad, f"update_rms/{name}": update}
@@ -52,7 +50,7 @@ class UpdateStatistics:
         return {f"{STATISTICS}/{name}": WeightedSum(value, np.float64(1.0)) for name, value in found.items()}
 
 
-# name -> [], float32, or a sum with its weight; under STATISTICS, if they are computed at all, UpdateStatistics
+# name -> [], float32, or a sum with its weight; under STATISTICS, if the step computes them, UpdateStatistics
 Metrics = Mapping[str, jax.Array | WeightedSum | UpdateStatistics]
 Grad = Callable[[Params, Batch], tuple[Params, LossOutput]]  # gradient of the loss sum, and the sums
 SumGradients = Callable[[Grad, Params, Batch, int], tuple[Params, LossOutput]]
@@ -106,7 +104,7 @@ def train_step(
     accum_steps: int = 1,
     sum_gradients: SumGradients = sum_gradients,
     skip_non_finite: bool = False,
-    statistics_interval: int = 0,
+    with_statistics: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the training step, `(state, batch) -> (state, metrics)`.
 
@@ -120,7 +118,7 @@ def train_step(
       skip_non_finite: whether a non-finite loss or gradient leaves parameters, optimizer state and carry unchanged and
         sets the metric `skipped_updates` to 1. The step is counted, because its batch was used; the learning rate
         schedule counts only applied updates.
-      statistics_interval: steps between two that compute `UpdateStatistics`, which become a metric; 0: none do.
+      with_statistics: whether the step also computes `UpdateStatistics`, which become a metric.
 
     Returns:
       A pure function. Its metrics are, for this step: loss (the mean), learning_rate (of this update, even if it is
@@ -144,11 +142,11 @@ def train_step(
             carry = state.carry
             grads, out = sum_gradients(lambda p, b: _without_carry(grad(p, b)), state.params, batch, accum_steps)
         grads, loss = _means(grads, out)
-        statistics, grads = _statistics(optimizer, grads, state, out.extras, loss, every=statistics_interval)
+        found, grads = _statistics(optimizer, grads, state, out.extras, loss) if with_statistics else ({}, grads)
         params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras, value=loss)
         metrics = {
             **out.metrics,
-            **statistics,
+            **found,
             "loss": loss,
             **_learning_rate(optimizer, state, opt_state),
             "gradient_norm": optimizer.gradient_norm(grads),
@@ -172,15 +170,13 @@ def _learning_rate(optimizer: Optimizer, state: TrainState, after: Any) -> dict[
 
 
 def _statistics(
-    optimizer: Optimizer, grads: Params, state: TrainState, extras: Any, loss: jax.Array, *, every: int
+    optimizer: Optimizer, grads: Params, state: TrainState, extras: Any, loss: jax.Array
 ) -> tuple[Metrics, Params]:
     """Returns the statistics of an update, and the gradients, which are ready only when the statistics are.
 
-    The branch that is taken in every `every`-th step computes the update once more. So the other steps neither
-    compute nor keep anything for it, and the update itself can still replace the parameters in place.
+    The update is computed twice, first for the statistics: nothing is kept of it, and the second one can still replace
+    the parameters in place.
     """
-    if not every:
-        return {}, grads
     groups: dict[str, list[int]] = {}
     is_trained = jax.tree.leaves(optimizer.trained(state.params))
     for index, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state.params)):
@@ -195,15 +191,9 @@ def _statistics(
         squares = [sum(jnp.sum(jnp.square(leaves[i].astype(jnp.float32))) for i in group) for group in groups.values()]
         return jnp.sqrt(jnp.stack(squares) / sizes(leaves))
 
-    def compute(grads: Params, state: TrainState) -> jax.Array:
-        after, _ = optimizer.update(grads, state.opt_state, state.params, extras, value=loss)
-        updates = jax.tree.map(jnp.subtract, after, state.params)
-        return jnp.stack([rms(state.params), rms(grads), rms(updates)])
-
-    def nothing(grads: Params, state: TrainState) -> jax.Array:
-        return jnp.full((3, len(groups)), -1.0)
-
-    found = jax.lax.cond((state.step + 1) % every == 0, compute, nothing, grads, state._replace(carry=()))
+    after, _ = optimizer.update(grads, state.opt_state, state.params, extras, value=loss)
+    updates = jax.tree.map(jnp.subtract, after, state.params)
+    found = jnp.stack([rms(state.params), rms(grads), rms(updates)])
     found, grads = jax.lax.optimization_barrier((found, grads))
     return {STATISTICS: UpdateStatistics(found, tuple(groups))}, grads
 

@@ -102,7 +102,7 @@ class Experiment:
       UserError: numbers out of range.
     """
 
-    is_one_phase: ClassVar[bool] = False  # whether `phase` has chosen one of several
+    _chosen: ClassVar[tuple[int, int, int, int] | None] = None  # number, count, first and last step of that of `phase`
 
     slice: str
     strategy: Strategy
@@ -153,10 +153,15 @@ class Experiment:
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
         spans = self.spans() if self.phases else ()  # refuses settings that a phase cannot have
         if self.phase and spans:
-            chosen = spans[self.phase - 1].experiment
+            *bounds, chosen = spans[self.phase - 1]
             for name in (*phases.CHANGED, "phases", "phase"):
                 object.__setattr__(self, name, getattr(chosen, name))
-            object.__setattr__(self, "is_one_phase", True)
+            object.__setattr__(self, "_chosen", tuple(bounds))
+
+    @property
+    def is_one_phase(self) -> bool:
+        """Whether `phase` has chosen one of several phases."""
+        return self._chosen is not None
 
     def _wrong_parts(self) -> Iterator[str]:
         """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
@@ -201,11 +206,13 @@ class Experiment:
             )
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the phases of the experiment in order; an experiment without phases is one.
+        """Returns the phases of the experiment in order, or the chosen one; an experiment without phases is one.
 
         Raises:
           UserError: a phase has settings that an experiment cannot have.
         """
+        if self._chosen:
+            return (Span(*self._chosen, self),)
         ends = [phase.after for phase in self.phases]
         bounds = zip([0, *ends], [*ends, self.total_steps], strict=True)
         own = dataclasses.replace(self, phases=(), phase=0) if self.phases else self
@@ -350,7 +357,6 @@ class Experiment:
             compiler_overrides=self.compiler_options,
             frozen=self.frozen,
             frozen_dtype=self.frozen_dtype,
-            statistics_interval=self.statistics_interval,
         )
 
 

@@ -65,8 +65,6 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     }
     if experiment.non_finite == "skip":  # the only policy that is part of the program
         parts["non_finite"] = experiment.non_finite
-    if experiment.statistics_interval:
-        parts["statistics_interval"] = experiment.statistics_interval
     if experiment.frozen:
         parts["frozen"] = (tuple(experiment.frozen), experiment.frozen_dtype)
     return parts

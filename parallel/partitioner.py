@@ -120,7 +120,6 @@ class Partitioner:
         compiler_overrides: compiler_options.Overrides | None = None,
         frozen: Sequence[str] = (),
         frozen_dtype: str = "bfloat16",
-        statistics_interval: int = 0,
     ) -> Program:
         """Returns the model's training and evaluation steps under this partitioner.
 
@@ -130,7 +129,7 @@ class Partitioner:
           spec: fields of a global batch.
           seed: seed of initialization and training.
           accum_steps, gather_once: see `parallel.accumulation`.
-          skip_non_finite, statistics_interval: see `core.step`.
+          skip_non_finite: see `core.step`.
           compiler_overrides: options of `parallel.compiler_options` to change, by name.
           frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
             that the model freezes.
@@ -140,7 +139,7 @@ class Partitioner:
           UserError: lists every mismatch between the model, the batch and the tables.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
-        return Program(self, model, optimizer, dict(spec), seed, *flags, statistics_interval)
+        return Program(self, model, optimizer, dict(spec), seed, *flags)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +148,7 @@ class Program:
 
     Attributes:
       partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides, frozen,
-        frozen_dtype, statistics_interval: the arguments of `Partitioner.program`.
+        frozen_dtype: the arguments of `Partitioner.program`.
     """
 
     partitioner: Partitioner
@@ -163,7 +162,6 @@ class Program:
     compiler_overrides: compiler_options.Overrides = dataclasses.field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     frozen_dtype: str = "bfloat16"
-    statistics_interval: int = 0
 
     def __post_init__(self):
         if self.accum_steps < 1 or not self.spec:
@@ -291,7 +289,7 @@ class Program:
         For a pipeline the gradient is traced too, because its derivative rules reject what they cannot differentiate.
         """
         traced = [step.eval_step(self.model, self._bound_optimizer, seed=self.seed)]
-        traced += [self._pure_train_step] if self.partitioner.pipeline else []
+        traced += [self._pure_train_step()] if self.partitioner.pipeline else []
         with self.partitioner.tracing():
             try:
                 for fn in traced:
@@ -357,11 +355,21 @@ class Program:
     @functools.cached_property
     def jitted_train_step(self) -> Any:
         """The jitted training step; trace it inside `partitioner.tracing()`. The state is donated."""
-        out = (self.state_shardings, self._replicated)
-        return self._jit(self._pure_train_step, out_shardings=out, donate_argnums=0)
+        return self._jitted_train_step(with_statistics=False)
 
-    @property
-    def _pure_train_step(self) -> Callable:
+    @functools.cached_property
+    def jitted_statistics_step(self) -> Any:
+        """The jitted training step that also computes `core.step.UpdateStatistics`; otherwise as `jitted_train_step`.
+
+        A program of its own, so that the statistics cost the other steps nothing.
+        """
+        return self._jitted_train_step(with_statistics=True)
+
+    def _jitted_train_step(self, *, with_statistics: bool) -> Any:
+        out = (self.state_shardings, self._replicated)
+        return self._jit(self._pure_train_step(with_statistics), out_shardings=out, donate_argnums=0)
+
+    def _pure_train_step(self, with_statistics: bool = False) -> Callable:
         add = accumulation.sum_gradients(self.manual_axes, self.axes.params, self.partitioner.strategy)
         return step.train_step(
             self.model,
@@ -369,7 +377,7 @@ class Program:
             seed=self.seed,
             accum_steps=self.accum_steps,
             skip_non_finite=self.skip_non_finite,
-            statistics_interval=self.statistics_interval,
+            with_statistics=with_statistics,
             sum_gradients=add,
         )
 
@@ -398,6 +406,11 @@ class Program:
         """Runs one training step; `state` is donated."""
         with self.partitioner.tracing():
             return self.jitted_train_step(state, batch)
+
+    def statistics_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, step.Metrics]:
+        """Runs one training step that also computes `core.step.UpdateStatistics`; `state` is donated."""
+        with self.partitioner.tracing():
+            return self.jitted_statistics_step(state, batch)
 
     def eval_step(self, state: TrainState, batch: Batch) -> Mapping[str, Any]:
         """Returns loss and metric sums of one batch."""
@@ -433,10 +446,11 @@ class Program:
     def _num_rows(self) -> int:
         return batch_size(self.spec)
 
-    def lower_train_step(self) -> Any:
+    def lower_train_step(self, *, with_statistics: bool = False) -> Any:
         """Lowers the training step from shapes alone; nothing is allocated, so the devices need not exist."""
+        jitted = self.jitted_statistics_step if with_statistics else self.jitted_train_step
         with self.partitioner.tracing():
-            return self.jitted_train_step.lower(self.abstract_state, self.abstract_batch)
+            return jitted.lower(self.abstract_state, self.abstract_batch)
 
     def _error_of(self, check: Callable[[], object]) -> UserError | None:
         try:

@@ -390,6 +390,7 @@ def train_rolling_back(
     restore: Callable[[], TrainState],
     total_steps: int,
     hooks: Sequence[Hook],
+    statistics: trainer.StatisticsStep | None = None,
 ) -> TrainState:
     """Runs `trainer.train`; a `RollBack` hook that ends the loop makes it continue from the newest checkpoint.
 
@@ -397,7 +398,7 @@ def train_rolling_back(
     dropped, and later checkpoints store the position that the data has reached.
 
     Args:
-      train_step, batches, state, total_steps, hooks: as in `trainer.train`.
+      train_step, batches, state, total_steps, hooks, statistics: as in `trainer.train`.
       restore: returns the state of the newest checkpoint, or a fresh one if there is none.
 
     Raises:
@@ -406,7 +407,9 @@ def train_rolling_back(
     roll_back = next((hook for hook in hooks if isinstance(hook, RollBack)), None)
     while True:
         try:
-            return trainer.train(train_step, batches, state, total_steps=total_steps, hooks=hooks)
+            return trainer.train(
+                train_step, batches, state, total_steps=total_steps, hooks=hooks, statistics=statistics
+            )
         except NonFiniteLossError as error:
             if roll_back is None:
                 raise

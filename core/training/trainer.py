@@ -25,6 +25,14 @@ from core.types import Batch, WeightedSum
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # runs one step; may donate the state
 
+
+class StatisticsStep(NamedTuple):
+    """A training step that also computes `core.step.UpdateStatistics`, and replaces every `interval`-th step."""
+
+    run: TrainStep
+    interval: int
+
+
 # Names in profiles for the parts of a step on the host.
 STEP = "train"
 INPUT = "wait for the batch"
@@ -133,7 +141,7 @@ class _Reader:
             found = jax.device_get(dict(dispatched.metrics))  # waits for the step
         self.phase = phase.TRAINING
         sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
-        if isinstance(statistics := found.get(STATISTICS), UpdateStatistics):
+        if statistics := found.get(STATISTICS):
             sums |= statistics.named()
         now = time.perf_counter()
         seconds = now - self._finished_at
@@ -160,8 +168,16 @@ class _Reader:
 class _Loop:
     """The loop, with what a hook needs to know if an exception ends it."""
 
-    def __init__(self, train_step: TrainStep, batches: DeviceBatches, state: TrainState, hooks: Sequence[Hook]):
+    def __init__(
+        self,
+        train_step: TrainStep,
+        batches: DeviceBatches,
+        state: TrainState,
+        hooks: Sequence[Hook],
+        statistics: StatisticsStep | None,
+    ):
         self._train_step, self._batches, self._state, self._hooks = train_step, batches, state, hooks
+        self._statistics = statistics
         self._step = int(state.step)
         self._is_between_steps = True  # otherwise the position in the data is one batch after the state
         self._last: _Dispatched | None = None
@@ -187,8 +203,10 @@ class _Loop:
         with phase.enter(phase.READING), jax.profiler.TraceAnnotation(INPUT):
             batch = next(self._batches)
         self._is_between_steps = False
+        statistics = self._statistics
+        train_step = statistics.run if statistics and step % statistics.interval == 0 else self._train_step
         with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
-            self._state, metrics = self._train_step(self._state, batch)
+            self._state, metrics = train_step(self._state, batch)
         self._step, self._is_between_steps = step, True
         self._last = _Dispatched(step, metrics, self._batches.input_wait_seconds)
         return self._last
@@ -227,7 +245,13 @@ class _Loop:
 
 
 def train(
-    train_step: TrainStep, batches: DeviceBatches, state: TrainState, *, total_steps: int, hooks: Sequence[Hook]
+    train_step: TrainStep,
+    batches: DeviceBatches,
+    state: TrainState,
+    *,
+    total_steps: int,
+    hooks: Sequence[Hook],
+    statistics: StatisticsStep | None = None,
 ) -> TrainState:
     """Trains from `state.step` to `total_steps`.
 
@@ -237,11 +261,12 @@ def train(
       state: the initial state; donated.
       total_steps: number of the last step.
       hooks: called in this order.
+      statistics: the step that also computes statistics of the update; None: no step does.
 
     Returns:
       The state after the last step.
     """
-    loop = _Loop(train_step, batches, state, hooks)
+    loop = _Loop(train_step, batches, state, hooks, statistics)
     del state
     try:
         final = loop.run(total_steps)

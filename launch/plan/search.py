@@ -30,18 +30,19 @@ class Question:
     path: str
     config: LoadedConfig
     experiment: Experiment
+    num_steps: int  # with the experiment's own batch size; of a phase, its own
     bindings: tuple[str, ...]
     slice: Slice
     batch_sizes: tuple[int, ...]
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the experiment trains on in total; equal for all batch sizes of the plan."""
-        return self.experiment.total_steps * self.experiment.tokens_per_step
+        """Tokens that the experiment, or its phase, trains on; equal for all batch sizes of the plan."""
+        return self.num_steps * self.experiment.tokens_per_step
 
     def steps(self, batch_size: int) -> int:
         """Returns how many steps of `batch_size` rows train on all tokens."""
-        return total_steps(self.experiment, batch_size)
+        return -(-self.num_steps * self.experiment.batch_size // batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     """
     slice_ = slices.get(slice_name)
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
-    experiment = config.build().spans()[0].experiment  # PHASE = N plans another one
+    *_, first_step, last_step, experiment = config.build().spans()[0]  # PHASE = N plans another one
     writer = Writer(config, experiment)
     if experiment.is_one_phase:
         _require_bindable(path, slice_name, bindings, experiment, writer)
@@ -80,7 +81,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
             steps = total_steps(experiment, size)
             raise UserError(f"--batch {size}, {steps} steps for as many tokens: {error}") from error
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
-    return Question(path, config, experiment, tuple(bindings), slice_, sizes)
+    return Question(path, config, experiment, last_step - first_step, tuple(bindings), slice_, sizes)
 
 
 def _require_bindable(

@@ -103,7 +103,14 @@ def rehearse(run: Run) -> None:
     checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, origin=run.origin)
     start = training.restore_or_init(run, checkpoints, step=STEPS // 2)
     with training.open_batches(run, start.position) as batches:
-        trainer.train(run.program.train_step, batches, start.state, total_steps=STEPS, hooks=[again])
+        trainer.train(
+            run.program.train_step,
+            batches,
+            start.state,
+            total_steps=STEPS,
+            hooks=[again],
+            statistics=training.statistics_step(run),
+        )
     checkpoints.close()
     for number, loss in again.by_step.items():
         if loss != first.by_step[number]:

@@ -14,7 +14,7 @@ from core.errors import UserError
 from core.health import heartbeat, phase
 from core.step import TrainState
 from core.training import compilation, evaluation, goodput, hooks, prefetch, profiling, run_lock
-from core.training.trainer import Hook, TrainStep
+from core.training.trainer import Hook, StatisticsStep, TrainStep
 from core.types import Params
 from launch import config, environment, program_identity
 from launch.runs import progress
@@ -55,14 +55,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
       EarlierPhaseError: the checkpoints of this phase, and the one before it, are damaged; they are renamed.
     """
     with phase.enter(phase.RESTORING):
-        settings = run.experiment
-        checkpoints = Checkpoints(
-            run.checkpoint_dir,
-            keep=settings.keep_checkpoints,
-            keep_params=settings.keep_params_checkpoints if settings.params_checkpoint_interval else None,
-            timeout_seconds=settings.save_limit_seconds,
-            origin=run.origin,
-        )
+        checkpoints = _open_checkpoints(run)
         try:
             start = restore_or_init(run, checkpoints)
         except EarlierPhaseError:
@@ -83,12 +76,14 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             stack.enter_context(copying.Copying(run.run_dir, place, keep=keep, say=now.lines.note))
         evaluate = _evaluation(now)
         batches = stack.enter_context(open_batches(run, start.position))
+        train_step, statistics = compile_together(run, now.first_step)
         state = hooks.train_rolling_back(
-            compile_together(run, now.first_step),
+            train_step,
             batches,
             start.state,
             restore=lambda: restore_or_init(run, checkpoints).state,
             total_steps=run.last_step,
+            statistics=statistics,
             hooks=[*_hooks(now, evaluate, checkpoints, batches), *also],
         )
         if evaluate and now.first_step >= run.last_step:  # nothing was left to train: evaluate once
@@ -101,6 +96,17 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
         progress.show_end(run, state, validation, frozen=frozen)
     distributed.barrier(f"run/end of step {run.last_step}")
     return validation
+
+
+def _open_checkpoints(run: Run) -> Checkpoints:
+    settings = run.experiment
+    return Checkpoints(
+        run.checkpoint_dir,
+        keep=settings.keep_checkpoints,
+        keep_params=settings.keep_params_checkpoints if settings.params_checkpoint_interval else None,
+        timeout_seconds=settings.save_limit_seconds,
+        origin=run.origin,
+    )
 
 
 def _begin(run: Run, first_step: int, stack: contextlib.ExitStack, lock: run_lock.RunLock | None) -> _UnderWay:
@@ -181,8 +187,16 @@ def open_batches(run: Run, position: Mapping[str, bytes] | None) -> prefetch.Pre
     return prefetch.Prefetch(batches, to_device=run.program.put, snapshot_interval=run.experiment.checkpoint_interval)
 
 
-def compile_together(run: Run, first_step: int) -> TrainStep:
-    """Returns the training step; with several hosts, waits until all of them have compiled it.
+def statistics_step(run: Run) -> StatisticsStep | None:
+    """Returns the step that computes the run's statistics of the update, not yet compiled; None if it has none."""
+    interval = run.experiment.statistics_interval
+    return StatisticsStep(run.program.statistics_step, interval) if interval else None
+
+
+def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
+    """Returns the training step and that of statistics; with several hosts, waits until all of them have compiled both.
+
+    The step of statistics is always compiled here, because later its compilation would look like a step that hangs.
 
     Simulated hosts wait at most 30 s for one another in the first collective of a program, and on a busy machine
     compile times differ by more.
@@ -190,13 +204,18 @@ def compile_together(run: Run, first_step: int) -> TrainStep:
     Raises:
       TimeoutError: a host did not compile within the run's limit for compiling; names it.
     """
-    if run.host.count == 1 or first_step >= run.last_step:
-        return compilation.OnceCompiled(run.program.train_step)
+    train_step, statistics = run.program.train_step, statistics_step(run)
+    if first_step >= run.last_step:
+        return train_step, statistics
+    compiled: TrainStep = train_step
     with phase.enter(phase.COMPILING):
-        compiled = run.program.lower_train_step().compile()
-        distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=_meeting_seconds(run))
-    # Calling the jitted function would compile it once more.
-    return compilation.OnceCompiled(compiled, named_by=run.program.train_step)
+        if statistics:
+            program = run.program.lower_train_step(with_statistics=True).compile()
+            statistics = statistics._replace(run=compilation.OnceCompiled(program, named_by=train_step))
+        if run.host.count > 1:  # calling the jitted function would compile it once more
+            compiled = run.program.lower_train_step().compile()
+            distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=_meeting_seconds(run))
+    return compilation.OnceCompiled(compiled, named_by=train_step), statistics
 
 
 def _meeting_seconds(run: Run) -> float:

@@ -165,19 +165,17 @@ def test_frozen_parameters_do_not_count_in_the_gradient_norm():
 
 
 @pytest.mark.covers("X12")
-def test_statistics_of_the_update_are_computed_only_when_they_are_due():
-    plain, found = (jax.jit(step.train_step(Line(), sgd(), seed=0, statistics_interval=n)) for n in (0, 2))
+def test_a_step_with_statistics_of_the_update_is_the_same_step():
+    plain, found = (jax.jit(step.train_step(Line(), sgd(), seed=0, with_statistics=on)) for on in (False, True))
     state = want = start()
-    named = []
     for _ in range(4):
-        before, (want, _) = state, plain(want, batch())
+        before, (want, without) = state, plain(want, batch())
         state, metrics = found(state, batch())
-        named.append(metrics[step.STATISTICS].named())
-    jax.tree.map(np.testing.assert_array_equal, state, want)  # the steps themselves are the same
-    assert named[0] == named[2] == {}
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+    assert step.STATISTICS not in without
     w, after = (float(s.params["~"]["w"]) for s in (before, state))
     grad = float(np.mean(2 * (w * np.arange(1.0, 5.0) - batch()["y"]) * np.arange(1.0, 5.0)))
-    values = {name: float(value.total) for name, value in named[3].items()}
+    values = {name: float(value.total) for name, value in metrics[step.STATISTICS].named().items()}
     assert values == pytest.approx(
         {
             "statistics/param_rms/w": abs(w),
@@ -211,7 +209,7 @@ def test_layers_are_one_group_and_frozen_parameters_none():
         lambda specs: optimizers.base.only_trainable(optax.sgd(0.1), specs), optimizers.constant(0.1)
     ).bound(specs)
     model = Layers()
-    run = jax.jit(step.train_step(model, optimizer, seed=0, statistics_interval=1))
+    run = jax.jit(step.train_step(model, optimizer, seed=0, with_statistics=True))
     _, metrics = run(step.create(model, optimizer, model.init(None, None), batch()), batch())
     named = {name: float(value.total) for name, value in metrics[step.STATISTICS].named().items()}
     assert named["statistics/param_rms/layer_*/w"] == pytest.approx(np.sqrt(3 / 4))

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--statistics",
         action="store_true",
-        help="measure instead what statistics of the update cost a step, without the trainer",
+        help="measure instead what statistics of the update cost, without the trainer",
     )
     parser.add_argument("--width", type=int, help="of the model (default: 128; with --recursion: 512)")
     parser.add_argument("--length", type=int, help="tokens of a row (default: 128)")
@@ -131,8 +131,8 @@ def _print(result) -> None:
 
 def _print_statistics(cost) -> None:
     table = Table("", "steps", "10th percentile", "median", "90th percentile", box=None)
-    for name, seconds in (("without", cost.without), ("with, not computed", cost.between), ("computed", [cost.due])):
-        table.add_row(name, *_row(seconds))
+    table.add_row("usual", *_row(cost.usual))
+    table.add_row("with statistics, and the next one", *_row([cost.due]))
     terminal.console(100).print(table)
     low, median, high = (100 * share for share in statistics.quantiles(cost.shares(STATISTICS_INTERVAL), n=4))
     print(

@@ -5,7 +5,6 @@ TensorBoard, watchdog), then as many bare calls of the jitted step on one fixed 
 medians, reduces the influence of other work on the machine.
 """
 
-import dataclasses
 import itertools
 import statistics
 import time
@@ -95,47 +94,37 @@ def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> 
 
 
 class StatisticsCost(NamedTuple):
-    """Seconds of bare jitted steps, of programs without and with statistics of the update.
+    """Seconds of bare jitted steps, of which one in every turn computes statistics of the update.
 
     Attributes:
-      without: steps of the program without, by turn.
-      between: steps of the program with them that compute none, by turn.
-      due: the step of each turn that computes them.
+      usual: the steps before it, by turn.
+      due: of each turn, the step that computes them and the step after it, together.
     """
 
-    without: list[list[float]]
-    between: list[list[float]]
+    usual: list[list[float]]
     due: list[float]
 
     def shares(self, interval: int) -> list[float]:
-        """Returns the additional time of a mean step, divided by a step without: of each turn, smallest first."""
-        turns = [(statistics.median(a), statistics.median(b), due) for a, b, due in zip(*self, strict=True)]
-        return sorted((between - without + (due - between) / interval) / without for without, between, due in turns)
+        """Returns the additional time of a mean step, divided by a usual step: of each turn, smallest first."""
+        turns = [(statistics.median(usual), due) for usual, due in zip(*self, strict=True)]
+        return sorted((due - 2 * usual) / interval / usual for usual, due in turns)
 
 
 def measure_statistics(timed: Experiment, *, turn_steps: int) -> StatisticsCost:
-    """Runs steps without and with statistics in turns; with them, the last step of every turn computes them.
+    """Runs steps in turns; the last but one of every turn computes statistics of the update.
 
     Args:
-      timed: what to train; its `total_steps` are run of each program.
+      timed: what to train; its `total_steps` are run.
       turn_steps: steps of a turn.
     """
-    programs = [
-        dataclasses.replace(timed, statistics_interval=every, log_interval=1).bind(jax.devices())
-        for every in (0, turn_steps)
-    ]
-    layout = programs[0].partitioner.data_layout(timed.batch_size)
-    batch = programs[0].put(next(timed.task.train(layout, seed=timed.seed)))
-    states = [program.init() for program in programs]
-    cost = StatisticsCost([], [], [])
+    program = timed.bind(jax.devices())
+    layout = program.partitioner.data_layout(timed.batch_size)
+    batch, state = program.put(next(timed.task.train(layout, seed=timed.seed))), program.init()
+    cost = StatisticsCost([], [])
     for turn in range(timed.total_steps // turn_steps):
-        found: list[list[float]] = [[], []]
-        for index in (0, 1) if turn % 2 else (1, 0):
-            states[index], seconds = bare_steps(programs[index], states[index], batch, steps=turn_steps)
-            found[index] = seconds[SETTLING_STEPS:]
+        state, seconds = bare_steps(program, state, batch, steps=turn_steps, statistics_at=turn_steps - 2)
         if turn:  # the first includes compilation
-            without, (*between, due) = found
-            cost.without.append(without), cost.between.append(between), cost.due.append(due)
+            cost.usual.append(seconds[SETTLING_STEPS:-2]), cost.due.append(sum(seconds[-2:]))
     return cost
 
 
@@ -167,16 +156,19 @@ class _Turns(hooks.Hook):
         self.bare_turns.append(seconds[SETTLING_STEPS:])
 
 
-def bare_steps(program: Program, state: TrainState, batch: Batch, *, steps: int) -> tuple[TrainState, list[float]]:
-    """Repeats the jitted step, with one step dispatched ahead.
+def bare_steps(
+    program: Program, state: TrainState, batch: Batch, *, steps: int, statistics_at: int | None = None
+) -> tuple[TrainState, list[float]]:
+    """Repeats the jitted step, with one step dispatched ahead; step `statistics_at`, from 0, also computes statistics.
 
     Returns:
       The state after the last step, and the seconds between the ends of consecutive steps.
     """
     finished, before = [time.perf_counter()], None
     with program.partitioner.tracing():
-        for _ in range(steps):
-            state, metrics = program.jitted_train_step(state, batch)
+        for index in range(steps):
+            step = program.jitted_statistics_step if index == statistics_at else program.jitted_train_step
+            state, metrics = step(state, batch)
             if before is not None:
                 jax.block_until_ready(before)
                 finished.append(time.perf_counter())

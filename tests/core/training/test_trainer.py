@@ -102,6 +102,30 @@ def test_at_a_boundary_the_step_is_read_before_the_state_is_used():
     assert at("dispatch 2") < at("read 1") < at("read 2") < at("after 2") < at("boundary 2") < at("dispatch 3")
 
 
+@pytest.mark.covers("X12")
+@pytest.mark.parametrize(("begin", "due"), [(0, [2, 4]), (3, [4])])
+def test_the_step_of_statistics_replaces_every_second_step(begin, due):
+    """Counted from the start of training, so that a resumed run computes them after the same steps."""
+    program, found = Program([]), []
+
+    def with_statistics(state, batch):
+        found.append(int(state.step) + 1)
+        return program.train_step(state, batch)
+
+    trainer.train(
+        program.train_step,
+        Batches(begin + 1),
+        state_at(begin),
+        total_steps=5,
+        hooks=[],
+        statistics=trainer.StatisticsStep(with_statistics, interval=2),
+    )
+    assert found == due
+    assert [event for event in program.events if event.startswith("dispatch")] == [
+        f"dispatch {step}" for step in range(begin + 1, 6)
+    ]
+
+
 def test_training_continues_from_the_step_of_the_state():
     events = []
     state, _ = run(events, start=7, total=9)

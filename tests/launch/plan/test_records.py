@@ -55,7 +55,7 @@ FIELDS = {
     "phase": (1, False),
     "max_epochs": (1.0, False),
     "persistent_directory": ("gs://bucket/checkpoints", False),
-    "statistics_interval": (10, True),
+    "statistics_interval": (10, False),
     "params_checkpoint_interval": (7, False),
     "keep_params_checkpoints": (7, False),
     "seed": (5, False),

@@ -359,6 +359,13 @@ def test_all_columns_are_shown_when_asked_for(arguments, filled, capsys):
     assert {"free", "scheduled", "MFU %", "bubble", "hours"} <= {cell.strip() for cell in headings.split("|")}
 
 
+@pytest.mark.covers("T16")
+def test_the_tokens_of_a_phase_are_those_of_its_steps():
+    question = search.ask("gin/quickstart_phases.gin", slice_name="v4-16", bindings=["PHASE = 2"])
+    assert (question.experiment.batch_size, question.num_steps, question.steps(16)) == (8, 50, 25)
+    assert question.total_tokens == 50 * question.experiment.tokens_per_step
+
+
 @pytest.mark.slow
 @pytest.mark.covers("T16")
 def test_every_phase_is_planned(capsys):

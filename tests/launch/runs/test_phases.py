@@ -61,6 +61,9 @@ def test_a_phase_keeps_what_it_does_not_change():
 def test_a_command_can_name_one_phase():
     chosen = experiment("PHASE = 2")
     assert (chosen.batch_size, chosen.row_length, chosen.phases) == (8, 64, ())
+    (span,) = chosen.spans()
+    assert (str(span), span.experiment) == ("phase 2 of 3", chosen)
+    assert (span.first_step, span.last_step) == experiment().spans()[1][2:4]
 
 
 @pytest.mark.parametrize(

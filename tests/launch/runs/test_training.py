@@ -133,6 +133,11 @@ def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monke
     assert capsys.readouterr().out == (said if index else "")
 
 
+SETTINGS = types.SimpleNamespace(
+    compile_limit_seconds=50.0, limits=failure_diagnosis.USUAL_LIMITS, statistics_interval=0
+)
+
+
 @pytest.mark.parametrize(
     ("count", "done"), [(1, []), (2, ["lowered", "compiled", ("run/compiled after step 8", 50.0)])]
 )
@@ -143,8 +148,7 @@ def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, don
     monkeypatch.setattr(
         training.distributed, "barrier", lambda name, timeout_seconds: did.append((name, timeout_seconds))
     )
-    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=failure_diagnosis.USUAL_LIMITS)
-    run = types.SimpleNamespace(host=Host(0, count, True), program=program, experiment=experiment, last_step=9)
+    run = types.SimpleNamespace(host=Host(0, count, True), program=program, experiment=SETTINGS, last_step=9)
     training.compile_together(run, 8)
     training.compile_together(run, 9)  # nothing is left to train
     assert did == done
@@ -156,12 +160,31 @@ def test_the_step_that_hosts_compiled_together_is_not_compiled_again(monkeypatch
     jitted = jax.jit(lambda state, batch: (state * batch, {}), compiler_options={"xla_embed_ir_in_executable": True})
     program = types.SimpleNamespace(lower_train_step=lambda: jitted.lower(x, x), train_step=jitted)
     monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: None)
-    experiment = types.SimpleNamespace(compile_limit_seconds=50.0, limits=failure_diagnosis.USUAL_LIMITS)
-    run = types.SimpleNamespace(host=Host(0, 2, True), program=program, experiment=experiment, last_step=9)
+    run = types.SimpleNamespace(host=Host(0, 2, True), program=program, experiment=SETTINGS, last_step=9)
     before = compilation.totals().programs
-    step = training.compile_together(run, 0)
+    step, _ = training.compile_together(run, 0)
     np.testing.assert_array_equal(step(x, x)[0], [0.0, 1.0, 4.0])
     assert compilation.totals().programs == before + 1
+
+
+@pytest.mark.covers("X12")
+def test_the_step_of_statistics_is_compiled_before_training():
+    """Even on one host, where the usual step is compiled by its first call."""
+    x, names = jnp.arange(3.0), {False: jnp.add, True: jnp.multiply}
+    program = types.SimpleNamespace(
+        lower_train_step=lambda with_statistics: jax.jit(names[with_statistics]).lower(x, x),
+        train_step=jax.jit(names[False]),
+        statistics_step=None,
+    )
+    settings = types.SimpleNamespace(**{**vars(SETTINGS), "statistics_interval": 5})
+    run = types.SimpleNamespace(host=Host(0, 1, True), program=program, experiment=settings, last_step=9)
+    before = compilation.totals().programs
+    step, statistics = training.compile_together(run, 0)
+    assert compilation.totals().programs == before + 1
+    np.testing.assert_array_equal(statistics.run(x, x), [0.0, 1.0, 4.0])
+    assert statistics.interval == 5
+    assert compilation.totals().programs == before + 1
+    np.testing.assert_array_equal(step(x, x), [0.0, 2.0, 4.0])
 
 
 def random_tokens(*more):
