@@ -23,6 +23,10 @@ def same(targets, predictions):
 def mean(targets, scores):
     return {"likelihood": sum(scores) / len(scores)}
 
+def best(targets, predictions, aux_values):
+    sure = max(range(len(targets)), key=aux_values["scores"].__getitem__)
+    return {"surest": float(targets[sure] == predictions[sure]), "aux": sum(aux_values["scores"])}
+
 vocabulary = seqio.ByteVocabulary()
 
 def add(name, features, **options):
@@ -38,6 +42,7 @@ def add(name, features, **options):
     )
 
 add("sums", ("inputs", "targets"), metric_fns=[same, mean])
+add("surely", ("inputs", "targets"), metric_fns=[best])
 add("numbers", ("targets",), metric_fns=[mean])
 add("bare", ("targets",))
 """
@@ -95,6 +100,10 @@ def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered
     assert asked["prompts"][3] == [0, *vocabulary.encode("3 + 1 =")]
     assert asked["pairs"][3] == (asked["prompts"][3], [*vocabulary.encode("4"), 1])
     assert asked["most"] == 3
+    found = seqio_tasks.evaluate("surely", most=12, score=score, predict=predict)
+    assert found == {"surely": {"surest": 0.0, "aux": -sum(len(targets) for _, targets in asked["pairs"])}}
+    assert [vocabulary.decode(targets) for _, targets in asked["pairs"][:3]] == ["x", "2", "3"]
+    assert {targets[-1] for _, targets in asked["pairs"]} == {1}
     seqio_tasks.evaluate("numbers", most=None, score=score, predict=predict)
     assert asked["pairs"][9] == ([0], [*vocabulary.encode("10"), 1])
     assert len(asked["pairs"]) == 40
