@@ -1,7 +1,7 @@
 """Wraps the parts of JAX's private API that Renga uses.
 
-Their public counterparts do not exist or would initialize devices. No other module imports `jax._src` (a test checks
-this), so a new version of JAX requires changes here only.
+Their public counterparts do not exist or would initialize devices. No other module uses private names of JAX
+(tests/test_house.py), and names are written out in full, so that tests/test_library_names.py can name one that is gone.
 """
 
 import inspect
@@ -44,9 +44,10 @@ def detected_cluster(timeout_seconds: float) -> tuple[str | None, int | None, in
 
 def addresses_of_slice() -> Sequence[str]:
     """Returns the addresses of the hosts of this TPU slice, in order; empty on a machine outside a slice."""
-    for kind in (cloud_tpu_cluster.GceTpuCluster, cloud_tpu_cluster.GkeTpuCluster):
-        if kind.is_env_present():
-            return kind._get_worker_list_in_slice()
+    if cloud_tpu_cluster.GceTpuCluster.is_env_present():
+        return cloud_tpu_cluster.GceTpuCluster._get_worker_list_in_slice()
+    if cloud_tpu_cluster.GkeTpuCluster.is_env_present():
+        return cloud_tpu_cluster.GkeTpuCluster._get_worker_list_in_slice()
     return ()
 
 

@@ -152,18 +152,17 @@ def test_layers_and_homes_of_libraries():
     assert not [problem for path in PRODUCT for problem in wrong_imports(path, imports(path))]
 
 
-def private_names_of_jax(text):
-    """Every `jax._src` and `jax.a.b._c` in a text, so also in the programs that tests hand to other processes."""
-    return re.findall(r"\b(?:jax|jnp)(?:\.\w+)*\.(?!_{2})_\w+", text)
+def private_names(text):
+    """Every `jax._src`, `hk.a._b` and the like in a text, so also in programs that tests give to other processes."""
+    return re.findall(r"\b(?:jax|jnp|lax|haiku|hk|optax|orbax|ocp|tensorstore)(?:\.\w+)*\.(?!_{2})_\w+", text)
 
 
-def test_private_names_of_jax_are_in_one_module():
-    assert private_names_of_jax("from jax._src import core\njax.numpy.sum\njnp.linalg._svd(x)") == [
-        "jax._src",
-        "jnp.linalg._svd",
-    ]
-    kept = {ROOT / "core" / "jax_internals.py", pathlib.Path(__file__).resolve()}
-    found = {name(p): private_names_of_jax(p.read_text()) for p in PYTHON if p not in kept}
+def test_private_names_of_libraries_are_in_one_module():
+    """Those of JAX are; of Haiku, optax, Orbax and tensorstore none is used."""
+    text = "from jax._src import core\njax.numpy.sum\njnp.linalg._svd(x)\nocp.args._Args"
+    assert private_names(text) == ["jax._src", "jnp.linalg._svd", "ocp.args._Args"]
+    kept = {ROOT / "core" / "jax_internals.py", ROOT / "tests/test_library_names.py", pathlib.Path(__file__).resolve()}
+    found = {name(p): private_names(p.read_text()) for p in PYTHON if p not in kept}
     assert not {where: names for where, names in found.items() if names}
 
 

@@ -1,0 +1,109 @@
+"""Every name that the product takes from JAX and the libraries around it exists in the installed version.
+
+A version of a library in which one is gone, renamed or deprecated fails here with the name and the places that use it.
+Names that are private are allowed in core/jax_internals.py alone (tests/test_house.py).
+"""
+
+import ast
+import collections
+import functools
+import importlib
+import pathlib
+import warnings
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LIBRARIES = {"jax", "haiku", "optax", "orbax", "tensorstore", "etils", "gin"}
+PRODUCT = [
+    path for folder in ("core", "parallel", "models", "tasks", "launch") for path in ROOT.glob(f"{folder}/**/*.py")
+]
+
+
+def imported_as(tree):
+    """{name in a file: what of LIBRARIES it stands for}, of imports at the top and inside functions."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        if isinstance(node, ast.ImportFrom):
+            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return {name: of for name, of in found.items() if of.split(".")[0] in LIBRARIES}
+
+
+def names_used(text):
+    """Every dotted name of LIBRARIES in a file, as long as it is written."""
+    tree = ast.parse(text)
+    aliases = imported_as(tree)
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        attributes = []
+        if id(node) in inner:
+            continue
+        while isinstance(node, ast.Attribute):
+            attributes.insert(0, node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and node.id in aliases:
+            yield ".".join((aliases[node.id], *attributes))
+
+
+def resolve(name):
+    """Returns what a dotted name stands for: a module, or what is found in the innermost one.
+
+    Raises:
+      AttributeError: there is no such thing.
+    """
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[end:], module)
+    raise AttributeError(f"no module named {parts[0]!r}")
+
+
+def problem(name):
+    """Returns what is wrong with a name: nothing (None), `gone` with the reason, or the warning of its deprecation."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            resolve(name)
+        except AttributeError as error:
+            return f"gone: {error}"
+    deprecated = [str(w.message) for w in caught if issubclass(w.category, (DeprecationWarning, FutureWarning))]
+    return next((said for said in deprecated if name.split(".")[-1] in said), None)
+
+
+def test_names_are_found_in_a_text():
+    text = """import jax.numpy as jnp
+import optax.contrib
+from jax._src import core as c
+def f():
+    from jax import lax
+    return lax.scan, jnp.linalg.svd(x).T, optax.contrib.muon(), c, own.name, jnp
+"""
+    assert sorted(names_used(text)) == [
+        "jax._src.core",
+        "jax.lax.scan",
+        "jax.numpy",
+        "jax.numpy.linalg.svd",
+        "optax.contrib.muon",
+    ]
+
+
+def test_a_name_that_is_gone_is_told_from_one_that_is_there():
+    assert problem("jax.experimental.multihost_utils.sync_global_devices") is None
+    assert "no attribute 'no_such'" in problem("jax.config.no_such")
+    assert "module 'jax' has no attribute 'no_such'" in problem("jax.no_such.name")
+
+
+def test_no_name_is_gone_or_deprecated():
+    used = collections.defaultdict(set)
+    for path in PRODUCT:
+        for name in names_used(path.read_text()):
+            used[name].add(path.relative_to(ROOT).as_posix())
+    assert {"jax._src.distributed.global_state.process_id", "orbax.checkpoint.CheckpointManager"} <= set(used)
+    found = {name: said for name in sorted(used) if (said := problem(name))}
+    assert not found, "\n".join(f"{name} ({', '.join(sorted(used[name]))}): {said}" for name, said in found.items())
