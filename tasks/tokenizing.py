@@ -179,15 +179,15 @@ def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], 
         raise UserError(
             f"{out} was begun with another --exclude, or other lengths of what it compares: give another --out"
         )
-    names = {
-        "dtype": "dtype",
-        "field": "--field",
-        "by_hash": "the split by hash (without --validation)",
-        "near_duplicates": "--deduplicate",
-    }
+    names = {"dtype": "dtype", "field": "--field", "by_hash": "the split by hash (without --validation)"}
     for key, name in names.items():
         if saved[key] != begun[key]:
             raise UserError(f"{out} was begun with {name} = {saved[key]!r}, now {begun[key]!r}: give another --out")
+    before, now = (found["near_duplicates"] or {} for found in (saved, begun))
+    if before != now:
+        told = [f"--deduplicate {one['similarity']:g}" if one else "no --deduplicate" for one in (before, now)]
+        how = "" if told[0] != told[1] else ", compared in another way by another version of this command"
+        raise UserError(f"{out} was begun with {told[0]}{how}, now {told[1]}: give another --out")
     _require_unchanged(out, saved["sources"], files)
 
 

@@ -404,10 +404,9 @@ def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Q
     """Yields the questions of files."""
     for file in files:
         with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
-            content = stream.read()
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if found := read_question(file.path, number, line, kinds=kinds):
-                yield found
+            for number, line in enumerate(stream, 1):
+                if found := read_question(file.path, number, line, kinds=kinds):
+                    yield found
 
 
 def decode(content: bytes, *, size: int) -> np.ndarray:

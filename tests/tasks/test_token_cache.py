@@ -500,7 +500,7 @@ def test_near_duplicates_are_left_out_also_by_a_command_that_continues(tmp_path)
     assert said[0].startswith("continuing after ")
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["cache.json", "train", "validation"]
-    with pytest.raises(UserError, match=r"was begun with --deduplicate = \{'similarity': 0\.8"):
+    with pytest.raises(UserError, match=r"was begun with --deduplicate 0\.8, now --deduplicate 0\.9: give"):
         tokenize(tmp_path / "parts", data, near_duplicates=0.9)
     held = write_lines(tmp_path / "b.jsonl", texts[:5])
     about, _ = tokenize(tmp_path / "apart", data, near_duplicates=0.8, validation=[held])
