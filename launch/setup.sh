@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# Creates .venv from requirements.txt. If it is already current, this takes well under a second and prints nothing.
+# Creates .venv from requirements.txt, or with RENGA_NEWEST .venv-newest from the newest releases of what requirements.in
+# names. If it is already current, this takes well under a second and prints nothing.
 #
-# The stamp file inside .venv (hash of requirements.txt, and Python's version) is removed before anything is changed and
-# written last, so the next set-up completes an interrupted one. A lock file makes concurrent calls wait.
-# Usage: launch/setup.sh. Variables: launch/README.md (RENGA_PYTHON, and pip's own such as PIP_INDEX_URL).
+# The stamp file inside the environment (hash of the requirements, and Python's version) is removed before anything is
+# changed and written last, so the next set-up completes an interrupted one. A lock file makes concurrent calls wait.
+# Usage: launch/setup.sh. Variables: launch/README.md (RENGA_PYTHON, RENGA_NEWEST, and pip's own such as PIP_INDEX_URL).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
-requirements=$root/requirements.txt
+name=.venv requirements=$root/requirements.txt supported=3.11-3.13
+if [[ ${RENGA_NEWEST:-} == 1 ]]; then
+  name=.venv-newest requirements=$root/requirements.in supported=3.12-3.13  # the newest JAX needs 3.12
+fi
+venv=$root/$name
 stamp=$venv/renga.stamp
-log=$root/.venv.log
+log=$venv.log
 apt_timeout_seconds=300
 progress_seconds=10
 
@@ -22,7 +26,8 @@ supported_version() {
   "$1" -c 'import sys
 v = sys.version_info
 print("%d.%d.%d" % v[:3])
-raise SystemExit(not (3, 11) <= v[:2] <= (3, 13))' 2>/dev/null
+lowest, highest = (tuple(map(int, text.split("."))) for text in sys.argv[1].split("-"))
+raise SystemExit(not lowest <= v[:2] <= highest)' "$supported" 2>/dev/null
 }
 
 wanted_stamp() { printf '%s python %s' "$(sha256sum <"$requirements" | cut -d' ' -f1)" "$1"; }
@@ -37,7 +42,7 @@ is_current() {
 
 can_make_venv() { "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
 
-# Prints the first Python on PATH that is 3.11-3.13 and can make a virtual environment.
+# Prints the first supported Python on PATH that can make a virtual environment.
 find_python() {
   local candidate
   for candidate in python3.12 python3.11 python3.13 python3; do
@@ -71,7 +76,7 @@ get_python_from_apt() {
   local package install
   package=$(apt_package)
   install=(env DEBIAN_FRONTEND=noninteractive apt-get -o "DPkg::Lock::Timeout=$apt_timeout_seconds" -qq -y install "$package")
-  say "no Python 3.11-3.13 with venv found: installing $package with apt-get"
+  say "no Python $supported with venv found: installing $package with apt-get"
   as_root "${install[@]}" >>"$log" 2>&1 && return
   as_root apt-get -o "DPkg::Lock::Timeout=$apt_timeout_seconds" -qq update >>"$log" 2>&1 || true
   as_root "${install[@]}" >>"$log" 2>&1 || { say "apt-get cannot install $package (see $log)"; return 1; }
@@ -82,7 +87,7 @@ get_python_from_uv() {
   local uv
   uv=$(command -v uv || echo "$HOME/.local/bin/uv")
   if [[ ! -x $uv ]]; then
-    say "no Python 3.11-3.13 with venv found: installing uv with pip to get one"
+    say "no Python $supported with venv found: installing uv with pip to get one"
     python3 -m pip install --user --quiet uv >>"$log" 2>&1 || return 1
   fi
   [[ -x $uv ]] || return 1
@@ -93,11 +98,14 @@ get_python_from_uv() {
 
 choose_python() {
   if [[ -n ${RENGA_PYTHON:-} ]]; then
-    supported_version "$RENGA_PYTHON" >/dev/null || fail "RENGA_PYTHON=$RENGA_PYTHON is not a Python 3.11-3.13"
+    supported_version "$RENGA_PYTHON" >/dev/null || fail "RENGA_PYTHON=$RENGA_PYTHON is not a Python $supported"
     can_make_venv "$RENGA_PYTHON" || fail "RENGA_PYTHON=$RENGA_PYTHON has no venv or no ensurepip"
     command -v "$RENGA_PYTHON"
+  elif [[ $name == .venv-newest ]]; then
+    find_python || fail "no Python $supported with venv found on PATH, which the newest JAX needs. Install one, such as" \
+      "python3.13 and python3.13-venv, or set RENGA_PYTHON=/path/to/python3.13"
   elif ! find_python && ! { get_python_from_apt && find_python; } && ! get_python_from_uv; then
-    fail "no Python 3.11-3.13 found (python3 is $(python3 --version 2>&1 || echo missing)), and neither apt-get nor uv" \
+    fail "no Python $supported found (python3 is $(python3 --version 2>&1 || echo missing)), and neither apt-get nor uv" \
       "could install one. Install python3.11 and python3.11-venv, or set RENGA_PYTHON=/path/to/python3.11"
   fi
 }
@@ -111,29 +119,33 @@ make_venv() {
   fi
 }
 
-# Prints pip's progress with $1 packages every $progress_seconds, from its log; ends with this script.
+# Prints pip's progress every $progress_seconds, from its log; ends with this script. $1: the number of packages, if known.
 report_progress() {
   local total=$1 found what
   SECONDS=0
   while sleep "$progress_seconds" &>/dev/null && kill -0 $$ 2>/dev/null; do
     found=$(grep -cE '^(Collecting|Requirement already satisfied)' "$log") || true
-    what="$found of $total packages found and downloaded"
-    ! grep -q '^Installing collected packages' "$log" || what="installing $total packages"
+    what="$found ${total:+of $total }packages found and downloaded"
+    ! grep -q '^Installing collected packages' "$log" || what="installing ${total:-the} packages"
     say "$what, $((SECONDS / 60)):$(printf %02d $((SECONDS % 60)))"
   done
 }
 
 install_requirements() {
-  local total code=0
+  local total list=$requirements code=0
   total=$(grep -c '==' "$requirements")
-  say "installing $total packages into .venv with Python $1 (once; a few minutes)"
+  if [[ $name == .venv-newest ]]; then
+    total='' list=$venv/requirements.txt
+    sed -E 's/==[^ ;]+//' "$requirements" >"$list"
+  fi
+  say "installing ${total:-the newest} packages into $name with Python $1 (once; a few minutes)"
   report_progress "$total" 9>&- &
   trap "kill $! 2>/dev/null || true" EXIT
-  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off -r "$requirements" \
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off -r "$list" \
     >>"$log" 2>&1 || code=$?
   kill $! 2>/dev/null || true
   if ((code)); then
-    say "pip could not install requirements.txt. Last lines of its output (all of it: $log):"
+    say "pip could not install ${list##*/}. Last lines of its output (all of it: $log):"
     tail -n 15 "$log" >&2
     fail "if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again; it resumes"
   fi
@@ -141,13 +153,13 @@ install_requirements() {
 
 main() {
   is_current && return
-  exec 9>"$root/.venv.lock"
+  exec 9>"$venv.lock"
   flock --nonblock 9 || { say "another set-up is running: waiting for it"; flock 9; }
   is_current && return
   : >"$log"
   local python version
   python=$(choose_python)
-  version=$(supported_version "$python") || fail "$python is not a Python 3.11-3.13"
+  version=$(supported_version "$python") || fail "$python is not a Python $supported"
   make_venv "$python" "$version"
   install_requirements "$version"
   wanted_stamp "$version" >"$stamp.new"

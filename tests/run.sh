@@ -3,13 +3,19 @@
 #   tests/run.sh                    all but the slow ones
 #   tests/run.sh --all              the slow ones too
 #   tests/run.sh [--all] ARGS…      ARGS go to pytest, such as tests/core -k slices
+#   tests/run.sh --newest [--all] [ARGS…]   with the newest JAX, libtpu and other packages, in .venv-newest
 #   tests/run.sh lab COMMAND …      planted failures, soak, benchmarks, golden records, STATUS.md: tests/lab/
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-launch/setup.sh
+if [[ ${1:-} == --newest ]]; then
+  export RENGA_NEWEST=1
+  shift
+fi
 python=.venv/bin/python
+[[ ${RENGA_NEWEST:-} != 1 ]] || python=.venv-newest/bin/python
+launch/setup.sh
 
 if [[ ${1:-} == lab ]]; then
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
@@ -21,12 +27,18 @@ if [[ ${1:-} == --all ]]; then
   selection=()
   shift
 else  # less optimized machine code, without fusion emitters, is compiled in a third of the time; --all runs what users run
-  export XLA_FLAGS="${XLA_FLAGS:-} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-  XLA_FLAGS+=" --xla_cpu_parallel_codegen_split_count=1"
+  export XLA_FLAGS="${XLA_FLAGS:-} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+  [[ ${RENGA_NEWEST:-} == 1 ]] || XLA_FLAGS+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag
 fi
 
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
-$python -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format" >&2 && exit 1; }
-$python -m ruff check --quiet .
-$python -m mypy --no-error-summary
+if [[ ${RENGA_NEWEST:-} == 1 ]]; then  # style and types are checked with the pinned packages
+  $python --version
+  $python -m pip list --disable-pip-version-check | grep -E '^(jax|jaxlib|libtpu|dm-haiku|optax|orbax-checkpoint|numpy) '
+  echo "these were the newest when .venv-newest was made; delete it to install those of today"
+else
+  $python -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format" >&2 && exit 1; }
+  $python -m ruff check --quiet .
+  $python -m mypy --no-error-summary
+fi
 exec $python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -44,7 +45,7 @@ def commands():
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """A copy of what git tracks, and our environment."""
+    """A copy of what git tracks, and the environment of this process."""
     copy = tmp_path_factory.mktemp("clone") / "renga"
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in tracked.splitlines():
@@ -52,7 +53,7 @@ def workspace(tmp_path_factory):
         shutil.copy2(ROOT / name, copy / name)
     subprocess.run(["git", "init", "--quiet"], cwd=copy, check=True)
     subprocess.run(["git", "add", "--all"], cwd=copy, check=True)
-    (copy / ".venv").symlink_to(ROOT / ".venv")
+    (copy / Path(sys.prefix).name).symlink_to(sys.prefix)
     published_model(copy / "smollm2")
     return copy
 
@@ -261,7 +262,7 @@ def text(workspace):
         "task = text.files(train='runs/text/*.txt', length=256, num_streams=4, vocabulary=vocabulary); "
         "task.prepare('runs/own', is_host_zero=True)"
     )
-    run(f'.venv/bin/python -c "{train}"', workspace)
+    run(f'{sys.executable} -c "{train}"', workspace)
     (line,) = [c for c in commands() if c.startswith("launch/run tokenize")]
     run(line, workspace)
 

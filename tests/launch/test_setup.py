@@ -58,6 +58,9 @@ class Machine:
         shutil.copy(ROOT / "launch/setup.sh", self.root / "launch")
         self.requirements = self.root / "requirements.txt"
         self.requirements.write_text("jax==0.10.2\noptax==0.2\n")
+        (self.root / "requirements.in").write_text(
+            "jax[tpu]==0.10.2\noptax\nrich==1.0 ; python_version < '3.13'  # why\n"
+        )
         self.python("python3.11", "3.11.9", folder=self.spare)
 
     def script(self, path: Path, text: str) -> None:
@@ -141,6 +144,31 @@ def test_python_3_10_first_on_path_is_passed_over(machine):
     machine.python("python3.11", "3.11.9")
     assert machine.setup()[0] == 0
     assert machine.version == "3.11.9"
+
+
+def test_the_newest_packages_have_an_environment_of_their_own(machine):
+    machine.python("python3", "3.11.9")
+    assert machine.setup()[0] == 0
+    machine.python("python3.13", "3.13.0")
+    code, said = machine.setup(RENGA_NEWEST="1")
+    assert code == 0, said
+    assert "installing the newest packages into .venv-newest with Python 3.13.0" in said
+    installed = (machine.root / ".venv-newest/requirements.txt").read_text()
+    assert installed == "jax[tpu]\noptax\nrich ; python_version < '3.13'  # why\n"
+    assert machine.calls("pip")[-1].endswith(f"-r {machine.root}/.venv-newest/requirements.txt")
+    assert machine.setup(RENGA_NEWEST="1") == (0, "")
+    assert machine.setup() == (0, "")
+    assert machine.version == "3.11.9"
+
+
+def test_the_newest_packages_need_a_python_that_is_named(machine):
+    machine.python("python3", "3.10.12")
+    machine.script(machine.bin / "apt-get", APT)
+    code, said = machine.setup(RENGA_NEWEST="1")
+    assert code == 1
+    assert "no Python 3.12-3.13 with venv found on PATH, which the newest JAX needs. Install one, such as" in said
+    assert "RENGA_PYTHON=/path/to/python3.13" in said
+    assert not machine.calls("apt")
 
 
 @pytest.mark.parametrize("name", ["old", "bare", "absent"])
