@@ -37,7 +37,7 @@ class Tfds(DocumentSource):
         tensorflow()
         import tensorflow_datasets as tfds
 
-        builder, name = self._builder(), self.split if split == "train" else self.validation_split
+        builder, name = prepared(self.name, self.data_dir), self.split if split == "train" else self.validation_split
         if self.field not in builder.info.features:
             raise UserError(f"text.tfds.field: {self.name} has no {self.field!r}, only {sorted(builder.info.features)}")
         try:
@@ -65,16 +65,6 @@ class Tfds(DocumentSource):
     def fingerprint(self) -> str:
         """See `Corpus`."""
         return hashlib.sha256(repr(dataclasses.replace(self, data_dir=None)).encode()).hexdigest()
-
-    def _builder(self) -> Any:
-        import tensorflow_datasets as tfds
-
-        builder = tfds.builder(self.name, data_dir=self.data_dir)
-        if not builder.is_prepared():
-            raise UserError(
-                f"text.tfds: {self.name} is not prepared in {builder.data_dir}: run `tfds build {self.name}`"
-            )
-        return builder
 
 
 class _Share:
@@ -113,6 +103,33 @@ class _ShareReader:
             raise UserError(f"text.tfds.field: {part.field!r} is {type(content).__name__}, expected text")
         self._offset += 1
         return part.take(documents.checked, content, where=f"the document of {part.name} that begins {content[:40]!r}")
+
+
+def prepared(name: str, data_dir: str | None) -> Any:
+    """Returns the builder of a prepared dataset. Raises UserError if it is not prepared."""
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder(name, data_dir=data_dir)
+    except tfds.core.registered.DatasetNotFoundError as error:
+        raise UserError(f"tfds: there is no dataset {name!r}: {str(error).splitlines()[0]}") from error
+    if not builder.is_prepared():
+        raise UserError(f"tfds: {name} is not prepared in {builder.data_dir}: run `tfds build {name}`")
+    return builder
+
+
+def examples(name: str, split: str, *, data_dir: str | None) -> Any:
+    """Returns an iterable of the examples of a prepared dataset, in the order of its files.
+
+    Raises:
+      UserError: it is not prepared, or has no such split.
+    """
+    tensorflow()
+    builder = prepared(name, data_dir)
+    try:
+        return builder.as_dataset(split=split, shuffle_files=False).as_numpy_iterator()
+    except (KeyError, ValueError) as error:
+        raise UserError(f"tfds: {name} has no split {split!r}: {error}") from error
 
 
 @functools.cache

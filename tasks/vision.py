@@ -6,8 +6,7 @@ evaluations count answers, and `weight`: how often it is drawn in training, rela
   line -> image [H, W, 3] uint8;   slots, question, answer -> ids, weights, until [T]
 
 A row is one line: S positions for the patches of the image, the question, and the answer with the end-of-document id,
-which alone are learned. An image is decoded and resized to a square on the host, without keeping its proportions. Grey
-images get three equal colours; transparent pixels are put on white; the orientation that a camera noted is applied.
+which alone are learned. An image is decoded and resized to a square on the host (`tasks.images`).
 
 T: tokens per row. S: positions of an image.
 """
@@ -17,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 import math
 import sys
@@ -30,7 +28,7 @@ from core import paths, units
 from core.batches import BatchSpec, Field
 from core.errors import UserError, check_integer, check_text
 from core.types import Batches, DataLayout
-from tasks import documents, streams, text_formats
+from tasks import documents, images, streams, text_formats
 from tasks.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
 from tasks.ids import Vocabulary
 from tasks.sampled import SampledTask
@@ -409,36 +407,11 @@ def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Q
                     yield found
 
 
-def decode(content: bytes, *, size: int) -> np.ndarray:
-    """Returns an image as [size, size, 3] uint8.
-
-    Raises:
-      OSError, ValueError: the bytes are no image that the library reads.
-    """
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(content)) as found:
-        found.load()
-        image = ImageOps.exif_transpose(found)
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-            image = Image.alpha_composite(white, image)
-        if image.mode.startswith("I;16"):  # converting cuts 16 bits off at 255
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("RGB")
-        if image.size != (size, size):
-            image = image.resize((size, size), Image.Resampling.BICUBIC)
-        return np.array(image, np.uint8)
-
-
 def _try_decode(path: str, *, size: int) -> np.ndarray | str:
     """Returns the image of a file, or what is wrong with it."""
-    from PIL import Image
-
     try:
-        return decode(paths.resolve(path).read_bytes(), size=size)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # of broken files of all formats
+        return images.decode(paths.resolve(path).read_bytes(), size=size)
+    except (OSError, images.UnreadableImage) as error:
         return f"{path} cannot be read as an image ({error}); replace it, or set vision.questions.broken = 'skip'"
 
 

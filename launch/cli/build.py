@@ -1,4 +1,4 @@
-"""`launch/run build sudoku|maze|arc`: puzzles on disk, or in a bucket, for `puzzles.dataset`."""
+"""`launch/run build`: puzzles for `puzzles.dataset` or questions about images for `vision.questions`, as files."""
 
 import argparse
 import json
@@ -9,30 +9,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from core import units
 from launch import flags, terminal
-from tasks.puzzles import files, writing
+from tasks import question_sets, whole_folder
+from tasks.puzzles import files
 from tasks.puzzles.arc_sets import ArcSet
 from tasks.puzzles.maze_sets import MazeSet
 from tasks.puzzles.sudoku_sets import SudokuSet
 
-HELP = "build a dataset of puzzles (sudoku, maze, arc) and show one"
+HELP = "build a dataset: puzzles (sudoku, maze, arc), or questions about images of another dataset"
 EXAMPLE = """launch/run build sudoku --size 4 --train 1000 --test 256 --out runs/puzzles/sudoku4
   launch/run build sudoku --csv sudoku-extreme --augment 1000 --out gs://BUCKET/sudoku-extreme-1k
   launch/run build maze --size 30 --out runs/puzzles/maze30
   launch/run build maze --csv maze-30x30-hard-1k --out gs://BUCKET/maze-hard
-  launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1"""
+  launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1
+  launch/run build questions --data hub:OWNER/NAME --validation validation --out /data/questions"""
 _SETS = {"sudoku": SudokuSet, "maze": MazeSet, "arc": ArcSet}
 _DEFAULTS = {"sudoku": {"size": 9, "num_train": 1000, "num_test": 256, "num_aug": 0}, "maze": {}, "arc": {"version": 1}}
 _OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test": None}}  # None: all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a subcommand for each kind of puzzle; arguments have the names of the fields of the kind's dataclass."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="sudoku|maze|arc")
+    """Adds a subcommand for each kind of dataset; arguments have the names of the fields of the kind's dataclass."""
+    kinds = parser.add_subparsers(dest="built", required=True, metavar="sudoku|maze|arc|questions")
 
     def kind(name: str, description: str) -> argparse.ArgumentParser:
         own = kinds.add_parser(name, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-        own.add_argument("--seed", type=flags.at_least(0), help="same seed, same bytes")
-        own.add_argument("--out", metavar="DIR", required=True, help="local or gs://; appears when it is whole")
+        if name != "questions":
+            own.add_argument("--seed", type=flags.at_least(0), help="same seed, same bytes")
+        own.add_argument("--out", metavar="DIR", required=True, help="local or gs://; appears when it is complete")
         return own
 
     about = "Sudoku with one solution each: generated, or from the CSV files of a public benchmark. "
@@ -61,16 +64,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "train also on what is scored under another name, as TRM's data does"
     own.add_argument("--keep-copies", action="store_true", help=help_)
 
+    own = kind("questions", "Questions about images, from a dataset of the Hugging Face hub or one prepared by TFDS.")
+    own.add_argument("--data", metavar="NAME", required=True, help="hub:OWNER/NAME[:CONFIGURATION], or tfds:NAME")
+    own.add_argument("--split", help="for training (default train)")
+    own.add_argument(
+        "--validation", metavar="SPLIT", help="for validation (default: none; 5 %% of the images are held out)"
+    )
+    for name in ("image", "question", "answer"):
+        own.add_argument(f"--{name}", metavar="FIELD", help=f"the field of the {name} (default {name})")
+    own.add_argument("--kind", metavar="FIELD", help="the field of the kind of question, if evaluations count by kind")
+    own.add_argument("--skip-bad", action="store_true", help="leave out, and count, examples that cannot be used")
+    own.add_argument("--data-dir", metavar="DIR", help="where tfds: datasets are prepared (default: TFDS's own)")
+
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the dataset, then prints a summary and one puzzle."""
-    given = {name: value for name, value in vars(args).items() if name not in ("kind", "out")}
-    of_csv = _OF_CSV[args.kind] if "csv" in given else {}
-    recipe = _SETS[args.kind](**{**_DEFAULTS[args.kind], **of_csv, **given})
-    writing.check_free(args.out)
+    """Builds the dataset, then prints a summary."""
+    given = {name: value for name, value in vars(args).items() if name not in ("built", "out")}
+    return _questions(given, args.out) if args.built == "questions" else _puzzles(args, given)
+
+
+def _questions(given: Mapping[str, Any], out: str) -> int:
+    source = question_sets.QuestionSet(**given)
+    with Progress(TextColumn("{task.description}"), console=terminal.console(80)) as progress:
+        bar = progress.add_task("")
+        found = source.write(out, report=lambda done: progress.update(bar, description=f"{done:,} examples read"))
+    for split, counts in found.items():
+        skipped = f"; {units.counted(counts.skipped, 'example')} skipped" if counts.skipped else ""
+        print(
+            f"{split}: {units.counted(counts.questions, 'question')}, {units.counted(counts.images, 'image')}{skipped}"
+        )
+    print(f"\n{out}\n  to train on it: vision.questions.folder = {out!r}")
+    for file in question_sets.FILES[: len(found)]:
+        print(f"    vision.questions.{file.removesuffix('.jsonl')} = {file!r}")
+    return 0
+
+
+def _puzzles(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    """Builds puzzles, then prints a summary and one of them."""
+    of_csv = _OF_CSV[args.built] if "csv" in given else {}
+    recipe = _SETS[args.built](**{**_DEFAULTS[args.built], **of_csv, **given})
+    whole_folder.check_free(args.out)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=terminal.console(80)) as progress:
-        bar = progress.add_task(f"building {args.kind}", total=None)
+        bar = progress.add_task(f"building {args.built}", total=None)
         about = recipe.build(args.out, report=lambda done, total: progress.update(bar, completed=done, total=total))
     puzzle, solution, _ = files.read_first(args.out, "train")
     print(f"\nthe first training puzzle\n\n{recipe.draw(puzzle)}\n\nits solution\n\n{recipe.draw(solution)}\n")

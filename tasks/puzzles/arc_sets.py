@@ -19,6 +19,7 @@ import numpy as np
 
 from core import paths
 from core.errors import UserError
+from tasks import whole_folder
 from tasks.puzzles import arc_grids, writing
 from tasks.puzzles.arc_grids import Variant
 
@@ -94,7 +95,7 @@ class ArcSet:
         Raises:
           UserError: the directory is not empty, or a file of `source` is invalid.
         """
-        writing.check_free(directory)
+        whole_folder.check_free(directory)
         subsets = read(self.version, self.source)
         copies = set() if self.keep_copies else _copies(subsets, scored=SCORED[self.version])
         puzzles = [(s, p) for s, found in subsets.items() for p in found if (s, p.name) not in copies]

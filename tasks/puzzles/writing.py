@@ -1,23 +1,19 @@
-"""Writes a puzzle dataset atomically.
+"""Writes a puzzle dataset, whose files appear together (`tasks.whole_folder`).
 
-Files are written to a temporary folder, which is renamed to the target when complete. A bucket has no atomic rename;
-there the file that marks a complete dataset is uploaded last. Arrays are appended on disk group by group, so a dataset
+Arrays are appended on disk group by group, so a dataset
 may be larger than memory, and the same examples give the same bytes.
 """
 
 import contextlib
 import json
 import pathlib
-import shutil
-import tempfile
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from core import paths
-from core.errors import UserError, check_integer
+from core.errors import check_integer
+from tasks import whole_folder
 from tasks.puzzles import files
 
 BUILD = "build.json"  # the recipe's parameters, and statistics of the result
@@ -139,15 +135,6 @@ def check_numbers(where: str, *, least: int = 1, **numbers: int | None) -> None:
             check_integer(value, where=f"{where}: {name}", least=least)
 
 
-def check_free(directory: str) -> None:
-    """Raises UserError if the directory is not empty or cannot be written."""
-    target = paths.resolve(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        what = "a dataset" if files.is_dataset(directory) else "something else"
-        raise UserError(f"{str(directory)!r} exists and holds {what}: name a new folder, or remove it first")
-    paths.check_writable(target)
-
-
 @contextlib.contextmanager
 def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str, Any]) -> Iterator[DatasetWriter]:
     """Yields a writer; its files appear in `directory` when the block ends, and none of them if the block raises.
@@ -161,36 +148,8 @@ def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str
     Raises:
       UserError: the directory is not empty, or cannot be written.
     """
-    check_free(directory)
-    target = paths.resolve(directory)
-    remote = paths.is_remote(target)
-    beside = pathlib.Path(tempfile.gettempdir()) if remote else pathlib.Path(target.parent)
-    beside.mkdir(parents=True, exist_ok=True)
-    part = beside / f".{target.name}.{uuid.uuid4().hex}"
-    part.mkdir()
-    try:
+    with whole_folder.appearing(directory, last=files.IDENTIFIERS) as part:
         writer = DatasetWriter(part, vocab_size=vocab_size, seq_len=seq_len)
         writer.extra[BUILD] = dict(about)
         yield writer
         writer.close()
-        if remote:
-            _upload(part, target)
-        else:
-            _appear(part, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _appear(part: pathlib.Path, target: paths.Path) -> None:
-    try:
-        part.rename(target)  # also replaces an empty folder
-    except OSError as error:
-        raise UserError(
-            f"{target} was empty when building began and is not now ({error}): name another directory"
-        ) from error
-
-
-def _upload(folder: pathlib.Path, target: paths.Path) -> None:
-    every = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    for name in sorted(every, key=lambda p: p.as_posix() == files.IDENTIFIERS):
-        paths.copy_file(folder / name, to=target / name.as_posix())

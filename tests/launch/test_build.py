@@ -74,7 +74,7 @@ def test_invalid_datasets_are_refused_with_the_reason(tmp_path, capsys, argv, me
 def test_a_folder_in_use_is_refused_before_anything_is_built(tmp_path, capsys):
     (tmp_path / "letter.txt").write_text("dear")
     assert run("sudoku", "--size", 9, "--train", 100_000, "--out", tmp_path) == exit_codes.USER_ERROR
-    assert "exists and holds something else" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
 
 
@@ -82,7 +82,7 @@ def test_the_parser_takes_the_examples():
     parser = main.parser(build, "launch/run build")
     for line in build.EXAMPLE.splitlines():
         _, _, kind, *_ = words = line.split()
-        assert parser.parse_args(words[2:]).kind == kind
+        assert parser.parse_args(words[2:]).built == kind
 
 
 def test_every_task_file_of_puzzles_binds_a_task_of_its_vocabulary():

@@ -9,7 +9,7 @@ from PIL import Image
 
 from core.errors import UserError
 from core.types import DataLayout
-from tasks import vision, vocabularies
+from tasks import images, vision, vocabularies
 
 SIZE, SLOTS, LENGTH = 8, 4, 24
 WHOLE = DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))
@@ -120,10 +120,10 @@ def test_grey_and_transparent_images_become_colours(tmp_path, mode):
         Image.fromarray(pixels).save(file)
         share = pixels[..., 3:] / 255
         want = pixels[..., :3] * share + 255 * (1 - share)
-    found = vision.decode(file.read_bytes(), size=8)
+    found = images.decode(file.read_bytes(), size=8)
     assert found.dtype == np.uint8
     np.testing.assert_allclose(found, want, atol=1)
-    assert vision.decode(file.read_bytes(), size=5).shape == (5, 5, 3)
+    assert images.decode(file.read_bytes(), size=5).shape == (5, 5, 3)
 
 
 def test_a_broken_image_is_refused_or_skipped_and_counted(folder, capsys):

@@ -1,0 +1,68 @@
+"""Decodes images, and encodes arrays as images, on the host.
+
+Grey images get three equal colours; of 16 bits the upper 8 are used; transparent pixels are put on white; the
+orientation that a camera noted is applied.
+"""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from core import paths
+
+
+class UnreadableImage(ValueError):
+    """Content that is not an image."""
+
+
+def decode(content: bytes, *, size: int) -> np.ndarray:
+    """Returns an image as [size, size, 3] uint8, without keeping its proportions. Raises UnreadableImage."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(content)) as found:
+            found.load()
+            image = ImageOps.exif_transpose(found)
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+                image = Image.alpha_composite(white, image)
+            if image.mode.startswith("I;16"):  # converting cuts 16 bits off at 255
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            image = image.convert("RGB")
+            if image.size != (size, size):
+                image = image.resize((size, size), Image.Resampling.BICUBIC)
+            return np.array(image, np.uint8)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # of broken files of all formats
+        raise UnreadableImage(str(error)) from error
+
+
+def as_file(image: Any) -> tuple[bytes, str]:
+    """Returns an image as the content of a file, and the ending of its name.
+
+    Args:
+      image: content of a file, which stays as it is; a mapping with `bytes` or `path`, as in datasets of the Hugging
+        Face hub; a path; or an array [H, W, 3], [H, W, 1] or [H, W] of uint8, which becomes PNG.
+
+    Raises:
+      UnreadableImage: it is none of these, or cannot be read.
+    """
+    from PIL import Image
+
+    try:
+        value = image.get("bytes") or image.get("path") if isinstance(image, Mapping) else image
+        content = paths.resolve(value).read_bytes() if isinstance(value, str) else value
+        if isinstance(content, bytes):
+            decode(content, size=1)
+            with Image.open(io.BytesIO(content)) as found:
+                return content, str(found.format).lower()
+        pixels = np.asarray(content)
+        stream = io.BytesIO()
+        Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels).save(stream, "PNG")
+        return stream.getvalue(), "png"
+    except UnreadableImage:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise UnreadableImage(str(error)) from error

@@ -1,0 +1,66 @@
+"""Writes a folder whose files appear together.
+
+Files are written to a temporary folder, which is renamed to the target when complete. A bucket has no atomic rename;
+there the file that marks a complete folder is uploaded last.
+"""
+
+import contextlib
+import pathlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+
+from core import paths
+from core.errors import UserError
+
+
+def check_free(directory: str) -> None:
+    """Raises UserError if the directory is not empty or cannot be written."""
+    target = paths.resolve(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{str(directory)!r} exists and is not empty: name a new folder, or remove it first")
+    paths.check_writable(target)
+
+
+@contextlib.contextmanager
+def appearing(directory: str, *, last: str) -> Iterator[pathlib.Path]:
+    """Yields a local folder; its files appear in `directory` when the block ends, and none of them if the block raises.
+
+    Args:
+      directory: local or gs://; must be empty or not exist.
+      last: name of the file that marks a complete folder.
+
+    Raises:
+      UserError: the directory is not empty, or cannot be written.
+    """
+    check_free(directory)
+    target = paths.resolve(directory)
+    remote = paths.is_remote(target)
+    beside = pathlib.Path(tempfile.gettempdir()) if remote else pathlib.Path(target.parent)
+    beside.mkdir(parents=True, exist_ok=True)
+    part = beside / f".{target.name}.{uuid.uuid4().hex}"
+    part.mkdir()
+    try:
+        yield part
+        if remote:
+            _upload(part, target, last)
+        else:
+            _appear(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _appear(part: pathlib.Path, target: paths.Path) -> None:
+    try:
+        part.rename(target)  # also replaces an empty folder
+    except OSError as error:
+        raise UserError(
+            f"{target} was empty when building began and is not now ({error}): name another directory"
+        ) from error
+
+
+def _upload(folder: pathlib.Path, target: paths.Path, last: str) -> None:
+    every = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    for name in sorted(every, key=lambda p: p.as_posix() == last):
+        paths.copy_file(folder / name, to=target / name.as_posix())
