@@ -31,6 +31,17 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
     return {name: version(name) for name in packages}
 
 
+def of_training() -> dict[str, str]:
+    """Returns the versions of the packages in TRAINING; `not installed` for one that this machine does not need."""
+    found = {}
+    for name in TRAINING:
+        try:
+            found[name] = version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
 def of_modules(names: Iterable[str]) -> dict[str, str]:
     """Returns digests of the files of imported modules, by name; without ours and installed ones."""
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}

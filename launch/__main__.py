@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from core.errors import UserError
 from core.health import exit_codes, heartbeat
-from launch import terminal
+from launch import environment, terminal
 
 LAYOUTS = "Layouts: memory, traffic and agreement of strategies, plans and schedules."
 FAMILIES: Mapping[str, Mapping[str, str]] = {  # modules of commands, by family
@@ -66,7 +66,7 @@ def command_help(name: str) -> str:
 
 
 def _modules() -> dict[str, str]:
-    return {name: module for family in FAMILIES.values() for name, module in family.items()}
+    return {name: environment.PACKAGE + module for family in FAMILIES.values() for name, module in family.items()}
 
 
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:

@@ -4,6 +4,7 @@ An empty value counts as unset.
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from core.slices import Slice  # a host reads its environment before its packages are installed
 
 WORKSPACE = Path(__file__).resolve().parent.parent
-
+PACKAGE = __name__.removesuffix("launch.environment")  # before the names of our modules: "renga." in the wheel, else ""
+COMMAND = (sys.executable, "-m", f"{PACKAGE}launch")  # what launch/run starts
 
 NAMES = frozenset(
     """

@@ -171,7 +171,9 @@ class Experiment:
                 yield f"{name} is {_told(part)}, expected {expected}"
         for name, protocol in (("model", Model), ("task", Task)):
             part = getattr(self, name)
-            if lacks := ", ".join(missing(part, protocol)):
+            if inspect.isclass(part):
+                yield f"{name} is {_told(part)}, expected an object of it"
+            elif lacks := ", ".join(missing(part, protocol)):
                 yield f"{name} is {_told(part)}, which lacks {lacks}: see {protocol.__name__} in core/types.py"
 
     def _out_of_range(self) -> Iterator[str]:

@@ -23,6 +23,7 @@ from core.errors import UserError
 from core.types import Generates, Model, Params, can, missing
 from launch import terminal
 from launch.config import loader
+from launch.experiment import Experiment
 from launch.experiments import saved_run
 from launch.hosts import tpu_host
 from launch.runs import warm_start
@@ -122,11 +123,12 @@ class LoadedModel:
           is_chat: see `encoded`.
           max_tokens, sampling, seed, on_tokens: see `parallel.generation.Generator.generate`.
         """
+        generator = self.generator  # refuses a model that cannot generate
         ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
-        self.generator.check(ids, max_tokens=max_tokens)
+        generator.check(ids, max_tokens=max_tokens)
         num_ids = self.vocabulary.size if self.vocabulary is not None else None
         for first in range(skip, len(ids), rows):
-            found = self.generator.generate(
+            found = generator.generate(
                 ids[first : first + rows],
                 max_tokens=max_tokens,
                 sampling=sampling,
@@ -185,7 +187,23 @@ def load(
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)
     found = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name)
-    experiment = found.config.build().spans()[-1].experiment
+    return load_step(found.config.build(), folder, slice_name=slice_name, strategy=strategy)
+
+
+def load_step(
+    experiment: Experiment, folder: Any, *, slice_name: str | None = None, strategy: Strategy | None = None
+) -> LoadedModel:
+    """Loads the model of an experiment with the parameters of one of its checkpoints.
+
+    Args:
+      experiment: the experiment of the run.
+      folder: the checkpoint (`core.checkpoints.steps.find`).
+      slice_name, strategy: as in `load`.
+
+    Raises:
+      UserError: the checkpoint does not fit the experiment, or is damaged.
+    """
+    experiment, run_dir = experiment.spans()[-1].experiment, str(folder.parent.parent)
     vocabulary = experiment.task.vocabulary
     if vocabulary is not None:
         vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core import slices, versions
+from core import optimizers, slices, versions
 from core.batches import Field
 from core.optimizers import schedules
 from launch import environment
@@ -90,7 +90,7 @@ def _optimizer(settings: Settings) -> list[Binding]:
     These are all bindings of `core.optimizers` and of every constructor and every macro of the user's own that the
     optimizer refers to, except our schedules within a scope, which do not change the program.
     """
-    ours = {symbol for symbol, module in settings.imports.items() if module == "core.optimizers"}
+    ours = {symbol for symbol, module in settings.imports.items() if module == optimizers.__name__}
     home = next((s for s, module in settings.imports.items() if module == Experiment.__module__), "")
     direct = (b for b in settings.bindings if b.name == f"{home}.Experiment.optimizer")
     roots = [b for b in settings.bindings if b.name == "OPTIMIZER"]

@@ -14,6 +14,7 @@ OURS = {  # folder: the folders of ours that it may import
     "models": {"core", "models"},
     "tasks": {"core", "tasks"},
     "launch": {"core", "parallel", "models", "tasks", "launch"},
+    "renga": {"core", "parallel", "models", "tasks", "launch", "renga"},
 }
 HOMES = {  # library: path prefixes that may import it; () is nowhere
     "torch": (

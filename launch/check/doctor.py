@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -215,7 +214,7 @@ def _offline_checks(args: argparse.Namespace, folder: Path) -> list[Finding]:
 
 def _command(args: argparse.Namespace, part: str, file: Path) -> list[str]:
     words = [*flags.passed_on(args, "--gin", "--simulate", "--run-dir"), "--part", part, "--json", str(file)]
-    return [sys.executable, "-m", "launch", "doctor", args.slice, args.experiment, *words]
+    return [*environment.COMMAND, "doctor", args.slice, args.experiment, *words]
 
 
 def _simulated(args: argparse.Namespace, slice_: slices.Slice) -> list[Finding]:

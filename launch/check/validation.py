@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -75,7 +74,7 @@ def perform(part: Part) -> dict[str, Any]:
 
 def _run(argv: Sequence[str]) -> tuple[int | None, str]:
     """Returns the exit code (None: not within PART_SECONDS) and the output of a command of `launch/run`."""
-    command = [sys.executable, "-m", "launch", *argv]
+    command = [*environment.COMMAND, *argv]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         done = subprocess.run(command, **output, check=False, timeout=PART_SECONDS)

@@ -193,7 +193,7 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     if _is_finished(args, checked, run_directory):
         return 0
     options = ["--run-dir", run_directory, *flags.passed_on(args, "--gin", "--steps", "--smoke")]
-    command = [sys.executable, "-m", "launch", "train", args.experiment, "--slice", slice_.name, *options]
+    command = [*environment.COMMAND, "train", args.experiment, "--slice", slice_.name, *options]
     here = run_directory
     if paths.is_remote(run_directory):
         here = environment.run_directory(args.experiment, smoke=args.smoke, environ={})
@@ -213,7 +213,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     if not args.restarts and not environment.read("RENGA_ALERT"):
         return _become(arguments)
     return _supervised(
-        lambda requested: supervise.run_child([sys.executable, "-m", "launch", *arguments], requested),
+        lambda requested: supervise.run_child([*environment.COMMAND, *arguments], requested),
         run_directory=_run_directory(args),
         restarts=args.restarts,
         host=tpu_host.own_index(slice_),
@@ -306,7 +306,7 @@ def _from_workspace(directory: str) -> str:
 def _become(arguments: list[str]) -> int:
     """Replaces this process with another command, which then receives signals and sets the exit code."""
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "launch", *arguments])
+    os.execv(environment.COMMAND[0], [*environment.COMMAND, *arguments])
 
 
 def _no_place(slice_: slices.Slice, experiment: str, place: tpu_host.Place) -> str:

@@ -38,7 +38,7 @@ from launch.config.statements import (
     transform,
 )
 
-ROOT = "launch.experiment.Experiment"
+ROOT = f"{environment.PACKAGE}launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
 _MESH = "TPU_MESH_CONFIG"
 _MESH_HEADER = "from __gin__ import dynamic_registration\nfrom parallel import strategies"

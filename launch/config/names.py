@@ -17,6 +17,7 @@ from typing import Any
 
 from gin.config_parser import ImportStatement, Location
 
+from launch import environment
 from launch.config.signatures import Constructor, why_not_a_constructor
 from launch.config.sources import Reader
 from launch.config.statements import (
@@ -30,7 +31,8 @@ from launch.config.statements import (
     transform,
 )
 
-PUBLIC_PACKAGES = ("core", "parallel", "models", "tasks")
+PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
+_EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
 
 _Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import failed, which was reported
 
@@ -192,8 +194,8 @@ def _public_members(module: types.ModuleType) -> list[str]:
 def _public_modules() -> dict[str, str]:
     """Returns full module names of this workspace by their last part, if it is unique: `strategies`."""
     found = [f"{p}.{name}" for p in PUBLIC_PACKAGES if importlib.import_module(p) for name in _siblings(p)]
-    names = [module.rpartition(".")[2] for module in (*found, "launch.experiment")]
-    return {name: m for name, m in zip(names, (*found, "launch.experiment"), strict=True) if names.count(name) == 1}
+    names = [module.rpartition(".")[2] for module in (*found, _EXPERIMENT)]
+    return {name: m for name, m in zip(names, (*found, _EXPERIMENT), strict=True) if names.count(name) == 1}
 
 
 def _siblings(package: str) -> list[str]:

@@ -13,13 +13,13 @@ import re
 import tokenize
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gin.config_parser import ImportStatement, IncludeStatement
 
 from gin import config_parser
 from launch.config.statements import Binding, ConfigProblem, Macro, Reference, nearest
-from launch.environment import WORKSPACE
+from launch.environment import PACKAGE, WORKSPACE
 
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 Statement = Binding | ImportStatement | IncludeStatement
@@ -180,8 +180,21 @@ def parse(text: str) -> list[Statement]:
     """Parses a text without syntax errors; block declarations and the import of dynamic registration are left out."""
     parsed = config_parser.ConfigParser(text, _Delegate())
     found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
-    found = [s for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
+    found = [_as_installed(s) for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
     return [Binding(s[-1].line_num, *s[:-1]) if isinstance(s, config_parser.BindingStatement) else s for s in found]
+
+
+def _as_installed(statement: Any) -> Any:
+    """Returns an import of one of our modules with its name in this installation, other statements as they are.
+
+    `core.step` of the workspace is `renga.core.step` in the wheel; each reads files that were written for the other.
+    """
+    if not isinstance(statement, ImportStatement) or not (statement.is_from or statement.alias):
+        return statement
+    name = statement.module.removeprefix("renga.")
+    file = WORKSPACE.joinpath(*name.split("."))
+    is_ours = file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()
+    return statement._replace(module=PACKAGE + name) if is_ours else statement
 
 
 def _explanation(error: Exception, piece: str) -> tuple[str, str]:

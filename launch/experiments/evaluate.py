@@ -10,7 +10,6 @@ its first rows are evaluated. Every score is shown with a description of its row
 import argparse
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from launch.experiments.saved_run import SavedRun
 from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
+from launch.runs.prepared_run import Run
 from parallel import host_memory, mesh, report
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
@@ -217,7 +217,7 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     program = experiment.bind(mesh.topology_devices(slice_))
     host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
     # run_dir is resolved: simulated hosts have another home directory
-    command = [sys.executable, "-m", "launch", "evaluate", found.run_dir, "--slice", slice_.name]
+    command = [*environment.COMMAND, "evaluate", found.run_dir, "--slice", slice_.name]
     command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--rows", "--submission")
     folder = Path(found.run_dir)
     logs = (environment.WORKSPACE / "runs" / folder.name if paths.is_remote(found.run_dir) else folder) / "logs"
@@ -227,40 +227,55 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
 
 def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment, asked: HeldOut, host: Host) -> None:
     """Evaluates the same checkpoints on all hosts; host 0 prints the scores."""
-    revision = versions.git_revision()
     run = prepared_run.prepare_run(
         experiment,
         config_text=found.config.text,
-        revision=revision,
+        revision=versions.git_revision(),
         run_dir=found.run_dir,
         last_step=experiment.total_steps,
         host=host,
     )
+    results, removed = score(run, asked, step=args.step, all_steps=args.all_steps)
+    if host.is_zero:
+        _show(args, results, removed)
+    distributed.barrier("evaluate/end")
+
+
+def score(
+    run: Run, asked: HeldOut, *, step: int | None = None, all_steps: bool = False
+) -> tuple[Scores, Sequence[int]]:
+    """Scores checkpoints of a prepared run: the newest one, that of `step`, or all of them.
+
+    Returns:
+      The scores, and the steps of checkpoints that the run removed before they were read.
+
+    Raises:
+      UserError: there is no such checkpoint, or the run has removed all of them meanwhile.
+    """
+    experiment = run.experiment
     judge, about = _judge(experiment), {"evaluated_on": asked.describe(), "slice": experiment.slice}
-    about |= {"strategy": experiment.strategy.name, "git_revision": revision}
+    about |= {"strategy": experiment.strategy.name, "git_revision": run.meta["git_revision"]}
     if judge:
         scoring.require_answers(run.program, judge)
-    # Again: a run that is training may have saved and removed checkpoints meanwhile.
-    steps = saved_steps.select_together(found.run_dir, step=args.step, every=args.all_steps)
-    if host.is_zero:
-        print(f"{found.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
-    results = Scores(found.run_dir, about, judge, cumulative=args.all_steps)
+    # A run that is training may have saved and removed checkpoints while the data was read.
+    steps = saved_steps.select_together(run.run_dir, step=step, every=all_steps)
+    if run.host.is_zero:
+        print(f"{run.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
+    results = Scores(run.run_dir, about, judge, cumulative=all_steps)
     keep = run.experiment.keep_checkpoints
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True, origin=run.origin)
     how = {"layout": run.program.partitioner.data_layout(asked.batch_size), "data": run.meta["data"]}
-    removed = [step for step in steps if not results.evaluate(run.program, checkpoints, step, asked, **how)]
+    removed = [each for each in steps if not results.evaluate(run.program, checkpoints, each, asked, **how)]
     checkpoints.close()
     if removed == steps:
         raise UserError(
             f"every checkpoint to evaluate ({', '.join(map(str, steps))}) was removed meanwhile: the run is still "
             f"training and keeps its latest {keep} (KEEP_CHECKPOINTS). Evaluate again, without --step"
         )
-    if host.is_zero:
-        _show(args, results, removed)
-    distributed.barrier("evaluate/end")
+    return results, removed
 
 
-def _show(args: argparse.Namespace, results: Scores, removed: list[int]) -> None:
+def _show(args: argparse.Namespace, results: Scores, removed: Sequence[int]) -> None:
     for step in removed:
         print(f"note: the checkpoint of step {step} was removed before it was read and is skipped")
     _show_tables(results)

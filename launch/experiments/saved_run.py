@@ -4,15 +4,19 @@ The run directory is the only record: it suffices for evaluating a run, and a su
 machine, reads from run directories which experiments are done.
 """
 
+import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from core import paths, published_files
 from core.errors import UserError
-from launch import environment
+from launch import environment, program_identity
 from launch.config import LoadedConfig, loader
+from launch.experiment import Experiment
 
 CONFIG = "config.gin"
+_OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot build it again."
 
 
 class SavedRun(NamedTuple):
@@ -35,8 +39,25 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
         raise UserError(f"no run in {str(folder)!r}: {what}. Give the --run-dir that it was trained with")
+    if (folder / CONFIG).read_text().startswith(_OF_PYTHON):
+        raise UserError(
+            f"{str(folder)!r} is a run of renga.Trainer; its {CONFIG} describes Python objects, which gin cannot build "
+            f"again. In Python, make the same Trainer(…, run_dir={str(folder)!r}): it trains, evaluates and generates"
+        )
     published_files.use_copies(run_dir)
     return SavedRun(str(folder), loader.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name))
+
+
+def described(experiment: Experiment) -> str:
+    """Describes an experiment that was not built from a configuration, in comments, to be saved in place of one."""
+    lines = [_OF_PYTHON]
+    for field in dataclasses.fields(experiment):
+        value = getattr(experiment, field.name)
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required or value != (field.default_factory() if field.default is dataclasses.MISSING else field.default):
+            text = repr(program_identity.described(value)).replace("\n", " ")
+            lines.append(f"# {field.name} = {re.sub(r' at 0x[0-9a-f]+', '', text)}")
+    return "\n".join(lines) + "\n"
 
 
 def config(run_dir: str) -> str | None:

@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,7 +153,7 @@ class Mode:
 
     def command(self, entry: Entry) -> list[str]:
         """Returns the command that runs an entry."""
-        command = [sys.executable, "-m", "launch", "pod", entry.experiment.slice, entry.path]
+        command = [*environment.COMMAND, "pod", entry.experiment.slice, entry.path]
         command += ["--run-dir", entry.run_dir]
         command += [option for binding in entry.bindings for option in ("--gin", binding)]
         command += ["--steps", str(self.steps)] * (self.steps is not None)

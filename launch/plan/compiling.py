@@ -22,7 +22,7 @@ from core import slices
 from core.errors import UserError
 from core.slices import GIB
 from launch.config import loader
-from launch.environment import WORKSPACE
+from launch.environment import PACKAGE, WORKSPACE
 from parallel import compiled, host_memory
 from parallel.hlo import messages
 from parallel.planning import compiled_records, records
@@ -30,7 +30,7 @@ from parallel.planning.records import Record
 
 BYTES_PER_COMPILE = 4 * GIB  # a 7B step takes about 3
 MAX_CONCURRENT = 2
-WORKER = (sys.executable, "-m", "launch.plan.compiling")
+WORKER = (sys.executable, "-m", f"{PACKAGE}launch.plan.compiling")
 _POLL_SECONDS = 0.1
 _PARENT_POLL_SECONDS = 1.0
 

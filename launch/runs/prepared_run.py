@@ -67,7 +67,7 @@ def cache_folder(run_dir: str) -> str:
 
 def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
     """Describes a run before the hosts join, so that hosts with different runs can be refused."""
-    installed = versions.installed(versions.TRAINING)
+    installed = versions.of_training()
     about = {"git revision": revision, **installed, "run directory": run_dir, "last step": last_step}
     about |= {name: environment.read(name) or "" for name in environment.COMPILED_BY}
     return "\n".join([f"{name}: {value}" for name, value in about.items()] + [config_text])
@@ -109,7 +109,7 @@ def prepare_run(
     meta = {
         "config": config_text,
         "git_revision": revision,
-        "versions": versions.installed(versions.TRAINING),
+        "versions": versions.of_training(),
         "seed": experiment.seed,
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),

@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
                 smoke.rehearse(prepare(span, run_dir=smoke.attempt(run_dir)))
         else:
             prepare = functools.partial(prepare, run_dir=run_dir)
-            _train_phases(spans, prepare, run_dir, last_step=last_step, lock=next(iter(held), None))
+            train_phases(spans, prepare, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
@@ -108,21 +108,23 @@ def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> Non
         print(f"checkpoint {step} was copied back from {experiment.persistent_directory}", flush=True)
 
 
-def _train_phases(
+def train_phases(
     spans: Sequence[Span],
     prepare: Callable[[Span], prepared_run.Run],
     run_dir: str,
     *,
     last_step: int,
     lock: RunLock | None,
-) -> None:
-    """Trains the phases that are left, up to a step."""
+) -> dict[str, float]:
+    """Trains the phases that are left, up to a step; returns the last validation means, such as `validation/loss`."""
+    validation: dict[str, float] = {}
     while (span := _next(spans, run_dir)).first_step < last_step:
         with contextlib.suppress(training.EarlierPhaseError):  # the phase before is trained again
-            training.train(prepare(span), lock=lock)
+            validation = training.train(prepare(span), lock=lock)
             if last_step <= span.last_step:
-                return
+                return validation
     print(f"note: step {span.first_step} is already done: raise --steps, or use another --run-dir")
+    return validation
 
 
 def _next(spans: Sequence[Span], run_dir: str) -> Span:

@@ -8,7 +8,6 @@ the slice. Those read the batches from files, and the first of them writes its t
 import argparse
 import dataclasses
 import math
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from core import slices
 from core.batches import batch_size
 from core.errors import UserError
 from core.health import phase
-from launch import flags, terminal
+from launch import environment, flags, terminal
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
@@ -183,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         data = list(batches_for(subject.model, steps=args.steps, rows=rows_for(examples)))
     rows = agreement.measure(subject, examples, data, bfloat16=not args.float32_only)
-    command = [sys.executable, "-m", "launch", "agreement", *(["--only", *args.only] if args.only else [])]
+    command = [*environment.COMMAND, "agreement", *(["--only", *args.only] if args.only else [])]
     command += flags.passed_on(args, "--steps", "--model", "--experiment", "--slice", "--gin", "--own-optimizer")
     for processes in args.processes:
         held = {row.name: examples[row.name] for row in rows if not row.refused}

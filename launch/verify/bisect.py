@@ -20,7 +20,7 @@ from core import paths, slices, units
 from core.checkpoints import steps as saved_steps
 from core.errors import UserError
 from core.types import ChoosesDtype, can
-from launch import flags, terminal
+from launch import environment, flags, terminal
 from launch.check import preflight
 from launch.config import loader
 from launch.experiment import Experiment
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             state_bytes = need["state and gradients"]
             host_memory.require_simulated(state_bytes * (args.steps + 2), slice_name=name)
         options = flags.passed_on(args, "--steps", "--slice", "--full", "--own-dtype")
-        command = [sys.executable, "-m", "launch", "bisect", args.experiment, *map(str, variants.values()), *options]
+        command = [*environment.COMMAND, "bisect", args.experiment, *map(str, variants.values()), *options]
         for side, slice_ in played.items():
             hosts = units.counted(slice_.hosts, "process plays", "processes play")
             print(f"{side}: {hosts} {slice_.name}", flush=True)

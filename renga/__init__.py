@@ -1,0 +1,32 @@
+"""Renga as a library: `Trainer`, and what its arguments are made of (README.md beside this file)."""
+
+from core import logical, optimizers, random_bits
+from core.batches import Field
+from core.errors import UserError
+from core.types import LossOutput
+from launch.loaded_model import load
+from models import transformer
+from models.haiku_model import HaikuModel
+from parallel import strategies
+from parallel.sampling import Sampling
+from renga.trainer import Trainer
+from tasks import text, vocabularies
+from tasks.sampled import SampledTask
+
+__all__ = [
+    "Field",
+    "HaikuModel",
+    "LossOutput",
+    "SampledTask",
+    "Sampling",
+    "Trainer",
+    "UserError",
+    "load",
+    "logical",
+    "optimizers",
+    "random_bits",
+    "strategies",
+    "text",
+    "transformer",
+    "vocabularies",
+]

@@ -1,0 +1,178 @@
+"""`Trainer`: trains, evaluates and samples a model from Python, without gin, on the devices of this process.
+
+It is a front end to what `launch/run train`, `evaluate` and `generate` do: an `Experiment`, `prepare_run`, the training
+loop with its hooks, and the checkpoints in the run directory. What it leaves out is what belongs to a process that is a
+host of a run and nothing else: joining other hosts, limits on hangs, and ending the interpreter after an error.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from core import paths, versions
+from core.checkpoints import steps
+from core.errors import UserError, check_integer
+from core.optimizers import Optimizer, Transformation
+from core.training import scoring
+from core.training.run_lock import RunLock
+from core.types import Model, Params, Task
+from launch import loaded_model
+from launch.experiment import Experiment
+from launch.experiments import evaluate, saved_run
+from launch.hosts import machine
+from launch.hosts.cluster import Host
+from launch.loaded_model import LoadedModel
+from launch.runs import prepared_run, train
+from launch.runs.progress import Waiting
+from parallel.strategy import Strategy
+
+_OWN = ("slice", "total_steps")  # fields of an experiment that follow from the devices and from `fit`
+_ALONE = Host(0, 1, simulated=False)
+
+
+class Trainer:
+    """A run on the devices of this process.
+
+    Its state is in the run directory: another `Trainer` with the same arguments continues it.
+
+    Attributes:
+      run_dir: the run directory.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        task: Task,
+        optimizer: Optimizer | Transformation,
+        strategy: Strategy,
+        run_dir: str | os.PathLike[str],
+        batch_size: int,
+        **settings: Any,
+    ):
+        """Checks the arguments; uses no device and writes nothing.
+
+        Args:
+          model: a model; see `core.types.Model`, or `HaikuModel` for a Haiku function.
+          task: the data, from `tasks`, or a `SampledTask`.
+          optimizer: of Renga, or any of optax.
+          strategy: how arrays are sharded over the devices.
+          run_dir: where checkpoints and metrics are written, local or gs://; one run per directory.
+          batch_size: rows of a batch.
+          **settings: other fields of `launch.experiment.Experiment`, such as `seed`, `accum_steps`, `eval_interval`,
+            `eval_batches`, `checkpoint_interval`, `init_from` and `frozen`.
+
+        Raises:
+          UserError: an argument has the wrong type, is out of range or is unknown.
+        """
+        known = [field.name for field in dataclasses.fields(Experiment) if field.name not in _OWN]
+        for name in sorted(set(settings) - set(known)):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
+            raise UserError(f"Trainer: unknown setting {name!r}: {hint}")
+        self.run_dir = str(paths.resolve(run_dir))
+        self._experiment = Experiment(  # slice and steps are known later
+            slice="cpu:1",
+            total_steps=max((phase.after for phase in settings.get("phases", ())), default=0) + 1,
+            model=model,
+            task=task,
+            optimizer=optimizer,
+            strategy=strategy,
+            batch_size=batch_size,
+            **settings,
+        )
+
+    def fit(self, steps: int) -> dict[str, float]:
+        """Trains until `steps` steps are done in all, from the newest checkpoint if there is one, and saves the last.
+
+        Nothing is trained if they are done already. An interruption (an exception, or Ctrl-C) leaves the checkpoints
+        that were saved; the same call continues from the newest.
+
+        Returns:
+          The last validation means, such as `validation/loss`; empty without `eval_batches`.
+
+        Raises:
+          UserError: the layout does not fit the devices, data is missing, the run directory is in use or belongs to
+            another experiment.
+        """
+        check_integer(steps, where="steps", least=1)
+        experiment = self._on_devices(total_steps=steps)
+        experiment.require_trainable()
+        with contextlib.ExitStack() as stack:
+            lock = RunLock.acquire(self.run_dir, say=lambda text: print(f"note: {text}", flush=True))
+            stack.callback(lock.release)
+            stack.enter_context(lock.explaining())
+            stack.enter_context(Waiting())
+            prepare = functools.partial(self._prepared, experiment, last_step=steps)
+            return train.train_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
+
+    def evaluate(self, *, rows: int | None = None, step: int | None = None) -> dict[str, float]:
+        """Computes the mean metrics of a checkpoint on held-out rows, and writes them to the run directory.
+
+        Args:
+          rows: number of held-out rows; None: those of the run's own evaluations.
+          step: the checkpoint; None: the newest.
+
+        Returns:
+          The means, such as `loss`.
+
+        Raises:
+          UserError: there is no such checkpoint, or it does not fit.
+        """
+        steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
+        built = self._on_devices()
+        sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
+        asked = scoring.select(built.task, **sizes, rows=rows)
+        experiment = dataclasses.replace(built, task=asked.task)
+        run = self._prepared(experiment, experiment.spans()[-1], last_step=1)
+        results, _ = evaluate.score(run, asked, step=step)
+        return dict(results.checkpoints[0]["means"])
+
+    def generate(self, prompt: str | Sequence[int], *, step: int | None = None, **options: Any) -> str:
+        """Continues a prompt, given as text or as ids, with the parameters of a checkpoint.
+
+        Args:
+          prompt: the prompt.
+          step: the checkpoint; None: the newest.
+          **options: `max_tokens`, `sampling` (default: the most likely token) and `seed`, as for
+            `launch.loaded_model.LoadedModel.continued`.
+
+        Returns:
+          The continuation.
+
+        Raises:
+          UserError: there is no such checkpoint, or the model cannot generate.
+        """
+        return self.loaded(step=step).continued([prompt], **options)[0].text
+
+    def loaded(self, *, step: int | None = None) -> LoadedModel:
+        """Returns the model with the parameters of a checkpoint, which are read once; of the newest without `step`."""
+        place = self.run_dir if step is None else f"{self.run_dir}@{step}"
+        return self._loaded(str(steps.find(place)))
+
+    @property
+    def params(self) -> Params:
+        """The parameters of the newest checkpoint; averaged ones if the optimizer averages."""
+        return self.loaded().params
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  (a trainer lives as long as the notebook)
+    def _loaded(self, folder: str) -> LoadedModel:
+        experiment = self._on_devices()
+        return loaded_model.load_step(experiment, paths.resolve(folder), slice_name=experiment.slice)
+
+    def _on_devices(self, **changes: Any) -> Experiment:
+        return dataclasses.replace(self._experiment, slice=machine.of_this_process().name, **changes)
+
+    def _prepared(self, experiment: Experiment, span: Any, *, last_step: int) -> prepared_run.Run:
+        return prepared_run.prepare_run(
+            span,
+            config_text=saved_run.described(experiment),
+            revision=versions.git_revision(),
+            run_dir=self.run_dir,
+            last_step=last_step,
+            host=_ALONE,
+        )

