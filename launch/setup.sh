@@ -136,7 +136,7 @@ install_requirements() {
   total=$(grep -c '==' "$requirements")
   if [[ $name == .venv-newest ]]; then
     total='' list=$venv/requirements.txt
-    sed -E 's/==[^ ;]+//' "$requirements" >"$list"
+    sed -E 's/==[^ ;]+//; s/ *;[^#]*/  /' "$requirements" >"$list"  # without pins and conditions
   fi
   say "installing ${total:-the newest} packages into $name with Python $1 (once; a few minutes)"
   report_progress "$total" 9>&- &

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import importlib.util
 import io
 import pathlib
 import tempfile
@@ -40,6 +41,12 @@ _NAMES = {
 
 
 def _seqio() -> Any:
+    """Imports seqio. Raises UserError if it is not installed."""
+    if importlib.util.find_spec("seqio") is None:
+        raise UserError(
+            "text.seqio and --seqio need the package seqio: .venv/bin/python -m pip install seqio (requirements.txt "
+            "leaves it out on Python 3.13, where pip compiles its dependency editdistance with a C++ compiler)"
+        )
     tensorflow()
     import seqio
 

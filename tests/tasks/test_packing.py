@@ -1,8 +1,11 @@
 """Packing fills rows as seqio's converter does, and seqio's own tasks are read."""
 
+import sys
+
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from core.types import DataLayout
 from tasks import catalogue, packing, seqio_tasks, text
 
@@ -73,6 +76,14 @@ def test_rows_are_full_and_nothing_is_lost(length, sizes):
     assert sorted(len(piece.targets) for row in rows for piece in row) == sorted(len(piece.targets) for piece in pieces)
     assert all(sum(len(piece.targets) for piece in row) <= length for row in rows)
     assert ids / (len(rows) * length) > 0.94
+
+
+def test_without_seqio_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "seqio", None)
+    (problem,) = text.seqio(name="own", length=32, num_streams=2).problems()
+    assert "text.seqio and --seqio need the package seqio: .venv/bin/python -m pip install seqio" in problem
+    with pytest.raises(UserError, match="need the package seqio"):
+        seqio_tasks.require_metrics("own")
 
 
 @pytest.mark.slow
