@@ -14,7 +14,9 @@ import warnings
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIBRARIES = {"jax", "haiku", "optax", "orbax", "tensorstore", "etils", "gin"}
 PRODUCT = [
-    path for folder in ("core", "parallel", "models", "tasks", "launch") for path in ROOT.glob(f"{folder}/**/*.py")
+    path
+    for folder in ("core", "parallel", "models", "tasks", "launch", "renga")
+    for path in ROOT.glob(f"{folder}/**/*.py")
 ]
 
 

@@ -121,7 +121,7 @@ class Optimizer:
     def gradient_norm(self, grads: Params) -> jax.Array:
         """Returns the global norm of the gradients of trained parameters, [], float32."""
         trained = jax.tree.map(lambda g, is_trained: g if is_trained else None, grads, self.trained(grads))
-        return optax.global_norm(trained)
+        return optax.tree.norm(trained)
 
     def rate(self, state: Any, step: jax.Array, *, after: Any) -> jax.Array | None:
         """Returns the learning rate of an update, [], float32; None if only the transformation knows it.

@@ -66,7 +66,7 @@ def test_it_updates_trained_parameters_as_optax_does_and_no_others(make):
 
 def test_the_gradient_is_clipped_only_on_request():
     params = without_constant(PARAMS)
-    norm = optax.global_norm(grads_at(params))
+    norm = optax.tree.norm(grads_at(params))
     for clip_norm, factor in ((None, 1.0), (0.5, 0.5 / norm)):
         changed, _ = trained(adapted(optax.sgd(1.0), clip_norm=clip_norm), steps=1)
         step = jax.tree.map(lambda new, old: old - new, without_constant(changed), params)
@@ -137,7 +137,7 @@ def test_the_rate_is_reported_if_the_state_has_it():
 def test_the_loss_is_given():
     params = without_constant(PARAMS)
     found, _ = trained(adapted(optax.polyak_sgd(max_learning_rate=10.0)), steps=1)
-    scale = 2.0 / optax.global_norm(grads_at(params)) ** 2  # (f - 0) / |g|^2
+    scale = 2.0 / optax.tree.norm(grads_at(params)) ** 2  # (f - 0) / |g|^2
     want = jax.tree.map(lambda p: p - scale * grads_at(p), params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), without_constant(found), want)  # of 1
 
