@@ -1,5 +1,7 @@
 """Golden records: their content, what counts as a change, and that they match the compiler."""
 
+import re
+
 import pytest
 
 from core import slices, versions
@@ -212,7 +214,10 @@ def test_a_run_finds_the_record_that_is_its_own(folder):
 def test_a_committed_record_is_of_the_experiment_as_it_is(name):
     found = golden.read(name)
     assert found is not None, f"tests/run.sh lab golden --write {name}"
-    assert golden.is_current(name), f"tests/run.sh lab golden --write {name}"
+    pins = (environment.WORKSPACE / "requirements.txt").read_text()
+    pinned = {package: re.search(rf"(?m)^{package}==(\S+)", pins)[1] for package in versions.COMPILER}
+    fingerprint = program_identity.fingerprint(*loaded(golden.files()[name]))
+    assert (found["versions"], found["fingerprint"]) == (pinned, fingerprint), f"tests/run.sh lab golden --write {name}"
     assert golden.path(name).read_text() == records.text_of(found)
     assert found["memory"]["peak_bytes"] <= found["memory"]["usable_bytes"]
     assert not found["predicted"]["unpriced"]
@@ -220,14 +225,30 @@ def test_a_committed_record_is_of_the_experiment_as_it_is(name):
     assert golden.with_header(text, found) == text  # what its header says is what is recorded
 
 
+def check_compiled(name):
+    """Compiles an experiment: to its record with the pinned compiler, to no worse figures with a newer one.
+
+    At most 2 % more memory and cycles: libtpu 0.0.50.1 needed 4 % less to 0.4 % more than 0.0.42.1 in 8 experiments.
+    """
+    found, now = golden.read(name), golden.compile_record(golden.files()[name])
+    if now["versions"] == found["versions"]:
+        assert golden.difference(name, found, now) == ""
+        return
+    for key in ("fingerprint", "flops_per_step", "wire_bytes_by_axes"):
+        assert now[key] == found[key]
+    assert now["memory"]["peak_bytes"] <= 1.02 * found["memory"]["peak_bytes"]
+    assert now["cycles"]["total"] <= 1.02 * found["cycles"]["total"]
+    assert not now["predicted"]["unpriced"]
+
+
 @pytest.mark.covers("X04")
 @pytest.mark.compiled("v4-16")
 def test_quickstart_compiles_to_its_record():
-    assert golden.difference("quickstart", golden.read("quickstart"), golden.compile_record("gin/quickstart.gin")) == ""
+    check_compiled("quickstart")
 
 
 @pytest.mark.slow
 @pytest.mark.compiled("v4-32", "v4-64", "v4-128", "v5p-128", "v5p-1024", "v6e-256", "2xv4-32")
 @pytest.mark.parametrize("name", [name for name in RECORDS if name != "quickstart"])
 def test_every_experiment_compiles_to_what_is_recorded(name):
-    assert golden.difference(name, golden.read(name), golden.compile_record(golden.files()[name])) == ""
+    check_compiled(name)
