@@ -14,16 +14,16 @@ adds the rows to the batch as `row_ids`; a block gets them through its `side`.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr, Var, jaxprs_in_params
 
 from core import jax_internals
 from core.batches import ROW_IDS, BatchSpec, batch_shapes, batch_size
 from core.errors import UserError
-from core.types import Batch, Model, Params
+from core.types import Batch, Evaluates, Model, Params, can
 
 _DRAWS = ("random_bits", "random_split", "random_gamma")  # JAX primitives; gamma, beta, dirichlet and t use the last
 
@@ -106,6 +106,49 @@ def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
             "Other draws take a key for each row: core.random_bits.row_keys(key, rows). A block gets rows through its "
             "side. Or use accum_steps = 1 and a strategy without a pipeline"
         )
+
+
+class Uses(NamedTuple):
+    """Whether initial parameters depend on the rng, and whether training and evaluation draw random bits."""
+
+    init: bool
+    training: bool
+    evaluation: bool
+
+
+def uses(model: Model, spec: BatchSpec) -> Uses:
+    """Finds out by tracing the model with batches of `spec`."""
+    key, batch = jax.eval_shape(lambda: jax.random.key(0)), batch_shapes(spec)
+    params = jax.eval_shape(model.init, key, batch)
+
+    def draws(is_training: bool) -> bool:
+        def sums(params: Params, key: jax.Array, batch: Batch) -> Any:
+            if can(model, Evaluates) and not is_training:
+                return model.evaluate(params, key, with_row_ids(batch))
+            return model.loss(params, model.init_carry(batch), key, with_row_ids(batch), is_training=is_training)
+
+        return _has_draws(jax.make_jaxpr(sums)(params, key, batch).jaxpr)
+
+    return Uses(_is_used(model.init, key, batch), draws(True), draws(False))
+
+
+def _is_used(function: Callable[..., Any], *args: Any) -> bool:
+    """Returns whether a result of a function may depend on its first argument."""
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    reached = {jaxpr.invars[0]}
+    for equation in jaxpr.eqns:
+        if any(isinstance(v, Var) and v in reached for v in equation.invars):
+            reached.update(equation.outvars)
+    return any(isinstance(v, Var) and v in reached for v in jaxpr.outvars)
+
+
+def _has_draws(jaxpr: Jaxpr) -> bool:
+    """Returns whether random bits are made in a function; keys that are split alone are none."""
+    return any(
+        equation.primitive.name in ("random_bits", "random_gamma")
+        or any(_has_draws(inner) for inner in jaxprs_in_params(equation.params))
+        for equation in jaxpr.eqns
+    )
 
 
 def _draws(

@@ -25,11 +25,11 @@ from core.batches import Field, batch_size
 from core.errors import UserError
 from core.optimizers import Optimizer
 from core.parameters import Specs
-from core.types import Model, Task
+from core.types import Model, Task, WeightedSum
 from parallel import strategies
 from parallel.partitioner import Partitioner, Program
 from parallel.pipeline import schedules
-from parallel.strategy import Strategy
+from parallel.strategy import Strategy, mesh_text
 
 Batch = Mapping[str, np.ndarray]
 FieldAxes = Mapping[str, tuple[str | None, ...]]  # logical axes of the fields of a batch, by name
@@ -113,6 +113,8 @@ class Trajectory(NamedTuple):
       gradients: gradients of the first step, by parameter, as passed to the optimizer.
       losses: [steps].
       params, opt_state: parameters and optimizer state after the last step.
+      metrics: the model's other metrics, such as the parts of a loss: [steps] each.
+      carry: the model's state after the last step, as `{"carry": …}`.
     """
 
     fresh: Any
@@ -120,6 +122,8 @@ class Trajectory(NamedTuple):
     losses: np.ndarray
     params: Any
     opt_state: Any
+    metrics: Mapping[str, np.ndarray]
+    carry: Mapping[str, Any]
 
 
 class Difference(NamedTuple):
@@ -129,11 +133,13 @@ class Difference(NamedTuple):
       absolute: absolute difference; infinite if shapes differ or an entry of either tree is not finite.
       ulp: divided by the float32 spacing at the largest entry of the leaf, or at its floor; infinite likewise.
       where: the leaf with the largest `ulp`.
+      relative: divided by the largest entry of the leaf, or by its floor; the largest of all leaves.
     """
 
     absolute: float
     ulp: float
     where: str
+    relative: float = 0.0
 
 
 class RecordedGradients(NamedTuple):
@@ -171,14 +177,23 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
     """
     program = dataclasses.replace(program, optimizer=record_gradients(program.optimizer))
     state = program.init()
-    fresh, gradients, losses = gather_to_hosts(program, state.params), None, []
+    fresh, gradients, measured = gather_to_hosts(program, state.params), None, []
     for batch in batches:
         state, metrics = program.train_step(state, program.put(batch))
-        losses.append(float(np.asarray(metrics["loss"])))
+        measured.append({name: _mean(value) for name, value in jax.device_get(metrics).items()})
         if gradients is None:
             gradients = gather_to_hosts(program, state.opt_state.gradients)
     params, opt_state = (gather_to_hosts(program, tree) for tree in (state.params, state.opt_state.inner))
-    return Trajectory(fresh, gradients, np.asarray(losses), params, opt_state)
+    every = {name: np.asarray([values[name] for values in measured]) for name in sorted(measured[0])}
+    carry = {"carry": gather_to_hosts(program, state.carry)}
+    return Trajectory(fresh, gradients, every.pop("loss"), params, opt_state, every, carry)
+
+
+def _mean(value: Any) -> float:
+    """Returns a metric as a number; a mean of nothing is 0."""
+    if not isinstance(value, WeightedSum):
+        return float(value)
+    return float(value.total / value.weight) if value.weight else 0.0
 
 
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
@@ -214,20 +229,24 @@ def difference(ours: Any, theirs: Any, *, floors: Iterable[float] = ()) -> Diffe
     pairs = list(zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True))
     sizes = list(floors) or [0.0] * len(pairs)
     each = [
-        Difference(*_apart(a, b, floor), jax.tree_util.keystr(path))
+        Difference(absolute, ulp, jax.tree_util.keystr(path), relative)
         for ((path, a), b), floor in zip(pairs, sizes, strict=True)
+        for absolute, ulp, relative in [_apart(a, b, floor)]
     ]
     worst = max(each, key=lambda leaf: leaf.ulp, default=Difference(0.0, 0.0, ""))
-    return worst._replace(absolute=max((leaf.absolute for leaf in each), default=0.0))
+    return worst._replace(
+        absolute=max((leaf.absolute for leaf in each), default=0.0),
+        relative=max((leaf.relative for leaf in each), default=0.0),
+    )
 
 
-def _apart(ours: Any, theirs: Any, floor: float) -> tuple[float, float]:
+def _apart(ours: Any, theirs: Any, floor: float) -> tuple[float, float, float]:
     a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return np.inf, np.inf
+        return np.inf, np.inf, np.inf
     absolute = np.max(np.abs(a - b), initial=0.0)
     size = np.max(np.abs(b), initial=max(floor, float(np.finfo(np.float32).tiny)))
-    return float(absolute), float(absolute / np.spacing(np.float32(size)))
+    return float(absolute), float(absolute / np.spacing(np.float32(size))), float(absolute / size)
 
 
 def _floors(tree: Any, share: float) -> list[float]:
@@ -243,10 +262,15 @@ def _floors(tree: Any, share: float) -> list[float]:
 
 
 def tolerance(strategy: str) -> dict[str, float]:
-    """Returns the allowed ulp by part of a trajectory; the largest of `MEASURED` for a strategy that is not in it."""
+    """Returns the allowed ulp by part of a trajectory; the largest of `MEASURED` for a strategy that is not in it.
+
+    Metrics and carry are not judged: both may have counts, which rounding can change by a whole one. What is wrong in
+    them for other reasons appears in gradients and later losses.
+    """
     measured = MEASURED.get(strategy) or [max(ulp) for ulp in zip(*MEASURED.values(), strict=True)]
     gradients, losses, params, opt_state = (HEADROOM * ulp for ulp in measured)
-    return {"fresh": 0.0, "gradients": gradients, "losses": losses, "params": params, "opt_state": opt_state}
+    judged = {"fresh": 0.0, "gradients": gradients, "losses": losses, "params": params, "opt_state": opt_state}
+    return {**dict.fromkeys(Trajectory._fields, np.inf), **judged}
 
 
 def exceeding(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
@@ -339,6 +363,7 @@ class StrategyRow(NamedTuple):
     bfloat16: Apart | None
     played: Mapping[int, Apart]
     refused: str = ""
+    mesh: str = ""
 
     @property
     def beyond(self) -> list[str]:
@@ -369,11 +394,13 @@ def measure(
     rows = []
     for name, example in examples.items():
         found: dict[str, Apart] = {}
+        mesh = ""
         for dtype in () if refused[name] else dtypes:
-            trajectory = run(subject.under(example, data[0], dtype=dtype), data)
-            found[dtype] = compare(trajectory, want[dtype])
+            program = subject.under(example, data[0], dtype=dtype)
+            mesh = mesh_text(program.partitioner.shape)
+            found[dtype] = compare(run(program, data), want[dtype])
         by_dtype = found.get("float32", {}), found.get("bfloat16")
-        rows.append(StrategyRow(name, example.slice, *by_dtype, {}, refused[name]))
+        rows.append(StrategyRow(name, example.slice, *by_dtype, {}, refused[name], mesh))
     return rows
 
 

@@ -60,7 +60,7 @@ class Names:
         self._constructors: dict[Any, Constructor] = {}
         self._public = _public_modules()
         self._folders = [folder.resolve() for folder in folders]
-        _make_importable(self._folders)
+        make_importable(self._folders)
         self._symbols: dict[str, _Symbols] = {name: {} for name in sources}
         for name, source in sources.items():
             for statement in source.imports:
@@ -116,7 +116,7 @@ class Names:
     def _failed_import(self, name: str, error: Exception) -> tuple[str, dict[str, str]]:
         """Describes why an import failed, with details for the problem."""
         if not (isinstance(error, ModuleNotFoundError) and (name + ".").startswith(f"{error.name}.")):
-            return f"importing {name} failed", {"actual": _where_it_failed(error)}
+            return f"importing {name} failed", {"actual": where_it_failed(error)}
         package, _, last = name.rpartition(".")
         public = self._public.get(last) or self._public.get(nearest(last, self._public))
         fix = import_line(public) if public else "put the module next to the experiment file or on PYTHONPATH"
@@ -204,14 +204,14 @@ def _siblings(package: str) -> list[str]:
     return [module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_")]
 
 
-def _make_importable(folders: Iterable[Path]) -> None:
+def make_importable(folders: Iterable[Path]) -> None:
     """Appends folders to `sys.path`; last, so that a user's file never shadows one of our modules or Python's."""
     importlib.invalidate_caches()
     known = {Path(entry or ".").resolve() for entry in sys.path}
     sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if folder not in known)
 
 
-def _where_it_failed(error: Exception) -> str:
+def where_it_failed(error: Exception) -> str:
     """Returns the error with its file and line: `NameError: name 'x' is not defined (my_strategy.py:3)`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     at = error if isinstance(error, SyntaxError) else frames[-1]

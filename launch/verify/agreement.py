@@ -19,20 +19,24 @@ from core import slices
 from core.batches import batch_size
 from core.errors import UserError
 from core.health import phase
-from launch import environment, flags, terminal
+from launch import environment, flags
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import smoke
+from launch.verify import agreement_report, own_model
 from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_of
 from parallel import agreement
-from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, StrategyRow, Subject
+from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, Subject
+
+_OPTIMIZER = "the AdamW with epsilon 1e-4 for which tolerances were measured"  # for the recursive model, its own
 
 HELP = "measure how much the results of each strategy differ from those of one device"
 EXAMPLE = """launch/run agreement
   launch/run agreement --only fsdp zero1 --steps 20
   launch/run agreement --processes 2 4
   launch/run agreement --model trm
+  launch/run agreement --model mine:build --json agreement.json
   launch/run agreement --experiment mine.gin --slice v4-8 --gin "STRATEGY = @mine.rules()"
   launch/run agreement --experiment mine.gin --only fsdp tensor"""
 
@@ -113,21 +117,23 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
             np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
 
 
-PARTS = ("gradients", "losses", "params", "opt_state")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     flags.add(parser, "--steps", default=3, help="steps to train (default: 3); the tolerances were measured through 20")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=EXAMPLES, help="measure only these strategies")
     subject = parser.add_mutually_exclusive_group()
-    subject.add_argument("--model", choices=MODELS, help="default: transformer")
+    subject.add_argument(
+        "--model",
+        type=_model,
+        metavar="MODEL",
+        help=f"{' or '.join(MODELS)} (default: transformer), or your own: MODULE:FUNCTION returns a model and its task",
+    )
     subject.add_argument(
         "--experiment",
         metavar="EXPERIMENT.gin",
         help="compare this experiment: its model, batches of its task, and its strategy unless --only names others",
     )
-    flags.add(parser, "--gin", "--slice")
+    flags.add(parser, "--gin", "--slice", "--json")
     parser.add_argument(
         "--own-optimizer",
         action="store_true",
@@ -158,19 +164,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--slice {args.slice} is not valid with --only, whose strategies have slices of their own")
     examples = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
     _provide_devices(examples.values())
-    experiment, model = None, MODELS[args.model or "transformer"]
-    subject = Subject(model, optimizer_of(model))
-    if args.experiment:
-        experiment = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
-        if not args.only:
-            examples = {experiment.strategy.name: Example(experiment.slice, experiment.strategy)}
-            _provide_devices(examples.values())
-        experiment = sized(experiment, examples)
-        options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
-        axes = {name: field.axes for name, field in experiment.task.spec(experiment.batch_size).items()}
-        frozen = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
-        optimizer = experiment.optimizer if args.own_optimizer else optimizer_of(experiment.model)
-        subject = Subject(experiment.model, optimizer, axes, experiment.seed, options, frozen)
+    subject, experiment, examples = _subject(args, examples)
     if args.into:
         record(subject, {n: examples[n] for n in args.record}, steps=args.steps, into=args.into)
         return 0
@@ -178,9 +172,11 @@ def run(args: argparse.Namespace) -> int:
         for example in examples.values():
             slices.get(example.slice).shared_by(processes)
     if experiment:
-        data = own_batches(experiment, steps=args.steps)
+        data, source = own_batches(experiment, steps=args.steps), experiment.task.describe()
     else:
-        data = list(batches_for(subject.model, steps=args.steps, rows=rows_for(examples)))
+        data, source = list(batches_for(subject.model, steps=args.steps, rows=rows_for(examples))), "random tokens"
+    optimizer = "the experiment's optimizer" if args.own_optimizer else _OPTIMIZER
+    what = agreement_report.about(subject, data, source=source, optimizer=optimizer)
     rows = agreement.measure(subject, examples, data, bfloat16=not args.float32_only)
     command = [*environment.COMMAND, "agreement", *(["--only", *args.only] if args.only else [])]
     command += flags.passed_on(args, "--steps", "--model", "--experiment", "--slice", "--gin", "--own-optimizer")
@@ -188,7 +184,52 @@ def run(args: argparse.Namespace) -> int:
         held = {row.name: examples[row.name] for row in rows if not row.refused}
         found = measure_played(subject, held, data, processes=processes, command=command)
         rows = [row if row.refused else row._replace(played={**row.played, processes: found[row.name]}) for row in rows]
-    return _show(rows, args)
+    agreement_report.show(rows, what, processes=args.processes, bfloat16=not args.float32_only)
+    if args.json:
+        agreement_report.write(args.json, rows, what)
+    is_asked = args.only or args.experiment
+    return 1 if any(row.beyond or (row.refused and is_asked) for row in rows) or all(row.refused for row in rows) else 0
+
+
+def _subject(
+    args: argparse.Namespace, examples: Mapping[str, Example]
+) -> tuple[Subject, Experiment | None, Mapping[str, Example]]:
+    """Returns what is compared, the experiment whose task has its batches, and the strategies."""
+    if args.experiment:
+        experiment = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
+        if not args.only:
+            examples = {experiment.strategy.name: Example(experiment.slice, experiment.strategy)}
+            _provide_devices(examples.values())
+        experiment = sized(experiment, examples)
+    elif args.model and args.model not in MODELS:
+        model, task = own_model.load(args.model)
+        if task is None:
+            return Subject(model, optimizer_of(model)), None, examples
+        experiment = Experiment(
+            slice=ONE_DEVICE.slice,
+            strategy=ONE_DEVICE.strategy,
+            model=model,
+            task=task,
+            optimizer=optimizer_of(model),
+            batch_size=math.lcm(rows_for(examples), task.num_streams),
+            total_steps=args.steps,
+        )
+    else:
+        model = MODELS[args.model or "transformer"]
+        return Subject(model, optimizer_of(model)), None, examples
+    options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
+    axes = {name: field.axes for name, field in experiment.task.spec(experiment.batch_size).items()}
+    frozen = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
+    optimizer = experiment.optimizer if args.own_optimizer else optimizer_of(experiment.model)
+    return Subject(experiment.model, optimizer, axes, experiment.seed, options, frozen), experiment, examples
+
+
+def _model(text: str) -> str:
+    """An argparse type: the name of a model, or MODULE:FUNCTION."""
+    module, colon, function = text.partition(":")
+    if text in MODELS or (module and colon and function.isidentifier()):
+        return text
+    raise argparse.ArgumentTypeError(f"{text}: expected {', '.join(MODELS)}, or MODULE:FUNCTION such as mine:build")
 
 
 def _provide_devices(examples: Iterable[Example]) -> None:
@@ -206,26 +247,3 @@ def _provide_devices(examples: Iterable[Example]) -> None:
             f"{needed} devices are needed, and a module of the experiment used a device when it was imported (an "
             f"array, jax.random.key …), which fixes their number: set JAX_NUM_CPU_DEVICES={needed}"
         ) from error
-
-
-def _show(rows: Sequence[StrategyRow], args: argparse.Namespace) -> int:
-    headings = ["strategy", "slice", *PARTS, *(f"params, {n} processes" for n in args.processes)]
-    headings += [] if args.float32_only else ["bfloat16 losses"]
-    title = f"largest difference from one device after {args.steps} steps, absolute (ulp of the leaf)"
-    console = terminal.console(170, markup=False, soft_wrap=True)
-    cells = [_cells(row, args) for row in rows if not row.refused]
-    console.print(terminal.markdown(headings, cells, text=("strategy", "slice"), title=title))
-    refused = [row for row in rows if row.refused]
-    for row in refused:
-        console.print(f"{row.name} on {row.slice} is refused: {row.refused}")
-    beyond = [sentence for row in rows for sentence in row.beyond]
-    for sentence in beyond:
-        console.print(f"differs: {sentence}")
-    return 1 if beyond or (refused and (args.only or args.experiment)) else 0
-
-
-def _cells(row: StrategyRow, args: argparse.Namespace) -> list[str]:
-    found = [*(row.float32[part] for part in PARTS), *(apart["params"] for apart in row.played.values())]
-    cells = [row.name, row.slice, *(f"{difference.absolute:.1e} ({difference.ulp:.0f})" for difference in found)]
-    narrow = f"{row.bfloat16['losses'].absolute:.1e}" if row.bfloat16 else "–"
-    return cells if args.float32_only else [*cells, narrow]

@@ -1,0 +1,130 @@
+"""The report of `launch/run agreement`: what was compared, a table, and the same as JSON, to be cited."""
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from core import random_bits, units, versions
+from core.batches import Field, batch_shapes
+from core.errors import UserError
+from launch import program_identity, terminal
+from parallel import agreement
+from parallel.agreement import ONE_DEVICE, Apart, Batch, StrategyRow, Subject
+
+PARTS = ("gradients", "losses", "params", "opt_state")
+FURTHER = ("metrics", "carry")  # of models that have some; not judged
+_VERSIONS = ("jax", "jaxlib", "dm-haiku", "optax")
+
+
+def about(subject: Subject, data: Sequence[Batch], *, source: str, optimizer: str) -> dict[str, Any]:
+    """Describes what is compared and by what.
+
+    Args:
+      subject: the model and its training options.
+      data: its batches.
+      source: where they come from.
+      optimizer: the name of the optimizer.
+
+    Raises:
+      UserError: initial parameters do not depend on the seed.
+    """
+    first = data[0]
+    axes = subject.axes or {name: ("batch", "length")[: array.ndim] for name, array in first.items()}
+    spec = {name: Field(array.shape, array.dtype, axes[name]) for name, array in first.items()}
+    draws = random_bits.uses(subject.model, spec)
+    name = type(subject.model).__name__
+    if not draws.init:
+        raise UserError(
+            f"{name}: init ignores its rng, so that its parameters are the same for every seed: make them with "
+            "initializers of Haiku that draw, or with hk.next_rng_key()"
+        )
+    shapes = jax.eval_shape(subject.model.init, jax.random.key(0), batch_shapes(spec))
+    installed = versions.of_training()
+    return {
+        "model": repr(program_identity.described(subject.model)),
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)),
+        "data": source,
+        "batch": {name: f"{array.dtype}{list(array.shape)}" for name, array in first.items()},
+        "optimizer": optimizer,
+        "steps": len(data),
+        "seed": subject.seed,
+        "draws_random_bits": draws._asdict(),
+        "reference": f"{ONE_DEVICE.strategy.name} on one device",
+        "devices": f"{len(jax.devices())} {jax.devices()[0].platform} devices of one process",
+        "versions": {name: installed[name] for name in _VERSIONS} | {"python": platform.python_version()},
+        "revision": versions.git_revision(),
+    }
+
+
+def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Sequence[int], bfloat16: bool) -> None:
+    """Prints what was compared, a row for each strategy, those that refuse the model, and what differs."""
+    further = [part for part in FURTHER if any(row.float32 and row.float32[part].where for row in rows)]
+    headings = ["strategy", "slice", *PARTS, *further, *(f"params, {n} processes" for n in processes)]
+    headings += ["bfloat16 losses"] if bfloat16 else []
+    title = f"largest difference from one device after {what['steps']} steps, absolute (ulp of the leaf)"
+    console = terminal.console(170, markup=False, soft_wrap=True)
+    draws = ", ".join(name for name, drawn in what["draws_random_bits"].items() if drawn)
+    console.print(f"model     {what['model']}, {what['parameters']:,} parameters; draws random bits in {draws}")
+    console.print(f"batches   {what['data']}: " + ", ".join(f"{name} {text}" for name, text in what["batch"].items()))
+    console.print(f"trained   {units.counted(what['steps'], 'step')} of {what['optimizer']}, seed {what['seed']}")
+    named = ", ".join(f"{name} {version}" for name, version in what["versions"].items())
+    console.print(f"by        {what['devices']}; {named}; revision {what['revision']}")
+    cells = [_cells(row, further, bfloat16=bfloat16) for row in rows if not row.refused]
+    console.print(terminal.markdown(headings, cells, text=("strategy", "slice"), title=title))
+    for row in rows:
+        if row.refused:
+            console.print(f"{row.name} on {row.slice} is refused: {row.refused}")
+    for row in rows:
+        for sentence in row.beyond:
+            console.print(f"differs: {sentence}")
+
+
+def write(file: Path, rows: Sequence[StrategyRow], what: Mapping[str, Any]) -> None:
+    """Writes the report as JSON: of each part the largest differences, their leaf, and the tolerance in ulp."""
+    compared = [_compared(row) for row in rows if not row.refused]
+    refused = [{"strategy": row.name, "slice": row.slice, "reason": row.refused} for row in rows if row.refused]
+    agrees = not any(row.beyond for row in rows)
+    text = json.dumps({**what, "agrees": agrees, "compared": compared, "refused": refused}, indent=1, allow_nan=False)
+    file.write_text(text + "\n")
+
+
+def _compared(row: StrategyRow) -> dict[str, Any]:
+    found = {"strategy": row.name, "slice": row.slice, "mesh": row.mesh, "float32": _parts(row.name, row.float32)}
+    if row.bfloat16:
+        found["bfloat16"] = _parts("", row.bfloat16)
+    if row.played:
+        found["float32_by_processes"] = {str(n): _parts(row.name, apart) for n, apart in row.played.items()}
+    return found
+
+
+def _parts(strategy: str, apart: Apart) -> dict[str, Any]:
+    """Returns the differences by part; without a strategy, they are not judged."""
+    limits = agreement.tolerance(strategy) if strategy else {}
+    return {
+        part: {
+            "absolute": _finite(found.absolute),
+            "relative": _finite(found.relative),
+            "ulp": _finite(found.ulp),
+            "leaf": found.where,
+            "tolerance_ulp": _finite(limits.get(part, np.inf)),
+        }
+        for part, found in apart.items()
+    }
+
+
+def _finite(value: float) -> float | None:
+    """Returns None, which JSON has, for infinity: values that are not finite, or a part that is not judged."""
+    return float(value) if np.isfinite(value) else None
+
+
+def _cells(row: StrategyRow, further: Sequence[str], *, bfloat16: bool) -> list[str]:
+    found = [*(row.float32[part] for part in (*PARTS, *further)), *(apart["params"] for apart in row.played.values())]
+    cells = [row.name, row.slice, *(f"{difference.absolute:.1e} ({difference.ulp:.0f})" for difference in found)]
+    narrow = f"{row.bfloat16['losses'].absolute:.1e}" if row.bfloat16 else "–"
+    return [*cells, narrow] if bfloat16 else cells
