@@ -65,6 +65,7 @@ def test_every_strategy_was_measured():
     assert set(agreement.EXAMPLES) <= set(agreement.MEASURED)
 
 
+SHOWN_ONLY = ("metrics", "carry")  # may have counts, which rounding changes by a whole one
 WRONG = {
     "zero": np.zeros_like,
     "1 % off": lambda a: a * 1.01 if np.issubdtype(a.dtype, np.floating) else a + 1,
@@ -86,13 +87,13 @@ def test_a_wrong_leaf_anywhere_is_seen(part, how, one_device):
         for pair in ((planted, one_device), (one_device, planted)):
             found = agreement.compare(*pair)
             assert found[part].where == path
-            assert list(agreement.exceeding("nobody's", found)) == [part]
+            assert list(agreement.exceeding("nobody's", found)) == ([part] if part not in SHOWN_ONLY else [])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_entries_that_are_not_finite_do_not_agree(value):
     tree = {"a": np.ones(3), "b": np.array([1.0, value])}
-    assert agreement.difference(tree, tree) == (np.inf, np.inf, "['b']")
+    assert agreement.difference(tree, tree) == (np.inf, np.inf, "['b']", np.inf)
 
 
 @dataclasses.dataclass(frozen=True)
