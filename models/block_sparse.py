@@ -7,7 +7,8 @@ its segment and up to its own position, to the keys of blocks j with
 
 The drawn blocks depend on (seed, h, i) alone, so all hosts, layouts and lengths have the same. Two forms compute the
 same function without scores of all pairs: the splash kernel visits the blocks of the mask, and the plain form gathers
-the keys of each block of queries, one key head at a time.
+the keys of each block of queries, one key head at a time. The kernel reads the mask of blocks of every head from
+scalar memory, where n^2 entries for each head of a chip must fit; longer rows are computed by the plain form.
 
 B batch, T length, H query heads, N key/value heads, G = H / N, K head_dim, c positions and n = T / c blocks of a row, s
 blocks of keys of a block of queries.
@@ -23,10 +24,12 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
-from core import logical
+from core import logical, units
 from core.errors import UserError, check_integer
 from models import attention, ring_attention
 from models.attention import KeysAndValues
+
+_SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +162,8 @@ def attend(
       k, v: [B, T, N, K].
       segment_ids: [B, T].
       settings: the blocks.
-      choice: "plain"; "splash"; "auto": splash on TPUs if rows and blocks fit its tiles, otherwise plain.
+      choice: "plain"; "splash"; "auto": splash on TPUs if rows and blocks fit its tiles, and the mask of blocks its
+        scalar memory, otherwise plain.
       scale, softcap: as in `attention.attend`.
       interpret: run the kernel in Pallas's interpreter.
 
@@ -177,6 +181,14 @@ def attend(
     length, c = q.shape[1], settings.block
     local = length // attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
     fits = attention.tiles(length) and c % attention.LANES == 0 and local % c == 0
+    needed = _mask_bytes(q.shape[2] // _head_shards(), local // c, length // c) if fits else 0
+    if choice == "splash" and needed > _SCALAR_BYTES:
+        raise UserError(
+            f"attention = 'splash' with BlockSparse.block = {c}, rows of {length} positions and {q.shape[2]} heads: "
+            f"the mask of blocks needs {units.size(needed)} of the {units.size(_SCALAR_BYTES)} of scalar memory that "
+            "the kernel has for it; a longer block or tensor parallelism lower that, and attention = 'auto' computes "
+            "other sizes by plain products"
+        )
     if choice == "splash" and not fits:
         raise UserError(
             f"attention = 'splash' with BlockSparse.block = {c} and rows of {length} positions, {local} on each chip: "
@@ -194,9 +206,19 @@ def attend(
     operands = (q, k, v, segment_ids)
     if choice == "splash":
         return by_kernel(*operands)
-    if choice == "plain" or not fits:
+    if choice == "plain" or not fits or needed > _SCALAR_BYTES:
         return by_products(*operands)
     return jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_products)
+
+
+def _mask_bytes(heads: int, rows: int, columns: int) -> int:
+    """Returns the bytes of the kernel's three tables: kind, partial mask and next block of keys of every block."""
+    return heads * rows * columns * (2 + (1 if columns <= 128 else 2))
+
+
+def _head_shards() -> int:
+    spec = logical.activation_spec("heads")
+    return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
 
 
 def cached(

@@ -16,6 +16,7 @@ COMMANDS = (
     "generation",
     "golden",
     "lm_eval_scores",
+    "long_context",
     "long_range",
     "soak",
     "status",
@@ -33,7 +34,7 @@ def _command(argv: Sequence[str]) -> int:
         print("\n".join(["tests/run.sh lab COMMAND …", *map(_overview, COMMANDS)]))
         return exit_codes.USER_ERROR if argv else exit_codes.DONE
     name, *rest = argv
-    if name == "golden":  # before jax is imported: it compiles for TPUs without one
+    if name in ("golden", "long_context"):  # before jax is imported: it compiles for TPUs without one
         os.environ.update(messages.AUDIBLE_WARNINGS, JAX_PLATFORMS="cpu")
     return cli.run_command(f"tests.lab.{name}", rest, program=f"tests/run.sh lab {name}")
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from launch import flags
 from models import s5
 from models.s5 import S5
 from models.transformer import Transformer
@@ -20,6 +21,9 @@ from tasks import long_range
 HELP = "train small decoders with different mixers on synthetic long-range tasks, and print their accuracy"
 EXAMPLE = "tests/run.sh lab long_range --steps 500 --kinds retrieval"
 LENGTH, ROWS, WINDOW, LONGER = 64, 32, 8, 4
+LOST = "S5, state lost between chunks"
+MIXERS = ("S5", "window", "window + S5", "dense", LOST)
+RATES = (2e-3, 6e-3)  # each mixer is trained with all of them
 
 
 def models(vocab_size: int, length: int = LENGTH) -> dict[str, Transformer]:
@@ -59,56 +63,65 @@ def batches(kind: str, length: int, seed: int, rows: int = ROWS) -> Iterator[dic
         yield {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
 
 
-def accuracy(model: Transformer, params: dict, batch: dict) -> float:
-    """Returns the fraction of answers that have the largest logit."""
-    right = jnp.argmax(jax.jit(model.logits)(params, batch), axis=-1) == batch["targets"]
-    return float(jnp.sum(right * batch["weights"]) / jnp.sum(batch["weights"]))
+class Trial:
+    """Trains a decoder with one compiled step for all tasks and learning rates."""
 
+    def __init__(self, model: Transformer, *, steps: int):
+        self.model, self.steps = model, steps
+        schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 10, steps)
+        self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+        self._init = jax.jit(model.init)
+        self._step = jax.jit(self._updated, donate_argnums=(0, 1))
+        self._share = jax.jit(self._share_right)
 
-def trained(model: Transformer, kind: str, *, steps: int, length: int = LENGTH, rate: float = 5e-3) -> dict:
-    """Returns parameters after Adam steps with a cosine schedule."""
-    data = batches(kind, length, seed=0)
-    params = jax.jit(model.init)(jax.random.key(0), next(data))
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps))
-    )
+    def trained(self, kind: str, *, rate: float, length: int = LENGTH) -> dict:
+        """Returns parameters after Adam steps with a cosine schedule from the peak `rate`."""
+        data = batches(kind, length, seed=0)
+        params = self._init(jax.random.key(0), next(data))
+        state = self._optimizer.init(params)
+        for _ in range(self.steps):
+            params, state = self._step(params, state, rate, next(data))
+        return params
 
-    @jax.jit
-    def step(params: dict, state: optax.OptState, batch: dict) -> tuple[dict, optax.OptState]:
+    def accuracy(self, params: dict, kind: str, length: int, *, seed: int, rows: int = 256) -> float:
+        """Returns the fraction of answers that have the largest logit."""
+        return float(self._share(params, next(batches(kind, length, seed, rows))))
+
+    def _updated(self, params: dict, state: optax.OptState, rate: jax.Array, batch: dict) -> tuple:
         def mean(params: dict) -> jax.Array:
-            out = model.loss(params, (), None, batch)[1]
+            out = self.model.loss(params, (), None, batch)[1]
             return out.loss_sum / out.weight_sum
 
-        updates, state = optimizer.update(jax.grad(mean)(params), state, params)
-        return optax.apply_updates(params, updates), state
+        updates, state = self._optimizer.update(jax.grad(mean)(params), state, params)
+        return optax.apply_updates(params, jax.tree.map(lambda leaf: rate * leaf, updates)), state
 
-    state = optimizer.init(params)
-    for _ in range(steps):
-        params, state = step(params, state, next(data))
-    return params
+    def _share_right(self, params: dict, batch: dict) -> jax.Array:
+        right = jnp.argmax(self.model.logits(params, batch), axis=-1) == batch["targets"]
+        return jnp.sum(right * batch["weights"]) / jnp.sum(batch["weights"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=flags.at_least(10), default=500)
     parser.add_argument("--kinds", nargs="+", choices=long_range.KINDS, default=list(long_range.KINDS))
+    parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each task and mixer."""
-    print(f"| task | mixer | parameters | accuracy at {LENGTH} | at {LONGER * LENGTH} | s |\n|---|---|---|---|---|---|")
+    """Prints a line for each mixer and task; the best rate is chosen on other rows than the accuracies are of."""
+    headings = ("mixer", "parameters", "task", "best rate", f"accuracy at {LENGTH}", f"at {LONGER * LENGTH}", "s")
+    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
+    vocabulary = max(long_range.rows(kind=k, length=LENGTH, num_streams=1).vocabulary.size for k in long_range.KINDS)
+    every = models(vocabulary)
+    trials = {name: Trial(every.get(name, every["S5"]), steps=args.steps) for name in args.mixers}
     for kind in args.kinds:
-        vocabulary = long_range.rows(kind=kind, length=LENGTH, num_streams=1).vocabulary
-        every = models(vocabulary.size)
-        for name, model in {**every, "S5, no carry": every["S5"]}.items():
+        for name, trial in trials.items():
             start = time.perf_counter()
-            with without_carry() if name.endswith("no carry") else contextlib.nullcontext():
-                params = trained(model, kind, steps=args.steps)
-                found = [
-                    accuracy(model, params, next(batches(kind, length, seed=1, rows=128)))
-                    for length in (LENGTH, LONGER * LENGTH)
-                ]
-            count = sum(leaf.size for leaf in jax.tree.leaves(params))
-            scores = " | ".join(f"{score:.3f}" for score in found)
-            print(f"| {kind} | {name} | {count:,} | {scores} | {time.perf_counter() - start:.0f} |", flush=True)
+            with without_carry() if name == LOST else contextlib.nullcontext():
+                found = {rate: trial.trained(kind, rate=rate) for rate in RATES}
+                best = max(RATES, key=lambda rate: trial.accuracy(found[rate], kind, LENGTH, seed=1))
+                scores = [trial.accuracy(found[best], kind, length, seed=2) for length in (LENGTH, LONGER * LENGTH)]
+            count = sum(leaf.size for leaf in jax.tree.leaves(found[best]))
+            cells = (name, f"{count:,}", kind, f"{best:g}", *(f"{score:.3f}" for score in scores))
+            print(f"| {' | '.join(cells)} | {time.perf_counter() - start:.0f} |", flush=True)
     return 0

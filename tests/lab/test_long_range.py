@@ -14,8 +14,7 @@ from tests.lab import long_range
 def test_retrieval_from_a_row_needs_the_carried_state(carried):
     vocabulary = tasks.rows(kind="retrieval", length=long_range.LENGTH, num_streams=1).vocabulary
     model = long_range.models(vocabulary.size)["S5"]
+    trial = long_range.Trial(model, steps=500)
     with contextlib.nullcontext() if carried else long_range.without_carry():
-        params = long_range.trained(model, "retrieval", steps=500)
-        batch = next(long_range.batches("retrieval", long_range.LENGTH, seed=1, rows=128))
-        found = long_range.accuracy(model, params, batch)
+        found = trial.accuracy(trial.trained("retrieval", rate=5e-3), "retrieval", long_range.LENGTH, seed=1)
     assert found > 0.95 if carried else found < 0.5  # a fourth of the values lie in the last chunk

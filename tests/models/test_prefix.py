@@ -1,13 +1,18 @@
 """Prefix-LM attention: prefixes attend both ways, answers causally, segments apart; the kernel agrees."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core import slices
 from core.errors import UserError
 from models import attention, prefix
 from models.prefix import HIDDEN, Prefix
+from parallel import strategies
+from parallel.partitioner import Partitioner
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 32
 
@@ -61,6 +66,30 @@ def test_plain_and_kernel_equal_a_softmax_over_what_a_query_sees(inputs, window,
     np.testing.assert_allclose(out2, out, atol=3e-5, rtol=0)
     for ours, want in zip(gradients2, gradients, strict=True):
         np.testing.assert_allclose(ours, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow  # the interpreter
+@pytest.mark.parametrize("window", [None, 90])
+def test_the_kernel_over_sharded_positions(inputs, window):
+    """Each of two chips has the queries of half a row, and their `until`; keys are gathered."""
+    q, k, v, segments, until, _, weight = inputs
+
+    def results(**how):
+        def loss(*operands):
+            out = attention.attend(*operands, segments, prefix=Prefix(until), window=window, **how)
+            return jnp.sum(out * weight), out
+
+        return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v))
+
+    (_, want), gradients = results(choice="plain")
+    whole = attention.splash_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "splash_attention", functools.partial(whole, interpret=True))
+        with Partitioner(strategies.context(sequence=2), slice=slices.get("v4-8"), devices=jax.devices()).tracing():
+            (_, out), found = results(choice="splash")
+    np.testing.assert_allclose(out, want, atol=3e-5, rtol=0)
+    for ours, theirs in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
 
 
 def test_rows_too_long_for_two_positions_in_one_number_are_refused():
