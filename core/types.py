@@ -407,6 +407,18 @@ class Judges(Protocol):
         """Returns the judge, or None if the data has none. The task must be prepared."""
 
 
+class SplitsRows(Protocol):
+    """A task whose steps have chunks of longer rows, in order.
+
+    Enables: models that keep states from step to step (`Transformer.keeps_states`).
+    """
+
+    whole: Task
+
+    def with_rows(self, whole: Task, length: int) -> Task:
+        """Returns chunks of `length` positions of the rows of another task."""
+
+
 class Rehearses(Protocol):
     """A task with a small replacement for --smoke.
 

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from core import logical, optimizers, parameters, slices
+from core import logical, optimizers, parameters, slices, wrappers
 from core.batches import batch_shapes, has_tokens, row_length
 from core.errors import UserError
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
@@ -31,6 +31,7 @@ from core.types import (
     LimitsPositions,
     Model,
     PadsVocabulary,
+    SplitsRows,
     Task,
     can,
     missing,
@@ -175,6 +176,18 @@ class Experiment:
                 yield f"{name} is {_told(part)}, expected an object of it"
             elif lacks := ", ".join(missing(part, protocol)):
                 yield f"{name} is {_told(part)}, which lacks {lacks}: see {protocol.__name__} in core/types.py"
+
+        keeps = getattr(wrappers.field_owner(self.model, "keeps_states"), "keeps_states", False)
+        if keeps and not can(self.task, SplitsRows):
+            yield (
+                f"model.keeps_states = True, and task is {_told(self.task)}, whose rows are complete, so that no state "
+                "would be kept: expected tasks.chunked.rows around this task, or keeps_states = False"
+            )
+        if can(self.task, SplitsRows) and not keeps:
+            yield (
+                "task is tasks.chunked.rows, and the model starts every chunk of a row from nothing: expected a model "
+                "with keeps_states = True"
+            )
 
     def _out_of_range(self) -> Iterator[str]:
         intervals = ("log_interval", "eval_interval", "checkpoint_interval")

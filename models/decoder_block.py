@@ -64,6 +64,8 @@ def slots(config: DecoderConfig, kind: LayerKind) -> list[tuple[str, str, dict[s
 
 
 def _of_part(call: Call, name: str) -> Call:
+    if call.carried is not None:
+        call = call._replace(carried=call.carried.get(name))
     if call.before is None:
         return call
     return call._replace(before=Earlier(call.before.state.get(name, ()), call.before.start))

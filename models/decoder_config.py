@@ -53,7 +53,15 @@ _CHOICES = {
 # a program by this text, which a new field with a neutral default leaves as it was.
 _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
-_NOT_SETTINGS = {"remat", "dtype", "attention", "vocab_multiple", "lora", "loss_chunk"}  # of a run, not of the function
+_NOT_SETTINGS = {
+    "remat",
+    "dtype",
+    "attention",
+    "vocab_multiple",
+    "lora",
+    "loss_chunk",
+    "keeps_states",
+}  # of a run, not of the function
 _PARTS_NOT_SETTINGS = {("s5", "chunk"), ("ttt", "inner")}  # the name of the mixer says which inner model it has
 _EXPERTS_NOT_SETTINGS = {"mlp_dim", "capacity", "balance", "z_loss"}  # the width is listed as mlp_dim
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
@@ -118,6 +126,9 @@ class DecoderConfig:
       block_sparse: settings of attention to some blocks; see `models.block_sparse`.
       s5: settings of state-space layers; see `models.s5`.
       planner: plans of finished chunks, added to the embedded tokens; see `models.planner`.
+      keeps_states: whether state-space layers continue from the states in which the rows of the training step before
+        ended, without the gradient of these (truncated backpropagation), where the first position of a row is above 0:
+        for `tasks.chunked`. Attention then sees the positions of one step alone.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
       ttt: settings of the mixers "ttt_linear" and "ttt_mlp"; see `models.ttt`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
@@ -163,6 +174,7 @@ class DecoderConfig:
     block_sparse: BlockSparse | None = None
     s5: S5 | None = None
     planner: Planner | None = None
+    keeps_states: bool = False
     lora: Lora | None = None
     ttt: TTTConfig | None = None
     loss_chunk: int | None = None

@@ -30,6 +30,8 @@ class Side(NamedTuple):
       padding: [B], int32, the number of empty slots before a row, if earlier slots are cached; otherwise None.
       positions: [B, T], int32, in the segment, if a part of the decoder needs them; otherwise None.
       prefix: which positions attend both ways; None: attention is causal.
+      continues: [B], bool, whether the first position continues the segment in which the row of the step before ended,
+        if parts keep states between steps; otherwise None.
     """
 
     segment_ids: jax.Array
@@ -38,6 +40,7 @@ class Side(NamedTuple):
     rows: jax.Array | None = None
     positions: jax.Array | None = None
     prefix: Prefix | None = None
+    continues: jax.Array | None = None
 
 
 class Earlier(NamedTuple):
@@ -61,6 +64,7 @@ class Call(NamedTuple):
       before: earlier slots, whose state the part continues; None: rows are complete.
       weights: [B, T], of supervised positions; None if there are earlier slots.
       drops: whether the capacity of experts applies.
+      carried: the state in which the row of the training step before ended, for parts that keep it; otherwise None.
     """
 
     side: Side
@@ -68,6 +72,7 @@ class Call(NamedTuple):
     before: Earlier | None = None
     weights: jax.Array | None = None
     drops: bool = False
+    carried: Any = None
 
     def real(self, length: int) -> jax.Array:
         """Returns whether each of the `length` positions is a token and not padding, [B, T]."""
@@ -82,7 +87,7 @@ class Result(NamedTuple):
 
     Attributes:
       y: [B, T, D], added to the stream.
-      state: after these slots, if there were earlier ones; otherwise ().
+      state: after these slots, if there were earlier ones or a state was carried; otherwise ().
       sums: tree of sums over rows, float32, of the structure of `Part.empty_sums`.
     """
 
@@ -103,10 +108,12 @@ class Part:
 
     Attributes:
       needs_positions: whether it reads `Side.positions`.
+      keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
       matrices: names of the matrices that low-rank adapters can change.
     """
 
     needs_positions = False
+    keeps_state = False
     matrices: tuple[str, ...] = ()
 
     def check(self) -> None:

@@ -264,49 +264,66 @@ _prefix.defvjp(_prefix_forward, _prefix_backward)
 
 
 def states_of_rows(
-    system: System, inputs: Complex, segment_ids: jax.Array, before: Complex | None, *, chunk: int, dtype: Any
+    system: System,
+    inputs: Complex,
+    segment_ids: jax.Array,
+    before: Complex | None,
+    *,
+    chunk: int,
+    dtype: Any,
+    continues: jax.Array | None = None,
 ) -> tuple[Complex, Complex]:
     """Computes the states of rows that may be sharded by position; see `scan`.
 
     Args:
-      system, inputs, segment_ids, chunk, dtype: as in `scan`.
-      before: the state before the first position; None: empty. Positions of rows with a state are not sharded.
+      system, inputs, segment_ids, chunk, dtype, continues: as in `scan`.
+      before: the state before the first position; None: empty.
     """
+    before = before or Complex(*(jnp.zeros((a.shape[0], a.shape[2])) for a in inputs))
+    continues = jnp.ones(segment_ids.shape[:1], bool) if continues is None else continues
     spec = logical.activation_spec("batch", "length", "mlp")
     axes = () if spec is None else logical.mesh_axes(spec[1])
     sizes = jax.sharding.get_abstract_mesh().shape
-    if before is not None or logical.shards(axes, sizes) == 1:
-        empty = Complex(*(jnp.zeros((a.shape[0], a.shape[2])) for a in inputs))
-        return scan(system, inputs, segment_ids, before or empty, chunk=chunk, dtype=dtype)  # type: ignore[return-value]
+    if logical.shards(axes, sizes) == 1:
+        how = {"chunk": chunk, "continues": continues, "dtype": dtype}
+        return scan(system, inputs, segment_ids, before, **how)  # type: ignore[return-value]
     of_states, rows = PartitionSpec(spec[0], spec[2]), PartitionSpec(spec[0], spec[1])
     local = functools.partial(_scan_on_chip, axes=axes, chunk=chunk, dtype=dtype)
     return jax.shard_map(
         local,
-        in_specs=(PartitionSpec(spec[2]), spec, rows),
+        in_specs=(PartitionSpec(spec[2]), spec, rows, of_states, PartitionSpec(spec[0])),
         out_specs=(spec, of_states),
         axis_names=logical.automatic_axes(),
         check_vma=False,  # the last state is equal on all chips of a row
-    )(system, inputs, segment_ids)
+    )(system, inputs, segment_ids, before, continues)
 
 
 def _scan_on_chip(
-    system: System, inputs: Complex, segment_ids: jax.Array, *, axes: tuple[str, ...], chunk: int, dtype: Any
+    system: System,
+    inputs: Complex,
+    segment_ids: jax.Array,
+    state: Complex,
+    continues: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    chunk: int,
+    dtype: Any,
 ) -> tuple[Complex, Complex]:
     """Runs `scan` on consecutive positions of a chip, from the states of the chips before it."""
-    empty = Complex(*(jnp.zeros((a.shape[0], a.shape[2])) for a in inputs))
+    empty = jax.tree.map(jnp.zeros_like, state)
     _, own = scan(system, inputs, segment_ids, empty, chunk=chunk, last_only=True)
     ends = segment_ids[:, 0], segment_ids[:, -1], jnp.all(segment_ids == segment_ids[:, :1], axis=1)
     own, (firsts, lasts, is_whole) = jax.lax.all_gather((own, ends), axes)  # leaves [chips, ...]
     power = _power(system.decay, segment_ids.shape[1])
     chips, place = firsts.shape[0], jax.lax.axis_index(axes)
-    state, before, continues = empty, empty, jnp.ones(firsts.shape[1], bool)
+    before, first_continues = state, continues  # of the first chip
     for chip in range(chips):
-        joins = firsts[chip] == lasts[chip - 1] if chip else jnp.ones_like(continues)
+        joins = firsts[chip] == lasts[chip - 1] if chip else continues
         before = Complex(*(jnp.where(place == chip, new, old) for new, old in zip(state, before, strict=True)))
-        continues = jnp.where(place == chip, joins, continues)
+        first_continues = jnp.where(place == chip, joins, first_continues)
         passes = (power * state).where((joins & is_whole[chip])[:, None])
         state = Complex(*(a[chip] for a in own)) + passes
-    states, _ = scan(system, inputs, segment_ids, before, chunk=chunk, continues=continues, dtype=dtype)
+    states, _ = scan(system, inputs, segment_ids, before, chunk=chunk, continues=first_continues, dtype=dtype)
     assert states is not None
     return states, state
 
@@ -320,6 +337,8 @@ def _power(decay: Complex, exponent: int) -> Complex:
 
 class StateSpace(Part):
     """An S5 layer of a decoder, in a Haiku module of its own; the state of the row is its cache."""
+
+    keeps_state = True
 
     def __init__(self, settings: S5, *, embed_dim: int, dtype: str, module: str):
         self.settings, self.embed_dim, self.dtype, self.module = settings, embed_dim, dtype, module
@@ -373,14 +392,15 @@ class _Layer(hk.Module):
             system,
             Complex(products[:, :, 0], products[:, :, 1]),
             segment_ids,
-            None if call.before is None else call.before.state,
+            call.carried if call.before is None else call.before.state,
+            continues=None if call.carried is None else call.side.continues,
             chunk=settings.chunk,
             dtype=x.dtype,
         )
         hidden = logical.constrain(jnp.stack([states.re, -states.im], axis=2), "batch", "length", None, "mlp")
         y = 2 * jnp.einsum("btcp,cpd->btd", hidden, weight_out) + (skip * x.astype(jnp.float32)).astype(x.dtype)
         y = y if settings.activation is None else derivatives.activated(y, settings.activation)
-        return y, () if call.before is None else last
+        return y, () if call.before is None and call.carried is None else last
 
     def _matrix(
         self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, stddev: Any, in_dims: int = 1

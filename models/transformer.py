@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 Cache = tuple[decoder_block.State, ...]  # of every layer
+Carried = Any  # states of parts by name, leaves [B, L, ...]; () without
+_FORGETFUL = ("ttt_linear", "ttt_mlp")  # parts whose states are not kept between steps
 _FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # of a batch, [B, T] each
 
 
@@ -71,6 +73,7 @@ class Transformer(DecoderConfig):
         super().__post_init__()
         for part in self._parts.values():
             part.check()
+        self._check_states()
         if self.lora is not None:
             matrices = {name for part in self._parts.values() for name in part.matrices}
             if wrong := [target for target in self.lora.targets if target not in matrices]:
@@ -79,27 +82,47 @@ class Transformer(DecoderConfig):
                     f"{tuple(t for t in self.lora.targets if t in matrices)}"
                 )
 
+    def _check_states(self) -> None:
+        if not self.keeps_states:
+            return
+        if not any(part.keeps_state for part in self._parts.values()):
+            raise UserError(
+                f"Transformer.keeps_states = True has no effect: mixer = {self.mixer!r} and feed_forward = "
+                f"{self.feed_forward!r} have no layer with a state ('s5'); set it to False, or use one"
+            )
+        if lost := sorted(name for name, part in self._parts.items() if not part.keeps_state and name in _FORGETFUL):
+            raise UserError(
+                f"Transformer.keeps_states = True: {' and '.join(lost)} would start anew in every step; use 's5'"
+            )
+        if self.planner is not None or self.positions == "learned":
+            found = "a planner counts chunks" if self.planner is not None else "learned positions are counted"
+            raise UserError(f"Transformer.keeps_states = True: {found} from the start of a row, which is of many steps")
+
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Initializes the parameters in float32; they depend only on the sizes of the model, not on the batch."""
         params = hk.transform(self.sums).init(rng, batch)
         return params if self.lora is None else self.lora.base_frozen(params)
 
-    def init_carry(self, batch: Batch) -> tuple:
-        """Returns the empty carry of a language model."""
-        del batch
-        return ()
+    def init_carry(self, batch: Batch) -> Carried:
+        """Returns empty states by part, [B, L, ...]; () unless `keeps_states`."""
+        if not self.keeps_states:
+            return ()
+        rows, length = batch["inputs"].shape
+        of_layer = {n: p.empty_state(GLOBAL, rows, length) for n, p in self._parts.items() if p.keeps_state}
+        return jax.tree.map(lambda a: jnp.zeros((rows, self.num_layers, *a.shape[1:]), a.dtype), of_layer)
 
     def loss(
-        self, params: Params, carry: tuple, rng: jax.Array, batch: Batch, *, is_training: bool = True
-    ) -> tuple[tuple, LossOutput]:
+        self, params: Params, carry: Carried, rng: jax.Array, batch: Batch, *, is_training: bool = True
+    ) -> tuple[Carried, LossOutput]:
         """Returns the cross-entropy in nats summed over supervised positions, and their number.
 
-        In training the losses of experts are added; the metric `cross_entropy` is then without them.
+        In training the losses of experts are added; the metric `cross_entropy` is then without them. The carry becomes
+        the states after these rows, if the model keeps them.
         """
         drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
         rows = random_bits.row_ids(batch) if drops else None
-        run = hk.transform(functools.partial(self.sums, is_training=is_training))
-        return carry, run.apply(params, rng if drops else None, batch, rows)
+        run = hk.transform(functools.partial(self._sums, is_training=is_training))
+        return run.apply(params, rng if drops else None, batch, rows, carry)
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the logits, [B, T, vocab_size], float32."""
@@ -152,15 +175,25 @@ class Transformer(DecoderConfig):
           is_training: as in `loss`.
           inserted: vectors in place of embedded tokens.
         """
+        return self._sums(batch, rows, self.init_carry(batch), is_training=is_training, inserted=inserted)[1]
 
+    def _sums(
+        self,
+        batch: Batch,
+        rows: jax.Array | None,
+        carry: Carried,
+        *,
+        is_training: bool,
+        inserted: Inserted | None = None,
+    ) -> tuple[Carried, LossOutput]:
         def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *sums: Any) -> LossOutput:
             found = self._cross_entropy(head, x, side[1:])
-            for name, of_part in (sums[0] if sums else {}).items():
+            for name, of_part in (sums[0]["sums"] if sums else {}).items():
                 layers = sum(name in self._parts_of(self.layer_kind(layer)) for layer in range(self.num_layers))
                 found = self._parts[name].finish(found, of_part, num_layers=layers, is_training=is_training)
             return found
 
-        return self._stack(batch, tail, rows, drops=is_training, inserted=inserted)
+        return self._stack_with_states(batch, tail, rows, carry, drops=is_training, inserted=inserted)
 
     def _cross_entropy(self, head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
         """Returns the cross-entropy of targets with weights, in chunks of positions if there are many logits."""
@@ -182,21 +215,26 @@ class Transformer(DecoderConfig):
         """Returns the embeddings of ids [B, T], without positions; inside `hk.transform`."""
         return derivatives.embedded(self._embedding(), ids, ("batch", "residual_length"), self.dtype)
 
-    def _stack(
+    def _stack(self, batch: Batch, tail_fn, *, inserted: Inserted | None = None) -> Any:
+        return self._stack_with_states(batch, tail_fn, None, self.init_carry(batch), inserted=inserted)[1]
+
+    def _stack_with_states(
         self,
         batch: Batch,
         tail_fn,
-        rows: jax.Array | None = None,
+        rows: jax.Array | None,
+        carry: Carried,
         *,
         drops: bool = False,
         inserted: Inserted | None = None,
-    ) -> Any:
+    ) -> tuple[Carried, Any]:
         """Runs the layers; positions are in the order of the ring if keys and values travel around one.
 
         Args:
           batch: inputs, segments, positions, targets and weights.
           tail_fn: see `core.stack.Tail`; None: the result is the residual stream.
           rows: [B], global row ids, if inputs of adapters are dropped.
+          carry: states of the step before, if the model keeps them.
           drops: whether the capacity of experts applies.
           inserted: vectors in place of embedded tokens.
         """
@@ -212,21 +250,33 @@ class Transformer(DecoderConfig):
         if self.planner is not None:
             x += self._planner(x, batch["segment_ids"])
         summed = {name: part for name, part in self._parts.items() if jax.tree.leaves(part.empty_sums())}
+        outputs = ({"sums": "summed"} if summed or carry else {}) | ({"states": "stacked"} if carry else {})
 
-        def layer(x: jax.Array, side: tuple[Side, jax.Array, jax.Array], kind: LayerKind = self.layer_kinds[0]) -> Any:
-            x, _, sums = Block(self, kind)(x, Call(side[0], kind.span, weights=side[2], drops=drops))
-            return (x, {name: sums.get(name, part.empty_sums()) for name, part in summed.items()}) if summed else x
+        def layer(
+            x: jax.Array,
+            side: tuple[Side, jax.Array, jax.Array],
+            carried: Any = None,
+            kind: LayerKind = self.layer_kinds[0],
+        ) -> Any:
+            call = Call(side[0], kind.span, weights=side[2], drops=drops, carried=carried)
+            x, states, sums = Block(self, kind)(x, call)
+            sums = {name: sums.get(name, part.empty_sums()) for name, part in summed.items()}
+            if carried is not None:
+                return x, {"sums": sums, "states": {**carried, **states}}
+            return (x, {"sums": sums}) if summed else x
 
         layers = stack.layer_stack(
             layer,
             self.num_layers,
             remat=REMAT[self.remat],
             tail=None if tail_fn is None else stack.Tail(tail_fn, head),
-            outputs="summed" if summed else None,
+            outputs=outputs or None,
             **self._pattern,
         )
-        found = layers(x, (side, batch["targets"], batch["weights"]))
-        return found[0] if summed else found
+        of_layers = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), carry)
+        found = layers(x, (side, batch["targets"], batch["weights"]), of_layers)
+        result, out = found if outputs else (found, {})
+        return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), out.get("states", ())), result
 
     def empty_cache(self, rows: int, length: int) -> Cache:
         """Returns the empty state of every layer, for `rows` rows of at most `length` slots.
@@ -316,7 +366,9 @@ class Transformer(DecoderConfig):
     def _side(self, batch: Batch, *, padding: jax.Array | None = None, rows: jax.Array | None = None) -> Side:
         needed = any(part.needs_positions for part in self._parts.values())
         turns = self._rotary_tables(batch["positions"])
-        return Side(batch["segment_ids"], turns, padding, rows, batch["positions"] if needed else None)
+        continues = batch["positions"][:, 0] > 0 if self.keeps_states and padding is None else None
+        positions = batch["positions"] if needed else None
+        return Side(batch["segment_ids"], turns, padding, rows, positions, continues=continues)
 
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per token without recomputation.

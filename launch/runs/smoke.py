@@ -15,7 +15,7 @@ from core.batches import has_tokens
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import trainer
-from core.types import HasVocabulary, Rehearses, Shrinks, Task, can, lacking
+from core.types import HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
 from launch.experiment import Experiment
 from launch.runs import training
 from launch.runs.prepared_run import Run
@@ -52,7 +52,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     }
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
     length = math.lcm(LENGTH, multiples["length"]) if shrinks else experiment.row_length
-    task = _small_task(experiment, streams=rows, length=length, partly=partly)
+    task = _small_task(experiment.task, experiment.model, streams=rows, length=length, partly=partly)
     return dataclasses.replace(
         experiment,
         model=wrappers.shrunk(experiment.model, multiples) if shrinks else experiment.model,
@@ -130,23 +130,25 @@ def _microbatches(experiment: Experiment) -> int:
     return schedule.num_microbatches if schedule else 1
 
 
-def _small_task(experiment: Experiment, *, streams: int, length: int, partly: bool) -> Task:
+def _small_task(task: Task, model: Model, *, streams: int, length: int, partly: bool) -> Task:
     """Returns the task with short rows and few streams, or its rehearsal; random tokens if text is not named yet."""
-    if can(experiment.task, Rehearses):
-        return experiment.task.rehearsal()
-    spec = experiment.task.spec(experiment.task.num_streams)
-    is_text = can(experiment.model, HasVocabulary) and spec.keys() == BATCH_DTYPES.keys()
-    if experiment.task.problems() and is_text:
-        return synthetic.random_tokens(vocab_size=experiment.model.vocab_size, length=length, num_streams=streams)
-    fields = {f.name for f in dataclasses.fields(experiment.task)} if dataclasses.is_dataclass(experiment.task) else ()
+    if can(task, SplitsRows):
+        return task.with_rows(_small_task(task.whole, model, streams=streams, length=2 * length, partly=partly), length)
+    if can(task, Rehearses):
+        return task.rehearsal()
+    spec = task.spec(task.num_streams)
+    is_text = can(model, HasVocabulary) and spec.keys() == BATCH_DTYPES.keys()
+    if task.problems() and is_text:
+        return synthetic.random_tokens(vocab_size=model.vocab_size, length=length, num_streams=streams)
+    fields = {f.name for f in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else ()
     sizes = {"num_streams": streams}
     if has_tokens(spec):
         sizes = {"length": length, **sizes}
     if not sizes.keys() <= set(fields):
         if partly:
-            return experiment.task
+            return task
         raise UserError(
-            f"--smoke: {lacking(experiment.task, Rehearses)} -> Task, which returns a small task of the same shapes "
+            f"--smoke: {lacking(task, Rehearses)} -> Task, which returns a small task of the same shapes "
             f"that needs no files; or make it a dataclass with {' and '.join(sizes)}"
         )
-    return dataclasses.replace(experiment.task, **sizes)
+    return dataclasses.replace(task, **sizes)

@@ -29,10 +29,15 @@ STORED += ("puzzles.dataset.length = %LENGTH", "puzzles.dataset.vocab_size = %VO
 LINES = ("TASK = @text.files()", "DATA = '{lines}'", "VALIDATION_DATA = '{lines}'", "text.files.train = %DATA")
 LINES += ("text.files.validation = %VALIDATION_DATA", "text.files.length = %LENGTH")
 LINES += ("text.files.num_streams = %NUM_STREAMS",)
+CHUNKS = ("from tasks import chunked", "TASK = @chunked.rows()", "chunked.rows.task = @text.python_source()")
+CHUNKS += ("chunked.rows.length = 16", "LENGTH = 48", "transformer.Transformer.keeps_states = True")
+CHUNKS += ("from models import s5", "transformer.Transformer.s5 = @s5.S5()", "s5.S5.states = 8")
+CHUNKS += ("transformer.Transformer.feed_forward = 's5'",)
 TASKS = {
     "random_tokens": ("gin/quickstart.gin", (*TOKENS, "TASK = @synthetic.random_tokens()")),
     "python_source": ("gin/quickstart.gin", TOKENS),
     "files": ("gin/quickstart.gin", (*TOKENS, *LINES)),
+    "chunks": ("gin/quickstart.gin", (*(b for b in TOKENS if not b.startswith("LENGTH")), *CHUNKS)),  # saved in a row
     "maze": ("gin/trm/sudoku4.gin", (*GRIDS, *MAZES)),
     "dataset": ("gin/trm/sudoku4.gin", (*GRIDS, *STORED)),
 }

@@ -64,7 +64,7 @@ def test_a_slice_file_names_a_slice(name):
 
 EXPERIMENTS = [
     path.relative_to(environment.WORKSPACE).as_posix()
-    for folder in ("", "published", "trm", "trm/exp02a")
+    for folder in ("", "long", "published", "trm", "trm/exp02a")
     for path in sorted((GIN / folder).glob("*.gin"))
     if "\ninclude '" in path.read_text()
 ]
@@ -100,3 +100,23 @@ def test_the_recursive_model_of_a_9x9_sudoku(model, parameters):
     assert trained == parameters
     assert sum(a.size for a in jax.tree.leaves(moments) if a.ndim) == 3 * parameters  # two moments and the average
     assert experiment.optimizer.live == ("table",)
+
+
+@pytest.mark.covers("N08")
+def test_the_curriculum_of_lengths_and_its_steps():
+    spans = loader.load("gin/long/curriculum.gin").build().spans()
+    found = [(span.experiment.tokens_per_step, span.experiment.task.length) for span in spans]
+    assert [length for _, length in found] == [2**n * 1024 for n in range(2, 7)]
+    assert {tokens for tokens, _ in found} == {2**20}
+
+
+@pytest.mark.parametrize(
+    ("binding", "says"),
+    [
+        ("transformer.preset.keeps_states = False", "the model starts every chunk of a row from nothing"),
+        ("TASK = @text.files()", "task is of type TextTask, whose rows are complete, so that no state would be kept"),
+    ],
+)
+def test_chunks_of_rows_and_kept_states_need_one_another(binding, says):
+    with pytest.raises(ValueError, match=says):
+        loader.load("gin/long/chunks.gin", bindings=[binding]).build()

@@ -1,5 +1,6 @@
 """Strategies do not change the numbers of decoders whose layers differ: state-space layers, mixers by pattern."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -40,6 +41,9 @@ MODELS = {
         pattern=("local", "local", "local", "global"),
         remat="full",
     ),
+    "preset": transformer.preset("valkyrie-long", vocab_size=203, dtype="float32").shrink(
+        dict.fromkeys(("embed", "mlp", "heads", "kv_heads", "head_dim", "layers", "expert"), 4)
+    ),
     "planner": transformer.Transformer(**SIZES, num_layers=2, planner=Planner(chunk=4)),
 }
 STRATEGIES = {
@@ -50,7 +54,10 @@ STRATEGIES = {
     "ring": strategies.context(sequence=2, ring=True),
     "pipeline_fsdp": strategies.pipeline_fsdp(stage=2, schedule=schedules.one_f_one_b(num_microbatches=4)),
 }
-REFUSED = {("block_sparse", "ring"): r"block-sparse attention with keys and values that travel around a ring"}
+REFUSED = dict.fromkeys(
+    [("block_sparse", "ring"), ("preset", "ring")],
+    "block-sparse attention with keys and values that travel around a ring",
+)
 REFUSED |= dict.fromkeys(
     [("planner", name) for name in ("sequence_tensor", "context", "ring")], "planner: this strategy shards positions"
 )
@@ -88,3 +95,30 @@ def test_numbers_do_not_depend_on_the_strategy(name, strategy):
 def test_strategies_that_parts_cannot_run_under_are_refused(name, strategy):
     with pytest.raises(UserError, match=REFUSED[name, strategy]):
         trained(name, strategy)
+
+
+KEEPING = dataclasses.replace(MODELS["block_sparse"], keeps_states=True)
+
+
+@functools.cache
+def trained_in_chunks(strategy=None):
+    """Chunks of 8 positions of rows of 24, so that the states of a step start in those of the step before."""
+    example = ONE_DEVICE if strategy is None else Example("v4-8", STRATEGIES[strategy])
+    whole = random_batches(SIZES["vocab_size"], steps=2)
+    data = [{n: a[:, i : i + 8] for n, a in batch.items()} for batch in whole for i in (0, 8, 16)]
+    return agreement.run(bind(KEEPING, example, data[0]), data)
+
+
+@pytest.mark.covers("N08", "M06", "M10")
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_tensor", "sequence_tensor", "context"])
+def test_states_that_steps_keep_do_not_depend_on_the_strategy(strategy):
+    found = agreement.compare(trained_in_chunks(strategy), trained_in_chunks())
+    print(strategy, {part: f"{apart.ulp:.0f} ulp, {apart.where}" for part, apart in found.items()})
+    limits = [0.0, *(agreement.HEADROOM * ulp for ulp in MEASURED)]
+    assert not {part: apart for (part, apart), limit in zip(found.items(), limits, strict=True) if apart.ulp > limit}
+
+
+def test_a_pipeline_cannot_keep_states():
+    with pytest.raises(UserError, match="a layer stack with stacked outputs runs without a pipeline"):
+        trained_in_chunks("pipeline_fsdp")
