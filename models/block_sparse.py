@@ -178,13 +178,37 @@ def attend(
             "block-sparse attention with keys and values that travel around a ring: most of them would be outside of "
             "the blocks. Choose a strategy whose activation table has kv_length = None"
         )
-    length, c = q.shape[1], settings.block
+    fits = _kernel_fits(choice, settings, q.shape[1], q.shape[2])
+    k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
+    by_products = functools.partial(plain, settings=settings, scale=scale, softcap=softcap)
+
+    def by_kernel(*operands: jax.Array) -> jax.Array:
+        c = settings.block
+        masks = [BlockMask(of_head, c) for of_head in block_mask(settings, q.shape[2], q.shape[1] // c)]
+        options = {"scale": scale, "softcap": softcap, "masks": masks, "block": c, "interpret": interpret}
+        return attention.splash_attention(*operands, **options)
+
+    operands = (q, k, v, segment_ids)
+    if choice == "splash":
+        return by_kernel(*operands)
+    if choice == "plain" or not fits:
+        return by_products(*operands)
+    return jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_products)
+
+
+def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) -> bool:
+    """Returns whether rows and blocks fit the kernel's tiles, and the mask of blocks its memory.
+
+    Raises:
+      UserError: they do not, and the kernel is chosen.
+    """
+    c = settings.block
     local = length // attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
     fits = attention.tiles(length) and c % attention.LANES == 0 and local % c == 0
-    needed = _mask_bytes(q.shape[2] // _head_shards(), local // c, length // c) if fits else 0
+    needed = _mask_bytes(heads // _head_shards(), local // c, length // c) if fits else 0
     if choice == "splash" and needed > _SCALAR_BYTES:
         raise UserError(
-            f"attention = 'splash' with BlockSparse.block = {c}, rows of {length} positions and {q.shape[2]} heads: "
+            f"attention = 'splash' with BlockSparse.block = {c}, rows of {length} positions and {heads} heads: "
             f"the mask of blocks needs {units.size(needed)} of the {units.size(_SCALAR_BYTES)} of scalar memory that "
             "the kernel has for it; a longer block or tensor parallelism lower that, and attention = 'auto' computes "
             "other sizes by plain products"
@@ -195,20 +219,7 @@ def attend(
             f"the kernel needs a block that is a multiple of {attention.LANES} and divides the positions of a chip; "
             "attention = 'auto' computes other sizes by plain products"
         )
-    k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
-    by_products = functools.partial(plain, settings=settings, scale=scale, softcap=softcap)
-
-    def by_kernel(*operands: jax.Array) -> jax.Array:
-        masks = [BlockMask(of_head, c) for of_head in block_mask(settings, q.shape[2], length // c)]
-        options = {"scale": scale, "softcap": softcap, "masks": masks, "block": c, "interpret": interpret}
-        return attention.splash_attention(*operands, **options)
-
-    operands = (q, k, v, segment_ids)
-    if choice == "splash":
-        return by_kernel(*operands)
-    if choice == "plain" or not fits or needed > _SCALAR_BYTES:
-        return by_products(*operands)
-    return jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_products)
+    return fits and needed <= _SCALAR_BYTES
 
 
 def _mask_bytes(heads: int, rows: int, columns: int) -> int:
