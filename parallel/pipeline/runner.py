@@ -50,11 +50,11 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
         if isinstance(schedule, OneFOneB):
             if tail is not None and _gives_loss(fn, tail, x, side):
                 result, sums = _loss_and_gradients(passes, tail)(weights, tail.params, x, fixed, side)
-                return result, Outputs(sums)
+                return result, Outputs(sums, fn.outputs.stacked)
             y, sums = _forward_alone(passes)(weights, x, fixed, side)
         else:
             y, sums = _two_passes(passes)(weights, x, fixed, side)
-        return y if tail is None else tail.fn(tail.params, y, side, sums), Outputs(sums)
+        return y if tail is None else tail.fn(tail.params, y, side, sums), Outputs(sums, fn.outputs.stacked)
 
     return run
 

@@ -89,7 +89,7 @@ class Scored:
         stack = layer_stack(
             self._block,
             self.layers,
-            outputs="summed",
+            outputs={"balance": "summed", "units": "summed"},
             pattern=self.pattern,
             tail=tail,
             group=self.group,
