@@ -5,6 +5,7 @@ The environment is set before anything imports jax; nothing here imports it, so 
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -68,6 +69,13 @@ def _no_network(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", guarded_look_up)
     monkeypatch.setattr(socket.socket, "connect", guarded_connect)
+
+
+@pytest.fixture(scope="session")
+def pinned_compiler():
+    """{package: version} of jax, jaxlib and libtpu in requirements.txt: committed records were made with these."""
+    pins = dict(re.findall(r"(?m)^([a-z-]+)==(\S+)", (ROOT / "requirements.txt").read_text()))
+    return {package: pins[package] for package in ("jax", "jaxlib", "libtpu")}
 
 
 @pytest.fixture
