@@ -262,12 +262,16 @@ def _floors(tree: Any, share: float) -> list[float]:
 
 
 def tolerance(strategy: str) -> dict[str, float]:
-    """Returns the allowed ulp by part of a trajectory; the largest of `MEASURED` for a strategy that is not in it.
+    """Returns the allowed ulp by part of a trajectory; the largest of `MEASURED` for a strategy that is not in it."""
+    return limits(MEASURED.get(strategy) or [max(ulp) for ulp in zip(*MEASURED.values(), strict=True)])
+
+
+def limits(measured: Iterable[float]) -> dict[str, float]:
+    """Returns the allowed ulp by part, from those that gradients, losses, parameters and optimizer state differed by.
 
     Metrics and carry are not judged: both may have counts, which rounding can change by a whole one. What is wrong in
     them for other reasons appears in gradients and later losses.
     """
-    measured = MEASURED.get(strategy) or [max(ulp) for ulp in zip(*MEASURED.values(), strict=True)]
     gradients, losses, params, opt_state = (HEADROOM * ulp for ulp in measured)
     judged = {"fresh": 0.0, "gradients": gradients, "losses": losses, "params": params, "opt_state": opt_state}
     return {**dict.fromkeys(Trajectory._fields, np.inf), **judged}
@@ -275,8 +279,8 @@ def tolerance(strategy: str) -> dict[str, float]:
 
 def exceeding(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
     """Returns the parts that differ by more than a different order of sums explains."""
-    limits = tolerance(strategy)
-    return {part: found for part, found in apart.items() if found.ulp > limits[part]}
+    allowed = tolerance(strategy)
+    return {part: found for part, found in apart.items() if found.ulp > allowed[part]}
 
 
 def compare(ours: Trajectory, theirs: Trajectory) -> dict[str, Difference]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from core import optimizers, slices, units, versions
-from core.errors import UserError
 from launch.environment import WORKSPACE
 from models import transformer
 from models.transformer import Transformer
@@ -28,13 +27,14 @@ EXAMPLE = """tests/run.sh lab long_context                       print what is r
   tests/run.sh lab long_context --write --models S5 --lengths 8192"""
 RECORD = WORKSPACE / "tests" / "lab" / "long_context.json"
 PICTURE = WORKSPACE / "models" / "long_context.svg"
+MODELS = ("S5", "window", "BigBird", "preset", "dense")
 SLICE, VOCABULARY = "v4-32", 32000
 LENGTHS = tuple(2**n * 1024 for n in (3, 5, 6, 7))
 HEADINGS = ("model", "tokens per row", "peak HBM", "estimated Gcycles", "kernels, s", "µs per token of a chip")
 
 
 def models() -> dict[str, Transformer]:
-    """Returns models of the sizes of valkyrie-long that differ in their mixers, and the preset itself."""
+    """Returns models of the sizes of valkyrie-long with feed-forward layers, by mixer, and the preset itself."""
     preset = transformer.preset("valkyrie-long", vocab_size=VOCABULARY, remat="full")
     sparse = dataclasses.replace(preset, feed_forward="mlp", s5=None)
     dense = dataclasses.replace(sparse, mixer="attention", block_sparse=None)
@@ -43,7 +43,7 @@ def models() -> dict[str, Transformer]:
         "S5": dataclasses.replace(preset, mixer="s5", feed_forward="mlp", block_sparse=None),
         "window": dataclasses.replace(dense, window=reach),
         "BigBird": sparse,
-        "BigBird, S5 as feed-forward (the preset)": preset,
+        "preset": preset,
         "dense": dense,
     }
 
@@ -88,18 +88,15 @@ def row(name: str, length: int, found: Mapping[str, Any]) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.add_argument("--write", action="store_true", help="compile and record what is not recorded")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="these alone; the start of a name is enough")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lengths", nargs="+", type=int, choices=LENGTHS, default=list(LENGTHS))
 
 
 def run(args: argparse.Namespace) -> int:
     """Compiles if asked to, prints the table, and draws the picture."""
     every = models()
-    if unknown := [given for given in args.models or () if not any(name.startswith(given) for name in every)]:
-        raise UserError(f"--models {' '.join(unknown)}: expected {', '.join(map(repr, every))}")
-    chosen = [name for name in every if any(name.startswith(given) for given in args.models or every)]
     for length in args.lengths if args.write else ():
-        for name in chosen:
+        for name in args.models:
             _compile(name, every[name], length)
     results = recorded()
     lines = [
