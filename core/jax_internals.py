@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import JaxprEqn
 
 
@@ -54,6 +55,14 @@ def addresses_of_slice() -> Sequence[str]:
 def source_of(equation: JaxprEqn) -> str:
     """Returns the place in the user's source that an equation comes from: `model.py:12:8 (function)`."""
     return source_info_util.summarize(equation.source_info)
+
+
+def cudnn_version() -> int | None:
+    """Returns the version of cuDNN that JAX has found, such as 91002; None if there is none."""
+    try:
+        return fused_attention_stablehlo.check_cudnn_version()
+    except RuntimeError:  # it has no other answer
+        return None
 
 
 # Parameters of the private derivative of the splash kernel; the first ones are the keyword arguments of a kernel.

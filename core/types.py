@@ -330,6 +330,16 @@ class ChoosesAttention(Protocol):
     attention: str
 
 
+class DescribesAttention(Protocol):
+    """A model that says how it computes attention on GPUs.
+
+    Enables: the row `attention` of the run summary on GPUs.
+    """
+
+    def attention_on_gpus(self, length: int) -> str:
+        """Returns the implementation for rows of `length` positions under the current tables, with the reason."""
+
+
 class ChunksLoss(Protocol):
     """A dataclass that can compute its loss in chunks of positions, so that not all logits are held.
 

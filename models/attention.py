@@ -1,11 +1,12 @@
-"""Causal attention within segments: a plain implementation for any device, and the splash kernel for TPUs.
+"""Causal attention within segments: a plain implementation for any device, and kernels for TPUs and GPUs.
 
-Both compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment. The plain
-implementation is the reference and materializes [B, H, T, T] scores; splash (a Pallas kernel that comes with JAX) does
-not. On TPUs the kernel runs inside a `shard_map` over rows, heads and query positions, because the partitioner cannot
-partition a kernel. Where positions are sharded, queries stay on their chips. Keys and values are gathered, or travel
-around a ring of chips if the activation table also shards `kv_length` (`models.ring_attention`), but for windows: most
-keys of a ring would be outside of them.
+All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment. The plain
+implementation is the reference and materializes [B, H, T, T] scores; the kernels do not: splash on TPUs (of Pallas,
+it comes with JAX), and cuDNN's on GPUs where it can compute the attention (`models.cudnn_attention`). They run inside a
+`shard_map` over rows and heads, and splash over query positions, because the partitioner cannot partition a kernel.
+Where positions are sharded, queries stay on their chips. Keys and values are gathered, or travel around a ring of chips
+if the activation table also shards `kv_length` (`models.ring_attention`), but for windows: most keys of a ring would be
+outside of them.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
@@ -21,15 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from core import logical
 from core.errors import UserError
+from models import cudnn_attention, ring_attention
 from models import prefix as prefixes
-from models import ring_attention
 from models.prefix import Prefix
 
 LANES = 128  # a TPU vector register is 128 wide; splash blocks are multiples of it
-CHOICES = ("auto", "plain", "splash", "none")
+CHOICES = ("auto", "plain", "splash", "cudnn", "none")
 BLOCK = 256  # entries of a cache that the queries of a chunk attend to at a time, on CPUs
 MIXED = "mixed"  # checkpoint name of the kernel's output and of the other residuals of its derivative
 
@@ -61,8 +63,8 @@ def attend(
       k: [B, T, N, K]; key head n serves query heads n G .. n G + G - 1.
       v: [B, T, N, K].
       segment_ids: [B, T], int32.
-      choice: "plain"; "splash"; "auto": splash on TPUs if its tiles fit, plain otherwise; "none": no mixing over
-        positions, each position keeps its own value (a control for experiments).
+      choice: "plain"; "splash"; "cudnn"; "auto": splash on TPUs if its tiles fit, cuDNN on GPUs if it can compute it,
+        plain otherwise; "none": no mixing over positions, each keeps its own value (a control for experiments).
       scale: factor of the scores; None: 1 / sqrt(K).
       window: a query attends to this many positions, its own being the last; None: to all positions up to its own.
       softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
@@ -73,11 +75,15 @@ def attend(
       [B, T, H, K].
 
     Raises:
-      UserError: the positions of a chip do not fill the tiles of the kernel, or there can be no prefix.
+      UserError: the positions of a chip do not fill the tiles of the kernel, cuDNN was asked for and cannot compute
+        it, or there can be no prefix.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
     _check(choice, q.shape[1], prefix, softcap=softcap)
+    problem = cudnn_problem(q.shape[1], q.shape[-1], q.dtype, softcap=softcap, prefix=prefix)
+    if choice == "cudnn" and problem:
+        raise UserError(f"attention = 'cudnn': {problem}; attention = 'auto' uses plain products where cuDNN cannot")
     order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
@@ -96,11 +102,62 @@ def attend(
         operands = (q, k, v, segment_ids, kv_segment_ids, None)
     options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
     by_kernel, by_products = (functools.partial(form, **options) for form in (splash_attention, plain))
-    if choice == "plain" or (choice == "auto" and not tiles(q.shape[1])):
+    by_cudnn = functools.partial(on_gpus, scale=scale, window=window)
+    if choice in ("splash", "cudnn"):
+        return (by_kernel if choice == "splash" else by_cudnn)(*operands)
+    kernels = {"tpu": by_kernel} if tiles(q.shape[1]) else {}
+    if not problem:
+        kernels["cuda"] = by_cudnn
+    if choice == "plain" or not kernels:
         return by_products(*operands)
-    if choice == "splash":
-        return by_kernel(*operands)
-    return jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_products)
+    return jax.lax.platform_dependent(*operands, **kernels, default=by_products)
+
+
+def cudnn_problem(
+    length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None = None
+) -> str:
+    """Returns why attention on GPUs cannot be cuDNN's under the current tables; "" if it can be."""
+    if not cudnn_attention.is_available():
+        return "JAX has found no cuDNN"
+    return cudnn_attention.problem(
+        dtype=dtype,
+        head_dim=head_dim,
+        length=length,
+        softcap=softcap,
+        has_key_bias=prefix is not None and prefix.key_bias is not None,
+        is_sharded=length_shards() > 1 or ring_attention.shards() > 1,
+    )
+
+
+def on_gpus(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kv_segment_ids: jax.Array,
+    prefix: Prefix | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    implementation: str = "cudnn",
+) -> jax.Array:
+    """Runs cuDNN's kernel on each device's rows and heads; shapes as in `attend`, each device with whole rows.
+
+    `implementation` is that of `jax.nn.dot_product_attention`.
+    """
+    form = functools.partial(cudnn_attention.attend, scale=scale, window=window, implementation=implementation)
+    queries = () if prefix is None else (prefix.until,)
+    if logical.activation_spec("batch") is None:
+        return form(q, k, v, segment_ids, kv_segment_ids, *queries)
+    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions=None)
+    rows = PartitionSpec(q_spec[0])
+    return jax.shard_map(
+        form,
+        in_specs=(q_spec, kv_spec, kv_spec, rows, rows, *(rows for _ in queries)),
+        out_specs=q_spec,
+        axis_names=logical.automatic_axes(),
+        check_vma=False,  # as for the splash kernel
+    )(q, k, v, segment_ids, kv_segment_ids, *queries)
 
 
 def _gathered_from_ring(x: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ class DecoderConfig:
         "attention_and_up", "attention", "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always
         use "full".
       dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
-      attention: "auto", "plain", "splash" or "none"; see `models.attention.attend`.
+      attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
       norm_eps: added to the mean square or variance.
       post_norm: also normalize the output of attention and of the feed-forward layer, before it is added.
@@ -362,6 +362,13 @@ class DecoderConfig:
     def score_scale(self) -> float:
         """Factor of attention scores."""
         return self.head_width**-0.5 if self.query_scale is None else self.query_scale
+
+    def attention_on_gpus(self, length: int) -> str:
+        """Returns how attention is computed on GPUs; see `core.types.DescribesAttention`."""
+        if self.attention in ("plain", "none") or not any("attention" in kind.mixers for kind in self.layer_kinds):
+            return "plain products" if self.attention == "plain" else "none"
+        problem = attention.cudnn_problem(length, self.head_width, self.dtype, softcap=self.attention_softcap)
+        return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
     def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:
         """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""

@@ -149,6 +149,8 @@ class BlockSparseAttention(Attention):
         """See `Part.check`."""
         if self.config.attention == "none":
             raise UserError("Transformer.attention = 'none' mixes no positions: expected another with 'block_sparse'")
+        if self.config.attention == "cudnn":
+            raise UserError("Transformer.attention = 'cudnn' cannot skip blocks: expected another with 'block_sparse'")
 
     def _mixed(self, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         assert self.config.block_sparse is not None

@@ -20,7 +20,7 @@ from packaging.version import Version
 from core import distributed, units
 from core.errors import UserError
 from core.health.failure_diagnosis import USUAL_LIMITS, Limits
-from core.slices import GPU_MEMORY_FRACTION, Slice
+from core.slices import Slice
 from core.versions import COMPILER
 from launch import environment
 from launch.findings import Finding
@@ -104,16 +104,17 @@ def _use_platform(slice_: Slice) -> int | None:
     """Makes JAX use the GPUs or CPU of this machine alone; returns the number of CPU devices, None for GPUs.
 
     Raises:
-      UserError: JAX_PLATFORMS asks for another platform.
+      UserError: JAX_PLATFORMS asks for another platform, or other processes hold the memory of the GPUs.
     """
     platform_ = slice_.chip.platform
     if (asked := environment.read("JAX_PLATFORMS")) not in (None, platform_, "gpu" if platform_ == "cuda" else None):
         raise UserError(f"{slice_.name} are {platform_} devices, but JAX_PLATFORMS={asked}: unset it, or name others")
+    if platform_ == "cuda":
+        from launch.hosts import machine
+
+        machine.prepare_gpus()
     jax.config.update("jax_platforms", platform_)
-    if platform_ == "cpu":
-        return slice_.chips_per_host
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
-    return None
+    return slice_.chips_per_host if platform_ == "cpu" else None
 
 
 def _devices(slice_: Slice) -> list[jax.Device]:

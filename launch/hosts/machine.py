@@ -1,20 +1,101 @@
-"""Finds the devices of this machine, for SLICE `local`, and of this process."""
+"""Finds the devices of this machine, for SLICE `local`, and of this process; prepares GPUs and their memory."""
 
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 
 from core import jax_internals, slices
 from core.errors import UserError
+from launch import environment
 from launch.hosts import tpu_host
 
 # For `local`: in a process of its own, because JAX keeps the memory of GPUs until its process ends.
 _LOOK = "import jax, json; print(json.dumps([jax.devices()[0].device_kind, jax.local_device_count()]))"
-_SECONDS = 120
+_SECONDS, _SMI_SECONDS = 120, 10
+_FRACTION, _PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+class GpuMemory(NamedTuple):
+    """How JAX allocates the memory of GPUs.
+
+    Attributes:
+      fraction: the share of it that JAX may allocate.
+      is_preallocated: whether all of that is allocated at the start.
+      is_chosen: whether the user has set one of the two.
+    """
+
+    fraction: float
+    is_preallocated: bool
+    is_chosen: bool
+
+
+def gpu_memory() -> GpuMemory:
+    """Reads XLA_PYTHON_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_PREALLOCATE.
+
+    Raises:
+      UserError: one of them is malformed.
+    """
+    fraction, preallocate = environment.read(_FRACTION), environment.read(_PREALLOCATE)
+    try:
+        share = slices.GPU_MEMORY_FRACTION if fraction is None else float(fraction)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"{_FRACTION}={fraction!r}: expected a number above 0, up to 1")
+    if (preallocate or "true").lower() not in ("true", "false", "1", "0"):
+        raise UserError(f"{_PREALLOCATE}={preallocate!r}: expected true or false")
+    is_off = preallocate is not None and preallocate.lower() in ("false", "0")
+    return GpuMemory(share, not is_off, fraction is not None or preallocate is not None)
+
+
+def prepare_gpus() -> None:
+    """Sets the share of GPUs' memory that JAX allocates, unless it is set; before JAX initializes them.
+
+    Raises:
+      UserError: a variable is malformed; or other processes hold memory that would be allocated. That is no error if
+        the user has chosen a share, or no allocation at the start, so that several can use a GPU.
+    """
+    memory = gpu_memory()
+    if not memory.is_chosen and (held := gpus_in_use(free=memory.fraction)):
+        raise UserError(
+            f"other processes use GPUs of this machine:\n  {'; '.join(held)}\nJAX allocates {memory.fraction:.0%} of a "
+            "GPU's memory at its start. Wait for them or end them, choose other GPUs with CUDA_VISIBLE_DEVICES, or "
+            f"divide the memory with {_FRACTION} (such as 0.4) in each of them"
+        )
+    os.environ.setdefault(_FRACTION, str(slices.GPU_MEMORY_FRACTION))
+
+
+def gpus_in_use(*, free: float) -> list[str]:
+    """Returns a line for each visible GPU that has less than a share of its memory free, with its processes.
+
+    It asks nvidia-smi, and returns nothing where there is none or it fails. JAX then reports what is wrong.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = _nvidia_smi("--query-gpu=index,uuid,memory.used,memory.total", chosen)
+    processes = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name", chosen)
+    lines = []
+    for index, uuid, used, total in (row for row in gpus if len(row) == 4 and row[2].isdigit() and row[3].isdigit()):
+        if int(used) > (1 - free) * int(total):
+            names = [f"process {row[1]} ({row[2]})" for row in processes if len(row) == 3 and row[0] == uuid]
+            by = f" by {', '.join(names)}" if names else ""
+            lines.append(f"GPU {index}: {used} of {total} MiB in use{by}")
+    return lines
+
+
+def _nvidia_smi(query: str, gpus: str | None) -> list[list[str]]:
+    command = ["nvidia-smi", *(["-i", gpus] if gpus else []), query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode:
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
 def of_this_process() -> slices.Slice:
@@ -27,7 +108,8 @@ def of_this_process() -> slices.Slice:
     is_chosen = jax.config.jax_platforms or jax_internals.backends_are_initialized()
     if not (is_chosen or place.on_tpu_host or importlib.metadata.entry_points(group="jax_plugins")):
         jax.config.update("jax_platforms", "cpu")  # neither TPU nor GPU: an installed libtpu would print errors
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(slices.GPU_MEMORY_FRACTION))
+    if not jax_internals.backends_are_initialized():
+        prepare_gpus()
     try:
         device = jax.devices()[0]
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from core.training import compilation
 from core.training.compilation import Totals
 from core.training.evaluation import curves_apart
 from core.training.goodput import Slowest
-from core.types import CountsFlops, DescribesEvaluation, Generates, can, lacking
+from core.types import CountsFlops, DescribesAttention, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts import cluster
@@ -109,6 +109,8 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         "state": f"{units.size(sizes.everything)} per chip (parameters {units.size(sizes.params)}, optimizer "
         f"{units.size(sizes.opt_state)}); {units.size(sizes.whole)} in all",
     }
+    if slice_.chip.platform == "cuda":
+        card |= _on_gpus(experiment, program)
     if experiment.frozen:
         trained = sum(math.prod(shape.shape) for shape in program.trained_params)
         card["trained"] = f"{trained:,} parameters; the others are frozen, in {experiment.frozen_dtype}"
@@ -124,6 +126,19 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         least = f"; {units.seconds(flops / slice_.peak_flops)} at the slice's bf16 peak" if slice_.peak_flops else ""
         card["compute"] = f"{units.flops(flops)} per step{least}"
     return card
+
+
+def _on_gpus(experiment: Experiment, program: Program) -> dict[str, str]:
+    """Returns rows that only GPUs have: the memory that JAX takes, and the implementation of attention."""
+    from launch.hosts import machine
+
+    memory = machine.gpu_memory()
+    when = "at the start" if memory.is_preallocated else "when it is needed"
+    found = {"memory": f"up to {memory.fraction:.0%} of each GPU, allocated {when}"}
+    if can(experiment.model, DescribesAttention):
+        with program.partitioner.tracing():
+            found["attention"] = experiment.model.attention_on_gpus(experiment.row_length)
+    return found
 
 
 def _batch(experiment: Experiment) -> str:

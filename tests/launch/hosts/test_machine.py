@@ -1,0 +1,87 @@
+"""The memory of GPUs: what JAX may allocate, and what others hold. A script stands for nvidia-smi; no GPU is here."""
+
+import os
+import stat
+
+import jax
+import pytest
+
+from core import slices
+from core.errors import UserError
+from launch.config import loader
+from launch.hosts import machine
+from launch.hosts.cluster import Host
+from launch.runs import progress, smoke
+
+SMI = """#!/bin/sh
+case "$*" in
+  *--query-gpu=*) echo "0, GPU-a, {used}, 81559"; echo "1, GPU-b, 4, 81559" ;;
+  *--query-compute-apps=*) echo "GPU-a, 4711, python" ;;
+esac
+echo "$*" >> {log}
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """`nvidia_smi(used)` puts a script before PATH; returns the file in which it notes its arguments."""
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # `prepare_gpus` sets one of them
+
+    def provide(used):
+        script = tmp_path / "nvidia-smi"
+        script.write_text(SMI.format(used=used, log=tmp_path / "log"))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return tmp_path / "log"
+
+    return provide
+
+
+@pytest.mark.covers("R12")
+def test_a_gpu_that_another_job_uses_is_refused(nvidia_smi, monkeypatch):
+    log = nvidia_smi(74000)
+    with pytest.raises(
+        UserError, match=r"GPU 0: 74000 of 81559 MiB in use by process 4711 \(python\)\n.*allocates 92%"
+    ):
+        machine.prepare_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(UserError):
+        machine.prepare_gpus()
+    assert log.read_text().splitlines()[-1].startswith("-i 1 --query-compute-apps")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # several are to share it
+    machine.prepare_gpus()
+
+
+def test_a_free_gpu_or_a_machine_without_nvidia_smi_gets_the_usual_share(nvidia_smi, monkeypatch):
+    nvidia_smi(600)
+    machine.prepare_gpus()
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    monkeypatch.setenv("PATH", "")
+    assert machine.gpus_in_use(free=0.92) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "most"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.5"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0"),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "no"),
+    ],
+)
+def test_malformed_settings_of_the_memory_are_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{name}='{value}': expected"):
+        machine.gpu_memory()
+
+
+def test_the_summary_of_a_run_on_gpus_has_memory_and_attention(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    run = smoke.shrink(loader.load("gin/quickstart.gin", slice_name="h100:4").build())
+    assert slices.get(run.slice).chip.platform == "cuda"
+    shown = progress.rows(run, run.bind(jax.devices()[:4]), host=Host(0, 1, simulated=True))
+    assert shown["memory"] == "up to 92% of each GPU, allocated when it is needed"
+    assert shown["attention"] == "plain products: JAX has found no cuDNN"
