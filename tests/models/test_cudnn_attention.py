@@ -3,6 +3,7 @@
 No test runs cuDNN: numbers are those of the same call of JAX with implementation="xla".
 """
 
+import dataclasses
 import functools
 import re
 
@@ -138,8 +139,11 @@ def test_cudnn_that_was_asked_for_and_is_not_there_is_refused(inputs):
         attention.attend(*inputs[:4], choice="cudnn")
 
 
-def test_a_decoder_says_how_it_attends_on_gpus(with_cudnn):
-    model = transformer.Transformer(vocab_size=64, embed_dim=64, num_heads=4, num_kv_heads=4, dtype="bfloat16")
+@pytest.mark.usefixtures("with_cudnn")
+def test_a_decoder_says_how_it_attends_on_gpus():
+    sizes = {"vocab_size": 64, "num_layers": 1, "embed_dim": 64, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 4}
+    model = transformer.Transformer(**sizes, dtype="bfloat16")
     assert model.attention_on_gpus(2048) == "flash attention of cuDNN"
-    float32 = transformer.Transformer(vocab_size=64, embed_dim=64, num_heads=4, num_kv_heads=4, dtype="float32")
-    assert float32.attention_on_gpus(2048).startswith("plain products: cuDNN computes in bfloat16")
+    in_float32 = dataclasses.replace(model, dtype="float32").attention_on_gpus(2048)
+    assert in_float32.startswith("plain products: cuDNN computes in bfloat16")
+    assert dataclasses.replace(model, attention="plain").attention_on_gpus(2048) == "plain products"
