@@ -14,10 +14,12 @@ import pytest
 
 from core import jax_internals, slices
 from core.errors import UserError
-from models import attention, cudnn_attention, transformer
+from models import agreement_subjects, attention, cudnn_attention, transformer
 from models.prefix import Prefix
 from parallel import strategies
 from parallel.partitioner import Partitioner
+from parallel.pipeline import schedules
+from tasks import streams
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 4, 48, 4, 2, 16
 CALLS = ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
@@ -147,3 +149,19 @@ def test_a_decoder_says_how_it_attends_on_gpus():
     in_float32 = dataclasses.replace(model, dtype="float32").attention_on_gpus(2048)
     assert in_float32.startswith("plain products: cuDNN computes in bfloat16")
     assert dataclasses.replace(model, attention="plain").attention_on_gpus(2048) == "plain products"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_cudnn")
+@pytest.mark.parametrize(
+    "table", [strategies.fsdp_tensor(tensor=2), strategies.pipeline(schedule=schedules.gpipe(num_microbatches=2))]
+)
+def test_a_training_step_for_cuda_has_cudnns_calls(table):
+    sizes = {"vocab_size": 64, "num_layers": 4, "embed_dim": 64, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 2}
+    model = transformer.Transformer(**sizes, dtype="bfloat16")
+    bound = Partitioner(table, slice=slices.get("h100:4"), devices=jax.devices()[:4])
+    program = bound.program(model, agreement_subjects.OPTIMIZER, streams.batch_spec(8, length=32), seed=0)
+    with bound.tracing():
+        traced = program.jitted_train_step.trace(program.abstract_state, program.abstract_batch)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert set(re.findall(r"custom_call @(__cudnn\$\w+)", text)) == set(CALLS)
