@@ -75,7 +75,7 @@ def gpus_in_use(*, free: float) -> list[str]:
 
     It asks nvidia-smi, and returns nothing where there is none or it fails. JAX then reports what is wrong.
     """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = environment.read("CUDA_VISIBLE_DEVICES")
     gpus = _nvidia_smi("--query-gpu=index,uuid,memory.used,memory.total", chosen)
     processes = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name", chosen)
     lines = []
