@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from core import logical
 from core.errors import UserError
@@ -80,10 +79,7 @@ def attend(
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
-    _check(choice, q.shape[1], prefix, softcap=softcap)
-    problem = cudnn_problem(q.shape[1], q.shape[-1], q.dtype, softcap=softcap, prefix=prefix)
-    if choice == "cudnn" and problem:
-        raise UserError(f"attention = 'cudnn': {problem}; attention = 'auto' uses plain products where cuDNN cannot")
+    _check(choice, q, prefix, softcap=softcap)
     order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
@@ -101,32 +97,22 @@ def attend(
         k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
         operands = (q, k, v, segment_ids, kv_segment_ids, None)
     options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
+    return _computed(choice, operands, **options)
+
+
+def _computed(choice: str, operands: tuple[Any, ...], **options: Any) -> jax.Array:
+    """Computes attention by the implementation that was chosen; by the one of the platform for "auto"."""
+    q, *_, prefix = operands
     by_kernel, by_products = (functools.partial(form, **options) for form in (splash_attention, plain))
-    by_cudnn = functools.partial(on_gpus, scale=scale, window=window)
+    by_cudnn = functools.partial(on_gpus, scale=options["scale"], window=options["window"])
     if choice in ("splash", "cudnn"):
         return (by_kernel if choice == "splash" else by_cudnn)(*operands)
     kernels = {"tpu": by_kernel} if tiles(q.shape[1]) else {}
-    if not problem:
+    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, softcap=options["softcap"], prefix=prefix):
         kernels["cuda"] = by_cudnn
     if choice == "plain" or not kernels:
         return by_products(*operands)
     return jax.lax.platform_dependent(*operands, **kernels, default=by_products)
-
-
-def cudnn_problem(
-    length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None = None
-) -> str:
-    """Returns why attention on GPUs cannot be cuDNN's under the current tables; "" if it can be."""
-    if not cudnn_attention.is_available():
-        return "JAX has found no cuDNN"
-    return cudnn_attention.problem(
-        dtype=dtype,
-        head_dim=head_dim,
-        length=length,
-        softcap=softcap,
-        has_key_bias=prefix is not None and prefix.key_bias is not None,
-        is_sharded=length_shards() > 1 or ring_attention.shards() > 1,
-    )
 
 
 def on_gpus(
@@ -529,9 +515,11 @@ def _attend_locally(
     return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
 
 
-def _check(choice: str, length: int, prefix: Prefix | None, *, softcap: float | None) -> None:
+def _check(choice: str, q: jax.Array, prefix: Prefix | None, *, softcap: float | None) -> None:
     if choice == "splash":
-        _check_tiles(length)
+        _check_tiles(q.shape[1])
+    if choice == "cudnn":
+        cudnn_attention.check(q.shape[1], q.shape[-1], q.dtype, softcap=softcap, prefix=prefix)
     if prefix is None:
         return
     if ring_attention.shards() > 1:
@@ -556,16 +544,10 @@ def tiles(length: int) -> bool:
     return length % _tile_unit() == 0
 
 
-def length_shards() -> int:
-    """Returns the number of chips over which the positions of queries are sharded."""
-    spec = logical.activation_spec("length")
-    return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
-
-
 def _tile_unit() -> int:
     """Returns the number of which the length of a row is a multiple if the kernel's tiles fit."""
     chunks = 2 if ring_attention.shards() > 1 else 1  # of each chip
-    return length_shards() * chunks * LANES
+    return ring_attention.length_shards() * chunks * LANES
 
 
 def _check_tiles(length: int) -> None:

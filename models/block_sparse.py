@@ -203,7 +203,7 @@ def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) ->
       UserError: they do not, and the kernel is chosen.
     """
     c = settings.block
-    local = length // attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
+    local = length // ring_attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
     fits = attention.tiles(length) and c % attention.LANES == 0 and local % c == 0
     needed = _mask_bytes(heads // _head_shards(), local // c, length // c) if fits else 0
     if choice == "splash" and needed > _SCALAR_BYTES:

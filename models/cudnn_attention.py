@@ -11,30 +11,26 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from core import jax_internals
+from core.errors import UserError
 from models import prefix as prefixes
+from models import ring_attention
+from models.prefix import Prefix
 
-MOST_HEAD_DIM = 128  # 256 from Hopper on, where no test compares it
+MOST_HEAD_DIM = 128  # cuDNN allows 256 from Hopper on
 
 
 def problem(
-    *,
-    dtype: DTypeLike,
-    head_dim: int,
-    length: int,
-    softcap: float | None,
-    has_key_bias: bool = False,
-    is_sharded: bool = False,
+    length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None = None
 ) -> str:
-    """Returns why cuDNN cannot compute an attention; "" if it can.
+    """Returns why cuDNN cannot compute an attention under the current tables; "" if it can.
 
     Args:
-      dtype: of queries, keys and values.
-      head_dim: their last dimension.
       length: positions of a row.
-      softcap: bound of the scores; None: not bounded.
-      has_key_bias: whether there are biases of keys, which may need a gradient.
-      is_sharded: whether the positions of a row are on several devices.
+      head_dim, dtype: of queries, keys and values.
+      softcap, prefix: as in `models.attention.attend`.
     """
+    if jax_internals.cudnn_version() is None:
+        return "JAX has found no cuDNN"
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"cuDNN computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > MOST_HEAD_DIM:
@@ -43,16 +39,17 @@ def problem(
         return f"cuDNN needs an even number of positions, not {length}"
     if softcap is not None:
         return f"cuDNN does not bound scores (attention_softcap = {softcap})"
-    if has_key_bias:
+    if prefix is not None and prefix.key_bias is not None:
         return "cuDNN has no gradient for the biases of keys"
-    if is_sharded:
+    if ring_attention.length_shards() > 1 or ring_attention.shards() > 1:
         return "the positions of a row are on several devices"
     return ""
 
 
-def is_available() -> bool:
-    """Returns whether JAX has found cuDNN on this machine; without it, its attention cannot be traced."""
-    return jax_internals.cudnn_version() is not None
+def check(length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None) -> None:
+    """Raises UserError, with the reason, if cuDNN cannot compute an attention; arguments as for `problem`."""
+    if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix):
+        raise UserError(f"attention = 'cudnn': {reason}; attention = 'auto' uses plain products where cuDNN cannot")
 
 
 def attend(

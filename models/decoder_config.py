@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.errors import UserError
-from models import attention, chunked_loss, derivatives, rotary
+from models import attention, chunked_loss, cudnn_attention, derivatives, rotary
 from models.block_sparse import BlockSparse
 from models.experts import Experts
 from models.lora import Lora
@@ -367,7 +367,7 @@ class DecoderConfig:
         """Returns how attention is computed on GPUs; see `core.types.DescribesAttention`."""
         if self.attention in ("plain", "none") or not any("attention" in kind.mixers for kind in self.layer_kinds):
             return "plain products" if self.attention == "plain" else "none"
-        problem = attention.cudnn_problem(length, self.head_width, self.dtype, softcap=self.attention_softcap)
+        problem = cudnn_attention.problem(length, self.head_width, self.dtype, softcap=self.attention_softcap)
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
     def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:

@@ -47,6 +47,12 @@ def shards() -> int:
     return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
 
 
+def length_shards() -> int:
+    """Returns the number of chips over which the positions of queries are sharded."""
+    spec = logical.activation_spec("length")
+    return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
+
+
 def order(length: int) -> np.ndarray:
     """Returns the positions of a row in the order in which chips have them, [T].
 

@@ -157,7 +157,7 @@ def test_flops_grow_with_length_alone():
 
 
 def test_a_block_of_the_kernel_divides_the_positions_of_a_chip(monkeypatch):
-    monkeypatch.setattr(attention, "length_shards", lambda: 4)
+    monkeypatch.setattr(attention.ring_attention, "length_shards", lambda: 4)
     inputs, segments, _ = operands(512)
     how = {"settings": BlockSparse(block=256), "scale": 0.3}
     with pytest.raises(ValueError, match="block = 256 and rows of 512 positions, 128 on each chip"):

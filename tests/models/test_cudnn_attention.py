@@ -115,9 +115,10 @@ def test_attention_that_cudnn_cannot_compute_is_plain_for_cuda(inputs):
     assert not lowered(inputs, table=strategies.context(sequence=2))
     bias = Prefix(until(inputs), jnp.zeros((BATCH, LENGTH)))
     assert not lowered(inputs, prefix=bias)
-    assert not attention.cudnn_problem(LENGTH, HEAD_DIM, "bfloat16", softcap=None)
+    assert not cudnn_attention.problem(LENGTH, HEAD_DIM, "bfloat16", softcap=None)
 
 
+@pytest.mark.usefixtures("with_cudnn")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -126,14 +127,20 @@ def test_attention_that_cudnn_cannot_compute_is_plain_for_cuda(inputs):
         ({"head_dim": 36}, "a multiple of 8, at most 128, not 36"),
         ({"length": 47}, "an even number of positions, not 47"),
         ({"softcap": 50.0}, "does not bound scores (attention_softcap = 50.0)"),
-        ({"has_key_bias": True}, "no gradient for the biases of keys"),
-        ({"is_sharded": True}, "the positions of a row are on several devices"),
+        ({"prefix": Prefix(np.zeros((1, 8)), np.zeros((1, 8)))}, "no gradient for the biases of keys"),
     ],
 )
 def test_what_cudnn_cannot_compute_has_a_reason(changes, reason):
     usual = {"dtype": "bfloat16", "head_dim": 128, "length": 2048, "softcap": None}
     assert cudnn_attention.problem(**usual) == ""
     assert reason in cudnn_attention.problem(**{**usual, **changes})
+
+
+@pytest.mark.usefixtures("with_cudnn")
+def test_rows_over_several_devices_are_not_for_cudnn():
+    bound = Partitioner(strategies.context(sequence=2), slice=slices.get("v4-8"), devices=jax.devices())
+    with bound.tracing():
+        assert cudnn_attention.problem(LENGTH, HEAD_DIM, "bfloat16", softcap=None).startswith("the positions of a row")
 
 
 def test_cudnn_that_was_asked_for_and_is_not_there_is_refused(inputs):
