@@ -131,8 +131,9 @@ while frame:
 for value in found:
     for held in list(value.values()):
         for text in (held, *(held.values() if isinstance(held, dict) else ())):
-            if isinstance(text, (str, bytes)) and len(text) == 32:
-                os.write(3, text.encode() if isinstance(text, str) else text)
+            text = text.decode("latin-1") if isinstance(text, bytes) else text
+            if isinstance(text, str) and len(text) == 32 and set(text) <= set("0123456789abcdef"):
+                os.write(3, text.encode())
                 os._exit(0)
 raise LookupError
 """
