@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ class Trainer:
             stack.callback(lock.release)
             stack.enter_context(lock.explaining())
             stack.enter_context(Waiting())
-            prepare = functools.partial(self._prepared, experiment, last_step=steps)
+            prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.time())
             return train.train_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
 
     def evaluate(self, *, rows: int | None = None, step: int | None = None) -> dict[str, float]:
@@ -167,7 +168,9 @@ class Trainer:
     def _on_devices(self, **changes: Any) -> Experiment:
         return dataclasses.replace(self._experiment, slice=machine.of_this_process().name, **changes)
 
-    def _prepared(self, experiment: Experiment, span: Any, *, last_step: int) -> prepared_run.Run:
+    def _prepared(
+        self, experiment: Experiment, span: Any, *, last_step: int, started: float | None = None
+    ) -> prepared_run.Run:
         return prepared_run.prepare_run(
             span,
             config_text=saved_run.described(experiment),
@@ -175,4 +178,5 @@ class Trainer:
             run_dir=self.run_dir,
             last_step=last_step,
             host=_ALONE,
+            started=started,
         )

@@ -107,6 +107,7 @@ class Goodput(Hook):
         every: int,
         write: Callable[[int, dict[str, float]], None],
         say: Callable[[str], None],
+        started: float | None = None,
     ):
         """Reads the sessions of earlier starts and reports their goodput.
 
@@ -117,6 +118,7 @@ class Goodput(Hook):
           every: steps between two reports.
           write: receives the step and `goodput`.
           say: receives a sentence, at the end and at every start after the first.
+          started: when this start began, in seconds since 1970; None: when the process did.
         """
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
@@ -126,7 +128,7 @@ class Goodput(Hook):
         self._sessions = read(run_dir)
         for earlier in self._sessions:  # steps after the checkpoint are repeated
             earlier.lose(after=first_step)
-        self._own = Session(process_started(), time.time(), first_step, first_step)
+        self._own = Session(process_started() if started is None else started, time.time(), first_step, first_step)
         self._sessions.append(self._own)
         self._is_first, self._wrote_at = True, 0.0
         if len(self._sessions) > 1:

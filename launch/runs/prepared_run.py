@@ -41,6 +41,7 @@ class Run:
     last_step: int  # the step at which to stop
     span: Span  # the phase of the experiment that it trains
     is_last: bool  # whether no other phase follows
+    started: float | None = None  # when this start began, in seconds since 1970; None: when the process did
     initial: "Initial | None" = None  # the parameters of INIT_FROM; None: the run starts from its seed, or is resumed
 
     @property
@@ -74,7 +75,14 @@ def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: i
 
 
 def prepare_run(
-    experiment: Experiment | Span, *, config_text: str, revision: str, run_dir: str, last_step: int, host: Host
+    experiment: Experiment | Span,
+    *,
+    config_text: str,
+    revision: str,
+    run_dir: str,
+    last_step: int,
+    host: Host,
+    started: float | None = None,
 ) -> Run:
     """Binds an experiment to the devices of the joined hosts, prepares its data, and checks that everything fits.
 
@@ -116,7 +124,7 @@ def prepare_run(
         **({INIT_FROM: initial.source.describe()} if initial is not None else {}),
     }
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
-    return Run(experiment, program, host, run_dir, meta, last_step, span, is_last, initial)
+    return Run(experiment, program, host, run_dir, meta, last_step, span, is_last, started, initial)
 
 
 def _prepare_data(span: Span, run_dir: str, host: Host) -> None:

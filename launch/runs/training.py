@@ -239,7 +239,9 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
     used = [hooks.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers), *_logging(now)]
     if run.host.is_zero:
         told = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
-        used.append(goodput.Goodput(run.run_dir, **told, write=now.writers.scalars, say=now.lines.note))
+        used.append(
+            goodput.Goodput(run.run_dir, **told, started=run.started, write=now.writers.scalars, say=now.lines.note)
+        )
     if (every := run.experiment.compare_interval) and run.program.partitioner.mesh.size > 1:
         from core.training import replicas
 

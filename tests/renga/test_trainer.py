@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import time
 import types
 
 import haiku as hk
@@ -14,6 +15,7 @@ import pytest
 import renga
 from core.checkpoints import steps
 from core.errors import UserError
+from core.training import goodput
 from core.training.run_lock import RunLock
 
 
@@ -75,7 +77,7 @@ def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):
         trainer(run_dir).evaluate()
     with pytest.raises(UserError, match="batch_size"):  # 16 devices
         trainer(run_dir, batch_size=4).fit(1)
-    (loss,) = trainer(run_dir).fit(2).values()
+    (loss,), before = trainer(run_dir).fit(2).values(), time.time()
     again = trainer(run_dir)
     assert again.fit(3)["validation/loss"] < loss
     assert steps.complete(steps.folder_of(str(run_dir))) == [2, 3]
@@ -90,6 +92,7 @@ def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):
         again.fit(4)
     held.release()
     assert sys.excepthook is hook
+    assert goodput.read(str(run_dir))[1].started > before  # not when the process started
     assert steps.complete(steps.folder_of(str(run_dir))) == [2, 3]
 
 
