@@ -1,6 +1,7 @@
 """A run from Python trains, resumes, evaluates, and refuses what the launcher refuses; its process goes on."""
 
 import dataclasses
+import itertools
 import re
 import sys
 import time
@@ -94,6 +95,28 @@ def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):
     assert sys.excepthook is hook
     assert goodput.read(str(run_dir))[1].started > before  # not when the process started
     assert steps.complete(steps.folder_of(str(run_dir))) == [2, 3]
+
+
+class Failing(Points):
+    """Its training data fails once, at the fifth batch of a process."""
+
+    left = itertools.count(-4 * 16)
+
+    def row(self, rng, *, is_training):
+        if is_training and next(self.left) == 0:
+            raise KeyboardInterrupt
+        return super().row(rng, is_training=is_training)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_goes_on_in_the_same_process(tmp_path):
+    interrupted = trainer(tmp_path, task=Failing(), checkpoint_interval=2)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.fit(8)
+    assert 2 in steps.complete(steps.folder_of(str(tmp_path)))
+    again = interrupted.fit(8)["validation/loss"]
+    assert steps.complete(steps.folder_of(str(tmp_path)))[-1] == 8
+    assert again == pytest.approx(trainer(tmp_path / "undisturbed", task=Failing()).fit(8)["validation/loss"], rel=1e-6)
 
 
 @pytest.mark.slow

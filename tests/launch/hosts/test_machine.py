@@ -85,3 +85,10 @@ def test_the_summary_of_a_run_on_gpus_has_memory_and_attention(monkeypatch):
     shown = progress.rows(run, run.bind(jax.devices()[:4]), host=Host(0, 1, simulated=True))
     assert shown["memory"] == "up to 92% of each GPU, allocated when it is needed"
     assert shown["attention"] == "plain products: JAX has found no cuDNN"
+
+
+def test_devices_of_several_hosts_are_not_those_of_one_machine(monkeypatch):
+    assert machine.of_this_process().name == f"cpu:{jax.device_count()}"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"one of the 2 hosts of cpu:\d+x2, .* start it with launch/pod\.sh"):
+        machine.of_this_process()

@@ -51,6 +51,7 @@ def taskless(): return Reader(), "walks"
 def agreement(monkeypatch, capsys, tmp_path):
     """Runs the command in a folder with the module `mine_wrong`; gives its exit code and what it said."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(OUTSIDE)])
+    monkeypatch.setenv("PYTHONPATH", f"{environment.WORKSPACE}:{OUTSIDE}")  # of --processes; launch/run sets it
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_wrong.py").write_text(MINE)
     (tmp_path / "mine_failing.py").write_text("import reader\nraise KeyError('x')\n")
