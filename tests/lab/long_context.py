@@ -136,6 +136,8 @@ def _draw(results: Mapping[str, Mapping[str, Any]]) -> None:
         axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=1.2)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.set_yticks(ticks := [50 * 2**n for n in range(5)], list(map(str, ticks)))
     axes.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
     axes.set_xlabel("tokens per row", fontsize=8)
     axes.set_ylabel("predicted µs per token of a chip", fontsize=8)
