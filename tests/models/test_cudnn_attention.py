@@ -59,7 +59,13 @@ def until(inputs):
 
 @pytest.mark.parametrize(
     ("window", "with_prefix", "scale"),
-    [(None, False, None), (7, False, 0.5), (LENGTH, False, None), (None, True, None), (9, True, 0.3)],
+    [
+        (7, False, 0.5),
+        (9, True, 0.3),
+        pytest.param(None, False, None, marks=pytest.mark.slow),
+        pytest.param(LENGTH, False, None, marks=pytest.mark.slow),
+        pytest.param(None, True, None, marks=pytest.mark.slow),
+    ],
 )
 def test_the_form_equals_plain_attention_with_its_gradients(inputs, window, with_prefix, scale):
     prefix = Prefix(until(inputs)) if with_prefix else None
