@@ -417,10 +417,19 @@ class Judges(Protocol):
         """Returns the judge, or None if the data has none. The task must be prepared."""
 
 
+class KeepsStates(Protocol):
+    """A model that can continue from the states of the training step before.
+
+    Enables: chunks of long rows (`SplitsRows`), without which `keeps_states` is refused.
+    """
+
+    keeps_states: bool
+
+
 class SplitsRows(Protocol):
     """A task whose steps have chunks of longer rows, in order.
 
-    Enables: models that keep states from step to step (`Transformer.keeps_states`).
+    Enables: truncated backpropagation, by models that carry state from step to step.
     """
 
     whole: Task

@@ -28,6 +28,7 @@ from core.types import (
     Generates,
     HasPuzzles,
     HasVocabulary,
+    KeepsStates,
     LimitsPositions,
     Model,
     PadsVocabulary,
@@ -177,17 +178,23 @@ class Experiment:
             elif lacks := ", ".join(missing(part, protocol)):
                 yield f"{name} is {_told(part)}, which lacks {lacks}: see {protocol.__name__} in core/types.py"
 
-        keeps = getattr(wrappers.field_owner(self.model, "keeps_states"), "keeps_states", False)
-        if keeps and not can(self.task, SplitsRows):
+        yield from self._lost_states()
+
+    def _lost_states(self) -> Iterator[str]:
+        """Yields the problem of states that no row continues, or of rows that no state continues."""
+        owner, is_split = wrappers.field_owner(self.model, "keeps_states"), can(self.task, SplitsRows)
+        if can(owner, KeepsStates) and owner.keeps_states and not is_split:
             yield (
                 f"model.keeps_states = True, and task is {_told(self.task)}, whose rows are complete, so that no state "
                 "would be kept: expected tasks.chunked.rows around this task, or keeps_states = False"
             )
-        if can(self.task, SplitsRows) and not keeps:
-            yield (
-                "task is tasks.chunked.rows, and the model starts every chunk of a row from nothing: expected a model "
-                "with keeps_states = True"
-            )
+        elif is_split and can(self.model, Model):
+            carry = jax.eval_shape(self.model.init_carry, batch_shapes(self.task.spec(self.batch_size)))
+            if not jax.tree.leaves(carry):
+                yield (
+                    "task is tasks.chunked.rows, and the model carries nothing from one chunk of a row to the next: "
+                    "expected a model with keeps_states = True, or one with a carry"
+                )
 
     def _out_of_range(self) -> Iterator[str]:
         intervals = ("log_interval", "eval_interval", "checkpoint_interval")

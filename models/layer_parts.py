@@ -108,11 +108,13 @@ class Part:
 
     Attributes:
       needs_positions: whether it reads `Side.positions`.
+      is_recurrent: whether it has a state of one size for rows of any length.
       keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
       matrices: names of the matrices that low-rank adapters can change.
     """
 
     needs_positions = False
+    is_recurrent = False
     keeps_state = False
     matrices: tuple[str, ...] = ()
 

@@ -338,6 +338,7 @@ def _power(decay: Complex, exponent: int) -> Complex:
 class StateSpace(Part):
     """An S5 layer of a decoder, in a Haiku module of its own; the state of the row is its cache."""
 
+    is_recurrent = True
     keeps_state = True
 
     def __init__(self, settings: S5, *, embed_dim: int, dtype: str, module: str):

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 Cache = tuple[decoder_block.State, ...]  # of every layer
 Carried = Any  # states of parts by name, leaves [B, L, ...]; () without
-_FORGETFUL = ("ttt_linear", "ttt_mlp")  # parts whose states are not kept between steps
 _FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # of a batch, [B, T] each
 
 
@@ -90,7 +89,7 @@ class Transformer(DecoderConfig):
                 f"Transformer.keeps_states = True has no effect: mixer = {self.mixer!r} and feed_forward = "
                 f"{self.feed_forward!r} have no layer with a state ('s5'); set it to False, or use one"
             )
-        if lost := sorted(name for name, part in self._parts.items() if not part.keeps_state and name in _FORGETFUL):
+        if lost := sorted(name for name, part in self._parts.items() if part.is_recurrent and not part.keeps_state):
             raise UserError(
                 f"Transformer.keeps_states = True: {' and '.join(lost)} would start anew in every step; use 's5'"
             )

@@ -111,7 +111,7 @@ def prepared(name: str, data_dir: str | None) -> Any:
 
     try:
         builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.registered.DatasetNotFoundError as error:
+    except (tfds.core.registered.DatasetNotFoundError, ValueError) as error:  # ValueError: not a name
         raise UserError(f"tfds: there is no dataset {name!r}: {str(error).splitlines()[0]}") from error
     if not builder.is_prepared():
         raise UserError(f"tfds: {name} is not prepared in {builder.data_dir}: run `tfds build {name}`")

@@ -59,6 +59,11 @@ class ChunkedTask:
         """See `core.types.Task`."""
         return ChunkedBatches(self.whole.evaluation(layout), self.spec(layout.batch_size), self.length)
 
+    def evaluated_on(self, most: int | None) -> str:
+        """See `core.types.DescribesEvaluation`."""
+        count = "all" if most is None else f"{most:,}"
+        return f"{count} chunks of {self.length:,} positions, batch after batch the next of the same validation rows"
+
     def describe(self) -> str:
         """See `core.types.Task`."""
         return f"{self.whole.describe()}, in chunks of {self.length}"

@@ -66,6 +66,13 @@ class QuestionSet:
         Raises:
           UserError: the directory is in use; there is no such dataset, split or field; or an example cannot be used.
         """
+        if not self.split or self.split == self.validation:
+            raise UserError(
+                f"--split {self.split!r} and --validation {self.validation!r}: expected two different splits, or "
+                "--split alone"
+            )
+        if self.data_dir is not None and not self.data.startswith("tfds:"):
+            raise UserError(f"--data-dir is for tfds: datasets, and --data is {self.data}: leave it out")
         found = {}
         with whole_folder.appearing(directory, last=FILES[0]) as folder:
             writer = _Writer(self, folder, report)
@@ -86,7 +93,7 @@ class QuestionSet:
     def _of_hub(self, name: str, split: str) -> Any:
         source = HuggingFace(name, split, split, field="", streaming=True)
         if problems := source.problems():
-            raise UserError(problems[0])
+            raise UserError(f"--data {self.data}: {problems[0].removeprefix('text.huggingface ')}")
         found = source.dataset(split)
         import datasets
 
@@ -122,7 +129,7 @@ class _Writer:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
                 questions += 1
         if not questions:
-            told = f"{units.counted(skipped, 'example')} skipped, and none left"
+            told = f"{units.counted(skipped, 'example')} skipped, and none left" if skipped else "no examples"
             raise UserError(f"{self._source.data}, {split}: {told}")
         return Counts(questions, len(self._images) - before, skipped)
 
@@ -153,15 +160,19 @@ class _Writer:
 
 
 def _text(value: Any, where: str) -> str:
-    """Returns a text, or the most frequent of several (of equally frequent ones the first)."""
-    if isinstance(value, list | tuple | np.ndarray) and len(value):
-        several = [each.get("answer") if isinstance(each, Mapping) else each for each in value]
-        return collections.Counter(_text(each, where) for each in several).most_common(1)[0][0]
-    text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
-    if not isinstance(text, str) or not text.strip():
-        raise _Bad(f"{where} is {str(value)[:40]!r}, expected text, or a list of texts")
+    """Returns a text, or the most frequent of several (of equally frequent ones the first); blank ones do not count."""
+    several = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+    texts = [each.get("answer") if isinstance(each, Mapping) else each for each in several]
     try:
-        documents.encoded(text, where=where)
+        texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
+        if not all(isinstance(text, str) for text in texts) or not (said := [t.strip() for t in texts if t.strip()]):
+            raise _Bad(f"{where} is {str(value)[:40]!r}, expected text, or a list of texts")
+        for text in said:
+            documents.encoded(text, where=where)
+    except UnicodeDecodeError as error:
+        raise _Bad(f"{where} is {str(value)[:40]!r}, which is not UTF-8") from error
+    except _Bad:
+        raise
     except UserError as error:
         raise _Bad(str(error)) from error
-    return text.strip()
+    return collections.Counter(said).most_common(1)[0][0]

@@ -401,10 +401,20 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
 def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Question]:
     """Yields the questions of files."""
     for file in files:
-        with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
-            for number, line in enumerate(stream, 1):
+        with text_formats.opened(file.path) as stream:
+            for number, line in enumerate(_lines(stream, file.path), 1):
                 if found := read_question(file.path, number, line, kinds=kinds):
                     yield found
+
+
+def _lines(stream: Iterator[bytes], path: str) -> Iterator[bytes]:
+    """Yields the lines of an open file. Raises UnreadableFile, which names it, if reading fails."""
+    while True:
+        with text_formats.reading(path):
+            line = next(stream, None)
+        if line is None:
+            return
+        yield line
 
 
 def _try_decode(path: str, *, size: int) -> np.ndarray | str:

@@ -87,7 +87,9 @@ def _questions(given: Mapping[str, Any], out: str) -> int:
     source = question_sets.QuestionSet(**given)
     with Progress(TextColumn("{task.description}"), console=terminal.console(80)) as progress:
         bar = progress.add_task("")
-        found = source.write(out, report=lambda done: progress.update(bar, description=f"{done:,} examples read"))
+        found = source.write(
+            out, report=lambda done: progress.update(bar, description=f"{units.counted(done, 'example')} read")
+        )
     for split, counts in found.items():
         skipped = f"; {units.counted(counts.skipped, 'example')} skipped" if counts.skipped else ""
         print(

@@ -39,6 +39,8 @@ class _Weights(hk.Module):
 class TTTMixer(Part):
     """A part of `models.decoder_parts`."""
 
+    is_recurrent = True
+
     def __init__(self, decoder: DecoderConfig, name: str):
         """Takes the decoder, whose `ttt` has the settings, and the name of the mixer."""
         if not isinstance(decoder.ttt, TTTConfig):

@@ -113,7 +113,7 @@ def test_the_curriculum_of_lengths_and_its_steps():
 @pytest.mark.parametrize(
     ("binding", "says"),
     [
-        ("transformer.preset.keeps_states = False", "the model starts every chunk of a row from nothing"),
+        ("transformer.preset.keeps_states = False", "the model carries nothing from one chunk of a row to the next"),
         ("TASK = @text.files()", "task is of type TextTask, whose rows are complete, so that no state would be kept"),
     ],
 )

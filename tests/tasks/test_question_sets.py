@@ -47,7 +47,7 @@ def encoded(colour, kind="PNG"):
 
 RED, BLUE = encoded("red"), encoded("blue", "JPEG")
 EXAMPLES = [
-    {"picture": RED, "question": "what colour?", "answers": ["red", "pink", "red"], "type": "colour"},
+    {"picture": RED, "question": "what colour?", "answers": ["", "pink", "red", " ", "red"], "type": "colour"},
     {"picture": RED, "question": " what shape?\n", "answers": [{"answer": "a square"}], "type": "shape"},
     {"picture": BLUE, "question": "what colour?", "answers": "blue", "type": "colour"},
 ]
@@ -114,6 +114,10 @@ def test_questions_of_the_hub_are_written_and_read(examples, tmp_path, capsys):
         ({"picture": None}, (), "example 2 of train: picture cannot be read as an image"),
         ({"answers": []}, (), r"example 2 of train: answers is '\[\]', expected text"),
         ({"question": 7}, (), "example 2 of train: question is '7', expected text"),
+        ({"answers": [b"\xff"]}, (), "example 2 of train: answers is .*, which is not UTF-8"),
+        ({}, ("--validation", "train"), "--split 'train' and --validation 'train': expected two different splits"),
+        ({}, ("--split", ""), "--split '' and --validation ''"),
+        ({}, ("--data-dir", "x"), "--data-dir is for tfds: datasets"),
         ({}, ("--question", "asked"), r"has no field 'asked', only \['answers', .*name it with --question"),
         ({}, ("--data", "owner/some"), "--data owner/some: expected hub:OWNER/NAME or tfds:NAME"),
     ],
@@ -124,7 +128,7 @@ def test_wrong_input_is_named_and_nothing_is_written(examples, tmp_path, capsys,
     capsys.readouterr()
     assert list(tmp_path.iterdir()) == []
     source = {**dict(zip(NAMES[::2], NAMES[1::2], strict=True)), **dict(zip(given[::2], given[1::2], strict=True))}
-    options = {name.removeprefix("--"): value for name, value in source.items()}
+    options = {name.removeprefix("--").replace("-", "_"): value for name, value in source.items()}
     with pytest.raises(UserError, match=message):
         question_sets.QuestionSet(**options).write(str(tmp_path / "out"), report=lambda done: None)
 
@@ -168,6 +172,7 @@ def test_questions_of_a_prepared_dataset(tmp_path, capsys):
     for name, split, message in (
         ("pictures", "test", "tfds: pictures has no split 'test'"),
         ("no_such", "train", "tfds: there is no dataset 'no_such'"),
+        ("../x", "train", "tfds: there is no dataset '../x'"),
         ("mnist", "train", "tfds: mnist is not prepared in"),
     ):
         given = ("--data", f"tfds:{name}", "--data-dir", tmp_path / "tfds", "--split", split)
