@@ -70,6 +70,7 @@ class Trainer:
         Raises:
           UserError: an argument has the wrong type, is out of range or is unknown.
         """
+        self._held: tuple[str, LoadedModel] | None = None  # the last one that was loaded, by its folder
         known = [field.name for field in dataclasses.fields(Experiment) if field.name not in _OWN]
         for name in sorted(set(settings) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
@@ -91,7 +92,7 @@ class Trainer:
         """Trains until `steps` steps are done in all, from the newest checkpoint if there is one, and saves the last.
 
         Nothing is trained if they are done already. An interruption (an exception, or Ctrl-C) leaves the checkpoints
-        that were saved; the same call continues from the newest.
+        that were saved; the same call continues from the newest. With `phases`, `steps` may end in any of them.
 
         Returns:
           The last validation means, such as `validation/loss`; empty without `eval_batches`.
@@ -101,7 +102,8 @@ class Trainer:
             another experiment.
         """
         check_integer(steps, where="steps", least=1)
-        experiment = self._on_devices(total_steps=steps)
+        self._held = None  # its parameters would take memory of the devices
+        experiment = self._on_devices(total_steps=max(steps, self._experiment.total_steps))
         experiment.require_trainable()
         with contextlib.ExitStack() as stack:
             lock = RunLock.acquire(self.run_dir, say=lambda text: print(f"note: {text}", flush=True))
@@ -125,11 +127,11 @@ class Trainer:
           UserError: there is no such checkpoint, or it does not fit.
         """
         steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
-        built = self._on_devices()
+        built = self._on_devices().spans()[-1].experiment
         sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
         asked = scoring.select(built.task, **sizes, rows=rows)
         experiment = dataclasses.replace(built, task=asked.task)
-        run = self._prepared(experiment, experiment.spans()[-1], last_step=1)
+        run = self._prepared(experiment, experiment.spans()[0], last_step=1)
         results, _ = evaluate.score(run, asked, step=step)
         return dict(results.checkpoints[0]["means"])
 
@@ -151,19 +153,23 @@ class Trainer:
         return self.loaded(step=step).continued([prompt], **options)[0].text
 
     def loaded(self, *, step: int | None = None) -> LoadedModel:
-        """Returns the model with the parameters of a checkpoint, which are read once; of the newest without `step`."""
+        """Returns the model with the parameters of a checkpoint; of the newest without `step`.
+
+        The trainer keeps the last one, until it loads another or trains.
+        """
         place = self.run_dir if step is None else f"{self.run_dir}@{step}"
-        return self._loaded(str(steps.find(place)))
+        folder = str(steps.find(place))
+        if self._held is None or self._held[0] != folder:
+            self._held = None  # frees the memory of one before another is read
+            experiment = self._on_devices()
+            read = loaded_model.load_step(experiment, paths.resolve(folder), slice_name=experiment.slice)
+            self._held = (folder, read)
+        return self._held[1]
 
     @property
     def params(self) -> Params:
         """The parameters of the newest checkpoint; averaged ones if the optimizer averages."""
         return self.loaded().params
-
-    @functools.lru_cache(maxsize=1)  # noqa: B019  (a trainer lives as long as the notebook)
-    def _loaded(self, folder: str) -> LoadedModel:
-        experiment = self._on_devices()
-        return loaded_model.load_step(experiment, paths.resolve(folder), slice_name=experiment.slice)
 
     def _on_devices(self, **changes: Any) -> Experiment:
         return dataclasses.replace(self._experiment, slice=machine.of_this_process().name, **changes)

@@ -18,6 +18,7 @@ from launch.hosts import tpu_host
 _LOOK = "import jax, json; print(json.dumps([jax.devices()[0].device_kind, jax.local_device_count()]))"
 _SECONDS, _SMI_SECONDS = 120, 10
 _FRACTION, _PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
+_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
 class GpuMemory(NamedTuple):
@@ -54,13 +55,18 @@ def gpu_memory() -> GpuMemory:
 
 
 def prepare_gpus() -> None:
-    """Sets the share of GPUs' memory that JAX allocates, unless it is set; before JAX initializes them.
+    """Sets the share of GPUs' memory that JAX allocates, and their order, unless set; before JAX initializes them.
+
+    CUDA numbers GPUs from the fastest, nvidia-smi by their places on the PCI bus. So that CUDA_VISIBLE_DEVICES names
+    the same GPUs for both, CUDA uses the places too. A user who sets another CUDA_DEVICE_ORDER on a machine with
+    several kinds of GPUs can get an error about a GPU that this process would not use.
 
     Raises:
       UserError: a variable is malformed; or other processes hold memory that would be allocated. That is no error if
         the user has chosen a share, or no allocation at the start, so that several can use a GPU.
     """
     memory = gpu_memory()
+    os.environ.setdefault(*_ORDER)
     if not memory.is_chosen and (held := gpus_in_use(free=memory.fraction)):
         raise UserError(
             f"other processes use GPUs of this machine:\n  {'; '.join(held)}\nJAX allocates {memory.fraction:.0%} of a "
@@ -105,11 +111,8 @@ def of_this_process() -> slices.Slice:
       UserError: JAX can use no devices here, Renga does not know them, or they belong to a slice of several hosts.
     """
     place = tpu_host.look()
-    is_chosen = jax.config.jax_platforms or jax_internals.backends_are_initialized()
-    if not (is_chosen or place.on_tpu_host or importlib.metadata.entry_points(group="jax_plugins")):
-        jax.config.update("jax_platforms", "cpu")  # neither TPU nor GPU: an installed libtpu would print errors
     if not jax_internals.backends_are_initialized():
-        prepare_gpus()
+        _prepare_platform(on_tpu_host=place.on_tpu_host)
     try:
         device = jax.devices()[0]
     except RuntimeError as error:
@@ -126,6 +129,16 @@ def of_this_process() -> slices.Slice:
     return found
 
 
+def _prepare_platform(*, on_tpu_host: bool) -> None:
+    """Prepares the GPUs if JAX may use them; chooses the CPU if nothing else is there or was asked for."""
+    plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+    asked = jax.config.jax_platforms
+    if not (asked or on_tpu_host or plugins):
+        jax.config.update("jax_platforms", "cpu")  # neither TPU nor GPU: an installed libtpu would print errors
+    if any("cuda" in name for name in plugins) and (not asked or {"cuda", "gpu"} & set(asked.split(","))):
+        prepare_gpus()
+
+
 def local() -> slices.Slice:
     """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU.
 
@@ -135,7 +148,7 @@ def local() -> slices.Slice:
     place = tpu_host.look()
     if place.accelerator_type:
         return slices.get(place.accelerator_type)
-    environ = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}
+    environ = dict([_ORDER]) | os.environ | {"TPU_SKIP_MDS_QUERY": "1"}
     look = [sys.executable, "-c", _LOOK]
     try:
         done = subprocess.run(look, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import types
+import weakref
 
 import haiku as hk
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from core.checkpoints import steps
 from core.errors import UserError
 from core.training import goodput
 from core.training.run_lock import RunLock
+from launch.phases import Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,38 @@ def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):
     assert sys.excepthook is hook
     assert goodput.read(str(run_dir))[1].started > before  # not when the process started
     assert steps.complete(steps.folder_of(str(run_dir))) == [2, 3]
+
+
+def test_the_parameters_that_a_trainer_has_loaded_are_its_own_and_dropped_by_fit(tmp_path, monkeypatch):
+    class Loaded:
+        def __init__(self, experiment, folder, *, slice_name):
+            self.folder = str(folder)
+
+    def interrupt(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(renga.trainer.loaded_model, "load_step", Loaded)
+    monkeypatch.setattr(renga.trainer.steps, "find", lambda place: place.replace("@", "/"))
+    one, other = trainer(tmp_path / "a"), trainer(tmp_path / "b")
+    first = weakref.ref(one.loaded(step=1))
+    assert other.loaded(step=1).folder == f"{tmp_path}/b/1"
+    assert one.loaded(step=1) is first()  # that of the other trainer has not replaced it
+    assert one.loaded(step=2) is not first()
+    held = weakref.ref(one.loaded(step=2))
+    monkeypatch.setattr(renga.trainer.RunLock, "acquire", interrupt)
+    with pytest.raises(InterruptedError):
+        one.fit(1)
+    assert first() is held() is None  # their arrays would take memory from the training
+
+
+def test_with_phases_a_run_may_stop_in_the_first_and_is_scored_on_the_last(tmp_path):
+    phased = trainer(tmp_path, batch_size=16, phases=(Phase(after=2, batch_size=32),))
+    assert phased.fit(1)
+    assert phased.fit(2)
+    loss = phased.fit(3)["validation/loss"]
+    assert steps.complete(steps.folder_of(str(tmp_path))) == [1, 2, 3]
+    assert phased.evaluate()["loss"] == pytest.approx(loss)
+    assert phased.fit(1) == {}  # done already
 
 
 class Failing(Points):

@@ -1,12 +1,14 @@
 """The memory of GPUs: what JAX may allocate, and what others hold. A script stands for nvidia-smi; no GPU is here."""
 
+import importlib.metadata
 import os
 import stat
+import types
 
 import jax
 import pytest
 
-from core import slices
+from core import jax_internals, slices
 from core.errors import UserError
 from launch.config import loader
 from launch.hosts import machine
@@ -25,9 +27,10 @@ echo "$*" >> {log}
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
     """`nvidia_smi(used)` puts a script before PATH; returns the file in which it notes its arguments."""
-    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "CUDA_VISIBLE_DEVICES"):
+    gpus = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", *gpus):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # `prepare_gpus` sets one of them
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # `prepare_gpus` sets two of them
 
     def provide(used):
         script = tmp_path / "nvidia-smi"
@@ -58,6 +61,7 @@ def test_a_free_gpu_or_a_machine_without_nvidia_smi_gets_the_usual_share(nvidia_
     nvidia_smi(600)
     machine.prepare_gpus()
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # CUDA numbers GPUs as nvidia-smi does
     monkeypatch.setenv("PATH", "")
     assert machine.gpus_in_use(free=0.92) == []
 
@@ -92,3 +96,40 @@ def test_devices_of_several_hosts_are_not_those_of_one_machine(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"one of the 2 hosts of cpu:\d+x2, .* start it with launch/pod\.sh"):
         machine.of_this_process()
+
+
+class Prepared(Exception):
+    """Raised in place of preparing the GPUs, before JAX would initialize them."""
+
+
+@pytest.mark.parametrize(
+    ("platforms", "plugins", "is_prepared"),
+    [
+        ("cpu", ["xla_cuda13"], False),
+        ("tpu,cpu", ["xla_cuda13"], False),
+        ("cuda", ["xla_cuda13"], True),
+        ("gpu", ["xla_cuda13"], True),
+        (None, ["xla_cuda13"], True),
+        (None, ["another"], False),
+        (None, [], False),
+    ],
+)
+def test_gpus_are_prepared_only_where_jax_may_use_them(monkeypatch, platforms, plugins, is_prepared):
+    def prepare():
+        raise Prepared
+
+    found = [importlib.metadata.EntryPoint(name, f"jax_plugins.{name}", "jax_plugins") for name in plugins]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
+    monkeypatch.setattr(jax_internals, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(machine, "prepare_gpus", prepare)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        if is_prepared:
+            with pytest.raises(Prepared):
+                machine.of_this_process()
+        else:
+            monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(platform="cpu", device_kind="cpu")])
+            assert machine.of_this_process().name.startswith("cpu:")
+    finally:
+        jax.config.update("jax_platforms", before)
