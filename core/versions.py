@@ -51,7 +51,7 @@ def of_modules(names: Iterable[str]) -> dict[str, str]:
 
 def _is_versioned(file: Path) -> bool:
     """Returns whether a file is ours or an installed package's, whose versions are recorded separately."""
-    ours = (_WORKSPACE / name for name in ("core", "launch", "models", "parallel", "tasks"))
+    ours = (_WORKSPACE / name for name in ("core", "launch", "models", "parallel", "renga", "tasks"))
     installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
     return bool(installed) or any(file.is_relative_to(folder) for folder in ours)
 

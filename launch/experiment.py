@@ -18,7 +18,7 @@ import numpy as np
 
 from core import logical, optimizers, parameters, slices, wrappers
 from core.batches import batch_shapes, has_tokens, row_length
-from core.errors import UserError
+from core.errors import UserError, check_integer, check_number
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer, Transformation
 from core.training import hooks
@@ -45,6 +45,47 @@ from parallel.strategy import Strategy
 from tasks import vocabularies
 
 _CHOICES = {"non_finite": hooks.POLICIES, "watchdog": ("end", "report"), "frozen_dtype": ("bfloat16", "float32")}
+_INTERVALS = ("log_interval", "eval_interval", "checkpoint_interval")
+_KEPT = ("keep_checkpoints", "keep_params_checkpoints")
+_COUNTS = {
+    **dict.fromkeys(("batch_size", "total_steps", "accum_steps", *_INTERVALS, *_KEPT), 1),
+    **dict.fromkeys(("eval_batches", "seed", "compare_interval", "params_checkpoint_interval"), 0),
+    "statistics_interval": 0,
+}
+_POSITIVE = {  # whether None is allowed
+    **dict.fromkeys(("step_limit_seconds", "compile_limit_seconds"), False),
+    **dict.fromkeys(("silent_limit_seconds", "apart_limit_seconds", "save_limit_seconds", "max_epochs"), True),
+}
+
+
+def _is_sequence(value: object, kind: type) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, kind) for each in value)
+
+
+def _are_texts(value: object) -> bool:
+    return _is_sequence(value, str)
+
+
+def _are_steps(value: object) -> bool:
+    return _is_sequence(value, int)
+
+
+def _are_renames(value: object) -> bool:
+    return isinstance(value, Mapping) and _are_texts([*value, *value.values()])
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "phases": ("a sequence of launch.phases.Phase", lambda value: _is_sequence(value, Phase)),
+    "phase": ("an integer", lambda value: isinstance(value, int)),
+    "gather_once": ("True or False", lambda value: isinstance(value, bool)),
+    "compiler_options": ("a dictionary", lambda value: isinstance(value, Mapping)),
+    "init_renames": ("a dictionary of texts", _are_renames),
+    **dict.fromkeys(("frozen", "init_patterns"), ("a sequence of texts, such as ('linear/w',)", _are_texts)),
+    **dict.fromkeys(("profile_steps", "memory_profile_steps"), ("a sequence of steps, such as (100,)", _are_steps)),
+    **dict.fromkeys(
+        ("init_from", "persistent_directory", "prompt", "wandb_project"), ("text", lambda value: isinstance(value, str))
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +142,7 @@ class Experiment:
       compare_interval: steps between comparisons of replicated arrays of all hosts; 0: no comparisons.
 
     Raises:
-      UserError: numbers out of range.
+      UserError: a setting has the wrong type or is out of range.
     """
 
     _chosen: ClassVar[tuple[int, int, int, int] | None] = None  # number, count, first and last step of that of `phase`
@@ -149,8 +190,8 @@ class Experiment:
 
     def __post_init__(self):
         slices.get(self.slice)
-        options = [f"compiler_options: {problem}" for problem in compiler_options.problems(self.compiler_options)]
-        if problems := [*self._wrong_parts(), *self._out_of_range(), *options]:
+        settings = list(self._wrong_settings()) or self._out_of_range()
+        if problems := [*self._wrong_parts(), *settings]:
             raise UserError("Experiment: " + "; ".join(problems))
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
         spans = self.spans() if self.phases else ()  # refuses settings that a phase cannot have
@@ -196,23 +237,24 @@ class Experiment:
                     "expected a model with keeps_states = True, or one with a carry"
                 )
 
+    def _wrong_settings(self) -> Iterator[str]:
+        """Yields the settings of the wrong type, and numbers that are wrong whatever the others are."""
+        for name, least in _COUNTS.items():
+            yield from _refusals(functools.partial(check_integer, getattr(self, name), where=name, least=least))
+        for name, may_be_none in _POSITIVE.items():
+            if (value := getattr(self, name)) is not None or not may_be_none:
+                yield from _refusals(functools.partial(check_number, value, where=name, is_positive=True))
+        for name, (expected, is_one) in _KINDS.items():
+            if not is_one(value := getattr(self, name)):
+                yield f"{name} = {value!r}: expected {expected}"
+
     def _out_of_range(self) -> Iterator[str]:
-        intervals = ("log_interval", "eval_interval", "checkpoint_interval")
-        counted = ("batch_size", "total_steps", "accum_steps", *intervals, "keep_checkpoints")
-        counted += ("keep_params_checkpoints",)
-        may_be_zero = ("eval_batches", "seed", "compare_interval", "params_checkpoint_interval", "statistics_interval")
-        for least, names in ((1, counted), (0, may_be_zero)):
-            low = [name for name in names if getattr(self, name) < least]
-            yield from (f"{name} = {getattr(self, name)}: expected at least {least}" for name in low)
-        if self.max_epochs is not None and not self.max_epochs > 0:
-            yield f"max_epochs = {self.max_epochs}: expected a number above 0"
+        """Yields what is wrong with settings of the right types."""
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 yield f"{name} = {getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}"
-        for name in ("step", "compile", "silent", "apart", "save"):
-            value = getattr(self, f"{name}_limit_seconds")
-            if value is not None and not 0 < value < math.inf:
-                yield f"{name}_limit_seconds = {value}: expected a finite number above 0"
+        for problem in compiler_options.problems(self.compiler_options):
+            yield f"compiler_options: {problem}"
         yield from phases.problems(self.phases, total_steps=self.total_steps)
         if not 0 <= self.phase <= len(self.phases) + 1:
             yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"
@@ -444,8 +486,12 @@ def _told(part: object) -> str:
 
 
 def _refusal(name: str, look: Callable[[], object]) -> list[str]:
+    return [f"{name}: {said}" for said in _refusals(look)]
+
+
+def _refusals(look: Callable[[], object]) -> list[str]:
     try:
         look()
     except UserError as error:
-        return [f"{name}: {error}"]
+        return [str(error)]
     return []

@@ -54,6 +54,9 @@ def problems(phases: Sequence[Phase], *, total_steps: int) -> Iterator[str]:
     """Yields what is wrong with the phases of an experiment."""
     before = 0
     for index, phase in enumerate(phases):
+        if isinstance(phase.after, bool) or not isinstance(phase.after, int):
+            yield f"phases[{index}].after = {phase.after!r}: expected an integer"
+            continue
         if not before < phase.after < total_steps:
             yield (
                 f"phases[{index}].after = {phase.after}: expected a step from {before + 1} to {total_steps - 1}, "

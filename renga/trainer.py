@@ -76,10 +76,12 @@ class Trainer:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
             raise UserError(f"Trainer: unknown setting {name!r}: {hint}")
+        if not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir):
+            raise UserError(f"Trainer: run_dir = {run_dir!r}: expected a local path or gs://BUCKET/…")
         self.run_dir = str(paths.resolve(run_dir))
         self._experiment = Experiment(  # slice and steps are known later
             slice="cpu:1",
-            total_steps=max((phase.after for phase in settings.get("phases", ())), default=0) + 1,
+            total_steps=_last_start(settings.get("phases", ())) + 1,
             model=model,
             task=task,
             optimizer=optimizer,
@@ -126,6 +128,9 @@ class Trainer:
         Raises:
           UserError: there is no such checkpoint, or it does not fit.
         """
+        for name, value in (("rows", rows), ("step", step)):
+            if value is not None:
+                check_integer(value, where=name, least=1)
         steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
         built = self._on_devices().spans()[-1].experiment
         sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
@@ -186,3 +191,9 @@ class Trainer:
             host=_ALONE,
             started=started,
         )
+
+
+def _last_start(phases: object) -> int:
+    """Returns the step after which the last phase starts; `Experiment` refuses malformed ones."""
+    listed = phases if isinstance(phases, Sequence) else ()
+    return max([0, *(phase.after for phase in listed if isinstance(getattr(phase, "after", None), int))])

@@ -1,5 +1,6 @@
 """Versions of the installed packages and of a workspace."""
 
+import importlib
 import importlib.metadata
 import subprocess
 
@@ -33,3 +34,12 @@ def test_the_revision_is_git_s_or_the_shipped_one(tmp_path):
     assert versions.git_revision(tmp_path).endswith("-dirty")
     (tmp_path / versions.REVISION_FILE).write_text("abc\n")
     assert versions.git_revision(tmp_path) == "abc"
+
+
+def test_only_the_user_s_own_modules_have_a_digest(tmp_path, monkeypatch):
+    file = tmp_path / "mine_alone.py"
+    file.write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = [importlib.import_module(name).__name__ for name in ("renga.trainer", "launch.phases", "core.paths")]
+    mine = importlib.import_module("mine_alone").__name__
+    assert list(versions.of_modules([*ours, "jax", "json", mine])) == [mine]

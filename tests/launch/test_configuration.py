@@ -105,7 +105,7 @@ def test_a_check_says_what_is_wrong_with_them(config, axes, finding, says, mesh,
 
 
 def test_a_seed_below_zero_is_refused():
-    with pytest.raises(ValueError, match="seed = -3: expected at least 0"):
+    with pytest.raises(ValueError, match="seed = -3: expected an integer of at least 0"):
         loader.load(QUICKSTART, bindings=["SEED = -3"]).build()
 
 

@@ -147,7 +147,7 @@ def test_under_every_strategy_a_skipped_step_keeps_the_state(name):
         ({"save_limit_seconds": math.inf}, "save_limit_seconds = inf: expected a finite number above 0"),
         ({"watchdog": "look"}, "watchdog = 'look': expected one of 'end', 'report'"),
         ({"step_limit_seconds": 7200.0}, "step_limit_seconds = 7200.0 is above compile_limit_seconds = 3600.0"),
-        ({"compare_interval": -1}, "compare_interval = -1: expected at least 0"),
+        ({"compare_interval": -1}, "compare_interval = -1: expected an integer of at least 0"),
     ],
 )
 def test_invalid_settings_are_refused(fields, says):

@@ -63,15 +63,47 @@ def trainer(run_dir, **changes):
         ({"task": None}, "task is None, which lacks"),
         ({"optimizer": "adam"}, "optimizer is of type str, expected core.optimizers.base.Optimizer or optax"),
         ({"strategy": "fsdp"}, "strategy is of type str, expected parallel.strategy.Strategy"),
-        ({"batch_size": 0}, "batch_size = 0: expected at least 1"),
+        ({"batch_size": 0}, "batch_size = 0: expected an integer of at least 1"),
+        ({"batch_size": "16"}, "batch_size = '16': expected an integer"),
+        ({"batch_size": 16.0, "seed": "x"}, "batch_size = 16.0: expected an integer of at least 1; seed = 'x'"),
+        ({"eval_batches": "2"}, "eval_batches = '2': expected an integer of at least 0"),
+        ({"keep_checkpoints": "a"}, "keep_checkpoints = 'a': expected an integer"),
+        ({"eval_interval": 1.5}, "eval_interval = 1.5: expected an integer"),
+        ({"accum_steps": True}, "accum_steps = True: expected an integer"),
+        ({"max_epochs": "2"}, "max_epochs = '2': expected a finite number above 0"),
+        ({"save_limit_seconds": "9"}, "save_limit_seconds = '9': expected a finite number above 0"),
+        ({"gather_once": "no"}, "gather_once = 'no': expected True or False"),
+        ({"phases": 3}, "phases = 3: expected a sequence of launch.phases.Phase"),
+        ({"phases": None}, "phases = None: expected a sequence of launch.phases.Phase"),
+        ({"phases": [4]}, "phases = [4]: expected a sequence of launch.phases.Phase"),
+        ({"phases": [Phase(after="2", batch_size=32)]}, "phases[0].after = '2': expected an integer"),
+        ({"phases": [Phase(after=2, batch_size="32")]}, "phase 2: Experiment: batch_size = '32': expected an integer"),
+        ({"init_from": 3}, "init_from = 3: expected text"),
+        ({"frozen": "linear/w"}, "frozen = 'linear/w': expected a sequence of texts, such as ('linear/w',)"),
+        ({"frozen": [1]}, "frozen = [1]: expected a sequence of texts"),
+        ({"init_patterns": None}, "init_patterns = None: expected a sequence of texts"),
+        ({"init_renames": "a"}, "init_renames = 'a': expected a dictionary of texts"),
+        ({"profile_steps": 4}, "profile_steps = 4: expected a sequence of steps"),
+        ({"memory_profile_steps": ("4",)}, "memory_profile_steps = ('4',): expected a sequence of steps"),
+        ({"compiler_options": 3}, "compiler_options = 3: expected a dictionary"),
+        ({"run_dir": None}, "run_dir = None: expected a local path or gs://"),
+        ({"run_dir": 5}, "run_dir = 5: expected a local path or gs://"),
+        ({"run_dir": ""}, "run_dir = '': expected a local path or gs://"),
         ({"eval_batchs": 2}, "unknown setting 'eval_batchs': did you mean 'eval_batches'?"),
         ({"slice": "v4-8"}, "unknown setting 'slice'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, changes, said):
     with pytest.raises(UserError, match=re.escape(said)):
-        trainer(tmp_path / "run", **changes)
+        trainer(**{"run_dir": tmp_path / "run", **changes})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, 0])
+@pytest.mark.parametrize("name", ["rows", "step"])
+def test_wrong_arguments_of_an_evaluation_are_refused_before_the_run_is_read(tmp_path, name, value):
+    with pytest.raises(UserError, match=f"{name} = {value!r}: expected an integer of at least 1"):
+        trainer(tmp_path / "run").evaluate(**{name: value})
 
 
 def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):
