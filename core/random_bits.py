@@ -25,7 +25,8 @@ from core.batches import ROW_IDS, BatchSpec, batch_shapes, batch_size
 from core.errors import UserError
 from core.types import Batch, Evaluates, Model, Params, can
 
-_DRAWS = ("random_bits", "random_split", "random_gamma")  # JAX primitives; gamma, beta, dirichlet and t use the last
+_BITS = ("random_bits", "random_gamma")  # JAX primitives; gamma, beta, dirichlet and t use the last
+_DRAWS = (*_BITS, "random_split")  # a split key gives bits to whoever draws with its parts
 
 
 def with_row_ids(batch: Batch) -> Batch:
@@ -143,10 +144,9 @@ def _is_used(function: Callable[..., Any], *args: Any) -> bool:
 
 
 def _has_draws(jaxpr: Jaxpr) -> bool:
-    """Returns whether random bits are made in a function; keys that are split alone are none."""
+    """Returns whether random bits are made in a function; splitting a key draws none by itself."""
     return any(
-        equation.primitive.name in ("random_bits", "random_gamma")
-        or any(_has_draws(inner) for inner in jaxprs_in_params(equation.params))
+        equation.primitive.name in _BITS or any(_has_draws(inner) for inner in jaxprs_in_params(equation.params))
         for equation in jaxpr.eqns
     )
 

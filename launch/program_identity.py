@@ -29,7 +29,7 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
     It contains digests of the files of modules that belong to the user.
     """
     parts = _parts(experiment, _optimizer(settings))
-    if own := _own_modules(experiment, settings):
+    if own := own_modules(experiment, settings):
         parts["own modules"] = own
     return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
 
@@ -84,6 +84,13 @@ def _field(field: Field) -> tuple[Any, ...]:
     return (field.shape, str(field.dtype), *own)
 
 
+def optimizer_text(settings: Settings) -> str:
+    """Returns the statements that make the experiment's optimizer, with the macros that they use, in one line."""
+    direct = _optimizer(settings)
+    used = {leaf.name for binding in direct for leaf in leaves(binding.value) if isinstance(leaf, Macro)}
+    return "; ".join(str(b) for b in settings.bindings if b in direct or (b.is_macro and b.name in used))
+
+
 def _optimizer(settings: Settings) -> list[Binding]:
     """Returns the bindings that make the optimizer, without the values of shared macros such as the learning rate.
 
@@ -115,7 +122,7 @@ def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
     return found
 
 
-def _own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
+def own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
     """Returns digests of the files of the user's own modules, by name.
 
     These are the modules that the configuration names, the modules that define what it names, and the model's module,

@@ -84,3 +84,10 @@ def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Mappi
 def optimizer_of(model: Model) -> optimizers.Optimizer:
     """Returns the optimizer for measuring the agreement of a model."""
     return RECURSIVE_OPTIMIZER if can(model, HasPuzzles) else OPTIMIZER
+
+
+def optimizer_name(model: Model) -> str:
+    """Returns the name of `optimizer_of(model)` for reports."""
+    if can(model, HasPuzzles):
+        return "Adam-atan2 with sign updates of the puzzle table and an average of the parameters"
+    return "AdamW with epsilon 1e-4"

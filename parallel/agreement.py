@@ -113,8 +113,10 @@ class Trajectory(NamedTuple):
       gradients: gradients of the first step, by parameter, as passed to the optimizer.
       losses: [steps].
       params, opt_state: parameters and optimizer state after the last step.
-      metrics: the model's other metrics, such as the parts of a loss: [steps] each.
+      metrics: the step's other metrics by name: gradient_norm, learning_rate, weight, and those of the model; [steps]
+        each.
       carry: the model's state after the last step, as `{"carry": …}`.
+      is_whole: for each metric, whether its sum was a whole number at every step, as the sums of counts are.
     """
 
     fresh: Any
@@ -124,6 +126,7 @@ class Trajectory(NamedTuple):
     opt_state: Any
     metrics: Mapping[str, np.ndarray]
     carry: Mapping[str, Any]
+    is_whole: Mapping[str, np.ndarray]
 
 
 class Difference(NamedTuple):
@@ -177,16 +180,20 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
     """
     program = dataclasses.replace(program, optimizer=record_gradients(program.optimizer))
     state = program.init()
-    fresh, gradients, measured = gather_to_hosts(program, state.params), None, []
+    fresh, gradients, measured, whole = gather_to_hosts(program, state.params), None, [], []
     for batch in batches:
         state, metrics = program.train_step(state, program.put(batch))
-        measured.append({name: _mean(value) for name, value in jax.device_get(metrics).items()})
+        metrics = jax.device_get(metrics)
+        measured.append({name: _mean(value) for name, value in metrics.items()})
+        whole.append({name: _has_whole_sum(value) for name, value in metrics.items()})
         if gradients is None:
             gradients = gather_to_hosts(program, state.opt_state.gradients)
     params, opt_state = (gather_to_hosts(program, tree) for tree in (state.params, state.opt_state.inner))
     every = {name: np.asarray([values[name] for values in measured]) for name in sorted(measured[0])}
     carry = {"carry": gather_to_hosts(program, state.carry)}
-    return Trajectory(fresh, gradients, every.pop("loss"), params, opt_state, every, carry)
+    losses = every.pop("loss")
+    is_whole = {name: np.asarray(all(step[name] for step in whole)) for name in every}
+    return Trajectory(fresh, gradients, losses, params, opt_state, every, carry, is_whole)
 
 
 def _mean(value: Any) -> float:
@@ -194,6 +201,10 @@ def _mean(value: Any) -> float:
     if not isinstance(value, WeightedSum):
         return float(value)
     return float(value.total / value.weight) if value.weight else 0.0
+
+
+def _has_whole_sum(value: Any) -> bool:
+    return isinstance(value, WeightedSum) and bool(value.total % 1 == 0)
 
 
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
@@ -269,32 +280,48 @@ def tolerance(strategy: str) -> dict[str, float]:
 def limits(measured: Iterable[float]) -> dict[str, float]:
     """Returns the allowed ulp by part, from those that gradients, losses, parameters and optimizer state differed by.
 
-    Metrics and carry are not judged: both may have counts, which rounding can change by a whole one. What is wrong in
-    them for other reasons appears in gradients and later losses.
+    Metrics and carry, of which no figures were recorded, have the widest of these tolerances.
     """
-    gradients, losses, params, opt_state = (HEADROOM * ulp for ulp in measured)
-    judged = {"fresh": 0.0, "gradients": gradients, "losses": losses, "params": params, "opt_state": opt_state}
-    return {**dict.fromkeys(Trajectory._fields, np.inf), **judged}
+    allowed = [HEADROOM * ulp for ulp in measured]
+    others = {"fresh": 0.0, "metrics": max(allowed), "carry": max(allowed), "counts": np.inf}
+    return dict(zip(("gradients", "losses", "params", "opt_state"), allowed, strict=True)) | others
 
 
 def exceeding(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Returns the parts that differ by more than a different order of sums explains."""
+    """Returns the parts that differ by more than a different order of sums explains, or are not finite."""
     allowed = tolerance(strategy)
-    return {part: found for part, found in apart.items() if found.ulp > allowed[part]}
+    return {part: found for part, found in apart.items() if found.ulp > allowed[part] or found.ulp == np.inf}
 
 
 def compare(ours: Trajectory, theirs: Trajectory) -> dict[str, Difference]:
-    """Returns the difference of every part of two trajectories, by its name."""
+    """Returns the difference of every part of two trajectories, by its name.
+
+    The part `counts` has the metrics of `theirs` with whole sums, and the integers of the carry: rounding can change a
+    count by a whole one (the likeliest token, the expert that is chosen), so no tolerance fits them. `metrics` and
+    `carry` have the others.
+    """
     changed = jax.tree.map(np.subtract, theirs.params, theirs.fresh)
     measured_by = {"gradients": theirs.gradients, "params": changed, "opt_state": theirs.opt_state}
     floors = {name: _floors(tree, FLOORS[name]) for name, tree in measured_by.items()}
     starts = jax.tree.leaves(theirs.fresh)
     every = zip(starts, floors["params"], strict=True)
     floors["params"] = [0.0 if np.any(start) else floor for start, floor in every]
-    return {
-        name: difference(getattr(ours, name), getattr(theirs, name), floors=floors.get(name, ()))
-        for name in Trajectory._fields
-    }
+    whole = ("fresh", "gradients", "losses", "params", "opt_state")
+    found = {n: difference(getattr(ours, n), getattr(theirs, n), floors=floors.get(n, ())) for n in whole}
+    is_count = {"metrics": theirs.is_whole, "carry": jax.tree.map(_is_integer, theirs.carry)}
+    both = [{"metrics": each.metrics, "carry": each.carry} for each in (ours, theirs)]
+    for name in is_count:
+        found[name] = difference(*(_leaves_that(each[name], is_count[name], are=False) for each in both))
+    return {**found, "counts": difference(*(_leaves_that(each, is_count, are=True) for each in both))}
+
+
+def _is_integer(leaf: Any) -> bool:
+    return not jnp.issubdtype(np.asarray(leaf).dtype, jnp.inexact)
+
+
+def _leaves_that(tree: Any, counts: Any, *, are: bool) -> Any:
+    """Returns the leaves that are counts, or those that are not; the others are None, which has no leaves."""
+    return jax.tree.map(lambda leaf, is_count: leaf if bool(is_count) == are else None, tree, counts)
 
 
 def bind(

@@ -11,6 +11,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,17 +20,15 @@ from core import slices
 from core.batches import batch_size
 from core.errors import UserError
 from core.health import phase
-from launch import environment, flags
+from launch import environment, flags, program_identity
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import smoke
 from launch.verify import agreement_report, own_model
-from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_of
+from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_name, optimizer_of
 from parallel import agreement
 from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, Subject
-
-_OPTIMIZER = "the AdamW with epsilon 1e-4 for which tolerances were measured"  # for the recursive model, its own
 
 HELP = "measure how much the results of each strategy differ from those of one device"
 EXAMPLE = """launch/run agreement
@@ -164,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--slice {args.slice} is not valid with --only, whose strategies have slices of their own")
     examples = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
     _provide_devices(examples.values())
-    subject, experiment, examples = _subject(args, examples)
+    subject, experiment, examples, optimizer, modules = _compared(args, examples)
     if args.into:
         record(subject, {n: examples[n] for n in args.record}, steps=args.steps, into=args.into)
         return 0
@@ -175,8 +174,8 @@ def run(args: argparse.Namespace) -> int:
         data, source = own_batches(experiment, steps=args.steps), experiment.task.describe()
     else:
         data, source = list(batches_for(subject.model, steps=args.steps, rows=rows_for(examples))), "random tokens"
-    optimizer = "the experiment's optimizer" if args.own_optimizer else _OPTIMIZER
-    what = agreement_report.about(subject, data, source=source, optimizer=optimizer)
+    shared = {"processes": args.processes, "modules": modules}
+    what = agreement_report.about(subject, data, source=source, optimizer=optimizer, **shared)
     rows = agreement.measure(subject, examples, data, bfloat16=not args.float32_only)
     command = [*environment.COMMAND, "agreement", *(["--only", *args.only] if args.only else [])]
     command += flags.passed_on(args, "--steps", "--model", "--experiment", "--slice", "--gin", "--own-optimizer")
@@ -191,20 +190,38 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(row.beyond or (row.refused and is_asked) for row in rows) or all(row.refused for row in rows) else 0
 
 
-def _subject(
-    args: argparse.Namespace, examples: Mapping[str, Example]
-) -> tuple[Subject, Experiment | None, Mapping[str, Example]]:
-    """Returns what is compared, the experiment whose task has its batches, and the strategies."""
+class _Compared(NamedTuple):
+    """What is compared.
+
+    Attributes:
+      subject: the model and its training options.
+      experiment: its task has the batches; None: they are random.
+      examples: the strategies.
+      optimizer: its name, for the report.
+      modules: digests of the user's modules that make the model and the data, by name.
+    """
+
+    subject: Subject
+    experiment: Experiment | None
+    examples: Mapping[str, Example]
+    optimizer: str
+    modules: Mapping[str, str]
+
+
+def _compared(args: argparse.Namespace, examples: Mapping[str, Example]) -> _Compared:
     if args.experiment:
-        experiment = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build()
+        config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
+        experiment = config.build()
+        modules = program_identity.own_modules(experiment, config)
         if not args.only:
             examples = {experiment.strategy.name: Example(experiment.slice, experiment.strategy)}
             _provide_devices(examples.values())
         experiment = sized(experiment, examples)
     elif args.model and args.model not in MODELS:
         model, task = own_model.load(args.model)
+        modules = own_model.modules(args.model, model, task)
         if task is None:
-            return Subject(model, optimizer_of(model)), None, examples
+            return _Compared(Subject(model, optimizer_of(model)), None, examples, optimizer_name(model), modules)
         experiment = Experiment(
             slice=ONE_DEVICE.slice,
             strategy=ONE_DEVICE.strategy,
@@ -216,12 +233,15 @@ def _subject(
         )
     else:
         model = MODELS[args.model or "transformer"]
-        return Subject(model, optimizer_of(model)), None, examples
+        return _Compared(Subject(model, optimizer_of(model)), None, examples, optimizer_name(model), {})
     options = {"accum_steps": experiment.accum_steps, "gather_once": experiment.gather_once}
     axes = {name: field.axes for name, field in experiment.task.spec(experiment.batch_size).items()}
     frozen = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
-    optimizer = experiment.optimizer if args.own_optimizer else optimizer_of(experiment.model)
-    return Subject(experiment.model, optimizer, axes, experiment.seed, options, frozen), experiment, examples
+    optimizer, name = optimizer_of(experiment.model), optimizer_name(experiment.model)
+    if args.own_optimizer:
+        optimizer, name = experiment.optimizer, program_identity.optimizer_text(config)
+    subject = Subject(experiment.model, optimizer, axes, experiment.seed, options, frozen)
+    return _Compared(subject, experiment, examples, name, modules)
 
 
 def _model(text: str) -> str:

@@ -12,17 +12,24 @@ import numpy as np
 
 from core import random_bits, units, versions
 from core.batches import Field, batch_shapes
-from core.errors import UserError
 from launch import program_identity, terminal
 from parallel import agreement
 from parallel.agreement import ONE_DEVICE, Apart, Batch, StrategyRow, Subject
 
 PARTS = ("gradients", "losses", "params", "opt_state")
-FURTHER = ("metrics", "carry")  # of models that have some; not judged
+FURTHER = ("metrics", "carry", "counts")  # columns for those that have leaves; counts are not judged
 _VERSIONS = ("jax", "jaxlib", "dm-haiku", "optax")
 
 
-def about(subject: Subject, data: Sequence[Batch], *, source: str, optimizer: str) -> dict[str, Any]:
+def about(
+    subject: Subject,
+    data: Sequence[Batch],
+    *,
+    source: str,
+    optimizer: str,
+    processes: Sequence[int],
+    modules: Mapping[str, str],
+) -> dict[str, Any]:
     """Describes what is compared and by what.
 
     Args:
@@ -30,20 +37,12 @@ def about(subject: Subject, data: Sequence[Batch], *, source: str, optimizer: st
       data: its batches.
       source: where they come from.
       optimizer: the name of the optimizer.
-
-    Raises:
-      UserError: initial parameters do not depend on the seed.
+      processes: the numbers of processes among which the devices are also shared.
+      modules: digests of the user's modules that make the model and the data, by name.
     """
     first = data[0]
     axes = subject.axes or {name: ("batch", "length")[: array.ndim] for name, array in first.items()}
     spec = {name: Field(array.shape, array.dtype, axes[name]) for name, array in first.items()}
-    draws = random_bits.uses(subject.model, spec)
-    name = type(subject.model).__name__
-    if not draws.init:
-        raise UserError(
-            f"{name}: init ignores its rng, so that its parameters are the same for every seed: make them with "
-            "initializers of Haiku that draw, or with hk.next_rng_key()"
-        )
     shapes = jax.eval_shape(subject.model.init, jax.random.key(0), batch_shapes(spec))
     installed = versions.of_training()
     return {
@@ -54,11 +53,13 @@ def about(subject: Subject, data: Sequence[Batch], *, source: str, optimizer: st
         "optimizer": optimizer,
         "steps": len(data),
         "seed": subject.seed,
-        "draws_random_bits": draws._asdict(),
+        "draws_random_bits": random_bits.uses(subject.model, spec)._asdict(),
         "reference": f"{ONE_DEVICE.strategy.name} on one device",
-        "devices": f"{len(jax.devices())} {jax.devices()[0].platform} devices of one process",
+        "devices": f"{len(jax.devices())} {jax.devices()[0].platform} devices of "
+        + " or ".join(["one process", *(units.counted(n, "process", "processes") for n in processes)]),
         "versions": {name: installed[name] for name in _VERSIONS} | {"python": platform.python_version()},
         "revision": versions.git_revision(),
+        "modules": dict(modules),
     }
 
 
@@ -69,12 +70,14 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
     headings += ["bfloat16 losses"] if bfloat16 else []
     title = f"largest difference from one device after {what['steps']} steps, absolute (ulp of the leaf)"
     console = terminal.console(170, markup=False, soft_wrap=True)
-    draws = ", ".join(name for name, drawn in what["draws_random_bits"].items() if drawn)
+    draws = ", ".join(name for name, drawn in what["draws_random_bits"].items() if drawn) or "no phase"
     console.print(f"model     {what['model']}, {what['parameters']:,} parameters; draws random bits in {draws}")
     console.print(f"batches   {what['data']}: " + ", ".join(f"{name} {text}" for name, text in what["batch"].items()))
     console.print(f"trained   {units.counted(what['steps'], 'step')} of {what['optimizer']}, seed {what['seed']}")
     named = ", ".join(f"{name} {version}" for name, version in what["versions"].items())
     console.print(f"by        {what['devices']}; {named}; revision {what['revision']}")
+    for module, digest in what["modules"].items():
+        console.print(f"module    {module}, whose file has the SHA-256 digest {digest}…")
     cells = [_cells(row, further, bfloat16=bfloat16) for row in rows if not row.refused]
     console.print(terminal.markdown(headings, cells, text=("strategy", "slice"), title=title))
     for row in rows:
@@ -119,7 +122,7 @@ def _parts(strategy: str, apart: Apart) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """Returns None, which JSON has, for infinity: values that are not finite, or a part that is not judged."""
+    """Returns None for infinity, which JSON lacks: values that are not finite, or a part that is not judged."""
     return float(value) if np.isfinite(value) else None
 
 

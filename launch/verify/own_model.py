@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from core import versions
 from core.errors import UserError
 from core.types import HasPuzzles, HasVocabulary, Model, Task, can, missing
 from launch.config import names
@@ -25,7 +26,10 @@ def load(text: str) -> tuple[Model, Task | None]:
     """
     where = f"--model {text}"
     build = _function(text, where=where)
-    parameters = inspect.signature(build).parameters.values()
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError) as error:  # of built-in classes and functions
+        raise UserError(f"{where}: {error}; expected a function, written in Python, that takes no arguments") from error
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
     if required:
@@ -46,6 +50,15 @@ def load(text: str) -> tuple[Model, Task | None]:
     return model, task
 
 
+def modules(text: str, model: Model, task: Task | None) -> dict[str, str]:
+    """Returns digests of the files of the user's modules that define the function, its model and its task, by name.
+
+    Modules that they import themselves are not covered.
+    """
+    named = {text.partition(":")[0], *(type(part).__module__ for part in (model, task) if part is not None)}
+    return versions.of_modules(named)
+
+
 def _function(text: str, *, where: str) -> Callable[[], Any]:
     module_name, _, name = text.partition(":")
     names.make_importable([Path.cwd()])
@@ -60,7 +73,10 @@ def _function(text: str, *, where: str) -> Callable[[], Any]:
     if not callable(build):
         own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module_name]
         listed = f"it has {', '.join(own)}" if own else "it has no functions"
-        raise UserError(f"{where}: {module.__file__} has no function {name!r}; {listed}")
+        file = (
+            getattr(module, "__file__", None) or f"the module {module_name}"
+        )  # built-in ones and packages may have none
+        raise UserError(f"{where}: {file} has no function {name!r}; {listed}")
     return build
 
 

@@ -65,29 +65,48 @@ def test_every_strategy_was_measured():
     assert set(agreement.EXAMPLES) <= set(agreement.MEASURED)
 
 
-SHOWN_ONLY = ("metrics", "carry")  # may have counts, which rounding changes by a whole one
 WRONG = {
     "zero": np.zeros_like,
     "1 % off": lambda a: a * 1.01 if np.issubdtype(a.dtype, np.floating) else a + 1,
-    "not a number": lambda a: np.full(a.shape, np.nan),
-    "infinite": lambda a: np.full(a.shape, np.inf),
+    "not a number": lambda a: np.full_like(a, np.nan, dtype=np.result_type(a, np.float16)),
+    "infinite": lambda a: np.full_like(a, np.inf, dtype=np.result_type(a, np.float16)),
     "another shape": lambda a: a[None],
 }
 
 
+@pytest.fixture(scope="module")
+def with_carry(one_device):
+    """The decoder's trajectory, with a carry such as a recurrent model has."""
+    return one_device._replace(carry={"carry": {"state": np.linspace(-1, 1, 6), "steps": np.arange(1, 4)}})
+
+
 @pytest.mark.parametrize("how", WRONG)
-@pytest.mark.parametrize("part", agreement.Trajectory._fields)
-def test_a_wrong_leaf_anywhere_is_seen(part, how, one_device):
-    """Each leaf by itself, by the widest tolerance of all."""
-    leaves, structure = jax.tree.flatten(getattr(one_device, part))
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(getattr(one_device, part))]
+@pytest.mark.parametrize("field", [name for name in agreement.Trajectory._fields if name != "is_whole"])
+def test_a_wrong_leaf_anywhere_is_seen(field, how, with_carry):
+    """Each leaf by itself, by the widest tolerance of all; counts only if they are not finite."""
+    leaves, structure = jax.tree.flatten(getattr(with_carry, field))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(getattr(with_carry, field))]
+    assert leaves
     for i, path in enumerate(paths):
-        wrong = jax.tree.unflatten(structure, [*leaves[:i], WRONG[how](leaves[i]), *leaves[i + 1 :]])
-        planted = one_device._replace(**{part: wrong})
-        for pair in ((planted, one_device), (one_device, planted)):
+        planted_leaf = WRONG[how](leaves[i])
+        if planted_leaf.dtype != leaves[i].dtype:
+            continue  # no integer is infinite or not a number
+        wrong = jax.tree.unflatten(structure, [*leaves[:i], planted_leaf, *leaves[i + 1 :]])
+        planted = with_carry._replace(**{field: wrong})
+        is_count = path in ("['accuracy']", "['carry']['steps']")
+        part = "counts" if is_count else field
+        for pair in ((planted, with_carry), (with_carry, planted)):
             found = agreement.compare(*pair)
-            assert found[part].where == path
-            assert list(agreement.exceeding("nobody's", found)) == ([part] if part not in SHOWN_ONLY else [])
+            assert found[part].where == (f"['{field}']{path}" if is_count else path)
+            judged = not is_count or how in ("not a number", "infinite", "another shape")
+            assert list(agreement.exceeding("nobody's", found)) == ([part] if judged else [])
+
+
+def test_metrics_whose_sums_are_whole_are_counts(one_device):
+    assert [name for name, is_whole in one_device.is_whole.items() if is_whole] == ["accuracy"]
+    assert (
+        set(one_device.is_whole) == set(one_device.metrics) == {"accuracy", "gradient_norm", "learning_rate", "weight"}
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

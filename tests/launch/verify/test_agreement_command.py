@@ -9,11 +9,12 @@ import pytest
 
 from core.types import DataLayout
 from launch import __main__ as cli
-from launch import environment
+from launch import environment, program_identity
+from launch.config import loader
 from launch.verify import agreement
 from models import agreement_subjects
 from parallel import strategies
-from parallel.agreement import EXAMPLES, Difference, Example, StrategyRow, Subject, Trajectory, exceeding
+from parallel.agreement import EXAMPLES, Difference, Example, StrategyRow, Subject, exceeding, tolerance
 
 OUTSIDE = environment.WORKSPACE / "tests" / "outside"
 PICTURES = """
@@ -168,6 +169,13 @@ def test_a_strategy_that_cannot_hold_the_model_fails_before_anything_runs(in_pro
     code, said = in_process("--model", "trm", "--only", "pipeline")
     assert code == 1
     assert "pipeline on v4-32 is refused: " in said
+    assert "3 steps of Adam-atan2 with sign updates of the puzzle table" in " ".join(said.split())
+
+
+def test_the_optimizer_of_an_experiment_is_named_by_its_statements():
+    named = program_identity.optimizer_text(loader.load("gin/quickstart.gin"))
+    assert "OPTIMIZER = @optimizers.adamw()" in named
+    assert "LEARNING_RATE = " in named
 
 
 def test_devices_for_the_largest_slice():
@@ -181,7 +189,7 @@ def test_devices_for_the_largest_slice():
 
 
 def row(**ulp):
-    apart = {part: Difference(0.0, ulp.get(part, 0.0), "w") for part in Trajectory._fields}
+    apart = {part: Difference(0.0, ulp.get(part, 0.0), "w") for part in tolerance("fsdp")}
     return StrategyRow("fsdp", "v4-32", apart, None, {2: apart})
 
 

@@ -1,5 +1,6 @@
 """`launch/run agreement --model MODULE:FUNCTION`: a model with a carry, dropout and two losses; wrong input."""
 
+import hashlib
 import json
 import sys
 
@@ -54,6 +55,7 @@ def agreement(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PYTHONPATH", f"{environment.WORKSPACE}:{OUTSIDE}")  # of --processes; launch/run sets it
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_wrong.py").write_text(MINE)
+    (tmp_path / "mine_folder").mkdir()
     (tmp_path / "mine_failing.py").write_text("import reader\nraise KeyError('x')\n")
 
     def run(*arguments):
@@ -62,7 +64,7 @@ def agreement(monkeypatch, capsys, tmp_path):
         return code, " ".join((said.out + said.err).split())
 
     yield run
-    for name in ("mine_wrong", "mine_failing"):
+    for name in ("mine_wrong", "mine_failing", "mine_folder"):
         sys.modules.pop(name, None)
 
 
@@ -71,7 +73,7 @@ def test_a_report_of_a_recurrent_model_with_a_carry_dropout_and_two_losses(agree
     code, said = agreement("--model", "reader:build", *arguments)
     assert code == 0, said
     assert "draws random bits in init, training" in said
-    assert "| strategy | slice | gradients | losses | params | opt_state | metrics | carry |" in said
+    assert "| strategy | slice | gradients | losses | params | opt_state | metrics | carry | counts |" in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["agrees"]
     assert (report["seed"], report["steps"]) == (0, 2)
@@ -83,8 +85,22 @@ def test_a_report_of_a_recurrent_model_with_a_carry_dropout_and_two_losses(agree
     found = tensor["float32"]
     assert 0 < found["gradients"]["ulp"] <= found["gradients"]["tolerance_ulp"]  # it was another computation
     assert 0 < found["gradients"]["relative"] < 1e-5
-    assert found["carry"]["tolerance_ulp"] is None
-    assert found["metrics"]["leaf"]
+    for part in ("metrics", "carry"):
+        assert 0 < found[part]["ulp"] <= found[part]["tolerance_ulp"]
+    assert (found["counts"]["leaf"], found["counts"]["tolerance_ulp"]) == ("['carry']['carry']['batches']", None)
+    assert report["modules"] == {"reader": hashlib.sha256((OUTSIDE / "reader.py").read_bytes()).hexdigest()[:16]}
+    assert (report["optimizer"], report["devices"]) == ("AdamW with epsilon 1e-4", "16 cpu devices of one process")
+
+
+def test_a_model_may_start_from_the_same_parameters_for_every_seed(agreement, tmp_path):
+    """No strategy of those asked for can hold it, so that nothing is trained."""
+    arguments = ["--model", "mine_wrong:constant", "--only", "pipeline", "--json", "report.json", "--processes", "2"]
+    code, said = agreement(*arguments)
+    assert code == 1, said
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["draws_random_bits"] == {"init": False, "training": True, "evaluation": False}
+    assert report["devices"] == "16 cpu devices of one process or 2 processes"
+    assert set(report["modules"]) == {"mine_wrong", "reader"}
 
 
 BATCH = {"inputs": "int32", "targets": "int32", "distance": "float32"}
@@ -120,6 +136,9 @@ def test_a_model_of_ones_own_agrees_over_processes(agreement):
         ("mine_failing:build", "importing mine_failing failed: KeyError: 'x' (mine_failing.py:2)"),
         ("mine_wrong:build", "mine_wrong.py has no function 'build'; it has sized, broken"),
         ("mine_wrong:sized", "needs size; expected a function that takes no arguments"),
+        ("sys:nothing", "--model sys:nothing: the module sys has no function 'nothing'; it has no functions"),
+        ("mine_folder:build", "the module mine_folder has no function 'build'"),
+        ("builtins:dict", "dict'>; expected a function, written in Python, that takes no arguments"),
         ("mine_wrong:broken", "failed: ZeroDivisionError: division by zero (mine_wrong.py:"),
         ("mine_wrong:text", "returns as its model a value of type str, which lacks init"),
         ("mine_wrong:uncalled", "returns as its model the class Reader, not an object of it"),
@@ -129,7 +148,6 @@ def test_a_model_of_ones_own_agrees_over_processes(agreement):
             "returns as its model a value of type Old, which lacks loss(params, carry, rng, batch, *, is_training)",
         ),
         ("mine_wrong:alone", "returns Unnamed without a task, and it has no vocab_size"),
-        ("mine_wrong:constant", "Constant: init ignores its rng, so that its parameters are the same for every seed"),
         ("mine_wrong:unnamed", "parameters without named axes: linear/b [3], linear/w [8, 3]"),
     ],
 )
