@@ -113,15 +113,25 @@ def _mesh_problems(degrees: list[str], names: list[str]) -> list[str]:
     return problems
 
 
+def import_root() -> Path:
+    """Returns the folder from which our modules are imported: the workspace, or the parent of the wheel's."""
+    return WORKSPACE.parent if PACKAGE else WORKSPACE
+
+
+def runs_folder() -> Path:
+    """Returns the folder `runs`: in the workspace; of a wheel, in the working directory."""
+    return (Path.cwd() if PACKAGE else WORKSPACE) / "runs"
+
+
 def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mapping[str, str] | None = None) -> str:
     """Returns the default run directory of `experiment`: `$RENGA_RUN_ROOT/{group}/{experiment}`.
 
     The group is the folder of the experiment file. A smoke run has its own directory. If RENGA_RUN_ROOT is unset, it is
-    `runs` in the workspace for the workspace's experiments, and otherwise `runs` beside the experiment file.
+    `runs_folder` for the workspace's experiments, and otherwise `runs` beside the experiment file.
     """
     path = Path(experiment).resolve()
     is_ours = path.is_relative_to(WORKSPACE) or "://" in str(experiment)
-    root = read("RENGA_RUN_ROOT", environ=environ) or str((WORKSPACE if is_ours else path.parent) / "runs")
+    root = read("RENGA_RUN_ROOT", environ=environ) or str(runs_folder() if is_ours else path.parent / "runs")
     return f"{root.rstrip('/')}/{path.parent.name}/{path.stem}{'-smoke' if smoke else ''}"
 
 

@@ -82,13 +82,25 @@ class Reader:
 
     def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
         """Reads statements; included files are also searched for in `folder`."""
-        statements = self._parsed(text, file=name)
+        statements = self._importable(self._parsed(text, file=name), file=name)
         self.sources[name] = Source([s for s in statements if isinstance(s, ImportStatement)], ancestors)
         for statement in statements:
             if isinstance(statement, IncludeStatement):
                 self._include(statement, folder, reading=(*ancestors, name))
             elif isinstance(statement, Binding):
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
+
+    def _importable(self, statements: list[Statement], *, file: str) -> list[Statement]:
+        """Returns the statements without imports that this installation cannot have, which become problems."""
+        found = []
+        for each in statements:
+            is_import = isinstance(each, ImportStatement)
+            if is_import and not (each.is_from or each.alias) and each.module != _installed_name(each.module):
+                self.problems.append(_bound_elsewhere(each, file=file))
+                self.unclear.add(each.bound_name())
+            else:
+                found.append(each)
+        return found
 
     def _parsed(self, text: str, *, file: str) -> list[Statement]:
         """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented."""
@@ -188,13 +200,34 @@ def _as_installed(statement: Any) -> Any:
     """Returns an import of one of our modules with its name in this installation, other statements as they are.
 
     `core.step` of the workspace is `renga.core.step` in the wheel; each reads files that were written for the other.
+    `import core.step` without `as` stays, because it binds `core`, with which names in the file begin.
     """
     if not isinstance(statement, ImportStatement) or not (statement.is_from or statement.alias):
         return statement
-    name = statement.module.removeprefix("renga.")
+    return statement._replace(module=_installed_name(statement.module))
+
+
+def _installed_name(module: str) -> str:
+    """Returns the name in this installation of one of our modules, written for the workspace or for the wheel."""
+    name = module.removeprefix("renga.")
     file = WORKSPACE.joinpath(*name.split("."))
-    is_ours = file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()
-    return statement._replace(module=PACKAGE + name) if is_ours else statement
+    is_in_package = (WORKSPACE / name.partition(".")[0] / "__init__.py").is_file()
+    is_ours = is_in_package and (file.with_suffix(".py").is_file() or (file / "__init__.py").is_file())
+    return PACKAGE + name if is_ours else module
+
+
+def _bound_elsewhere(statement: ImportStatement, *, file: str) -> ConfigProblem:
+    """Returns the problem of `import core.step`, without `as`, where that module has another name."""
+    name = statement.module.removeprefix("renga.")
+    package, _, last = name.rpartition(".")
+    both = f"from {package} import {last}, and {last}.NAME for {statement.module}.NAME" if package else ""
+    return ConfigProblem(
+        file,
+        statement.location.line_num,
+        f"{statement.module} is {_installed_name(statement.module)} in this installation",
+        actual=statement.format(),
+        fix=f"write {both or f'import {name} as {name}'}",
+    )
 
 
 def _explanation(error: Exception, piece: str) -> tuple[str, str]:

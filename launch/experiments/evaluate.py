@@ -220,7 +220,7 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     command = [*environment.COMMAND, "evaluate", found.run_dir, "--slice", slice_.name]
     command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--rows", "--submission")
     folder = Path(found.run_dir)
-    logs = (environment.WORKSPACE / "runs" / folder.name if paths.is_remote(found.run_dir) else folder) / "logs"
+    logs = (environment.runs_folder() / folder.name if paths.is_remote(found.run_dir) else folder) / "logs"
     simulate.announce(slice_, logs)
     return simulate.run(slice_, command=command, log_directory=logs)
 

@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
         )
-    root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.WORKSPACE / "runs")
+    root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.runs_folder())
     root = os.fspath(paths.resolve(root))
     entries = suites.load(
         suites.files(args.group),
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     if runs and not args.simulate:
         _check_places(entries, root)
     name = Path(args.group).name
-    out = Path(args.out) if args.out else environment.WORKSPACE / "runs" / "suites" / name
+    out = Path(args.out) if args.out else environment.runs_folder() / "suites" / name
     mode = suites.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
     suite = Suite(entries, mode=mode, root=root, logs=out / "logs")
     suite.gather() if args.analyze else suite.find_done()

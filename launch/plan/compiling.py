@@ -21,8 +21,8 @@ from typing import NamedTuple
 from core import slices
 from core.errors import UserError
 from core.slices import GIB
+from launch import environment
 from launch.config import loader
-from launch.environment import PACKAGE, WORKSPACE
 from parallel import compiled, host_memory
 from parallel.hlo import messages
 from parallel.planning import compiled_records, records
@@ -30,7 +30,7 @@ from parallel.planning.records import Record
 
 BYTES_PER_COMPILE = 4 * GIB  # a 7B step takes about 3
 MAX_CONCURRENT = 2
-WORKER = (sys.executable, "-m", f"{PACKAGE}launch.plan.compiling")
+WORKER = (sys.executable, "-m", f"{environment.PACKAGE}launch.plan.compiling")
 _POLL_SECONDS = 0.1
 _PARENT_POLL_SECONDS = 1.0
 
@@ -96,7 +96,7 @@ def _start(job: Job, folder: Path, command: Sequence[str]) -> _Running:
     (folder / "job.json").write_text(json.dumps(plain))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env |= messages.AUDIBLE_WARNINGS
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORKSPACE), env.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.import_root()), env.get("PYTHONPATH", "")]))
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [*command, str(folder / "job.json")],

@@ -150,3 +150,15 @@ def test_several_hosts_need_a_place_for_the_run_that_was_named(monkeypatch):
     monkeypatch.delenv("RENGA_RUN_ROOT")
     monkeypatch.setenv("RENGA_SIMULATE", "v4-32")
     environment.require_named(None, several)
+
+
+@pytest.mark.parametrize("package", ["", "renga."])
+def test_runs_and_imports_of_a_wheel_stay_out_of_its_folder(monkeypatch, tmp_path, package):
+    monkeypatch.delenv("RENGA_RUN_ROOT", raising=False)
+    monkeypatch.setattr(environment, "PACKAGE", package)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path if package else ROOT
+    assert environment.run_directory(ROOT / "gin/quickstart.gin") == f"{folder}/runs/gin/quickstart"
+    assert environment.import_root() == (ROOT.parent if package else ROOT)
+    own = tmp_path / "mine" / "own.gin"
+    assert environment.run_directory(own) == f"{tmp_path}/mine/runs/mine/own"

@@ -74,15 +74,61 @@ def test_only_import_statements_of_our_packages_change():
         BUILD["renga_names"]("import os\nimport core.step\n", file="x.py")
 
 
-def test_gin_texts_of_the_workspace_and_of_the_wheel_are_read_by_both(monkeypatch):
-    theirs = "from renga.core import optimizers\nfrom renga.trainer import x\nfrom tests.lab import y\nimport core.step"
-    ours = ["core.optimizers", "renga.trainer", "tests.lab.y", "core.step"]
-    assert [s.module for s in sources.parse(theirs)][:1] == ours[:1]
-    monkeypatch.setattr(sources, "PACKAGE", "renga.")
-    assert [s.module for s in sources.parse("from core import optimizers\nfrom mine import models")] == [
-        "renga.core.optimizers",
-        "mine.models",
-    ]
+OF_THE_WORKSPACE = """\
+from core import optimizers
+from core import step as own
+import models.lora as lora
+from renga import trainer
+import renga.trainer as same
+from tests.lab import y
+import trainer as theirs
+from mine import models
+import core.step"""
+OF_THE_WHEEL = """\
+from renga.core import optimizers
+from renga.core import step as own
+import renga.models.lora as lora
+from renga import trainer
+import renga.trainer as same
+from tests.lab import y
+import trainer as theirs
+from mine import models
+import renga.core.step"""
+
+
+def imports(text):
+    return [statement.format() for statement in sources.parse(text)]
+
+
+@pytest.mark.parametrize("package", ["", "renga."])
+def test_gin_texts_of_the_workspace_and_of_the_wheel_are_read_by_both(monkeypatch, tmp_path, package):
+    """All imports but those that bind `core` or `renga`, which stay as they are."""
+    own, other = OF_THE_WORKSPACE.splitlines(), OF_THE_WHEEL.splitlines()
+    if package:
+        own, other = other, own
+        for path in [*(ROOT / "renga").glob("*.py"), *(ROOT / name for name in BUILD["OURS"])]:
+            (tmp_path / path.name).symlink_to(path)  # as in the folder of the wheel
+        monkeypatch.setattr(sources, "WORKSPACE", tmp_path)
+    monkeypatch.setattr(sources, "PACKAGE", package)
+    assert imports("\n".join(own)) == own
+    assert imports("\n".join(other)) == [*own[:-1], other[-1]]
+
+
+@pytest.mark.parametrize(
+    ("package", "written", "fix"),
+    [
+        ("", "import renga.core.step", "write from core import step, and step.NAME for renga.core.step.NAME"),
+        ("renga.", "import core.step", "write from core import step, and step.NAME for core.step.NAME"),
+        ("renga.", "import models", "write import models as models"),
+    ],
+)
+def test_an_import_that_binds_a_package_of_the_other_kind_is_refused(monkeypatch, tmp_path, package, written, fix):
+    monkeypatch.setattr(sources, "PACKAGE", package)
+    reader = sources.Reader()
+    reader.text(f"\n{written}\n", name="x.gin", folder=tmp_path)
+    (problem,) = reader.problems
+    assert (problem.place, problem.actual, problem.fix) == ("x.gin:2", written, fix)
+    assert not reader.sources["x.gin"].imports
 
 
 def named(requirement):

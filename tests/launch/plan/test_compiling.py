@@ -56,6 +56,14 @@ def test_a_crash_is_a_row_with_its_last_words_and_is_not_kept(tmp_path, command)
     assert not job.record.exists()
 
 
+def test_workers_import_our_modules_from_where_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling.environment, "import_root", lambda: tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    command = [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH']); raise SystemExit(3)"]
+    ((_, record),) = compiling.compile_all(jobs(tmp_path, "a"), wanted=lambda: 1, command=command)
+    assert record.reason.endswith(f": {tmp_path}/site:mine")
+
+
 @pytest.mark.parametrize(("room", "begins"), [(1, "+-+-+-"), (2, "++")])
 def test_as_many_max_concurrent_as_there_is_room_for(tmp_path, command, monkeypatch, room, begins):
     monkeypatch.setattr(compiling, "max_concurrent", lambda: room)
