@@ -147,7 +147,10 @@ install_requirements() {
   if ((code)); then
     say "pip could not install ${list##*/}. Last lines of its output (all of it: $log):"
     tail -n 15 "$log" >&2
-    fail "if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again; it resumes"
+    local compiler=''
+    [[ $name != .venv-newest ]] || compiler="a package that has no wheel for this Python (such as editdistance, of seqio) \
+needs a C++ compiler; "
+    fail "${compiler}if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again; it resumes"
   fi
 }
 

@@ -239,6 +239,11 @@ def test_a_failed_install_shows_pip_s_words_and_is_never_taken_as_good(machine):
         assert code == 1
         assert "ERROR: Could not find a version that satisfies jax" in said
         assert "PIP_INDEX_URL" in said
+        assert "compiler" not in said  # every pinned package has a wheel
+    code, said = machine.setup(RENGA_NEWEST="1")
+    assert code == 1
+    assert "PIP_INDEX_URL" in said
+    assert "a package that has no wheel for this Python (such as editdistance, of seqio) needs a C++ compiler" in said
     (machine.home / "no_network").unlink()
     assert machine.setup()[0] == 0
     assert machine.setup() == (0, "")
