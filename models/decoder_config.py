@@ -365,8 +365,22 @@ class DecoderConfig:
 
     def attention_on_gpus(self, length: int) -> str:
         """Returns how attention is computed on GPUs; see `core.types.DescribesAttention`."""
-        if self.attention in ("plain", "none") or not any("attention" in kind.mixers for kind in self.layer_kinds):
-            return "plain products" if self.attention == "plain" else "none"
+        found = {
+            name: self._implementation_on_gpus(name, length)
+            for name in ("attention", "block_sparse")
+            if any(name in kind.mixers for kind in self.layer_kinds)
+        }
+        if len(found) < 2:
+            return next(iter(found.values()), "none: no mixer of this decoder is attention")
+        return "; ".join(f"{name}: {how}" for name, how in found.items())
+
+    def _implementation_on_gpus(self, mixer: str, length: int) -> str:
+        if self.attention == "splash":
+            return "the splash kernel, which GPUs cannot run: set attention = 'auto'"
+        if mixer == "block_sparse" or self.attention == "plain":
+            return "plain products"
+        if self.attention == "none":
+            return "none: attention = 'none' mixes no positions"
         problem = cudnn_attention.problem(length, self.head_width, self.dtype, softcap=self.attention_softcap)
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 

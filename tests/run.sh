@@ -2,17 +2,18 @@
 # Sets up, then checks style and types and runs the tests, on CPU and without network; or runs test equipment. Usage:
 #   tests/run.sh                    all but the slow ones
 #   tests/run.sh --all              the slow ones too
-#   tests/run.sh [--all] ARGS…      ARGS go to pytest, such as tests/core -k slices
-#   tests/run.sh --newest [--all] [ARGS…]   with the newest JAX, libtpu and other packages, in .venv-newest
+#   tests/run.sh --newest           with the newest JAX, libtpu and other packages, in .venv-newest
+#   tests/run.sh [--all] [--newest] ARGS…   ARGS go to pytest, such as tests/core -k slices
 #   tests/run.sh lab COMMAND …      planted failures, soak, benchmarks, golden records, STATUS.md: tests/lab/
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-if [[ ${1:-} == --newest ]]; then
-  export RENGA_NEWEST=1
+with_slow=0
+while [[ ${1:-} == --all || ${1:-} == --newest ]]; do
+  if [[ $1 == --all ]]; then with_slow=1; else export RENGA_NEWEST=1; fi
   shift
-fi
+done
 python=.venv/bin/python
 [[ ${RENGA_NEWEST:-} != 1 ]] || python=.venv-newest/bin/python
 launch/setup.sh
@@ -23,9 +24,8 @@ if [[ ${1:-} == lab ]]; then
 fi
 
 selection=(-m "not slow")
-if [[ ${1:-} == --all ]]; then
+if ((with_slow)); then
   selection=()
-  shift
 else  # less optimized machine code, without fusion emitters, is compiled in a third of the time; --all runs what users run
   export XLA_FLAGS="${XLA_FLAGS:-} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
   [[ ${RENGA_NEWEST:-} == 1 ]] || XLA_FLAGS+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag

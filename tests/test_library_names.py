@@ -1,6 +1,8 @@
 """Every name that the product takes from JAX and the libraries around it exists in the installed version.
 
-A version of a library in which one is gone, renamed or deprecated fails here with the name and the places that use it.
+A version of a library in which one is gone, renamed, or gives a warning of its deprecation when it is looked up (as the
+names of `jax` do) fails here with the name and the places that use it. A function that warns only when it is called is
+not found.
 Names that are private are allowed in core/jax_internals.py alone (tests/test_house.py).
 """
 
@@ -9,6 +11,8 @@ import collections
 import functools
 import importlib
 import pathlib
+import sys
+import types
 import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -67,7 +71,7 @@ def resolve(name):
 
 
 def problem(name):
-    """Returns what is wrong with a name: nothing (None), `gone` with the reason, or the warning of its deprecation."""
+    """Returns what is wrong with a name: nothing (None), `gone` with the reason, or its lookup's warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -101,7 +105,18 @@ def test_a_name_that_is_gone_is_told_from_one_that_is_there():
     assert "module 'jax' has no attribute 'no_such'" in problem("jax.no_such.name")
 
 
-def test_no_name_is_gone_or_deprecated():
+def test_a_name_whose_lookup_warns_is_deprecated(monkeypatch):
+    library = types.ModuleType("a_library")
+    library.__getattr__ = lambda name: warnings.warn(
+        f"a_library.{name} is deprecated", DeprecationWarning, stacklevel=2
+    )
+    library.kept = lambda: warnings.warn("a_library.kept is deprecated", DeprecationWarning, stacklevel=2)
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    assert problem("a_library.old") == "a_library.old is deprecated"
+    assert problem("a_library.kept") is None  # it would warn when it is called
+
+
+def test_no_name_is_gone_or_warns_when_it_is_looked_up():
     used = collections.defaultdict(set)
     for path in PRODUCT:
         for name in names_used(path.read_text()):

@@ -226,7 +226,7 @@ def test_a_committed_record_is_of_the_experiment_as_it_is(name, pinned_compiler)
 def check_compiled(name):
     """Compiles an experiment: to its record with the pinned compiler, to no worse figures with a newer one.
 
-    At most 2 % more memory and cycles: libtpu 0.0.50.1 needed 4 % less to 0.4 % more than 0.0.42.1 in 8 experiments.
+    At most 0.5 % more memory and cycles: libtpu 0.0.50.1 needed 4 % less to 0.4 % more than 0.0.42.1 in 8 experiments.
     """
     found, now = golden.read(name), golden.compile_record(golden.files()[name])
     if now["versions"] == found["versions"]:
@@ -234,8 +234,8 @@ def check_compiled(name):
         return
     for key in ("fingerprint", "flops_per_step", "wire_bytes_by_axes"):
         assert now[key] == found[key]
-    assert now["memory"]["peak_bytes"] <= 1.02 * found["memory"]["peak_bytes"]
-    assert now["cycles"]["total"] <= 1.02 * found["cycles"]["total"]
+    assert now["memory"]["peak_bytes"] <= 1.005 * found["memory"]["peak_bytes"]
+    assert now["cycles"]["total"] <= 1.005 * found["cycles"]["total"]
     assert not now["predicted"]["unpriced"]
 
 

@@ -1,4 +1,4 @@
-"""launch/setup.sh with fakes of Python, pip, apt-get and uv on PATH; nothing is downloaded."""
+"""launch/setup.sh with fakes of Python, pip, apt-get and uv on PATH, and tests/run.sh; nothing is downloaded."""
 
 import os
 import re
@@ -247,6 +247,29 @@ def test_a_failed_install_shows_pip_s_words_and_is_never_taken_as_good(machine):
     (machine.home / "no_network").unlink()
     assert machine.setup()[0] == 0
     assert machine.setup() == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "python", "passed_on"),
+    [
+        ("--newest --all tests/core", ".venv-newest", "tests/core"),
+        ("--all --newest tests/core", ".venv-newest", "tests/core"),
+        ("--newest", ".venv-newest", "-m not slow"),
+        ("--all -k slices", ".venv", "-k slices"),
+        ("-k slices", ".venv", "-m not slow -k slices"),
+    ],
+)
+def test_options_of_the_tests_come_in_any_order(machine, arguments, python, passed_on):
+    says = '#!/bin/bash\n[[ $* != *pytest* ]] || echo "$(basename "${0%/bin/python}"): $*"\n'
+    machine.script(machine.root / "launch/setup.sh", "#!/bin/bash\n")
+    for name in (".venv", ".venv-newest"):
+        (machine.root / name / "bin").mkdir(parents=True)
+        machine.script(machine.root / name / "bin/python", says + "echo jax 0.12.0\n")
+    (machine.root / "tests").mkdir()
+    shutil.copy(ROOT / "tests/run.sh", machine.root / "tests")
+    command = ["bash", str(machine.root / "tests/run.sh"), *arguments.split()]
+    said = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=True).stdout
+    assert f"{python}: -m pytest -n 2 --dist loadfile --no-loadscope-reorder {passed_on}\n" in said
 
 
 def test_two_simultaneous_setups_install_once(machine):

@@ -15,7 +15,9 @@ import pytest
 from core import jax_internals, slices
 from core.errors import UserError
 from models import agreement_subjects, attention, cudnn_attention, transformer
+from models.block_sparse import BlockSparse
 from models.prefix import Prefix
+from models.s5 import S5
 from parallel import strategies
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
@@ -161,7 +163,21 @@ def test_a_decoder_says_how_it_attends_on_gpus():
     assert model.attention_on_gpus(2048) == "flash attention of cuDNN"
     in_float32 = dataclasses.replace(model, dtype="float32").attention_on_gpus(2048)
     assert in_float32.startswith("plain products: cuDNN computes in bfloat16")
-    assert dataclasses.replace(model, attention="plain").attention_on_gpus(2048) == "plain products"
+    blocks, states = BlockSparse(block=4, global_blocks=1, window=1, random=1), S5(states=16)
+    sparse = {"mixer": "block_sparse", "block_sparse": blocks}
+    for changes, said in [
+        ({"attention": "plain"}, "plain products"),
+        ({"attention": "splash"}, "the splash kernel, which GPUs cannot run: set attention = 'auto'"),
+        ({"attention": "none"}, "none: attention = 'none' mixes no positions"),
+        (sparse, "plain products"),
+        (sparse | {"attention": "splash"}, "the splash kernel, which GPUs cannot run: set attention = 'auto'"),
+        ({"mixer": "s5", "s5": states, "attention": "plain"}, "none: no mixer of this decoder is attention"),
+        (
+            {"mixer": ("attention", "block_sparse+s5"), "num_layers": 2, "block_sparse": blocks, "s5": states},
+            "attention: flash attention of cuDNN; block_sparse: plain products",
+        ),
+    ]:
+        assert dataclasses.replace(model, **changes).attention_on_gpus(2048) == said
 
 
 @pytest.mark.slow
