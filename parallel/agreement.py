@@ -1,8 +1,9 @@
 """Measures how far two layouts of one training run differ.
 
 A strategy may change speed, memory, and the order in which sums are computed, but nothing else. A few steps of the same
-model on the same batches are run under each layout, and everything that training produces is compared: the loss of
-every step, every gradient of the first batch, every parameter and every leaf of the optimizer state.
+model on the same batches are run under each layout, and everything that training produces is compared: the loss and
+the metrics of every step, every gradient of the first batch, every parameter, every leaf of the optimizer state, and
+the carry of the last step.
 
 Differences are given in absolute terms and in units of the float32 spacing at the largest entry of their leaf ("ulp").
 Whatever the scale of the leaf, rounding gives a few ulp and a wrong sum thousands or more.
