@@ -33,7 +33,7 @@ _GIN = environment.WORKSPACE / "gin"
 def files() -> dict[str, str]:
     """Returns the gin file of every recorded experiment, by the name of its record."""
     found = [*sorted(_GIN.glob("*.gin")), *sorted((_GIN / "published").glob("*.gin")), _GIN / "trm" / "suite.gin"]
-    found += sorted((_GIN / "arrcoc").glob("v5p_*.gin"))
+    found += [*sorted((_GIN / "arrcoc").glob("v5p_*.gin")), *sorted((_GIN / "long").glob("*.gin"))]
     incomplete = [_GIN / "defaults.gin", *_GIN.glob("finetune*.gin")]  # the latter need the user's folder
     found = [path for path in found if path not in incomplete]
     return {"-".join(p.relative_to(_GIN).with_suffix("").parts): f"gin/{p.relative_to(_GIN)}" for p in found}

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core import optimizers, slices, units, versions
+from core.errors import UserError
 from launch.environment import WORKSPACE
 from models import transformer
 from models.transformer import Transformer
@@ -69,11 +70,29 @@ def measure(model: Transformer, length: int) -> dict[str, Any]:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Returns the results by model and length; none of another compiler."""
-    if not RECORD.is_file():
-        return {}
-    record = json.loads(RECORD.read_text())
-    return record["results"] if record["versions"] == versions.installed(versions.COMPILER) else {}
+    """Returns the recorded results by model and length; see `require_own_compiler` for those of another compiler."""
+    return json.loads(RECORD.read_text())["results"] if RECORD.is_file() else {}
+
+
+def require_own_compiler() -> None:
+    """Raises UserError if the record is of another compiler: its results cannot stand beside new ones."""
+    before, now = json.loads(RECORD.read_text())["versions"], versions.installed(versions.COMPILER)
+    if before != now:
+        raise UserError(
+            f"{RECORD.name} is of {before}, and installed are {now}: remove it to compile all models again, or install "
+            "these versions"
+        )
+
+
+def lines() -> list[tuple[str, ...]]:
+    """Returns the recorded lines of the table."""
+    found = recorded()
+    return [
+        row(name, length, found[name][str(length)])
+        for name in models()
+        for length in LENGTHS
+        if str(length) in found.get(name, {})
+    ]
 
 
 def row(name: str, length: int, found: Mapping[str, Any]) -> tuple[str, ...]:
@@ -94,20 +113,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles if asked to, prints the table, and draws the picture."""
+    if args.write and RECORD.is_file():
+        require_own_compiler()
     every = models()
     for length in args.lengths if args.write else ():
         for name in args.models:
             _compile(name, every[name], length)
-    results = recorded()
-    lines = [
-        row(name, length, found[str(length)])
-        for name in every
-        for length in LENGTHS
-        if str(length) in (found := results.get(name, {}))
-    ]
-    print("\n".join(f"| {' | '.join(line)} |" for line in (HEADINGS, ["---"] * len(HEADINGS), *lines)))
+    print("\n".join(f"| {' | '.join(line)} |" for line in (HEADINGS, ["---"] * len(HEADINGS), *lines())))
     if args.write:
-        _draw(results)
+        _draw(recorded())
     return 0
 
 

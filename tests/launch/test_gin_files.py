@@ -1,8 +1,10 @@
 """Every strategy, optimizer and slice in gin/ fits Valkyrie-7B on the real topology; from shapes alone."""
 
+import dataclasses
 import re
 
 import jax
+import numpy as np
 import pytest
 
 import gin
@@ -120,3 +122,15 @@ def test_the_curriculum_of_lengths_and_its_steps():
 def test_chunks_of_rows_and_kept_states_need_one_another(binding, says):
     with pytest.raises(ValueError, match=says):
         loader.load("gin/long/chunks.gin", bindings=[binding]).build()
+
+
+def test_chunks_of_rows_suit_any_model_with_a_carry():
+    experiment = loader.load("gin/long/chunks.gin").build()
+
+    class Carries(type(experiment.model)):
+        def init_carry(self, batch):
+            return np.zeros(batch["inputs"].shape[0])
+
+    settings = {f.name: getattr(experiment.model, f.name) for f in dataclasses.fields(experiment.model)}
+    model = Carries(**{**settings, "keeps_states": False})
+    assert dataclasses.replace(experiment, model=model).model is model
