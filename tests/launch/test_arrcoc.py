@@ -112,3 +112,24 @@ def test_figures_of_the_page_are_those_of_the_records():
         assert mfu == candidate_metrics.between((shares["exposed"], shares["hidden"]), "{:.0f}", 100), name
     small, large = (golden.read(f"arrcoc-{name}") for name in ("v5p_8", "v5p_128"))
     assert small["cycles"] == large["cycles"]  # the same work for each chip
+
+
+@pytest.mark.covers("N11")
+@pytest.mark.parametrize(
+    ("name", "method", "slots"),
+    [
+        ("learned", "soft", [64, 8]),
+        ("mixed", "soft", [64, 8]),
+        ("all", "all", [64, 64]),
+        ("random", "random", [8, 8]),
+        ("center", "center", [8, 8]),
+        ("blind", "blind", [8, 8]),
+    ],
+)
+def test_controls_train_on_the_same_questions(name, method, slots):
+    spans = loader.load(f"gin/arrcoc/controls/{name}.gin", slice_name="v5e-1").build().spans()
+    assert [span.experiment.task.image_tokens for span in spans] == slots
+    assert [span.experiment.task.length for span in spans] == [12 + number for number in slots]
+    files = [span.experiment.task.train_files for span in spans]
+    assert files == [("easy_vqa/curriculum.jsonl",), ("easy_vqa/train.jsonl",)]
+    assert {span.experiment.model.selector.method for span in spans} == {method}
