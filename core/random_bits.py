@@ -110,7 +110,12 @@ def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
 
 
 class Uses(NamedTuple):
-    """Whether initial parameters depend on the rng, and whether training and evaluation draw random bits."""
+    """Where a model uses random numbers.
+
+    Attributes:
+      init: whether initial parameters depend on the rng.
+      training, evaluation: whether the loss draws random bits.
+    """
 
     init: bool
     training: bool
@@ -144,7 +149,7 @@ def _is_used(function: Callable[..., Any], *args: Any) -> bool:
 
 
 def _has_draws(jaxpr: Jaxpr) -> bool:
-    """Returns whether random bits are made in a function; splitting a key draws none by itself."""
+    """Returns whether a function draws random bits; splitting a key does not count."""
     return any(
         equation.primitive.name in _BITS or any(_has_draws(inner) for inner in jaxprs_in_params(equation.params))
         for equation in jaxpr.eqns

@@ -203,7 +203,7 @@ class Experiment:
 
     @property
     def is_one_phase(self) -> bool:
-        """Whether `phase` has chosen one of several phases."""
+        """Whether `phase` selects one of several phases."""
         return self._chosen is not None
 
     def _wrong_parts(self) -> Iterator[str]:

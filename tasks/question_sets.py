@@ -26,7 +26,7 @@ Report = Callable[[int], None]  # is told how many examples have been read
 
 
 class Counts(NamedTuple):
-    """What was written of a split.
+    """The numbers of questions and images written for a split.
 
     Attributes:
       questions, images: how many; an image of both splits is counted in the first.

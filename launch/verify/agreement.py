@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Compared(NamedTuple):
-    """What is compared.
+    """The model and the examples of one comparison.
 
     Attributes:
       subject: the model and its training options.

@@ -84,7 +84,7 @@ def test_kernel_equals_attention_with_the_same_mask():
 @pytest.mark.slow  # the interpreter
 @pytest.mark.parametrize("strategy", [strategies.context(sequence=2), strategies.fsdp_tensor(tensor=2)])
 def test_the_kernel_over_chips(strategy):
-    """Of two chips each has the queries of half a row and gathered keys, or half of the heads."""
+    """Each of two chips has half of a row's queries and all of its keys, or half of the heads."""
     settings = BlockSparse(block=128, global_blocks=1, window=1, random=1)
 
     def kernel(*a):

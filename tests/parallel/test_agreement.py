@@ -83,7 +83,7 @@ def with_carry(one_device):
 @pytest.mark.parametrize("how", WRONG)
 @pytest.mark.parametrize("field", [name for name in agreement.Trajectory._fields if name != "is_whole"])
 def test_a_wrong_leaf_anywhere_is_seen(field, how, with_carry):
-    """Each leaf by itself, by the widest tolerance of all; counts only if they are not finite."""
+    """Changes one leaf at a time by more than the widest tolerance; counts are reported only if they are not finite."""
     leaves, structure = jax.tree.flatten(getattr(with_carry, field))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(getattr(with_carry, field))]
     assert leaves

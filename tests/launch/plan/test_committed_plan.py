@@ -79,7 +79,7 @@ def plan(tmp_path_factory):
 
 
 def assert_it_is_the_winner(plan, pinned):
-    """Of as many that fit as its header says, none of which is left to compile.
+    """The experiment as written is the fastest recorded candidate, and no candidate is left to compile.
 
     With rematerialization, JAX 0.10 traces the forward kernel a second time and JAX 0.12 does not. Estimates under
     JAX 0.12 therefore order the candidates differently, and a plan made with it would compile other candidates. So only
