@@ -63,7 +63,12 @@ _NOT_SETTINGS = {
     "keeps_states",
 }  # of a run, not of the function
 _PARTS_NOT_SETTINGS = {("s5", "chunk"), ("ttt", "inner")}  # the name of the mixer says which inner model it has
-_EXPERTS_NOT_SETTINGS = {"mlp_dim", "capacity", "balance", "z_loss"}  # the width is listed as mlp_dim
+_EXPERTS_NOT_SETTINGS = {
+    "mlp_dim",
+    "capacity",
+    "balance",
+    "z_loss",
+}  # the width is listed as mlp_dim if it is the only one
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
 _POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
@@ -293,7 +298,7 @@ class DecoderConfig:
         if (experts := found.pop("experts")) is not None:
             routing = dataclasses.asdict(experts)
             found |= {f"experts.{name}": value for name, value in routing.items() if name not in _EXPERTS_NOT_SETTINGS}
-            found["mlp_dim"] = self.expert_dim
+            found["experts.mlp_dim" if "mlp" in self._feed_forwards else "mlp_dim"] = self.expert_dim
         return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
 
     @property

@@ -7,6 +7,7 @@ models/README.md has a table of the families, and of their differences from Llam
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -96,8 +97,6 @@ _REFUSED = {  # with the only supported value
     "add_cross_attention": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
     "router_jitter_noise": 0.0,
 }
 _TEXTS = {"hidden_act", "hidden_activation", "activation_function"}
@@ -115,6 +114,9 @@ def _problem(key: str, value: Any, *, nullable: bool) -> str:
         fits, expected = isinstance(value, bool), "true or false"
     elif key in _TEXTS:
         fits, expected = isinstance(value, str), "the name of an activation"
+    elif key == "mlp_only_layers":
+        fits = isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)
+        expected = "a list of numbers of layers, counted from 0"
     elif key in _NUMBERS:
         fits, expected = rope_settings.is_positive(value), "a number above 0"
     else:
@@ -183,7 +185,26 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         mlp_dim=config["moe_intermediate_size"],
         normalized=config["norm_topk_prob"],
     )
-    return _qwen(config, qk_norm=True, experts=experts)
+    kinds = _feed_forwards(config)
+    return _qwen(
+        config, qk_norm=True, experts=experts, **({} if set(kinds) == {"experts"} else {"feed_forward": kinds})
+    )
+
+
+def _feed_forwards(config: Config) -> tuple[str, ...]:
+    """Returns the feed-forward of each layer of a group, the shortest that the stack repeats a whole number of times.
+
+    Layer l, from 0, has experts if decoder_sparse_step divides l + 1 and mlp_only_layers does not list it.
+    """
+    layers, step, listed = config["num_hidden_layers"], config["decoder_sparse_step"], config["mlp_only_layers"] or []
+    kinds = ["mlp" if layer in listed or (layer + 1) % step else "experts" for layer in range(layers)]
+    if "experts" not in kinds:
+        raise UserError(
+            f"decoder_sparse_step = {step} and mlp_only_layers = {json.dumps(listed)} leave none of {layers} layers "
+            "with experts: expected some (without experts it is model_type qwen3)"
+        )
+    group = next(p for p in range(1, layers + 1) if layers % p == 0 and kinds == kinds[:p] * (layers // p))
+    return tuple(kinds[:group])
 
 
 def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
@@ -307,6 +328,8 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 _HEADS = {"num_key_value_heads", "head_dim", "max_position_embeddings"}
 _CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "max_position_embeddings"}
@@ -328,7 +351,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma3_text": _Family(_gemma3, _GEMMA3, _CAPS),
     "gemma3": _Family(_gemma3, _GEMMA3_NESTED, _CAPS),
     "mixtral": _Family(_mixtral, _MIXTRAL, {*_HEADS, "sliding_window"}),
-    "qwen3_moe": _Family(_qwen3_moe, _QWEN3_MOE, {*_HEADS, "num_experts", "num_local_experts"}),
+    "qwen3_moe": _Family(_qwen3_moe, _QWEN3_MOE, {*_HEADS, "num_experts", "num_local_experts", "mlp_only_layers"}),
 }
 
 
@@ -431,7 +454,10 @@ def _experts_config(model: DecoderConfig, experts: Experts, kind: str) -> dict[s
         sizes = {"intermediate_size": model.expert_dim, "num_local_experts": experts.number}
     else:
         sizes = {"moe_intermediate_size": model.expert_dim, "num_experts": experts.number}
-        sizes |= {"norm_topk_prob": experts.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        with_experts = {i for i in range(model.num_layers) if model.layer_kind(i).feed_forward == "experts"}
+        step = math.gcd(*(layer + 1 for layer in with_experts))
+        others = [layer for layer in range(step - 1, model.num_layers, step) if layer not in with_experts]
+        sizes |= {"norm_topk_prob": experts.normalized, "decoder_sparse_step": step, "mlp_only_layers": others}
     return {**sizes, "num_experts_per_tok": experts.top_k, **training}
 
 

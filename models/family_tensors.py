@@ -1,5 +1,6 @@
 """Maps the parameters of the decoder to the tensors of published families; `models.families` maps their fields."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -49,25 +50,25 @@ def sources(model: DecoderConfig) -> dict[str, Source]:
         if model.bias == "qkv":
             block[f"{ours}_bias"] = Source(f"layers.{{}}.self_attn.{theirs}_proj.bias", f"({rows} head_dim)")
     block["output"] = Source("layers.{}.self_attn.o_proj.weight", "embed (heads head_dim)")
-    block |= _feed_forward_sources(model)
-    result = {
-        "embedding": Source("embed_tokens.weight", "vocab embed"),
-        "final_norm": Source("norm.weight", "norm"),
-        **{f"layers/block/{ours}": source for ours, source in block.items()},
-    }
+    result = {"embedding": Source("embed_tokens.weight", "vocab embed"), "final_norm": Source("norm.weight", "norm")}
+    for layer in range(model.group):
+        kind = model.layer_kind(layer)
+        of_layer = {**block, **_feed_forward_sources(model, kind.feed_forward)}
+        result |= {
+            f"layers/{kind.module}/{ours}": dataclasses.replace(source, first=layer, every=model.group)
+            for ours, source in of_layer.items()
+        }
     return result if model.tied else {**result, "unembedding": Source("/lm_head.weight", "vocab embed")}
 
 
-def _feed_forward_sources(model: DecoderConfig) -> dict[str, Source]:
+def _feed_forward_sources(model: DecoderConfig, kind: str) -> dict[str, Source]:
     layer, names = "mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")}
-    if model.experts is not None and not model.qk_norm:  # Mixtral
+    if kind == "experts" and not model.qk_norm:  # Mixtral
         layer, names = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
-    start = f"layers.{{}}.{layer}." + ("" if model.experts is None else "experts.{}.")
+    start = f"layers.{{}}.{layer}." + ("experts.{}." if kind == "experts" else "")
     dims = {"gate": "mlp embed", "up": "mlp embed", "down": "embed mlp"}
     found = {part: Source(f"{start}{name}.weight", dims[part]) for part, name in names.items()}
-    return (
-        found if model.experts is None else {**found, "router": Source(f"layers.{{}}.{layer}.gate.weight", "_ embed")}
-    )
+    return found if kind != "experts" else {**found, "router": Source(f"layers.{{}}.{layer}.gate.weight", "_ embed")}
 
 
 def _gpt2_sources(model: DecoderConfig) -> dict[str, Source]:
@@ -138,8 +139,9 @@ def adapter_sources(model: DecoderConfig) -> dict[str, Source]:
             )
         inner, outer = (rows, columns) if model.positions == "learned" else (columns, rows)
         prefix = "base_model.model." + source.name.removesuffix(".weight")
-        result[f"{path}_lora_a"] = Source(f"{prefix}.lora_A.weight", f"rank {inner}")
-        result[f"{path}_lora_b"] = Source(f"{prefix}.lora_B.weight", f"{outer} rank")
+        for part, dims in (("A", f"rank {inner}"), ("B", f"{outer} rank")):
+            name = f"{prefix}.lora_{part}.weight"
+            result[f"{path}_lora_{part.lower()}"] = dataclasses.replace(source, name=name, dims=dims)
     return result
 
 

@@ -44,7 +44,7 @@ class _Parameter(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Returns the names of the tensors that contain the parameter."""
-        return [self.source.name.format(*place) for place in self.places]
+        return [self.source.tensor(place) for place in self.places]
 
 
 def _described(
@@ -175,9 +175,11 @@ class PublishedFolder:
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)
-        groups: dict[str, list[_Own]] = {}  # parameters that are parts of the same tensors are read together
+        groups: dict[
+            tuple[str, ...], list[_Own]
+        ] = {}  # parameters that are parts of the same tensors are read together
         for (path, parameter), leaf in zip(described.items(), leaves, strict=True):
-            groups.setdefault(parameter.source.name, []).append(_Own.of(path, parameter, leaf))
+            groups.setdefault(tuple(parameter.names), []).append(_Own.of(path, parameter, leaf))
         arrays: dict[str, jax.Array] = {}
         for group in groups.values():
             for own in group:

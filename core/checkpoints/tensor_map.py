@@ -6,7 +6,8 @@ A `Source` describes the dimensions of a tensor by the logical axes of a paramet
 
 is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `{}` stands
 for the number of the layer: a parameter with the axis `layers` is read from one tensor per layer. A second `{}` stands
-for the entries of its next axis, such as the experts of a layer. `_` is an unnamed dimension. An axis may be shorter in
+for the entries of its next axis, such as the experts of a layer. If only some layers have the parameter, it has entries
+for these: with `first=1, every=2` for layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in
 the tensor than in the parameter (a vocabulary that is stored rounded up); the remaining entries of the parameter are
 zero, and are not exported.
 """
@@ -31,14 +32,22 @@ class Source:
     Attributes:
       name: name of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
       dims: the tensor's dimensions in terms of the parameter's other axes; see the module.
+      first, every: the layer of the parameter's first entry, and the number of layers from an entry to the next.
     """
 
     name: str
     dims: str
+    first: int = 0
+    every: int = 1
 
     def prefixed(self, prefix: str) -> Source:
         """Returns the source with `prefix` before its tensor name."""
-        return Source(self.name[1:] if self.name.startswith("/") else prefix + self.name, self.dims)
+        name = self.name[1:] if self.name.startswith("/") else prefix + self.name
+        return dataclasses.replace(self, name=name)
+
+    def tensor(self, place: tuple[int, ...]) -> str:
+        """Returns the name of the tensor at a place along the leading axes of the parameter."""
+        return self.name.format(self.first + self.every * place[0], *place[1:]) if place else self.name
 
     @property
     def num_stacked(self) -> int:

@@ -122,6 +122,7 @@ MUTATIONS = {
 MUTATIONS |= {
     "mixtral": [{"experts": Experts(number=6, top_k=1)}, {"experts": Experts(number=6, top_k=2, normalized=False)}],
     "qwen3_moe": [{"experts": Experts(number=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
+    "qwen3_moe_sparse": [{"experts": Experts(number=5, top_k=2, mlp_dim=12, normalized=False)}],
 }
 CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
 

@@ -22,6 +22,7 @@ DEFAULTS = json.loads((HERE / "defaults.json").read_text())  # from transformers
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if (folder / "config.json").exists())
 LLAMA = json.loads((HERE / "llama2" / "config.json").read_text())
 GEMMA2 = json.loads((HERE / "gemma2" / "config.json").read_text())
+QWEN3_MOE = json.loads((HERE / "qwen3_moe" / "config.json").read_text())
 GEMMA3 = json.loads((HERE / "gemma3" / "config.json").read_text())
 
 
@@ -48,6 +49,40 @@ def test_gemma_2_has_softcaps_if_its_configuration_omits_them():
     assert (found["attention_softcap"], found["logit_softcap"], found["activation"]) == (50.0, 30.0, "gelu_tanh")
     found = families.fields({**config, "attn_logit_softcapping": None, "final_logit_softcapping": None})
     assert (found["attention_softcap"], found["logit_softcap"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("step", "listed", "kinds"),
+    [
+        (1, [], None),
+        (1, None, None),
+        (2, [], ("mlp", "experts")),
+        (3, [], ("mlp", "mlp", "experts")),
+        (4, [], ("mlp", "mlp", "mlp", "experts", "mlp", "mlp")),  # 6 layers are no multiple of 4
+        (1, [0], ("mlp", *["experts"] * 5)),
+        (1, [1, 3, 5, 9], ("experts", "mlp")),
+        (2, [3], ("mlp", "experts", "mlp", "mlp", "mlp", "experts")),
+    ],
+)
+def test_layers_of_qwen_3_without_experts_become_a_group_and_are_exported(step, listed, kinds):
+    """transformers gives layer l, from 0, experts if the step divides l + 1 and the list lacks l."""
+    change = {"num_hidden_layers": 6, "decoder_sparse_step": step, "mlp_only_layers": listed}
+    fields = families.fields({**QWEN3_MOE, **change})
+    assert fields.get("feed_forward") == kinds
+    model = DecoderConfig(**fields)
+    sparse = [layer for layer in range(6) if model.layer_kind(layer).feed_forward == "experts"]
+    assert sparse == [layer for layer in range(6) if (layer + 1) % step == 0 and layer not in (listed or [])]
+    assert families.family(model) == "qwen3_moe"
+    routers = [source for path, source in family_tensors.sources(model).items() if path.endswith("/router")]
+    layers = [source.tensor((i,)) for i in range(6 // model.group) for source in routers]
+    assert layers == [f"layers.{layer}.mlp.gate.weight" for layer in sparse]
+
+
+def test_both_widths_of_a_model_with_and_without_experts_are_compared():
+    model = DecoderConfig(**families.fields({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2}))
+    for change in ({"mlp_dim": 48}, {"experts": dataclasses.replace(model.experts, mlp_dim=28)}):
+        other = dataclasses.replace(model, **change)
+        assert len(families.differences(other, families.config(model, "qwen3_moe"))) == 1, change
 
 
 def test_missing_and_null_keys_are_named_together_with_the_file():
@@ -84,6 +119,9 @@ def test_a_feature_of_the_language_model_inside_of_gemma_3_is_refused():
         (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "with mscale"),
         (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         (GEMMA2, {"layer_types": ["full_attention", "chunked_attention"] * 2}, "has chunked_attention"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: expected a whole number above 0"),
+        (QWEN3_MOE, {"mlp_only_layers": ["0"]}, 'mlp_only_layers = ["0"]: expected a list of numbers of layers'),
+        (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2]}, "leave none of 3 layers with experts"),
         (GEMMA2, {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers = 4"),
         (
             {**LLAMA, "model_type": "qwen3"},
