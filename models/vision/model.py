@@ -193,7 +193,7 @@ class VisionLanguageModel:
             rows=ids.reshape(-1),
             num_patches=n,
             slots=s,
-            temperature=selector.temperature_at(step),
+            step=step,
             is_training=is_training,
         )
         features = self.vision.encoded(patches, self.decoder)

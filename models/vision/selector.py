@@ -14,7 +14,8 @@ A hard choice of K patches has no gradient. Three estimators give one:
     gumbel            the same, of scores with Gumbel noise in training (Kool et al. 2019), which explores
     soft              all patches, with a bias of the keys log sigmoid((score - threshold) / t); the threshold is
                       between the K-th and the next score. Evaluation hides all but the K best. With slots for K
-                      patches alone, it is straight_through.
+                      patches alone, it is straight_through until t is at its last value, and then scores have no
+                      gradient: the rest learns for a choice that no longer changes.
 
 The temperature t falls geometrically over the first steps. `all`, `random` and `center` choose without scores, and
 `blind` hides all patches.
@@ -155,7 +156,7 @@ class Selector:
         rows: jax.Array,
         num_patches: int,
         slots: int,
-        temperature: jax.Array,
+        step: jax.Array,
         is_training: bool,
     ) -> Chosen:
         """Chooses the patches that take S slots: the K chosen ones, or all with a bias that hides or weighs others.
@@ -165,7 +166,7 @@ class Selector:
           rows: [B], a number of each image for random draws, independent of the layout.
           num_patches: N.
           slots: S, K or N.
-          temperature: t.
+          step: number of steps done, [], which t depends on.
           is_training: whether the choice is noisy, and soft if all patches have slots.
         """
         if self.method == "all":
@@ -176,7 +177,8 @@ class Selector:
             return Chosen(index, jnp.full(index.shape, HIDDEN), jnp.zeros((len(rows), num_patches)))
         ranked = self._ranked(scores, rows, num_patches, is_training=is_training)
         hard = hard_choice(ranked, self.num_chosen)
-        is_soft = self.method == "soft" and is_training
+        is_soft = self.method == "soft" and is_training and slots == num_patches
+        temperature = self.temperature_at(step)
         if slots == self.num_chosen and slots < num_patches:
             # The patches in ascending order of their places.
             index = jnp.sort(jax.lax.top_k(ranked, self.num_chosen)[1], axis=-1)
@@ -187,8 +189,10 @@ class Selector:
             if is_soft:
                 assert scores is not None
                 bias = soft_bias(scores, self.num_chosen, temperature)
-        if self.is_learned and is_training and not (is_soft and slots == num_patches):
+        if self.is_learned and is_training and not is_soft:
             assert scores is not None
+            if self.method == "soft":
+                scores = jnp.where(step < self.temperature_steps, scores, jax.lax.stop_gradient(scores))
             log_p = jax.nn.log_softmax(scores / temperature, axis=-1)
             taken = jnp.take_along_axis(log_p, index, axis=-1)
             through = taken - jax.lax.stop_gradient(taken)

@@ -54,31 +54,39 @@ def test_the_temperature_falls_geometrically_and_stays():
 
 def test_center_takes_the_patches_next_to_the_middle():
     made = Selector(num_chosen=4, method="center")
-    how = {"rows": jnp.arange(2), "num_patches": 16, "temperature": jnp.ones(()), "is_training": True}
+    how = {"rows": jnp.arange(2), "num_patches": 16, "step": jnp.zeros(()), "is_training": True}
     assert made.choose(None, slots=4, **how).index.tolist() == [[5, 6, 9, 10]] * 2
 
 
 def test_a_blind_selector_hides_every_patch():
     made = Selector(num_chosen=4, method="blind")
-    how = {"rows": jnp.arange(2), "num_patches": 16, "temperature": jnp.ones(()), "is_training": True}
+    how = {"rows": jnp.arange(2), "num_patches": 16, "step": jnp.zeros(()), "is_training": True}
     found = made.choose(None, slots=4, **how)
     assert (found.bias <= -1e9).all()
     assert not found.hard.any()
 
 
-def test_soft_with_slots_for_the_chosen_patches_is_straight_through():
+def test_soft_with_slots_for_the_chosen_patches_is_straight_through_until_the_temperature_is_at_its_last_value():
     scores = jax.random.normal(jax.random.key(0), (2, 16))
-    how = {"rows": jnp.arange(2), "num_patches": 16, "slots": 4, "temperature": jnp.asarray(0.5), "is_training": True}
+    how = {"rows": jnp.arange(2), "num_patches": 16, "slots": 4, "is_training": True}
 
-    def chosen(method, scores):
-        return Selector(num_chosen=4, method=method).choose(scores, **how)
+    def chosen(method, scores, step):
+        return Selector(num_chosen=4, method=method, temperature_steps=10).choose(scores, step=jnp.asarray(step), **how)
 
-    def weighed(method, scores):
-        return jnp.sum(chosen(method, scores).bias * jnp.arange(8.0).reshape(2, 4))
+    def weighed(method, scores, step):
+        return jnp.sum(chosen(method, scores, step).bias * jnp.arange(8.0).reshape(2, 4))
 
-    both = [(chosen(m, scores), jax.grad(lambda s, m=m: weighed(m, s))(scores)) for m in ("soft", "straight_through")]
-    jax.tree.map(np.testing.assert_array_equal, *both)
-    assert np.abs(both[0][1]).max() > 0.1
+    def gradient(method, step):
+        return jax.grad(lambda s: weighed(method, s, step))(scores)
+
+    for step in (0, 9, 10):
+        jax.tree.map(
+            np.testing.assert_array_equal, chosen("soft", scores, step), chosen("straight_through", scores, step)
+        )
+    np.testing.assert_array_equal(gradient("soft", 9), gradient("straight_through", 9))
+    assert np.abs(gradient("soft", 9)).max() > 0.1
+    assert np.abs(gradient("straight_through", 10)).max() > 0.1
+    assert np.abs(gradient("soft", 10)).max() == 0
 
 
 @pytest.mark.covers("N11")
