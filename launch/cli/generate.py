@@ -39,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="format the prompt by the chat template, as a user's message"
     )
     parser.add_argument("--max-tokens", metavar="N", type=flags.at_least(1), default=100, help="default: 100")
-    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    parser.add_argument("--temperature", metavar="T", type=flags.positive, default=0.8, help="default: 0.8")
+    drawn = parser.add_mutually_exclusive_group()
+    drawn.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    drawn.add_argument("--temperature", metavar="T", type=flags.positive, default=0.8, help="default: 0.8")
     parser.add_argument("--top-k", metavar="K", type=flags.at_least(0), default=0, help="default: 0, all tokens")
     parser.add_argument("--top-p", metavar="P", type=flags.positive, default=1.0, help="default: 1")
     parser.add_argument("--min-p", metavar="P", type=float, default=0.0, help="default: 0")

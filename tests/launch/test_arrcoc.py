@@ -22,8 +22,12 @@ sys.path.insert(0, str(environment.WORKSPACE / "examples"))
 import easy_vqa
 
 SMALL = ("BATCH_SIZE = 8", "SOFT_STEPS = 2", "TOTAL_STEPS = 4", "WARMUP_STEPS = 1", "EVAL_INTERVAL = 2")
-SMALL += ("EVAL_BATCHES = 2", "CHECKPOINT_INTERVAL = 2", "transformer.Transformer.embed_dim = 16")
-SMALL += ("transformer.Transformer.mlp_dim = 16", "tower.VisionTower.embed_dim = 16")
+SMALL += ("HARD_BATCH_SIZE = 8", "EVAL_BATCHES = 2", "CHECKPOINT_INTERVAL = 2")
+SMALL += (
+    "transformer.Transformer.embed_dim = 16",
+    "transformer.Transformer.mlp_dim = 16",
+    "tower.VisionTower.embed_dim = 16",
+)
 
 
 def package(folder):
