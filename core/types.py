@@ -438,6 +438,25 @@ class SplitsRows(Protocol):
         """Returns chunks of `length` positions of the rows of another task."""
 
 
+class ReadsHidden(Protocol):
+    """A model whose batches may have hidden states of its frozen part, computed before.
+
+    Enables: tasks of hidden states (`CachesHidden`), which are refused without it.
+    """
+
+    chunk: int
+
+
+class CachesHidden(Protocol):
+    """A task whose batches have hidden states that a frozen model computed before, `chunk` positions at a time.
+
+    Enables: the refusal of a model with another chunk or base than that of the hidden states.
+    """
+
+    chunk: int
+    base_checksum: int
+
+
 class Rehearses(Protocol):
     """A task with a small replacement for --smoke.
 

@@ -23,6 +23,7 @@ from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer, Transformation
 from core.training import hooks
 from core.types import (
+    CachesHidden,
     CountsFlops,
     CountsTokens,
     Generates,
@@ -32,9 +33,11 @@ from core.types import (
     LimitsPositions,
     Model,
     PadsVocabulary,
+    ReadsHidden,
     SplitsRows,
     Task,
     can,
+    lacking,
     missing,
 )
 from launch import environment, phases
@@ -381,6 +384,7 @@ class Experiment:
                 f"LENGTH = {self.row_length}: the model has {most} positions; set LENGTH = {most} or less (or its "
                 "max_positions, to train it for more)"
             )
+        problems += self._hidden_problems()
         if prepared and can(self.model, HasPuzzles) and can(self.task, HasPuzzles):
             needed = self.task.num_puzzles
             if self.model.num_puzzles < needed:
@@ -401,6 +405,19 @@ class Experiment:
         elif prepared and self.prompt:
             problems += _refusal(f"PROMPT = {self.prompt!r}", lambda: vocabulary.encode(self.prompt))
         return problems
+
+    def _hidden_problems(self) -> list[str]:
+        """Returns mismatches between the model and hidden states computed before."""
+        if not can(self.task, CachesHidden):
+            return []
+        if not can(self.model, ReadsHidden):
+            return [f"the data are hidden states computed before: {lacking(self.model, ReadsHidden)}"]
+        if self.model.chunk == self.task.chunk:
+            return []
+        return [
+            f"the chunk of the model is {self.model.chunk}, and the hidden states of the data were computed with "
+            f"{self.task.chunk}: set it to that, or compute them again (launch/run hidden)"
+        ]
 
     def bind(self, devices: Sequence[jax.Device]) -> Program:
         """Binds the experiment to devices; returns its training and evaluation steps.

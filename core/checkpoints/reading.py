@@ -137,6 +137,11 @@ def fingerprints(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
     return {name: int(found) for name, found in jax.device_get(_all(dict(leaves))).items()}
 
 
+def checksum(leaves: Mapping[str, jax.Array]) -> int:
+    """Returns the sum of the fingerprints of arrays modulo 2^32, on every host."""
+    return sum(fingerprints(leaves).values()) % 2**32
+
+
 def fingerprint_of_block(values: np.ndarray, *, origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Returns the contribution of a block to an array's fingerprint: the sum over all blocks modulo 2^32.
 

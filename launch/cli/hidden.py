@@ -7,10 +7,13 @@ import jax
 import numpy as np
 
 from core import units
+from core.checkpoints import reading
 from core.errors import UserError
+from core.types import Params
 from launch import environment, flags, loaded_model
 from launch.config import loader
 from launch.experiment import Experiment
+from launch.loaded_model import LoadedModel
 from models.ttt.adapter import AdaptedDecoder
 from tasks.code import cached, chunks
 
@@ -38,16 +41,17 @@ def run(args: argparse.Namespace) -> int:
     experiment = loader.load(args.experiment, bindings=args.gin).build()
     model, task = _parts(experiment)
     base = loaded_model.load(experiment.init_from, dtype=model.base.dtype)
+    params, checksum = _stored(base, model)
     task.prepare(str(environment.run_directory(args.experiment)), is_host_zero=True)
     hidden = jax.jit(model.hidden)
     last, began = 0.0, time.monotonic()
     steps = cached.write(
         args.out,
         task,
-        lambda batch: np.asarray(hidden(base.params, batch)),
+        lambda batch: np.asarray(hidden(params, batch)),
         limits=limits,
         rows=args.batch,
-        model={"base": base.where, "chunk": model.chunk},
+        model={"base": base.where, "checksum": checksum, "chunk": model.chunk},
     )
     for split, done, total in steps:
         if (now := time.monotonic()) - last >= _SECONDS_BETWEEN_LINES or done == total:
@@ -64,6 +68,14 @@ def _limits(text: str) -> dict[str, int]:
     return dict(zip(chunks.SPLITS, map(int, parts), strict=True))
 
 
+def _stored(base: LoadedModel, model: AdaptedDecoder) -> tuple[Params, int]:
+    """Returns the parameters of the base as a run of the adapter stores them, and their checksum in its summary."""
+    params = jax.tree.map(lambda a: a.astype(model.base_dtype), base.params)
+    specs = reading.by_name(base.program.param_specs)
+    leaves = {name: leaf for name, leaf in reading.by_name(params).items() if specs[name].kind != "constant"}
+    return params, reading.checksum(leaves)
+
+
 def _parts(experiment: Experiment) -> tuple[AdaptedDecoder, chunks.ChunkTask]:
     model, task = experiment.model, experiment.task
     if not isinstance(model, AdaptedDecoder) or not isinstance(task, chunks.ChunkTask):
@@ -73,6 +85,11 @@ def _parts(experiment: Experiment) -> tuple[AdaptedDecoder, chunks.ChunkTask]:
         )
     if not experiment.init_from:
         raise UserError("launch/run hidden: INIT_FROM is not set: name the run or the folder of the base")
+    if task.length % model.chunk:
+        raise UserError(
+            f"launch/run hidden: AdaptedDecoder.chunk = {model.chunk} does not divide the {task.length} positions of a "
+            "row: set LENGTH to a multiple of it"
+        )
     if problems := task.problems():
         raise UserError("\n".join(problems))
     return model, task

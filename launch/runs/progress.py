@@ -14,13 +14,14 @@ from rich.table import Table
 from core import slices, units
 from core.checkpoints import reading, writing
 from core.checkpoints.steps import LeftOut
+from core.errors import UserError
 from core.health import phase
 from core.step import TrainState
 from core.training import compilation
 from core.training.compilation import Totals
 from core.training.evaluation import curves_apart
 from core.training.goodput import Slowest
-from core.types import CountsFlops, DescribesAttention, DescribesEvaluation, Generates, can, lacking
+from core.types import CachesHidden, CountsFlops, DescribesAttention, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts import cluster
@@ -164,7 +165,28 @@ def frozen_checksum(run: Run, state: TrainState) -> int | None:
         for name, leaf in reading.by_name(state.params).items()
         if not specs[name].trainable and specs[name].kind != "constant"
     }
-    return sum(reading.fingerprints(leaves).values()) % 2**32 if leaves else None
+    return reading.checksum(leaves) if leaves else None
+
+
+def require_base(experiment: Experiment, frozen: int | None) -> None:
+    """Checks that hidden states computed before are of the frozen parameters of the run.
+
+    Args:
+      experiment: the experiment.
+      frozen: the checksum of the frozen parameters.
+
+    Raises:
+      UserError: they are of other parameters.
+    """
+    task = experiment.task
+    if can(task, CachesHidden) and frozen != task.base_checksum:
+        ours = "none" if frozen is None else f"{frozen:08x}"
+        raise UserError(
+            f"the hidden states of the data are of another base: {task.describe()}, whose parameters have the checksum "
+            f"{task.base_checksum:08x}; the frozen parameters of this run have {ours} (INIT_FROM = "
+            f"{experiment.init_from!r}). Set INIT_FROM to that base, or compute the hidden states of this one "
+            "(launch/run hidden)"
+        )
 
 
 def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, frozen: int | None) -> None:

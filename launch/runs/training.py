@@ -63,6 +63,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             raise
         run = dataclasses.replace(run, meta={**run.meta, **start.meta})
         frozen = progress.frozen_checksum(run, start.state)
+        progress.require_base(run.experiment, frozen)
     with contextlib.ExitStack() as stack:
         now = _begin(run, int(start.state.step), stack, lock)
         if run.host.is_zero:

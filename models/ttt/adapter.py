@@ -306,6 +306,11 @@ class AdaptedDecoder:
         rows, length = batch["inputs"].shape
         text = {name: self._split(batch[name]) for name in ("targets", "segment_ids", "weights")}
         hidden = self._split(batch[HIDDEN] if HIDDEN in batch else self.hidden(params, batch))
+        if hidden.shape[-1] != self.base.embed_dim:
+            raise UserError(
+                f"AdaptedDecoder.base has width {self.base.embed_dim}, and the hidden states of the batch have "
+                f"{hidden.shape[-1]}: they were computed with another base"
+            )
         hidden = jax.lax.stop_gradient(hidden).astype(self.base.dtype)
         count = length // self.chunk
         found = Chunks(hidden, text["targets"], text["segment_ids"], text["weights"])

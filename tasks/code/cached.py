@@ -67,6 +67,16 @@ class CachedHidden(chunks.ChunkTask):
             return [f"cached_hidden.length = {self.length}: the rows of {self.folder!r} have {self._about['length']}"]
         return []
 
+    @property
+    def chunk(self) -> int:
+        """Positions that the model read at a time."""
+        return self._about["model"]["chunk"]
+
+    @property
+    def base_checksum(self) -> int:
+        """Checksum of the parameters of the model."""
+        return self._about["model"]["checksum"]
+
     def named_files(self) -> tuple[str, ...]:
         """Returns the folder."""
         return (self.folder,)
@@ -110,9 +120,11 @@ def write(
     rows: int,
     model: Mapping[str, Any],
 ) -> Iterator[tuple[str, int, int]]:
-    """Computes and writes the hidden states of the rows of a task, in the order of evaluations.
+    """Computes and writes the hidden states of the rows of a task.
 
-    A split that is complete on disk is kept, so that an interrupted call continues with the next one.
+    Where a split has more rows than its limit, those that an evaluation visits first are kept. They stay in the order
+    of the task, so that training on all rows visits them as training on the task does. A split that is complete on disk
+    is kept, so that an interrupted call continues with the next one.
 
     Args:
       folder: is created.
@@ -120,8 +132,8 @@ def write(
       hidden: computes the states [rows, T, D] of a batch.
       limits: number of rows of each split.
       rows: of a batch.
-      model: what determines the hidden states, as JSON values: `base` describes the model, `chunk` is the number of
-        positions that it reads at a time.
+      model: what determines the hidden states, as JSON values: `base` describes the model, `checksum` is that of its
+        parameters, and `chunk` is the number of positions that it reads at a time.
 
     Yields:
       The split, its rows done and its rows in all, after every batch.
@@ -138,14 +150,14 @@ def write(
             counts[split], _, width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape
             continue
         counts[split] = total = min(len(source), limits[split])
-        order = chunks.evaluation_order(len(source))
+        order = sorted(map(int, chunks.evaluation_order(len(source))[:total]))
         partial = Path(folder) / f"{split}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         arrays: dict[str, np.ndarray] = {}
         for begin in range(0, total, rows):
             numbers = order[begin : begin + rows]
-            found = [source.row(int(number)) for number in numbers[: total - begin]]
+            found = [source.row(number) for number in numbers]
             found += [found[-1]] * (rows - len(found))
             batch = {name: np.stack([row[name] for row in found]) for name in _FIELDS}
             batch[HIDDEN] = np.asarray(hidden(batch), np.float16)
