@@ -6,6 +6,7 @@ equal programs have equal records.
 """
 
 import argparse
+import dataclasses
 import difflib
 import json
 import re
@@ -30,13 +31,58 @@ from parallel.prediction import Prediction
 _GIN = environment.WORKSPACE / "gin"
 
 
-def files() -> dict[str, str]:
-    """Returns the gin file of every recorded experiment, by the name of its record."""
+# Experiments of gin/ponder that are recorded for v4-64, too, and the bindings they need there for a row on every chip.
+_ALSO_FOR_V4_64: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("base", "quick"), ("BATCH_SIZE = 32",)),
+    **dict.fromkeys(("smollm2_135m", "gpt2", "gpt2_xl", "gemma3_1b"), ()),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a record is of.
+
+    Attributes:
+      file: the experiment file, relative to the workspace.
+      slice_name: in place of the file's own slice; None: that one.
+      bindings: further gin bindings.
+    """
+
+    file: str
+    slice_name: str | None = None
+    bindings: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The first words of the line of the file's header that has the prediction."""
+        words = ["Predicted", *([f"for {self.slice_name}"] if self.slice_name else [])]
+        return " ".join([*words, *(f"with {binding}" for binding in self.bindings)])
+
+    def load(self) -> loader.LoadedConfig:
+        """Returns the configuration."""
+        return loader.load(self.file, bindings=self.bindings, slice_name=self.slice_name)
+
+
+def files() -> dict[str, Source]:
+    """Returns what is recorded, by the name of its record."""
     found = [*sorted(_GIN.glob("*.gin")), *sorted((_GIN / "published").glob("*.gin")), _GIN / "trm" / "suite.gin"]
     found += [*sorted((_GIN / "arrcoc").glob("v5p_*.gin")), *sorted((_GIN / "long").glob("*.gin"))]
     incomplete = [_GIN / "defaults.gin", *_GIN.glob("finetune*.gin")]  # the latter need the user's folder
-    found = [path for path in found if path not in incomplete]
-    return {"-".join(p.relative_to(_GIN).with_suffix("").parts): f"gin/{p.relative_to(_GIN)}" for p in found}
+    sources = {_name(path): Source(_file(path)) for path in found if path not in incomplete}
+    for path in sorted((_GIN / "ponder").glob("*.gin")):
+        if "\n# Run: " in path.read_text():  # the others are included by experiments
+            sources[_name(path)] = Source(_file(path))
+        if (needed := _ALSO_FOR_V4_64.get(path.stem)) is not None:
+            sources[f"{_name(path)}_v4_64"] = Source(_file(path), "v4-64", needed)
+    return sources
+
+
+def _file(path: Path) -> str:
+    return f"gin/{path.relative_to(_GIN)}"
+
+
+def _name(path: Path) -> str:
+    return "-".join(path.relative_to(_GIN).with_suffix("").parts)
 
 
 def path(name: str) -> Path:
@@ -65,24 +111,24 @@ def is_current(name: str) -> bool:
     record = read(name)
     if record is None or record["versions"] != versions.installed(versions.COMPILER):
         return False
-    config = loader.load(files()[name])
+    config = files()[name].load()
     return record["fingerprint"] == program_identity.fingerprint(config.build(), config)
 
 
-def compile_record(file: str) -> dict[str, Any]:
+def compile_record(source: Source) -> dict[str, Any]:
     """Compiles an experiment for its slice and returns its record.
 
     Raises:
       OutOfHbmError: it does not fit.
     """
-    config = loader.load(file)
+    config = source.load()
     experiment = config.build()
     program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
     found = analysis.analyze(program)
     figures = analysis.as_json(program, found)
     del figures["findings"]  # sentences of the report, not figures
     return figures | {
-        "experiment": file,
+        "experiment": source.file,
         "fingerprint": program_identity.fingerprint(experiment, config),
         "versions": versions.installed(versions.COMPILER),
         "tokens_per_step": experiment.tokens_per_step,
@@ -129,20 +175,21 @@ def _speed(record: Prediction) -> dict[str, Any]:
 
 def write_headers() -> None:
     """Updates the lines `# Predicted: …` of experiment files that have them."""
-    for name, file in files().items():
-        where, record = environment.WORKSPACE / file, read(name)
-        if record is not None and (changed := with_header(where.read_text(), record)) != where.read_text():
+    for name, source in files().items():
+        where, record = environment.WORKSPACE / source.file, read(name)
+        if record is None:
+            continue
+        if (changed := with_header(where.read_text(), record, source.title)) != where.read_text():
             where.write_text(changed)
 
 
-def with_header(text: str, record: Prediction) -> str:
+def with_header(text: str, record: Prediction, title: str = "Predicted") -> str:
     """Returns a gin text with the prediction in its header: a line `# Predicted:` and an indented one after it."""
     usable = units.size(record["memory"]["usable_bytes"], digits=4)
     lines = (
-        f"# Predicted: {measured.figures(record)} of {usable} a chip; not run on a TPU\n"
-        f"#   ({measured.label(record)}).\n"
+        f"# {title}: {measured.figures(record)} of {usable} a chip; not run on a TPU\n#   ({measured.label(record)}).\n"
     )
-    return re.sub(r"(?m)^# Predicted:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
+    return re.sub(rf"(?m)^# {re.escape(title)}:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
 
 
 def _rounded(number: float) -> float:
@@ -219,9 +266,9 @@ def _write(names: list[str], *, again: bool) -> int:
 
 
 def _compiled(name: str, position: str) -> dict[str, Any]:
-    file, start = files()[name], time.perf_counter()
-    print(f"[{position}] compiling {file} …", end="", flush=True)
-    record = compile_record(file)
+    source, start = files()[name], time.perf_counter()
+    print(f"[{position}] compiling {source.file} …", end="", flush=True)
+    record = compile_record(source)
     print(f" {time.perf_counter() - start:.0f} s", flush=True)
     for warning in record["warnings"]:
         print(f"  compiler warning: {warning}", flush=True)

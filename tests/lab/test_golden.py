@@ -21,11 +21,21 @@ def loaded(path="gin/valkyrie_7b.gin", *bindings, slice_name=None):
 
 def test_every_experiment_file_has_a_name():
     files = golden.files()
-    assert files["valkyrie_7b"] == "gin/valkyrie_7b.gin"
-    assert files["published-llama2_70b"] == "gin/published/llama2_70b.gin"
-    assert files["trm-suite"] == "gin/trm/suite.gin"
+    assert files["valkyrie_7b"] == golden.Source("gin/valkyrie_7b.gin")
+    assert files["published-llama2_70b"] == golden.Source("gin/published/llama2_70b.gin")
+    assert files["trm-suite"] == golden.Source("gin/trm/suite.gin")
     assert "defaults" not in files
-    assert all((environment.WORKSPACE / file).is_file() for file in files.values())
+    assert all((environment.WORKSPACE / source.file).is_file() for source in files.values())
+
+
+def test_adapters_are_recorded_for_two_slices():
+    files = golden.files()
+    assert files["ponder-gpt2"].load().build().slice == "v4-8"
+    assert files["ponder-gpt2_v4_64"].load().build().slice == "v4-64"
+    quick = files["ponder-quick_v4_64"]
+    assert quick.title == "Predicted for v4-64 with BATCH_SIZE = 32"
+    assert quick.load().build().batch_size == 32
+    assert not {"ponder-adapter", "ponder-cached", "ponder-published"} & set(files)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +156,22 @@ def test_headers_have_the_recorded_predictions():
         "SLICE = 'v4-8'",
     ]
     assert golden.with_header("# A model.\n", found) == "# A model.\n"
+    both, title = "# Predicted: a\n# Predicted for v4-64: b\n#   c\n", "Predicted for v4-64"
+    assert golden.with_header(both, found, title).startswith(f"# Predicted: a\n# {title}: 500 to 800 ms")
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """An empty place for records, two experiments, and a compiler that takes no time."""
     monkeypatch.setattr(program_identity, "FOLDER", tmp_path)
-    files = {"quickstart": "gin/quickstart.gin", "valkyrie_7b": "gin/valkyrie_7b.gin"}
+    files = {name: golden.Source(f"gin/{name}.gin") for name in ("quickstart", "valkyrie_7b")}
     monkeypatch.setattr(golden, "files", lambda: files)
     monkeypatch.setattr(golden, "write_published", lambda: None)
     compiled = []
 
-    def compile_record(file):
-        compiled.append(file)
-        return record(fingerprint=program_identity.fingerprint(*loaded(file)))
+    def compile_record(source):
+        compiled.append(source.file)
+        return record(fingerprint=program_identity.fingerprint(*loaded(source.file)))
 
     monkeypatch.setattr(golden, "compile_record", compile_record)
     return compiled
@@ -212,7 +224,9 @@ def test_a_run_finds_the_record_that_is_its_own(folder):
 def test_a_committed_record_is_of_the_experiment_as_it_is(name, pinned_compiler):
     found = golden.read(name)
     assert found is not None, f"tests/run.sh lab golden --write {name}"
-    fingerprint = program_identity.fingerprint(*loaded(golden.files()[name]))
+    source = golden.files()[name]
+    config = source.load()
+    fingerprint = program_identity.fingerprint(config.build(), config)
     assert (found["versions"], found["fingerprint"]) == (pinned_compiler, fingerprint), (
         f"tests/run.sh lab golden --write {name}"
     )
@@ -220,7 +234,7 @@ def test_a_committed_record_is_of_the_experiment_as_it_is(name, pinned_compiler)
     assert found["memory"]["peak_bytes"] <= found["memory"]["usable_bytes"]
     assert not found["predicted"]["unpriced"]
     text = (environment.WORKSPACE / found["experiment"]).read_text()
-    assert golden.with_header(text, found) == text  # what its header says is what is recorded
+    assert golden.with_header(text, found, source.title) == text  # what its header says is what is recorded
 
 
 def check_compiled(name):
