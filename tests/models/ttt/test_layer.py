@@ -267,3 +267,27 @@ def test_gradients_are_those_of_differences():
 def test_settings_out_of_range_are_refused(change, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(LINEAR, **change)
+
+
+@pytest.mark.covers("N04")
+def test_the_weights_kept_for_the_backward_pass_grow_as_the_root_of_the_length():
+    """All else that is kept are the inputs of the loop; 16 times the length has 4 times the groups of mini-batches."""
+
+    def kept(length):
+        w = weights(LINEAR)
+        learned = inner_loop.Learned(w.initial, inner_loop.Norm(w.norm_scale, w.norm_bias, 1e-6), jnp.ones(8))
+
+        def run(initial, query, key, value, rate):
+            tokens = inner_loop.Tokens(query, key, value, rate, jnp.ones((1, length), jnp.int32))
+            memory = inner_loop.start(learned, 1, segments=True)
+            return inner_loop.run(LINEAR, learned._replace(initial=initial), memory, tokens)[1][0]
+
+        by_token = jax.ShapeDtypeStruct((1, 2, length, 16), np.float64)
+        inputs = (by_token, by_token, by_token, jax.ShapeDtypeStruct((1, 2, length), np.float64))
+        found = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], w.initial, *inputs))
+        of_inputs = [leaf.size for leaf in found if leaf.ndim > 1 and 8 in leaf.shape[-2:]]  # mini-batches have 8
+        assert sum(of_inputs) == sum(leaf.size for leaf in inputs) + length  # and the segments
+        return sum(leaf.size for leaf in found) - sum(of_inputs)
+
+    short, long = kept(8 * 10**2), kept(8 * 40**2)
+    assert 3 * short < long < 4.5 * short
