@@ -27,10 +27,13 @@ NAMES = frozenset(
     MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_COORDINATOR_ADDRESS TPU_SKIP_MDS_QUERY
     ALLOW_MULTIPLE_LIBTPU_LOAD XLA_FLAGS LIBTPU_INIT_ARGS XLA_PYTHON_CLIENT_MEM_FRACTION
     XLA_PYTHON_CLIENT_PREALLOCATE CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NO_COLOR COLUMNS EPATH_USE_TF
-    TOKENIZERS_PARALLELISM
+    TOKENIZERS_PARALLELISM GLIBC_TUNABLES
     """.split()  # noqa: SIM905 (a list has a line for each)
 )
 COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # change a compiled program, besides the configuration
+# Of processes that train on CPUs, unless set. XLA maps its temporary buffers anew in every step; with large pages the
+# kernel clears and maps them in fewer parts. The C library reads it when a process starts.
+ON_CPUS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d

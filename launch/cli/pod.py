@@ -208,6 +208,8 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Trains on this host: in this process, or in a child if this process must restart it or send alerts."""
+    if slice_.generation == "cpu":
+        os.environ |= environment.ON_CPUS | os.environ
     options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--smoke")
     arguments = ["train", args.experiment, "--slice", slice_.name, *options]
     if not args.restarts and not environment.read("RENGA_ALERT"):

@@ -24,6 +24,7 @@ import psutil
 
 from core import slices, supervise, units
 from core.health import exit_codes
+from launch import environment
 from launch.hosts.host_output import HostProcess
 
 WORDS_SECONDS = 3.0  # for the other hosts to report the failure themselves
@@ -99,6 +100,7 @@ def run(
 def _environment(slice_: slices.Slice, *, index: int, port: int, home: Path) -> dict[str, str]:
     """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files."""
     return {
+        **environment.ON_CPUS,
         **os.environ,
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",

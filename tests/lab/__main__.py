@@ -18,6 +18,7 @@ COMMANDS = (
     "lm_eval_scores",
     "long_context",
     "long_range",
+    "peers",
     "soak",
     "status",
     "tokens",

@@ -366,11 +366,14 @@ def test_a_user_s_folders_do_not_shadow_our_modules(tmp_path):
 
 
 @pytest.mark.covers("R12")
-def test_local_is_this_machine(place, capsys):
+def test_local_is_this_machine(place, capsys, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     with pytest.raises(Became) as became:
         cli.main(["pod", "local", "x.gin", "--steps", "5"])
     devices = os.environ["JAX_NUM_CPU_DEVICES"]
     assert became.value.args == (["train", "x.gin", "--slice", f"cpu:{devices}", "--steps", "5"],)
+    assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert cli.main(["pod", "local", "x.gin", "--simulate"]) == 2
     assert "SLICE local means the devices of this machine" in capsys.readouterr().err
 

@@ -100,6 +100,15 @@ def test_every_host_gets_its_own_environment(tmp_path, capfdbinary):
     assert seen[0]["JAX_NUM_CPU_DEVICES"] == "4"
 
 
+@pytest.mark.parametrize("chosen", [None, "glibc.malloc.hugetlb=0"])
+def test_hosts_use_large_pages_unless_the_user_says_otherwise(tmp_path, monkeypatch, chosen):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if chosen:
+        monkeypatch.setenv("GLIBC_TUNABLES", chosen)
+    assert run(V4_16, "print(os.environ['GLIBC_TUNABLES'])", tmp_path) == 0
+    assert log(tmp_path, 1).splitlines()[1] == (chosen or "glibc.malloc.hugetlb=1")
+
+
 def test_a_host_that_is_frozen_is_killed_at_once(tmp_path):
     text = "index or os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.5); sys.exit(15)"
     started = time.monotonic()
