@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,33 +146,44 @@ def write(
     counts, width = {}, 0
     for split in chunks.SPLITS:
         source, place = task.rows(split), Path(folder) / split
-        if place.exists():
-            counts[split], _, width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape
-            continue
-        counts[split] = total = min(len(source), limits[split])
-        order = sorted(map(int, chunks.evaluation_order(len(source))[:total]))
-        partial = Path(folder) / f"{split}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        arrays: dict[str, np.ndarray] = {}
-        for begin in range(0, total, rows):
-            numbers = order[begin : begin + rows]
-            found = [source.row(number) for number in numbers]
-            found += [found[-1]] * (rows - len(found))
-            batch = {name: np.stack([row[name] for row in found]) for name in _FIELDS}
-            batch[HIDDEN] = np.asarray(hidden(batch), np.float16)
-            for name, values in batch.items():
-                if name not in arrays:
-                    shape = (total, *values.shape[1:])
-                    arrays[name] = np.lib.format.open_memmap(partial / f"{name}.npy", "w+", values.dtype, shape)
-                arrays[name][begin : begin + rows] = values[: total - begin]
-            width = batch[HIDDEN].shape[-1]
-            yield split, min(begin + rows, total), total
-        for array in arrays.values():
-            array.flush()
-        partial.rename(place)
+        if not place.exists():
+            total = min(len(source), limits[split])
+            order = sorted(map(int, chunks.evaluation_order(len(source))[:total]))
+            partial = Path(folder) / f"{split}.partial"
+            for done in _write_rows(partial, source, order, hidden, rows=rows):
+                yield split, done, total
+            partial.rename(place)
+        counts[split], _, width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape
     about = {**begun, "width": width, "rows": counts, "source": task.describe()}
     paths.write_text_atomically(paths.resolve(folder) / _ABOUT, json.dumps(about, indent=1) + "\n")
+
+
+def _write_rows(
+    place: Path,
+    source: chunks.Rows,
+    order: Sequence[int],
+    hidden: Callable[[Mapping[str, np.ndarray]], np.ndarray],
+    *,
+    rows: int,
+) -> Iterator[int]:
+    """Writes rows with their hidden states to a new folder; yields their number after every batch."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    arrays: dict[str, np.ndarray] = {}
+    for begin in range(0, len(order), rows):
+        found = [source.row(number) for number in order[begin : begin + rows]]
+        count = len(found)
+        found += [found[-1]] * (rows - count)
+        batch = {name: np.stack([row[name] for row in found]) for name in _FIELDS}
+        batch[HIDDEN] = np.asarray(hidden(batch), np.float16)
+        for name, values in batch.items():
+            if name not in arrays:
+                shape = (len(order), *values.shape[1:])
+                arrays[name] = np.lib.format.open_memmap(place / f"{name}.npy", "w+", values.dtype, shape)
+            arrays[name][begin : begin + rows] = values[:count]
+        yield begin + count
+    for array in arrays.values():
+        array.flush()
 
 
 def _begin(folder: str, begun: Mapping[str, Any]) -> None:
