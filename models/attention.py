@@ -28,10 +28,11 @@ from core.errors import UserError
 from models import cudnn_attention, ring_attention
 from models import prefix as prefixes
 from models.prefix import Prefix
+from models.splash_tiles import LANES, Tiles
 
-LANES = 128  # a TPU vector register is 128 wide; splash blocks are multiples of it
 CHOICES = ("auto", "plain", "splash", "cudnn", "none")
 BLOCK = 256  # entries of a cache that the queries of a chunk attend to at a time, on CPUs
+_DEFAULT_TILES = Tiles()
 MIXED = "mixed"  # checkpoint name of the kernel's output and of the other residuals of its derivative
 
 
@@ -54,6 +55,7 @@ def attend(
     softcap: float | None = None,
     arranged: bool = False,
     prefix: Prefix | None = None,
+    tiles: Tiles = _DEFAULT_TILES,
 ) -> jax.Array:
     """Computes causal attention within segments.
 
@@ -69,6 +71,7 @@ def attend(
       softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
       arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
       prefix: which positions attend both ways, and biases of keys; None: attention is causal.
+      tiles: of the splash kernel.
 
     Returns:
       [B, T, H, K].
@@ -88,26 +91,28 @@ def attend(
         q = ring_attention.arrange(q, "batch", "length", "heads", "head_dim")
         k, v = (ring_attention.arrange(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
         rows = ring_attention.arrange(segment_ids, "batch", "length")
-        mixed = attend(q, k, v, rows, choice=choice, scale=scale, window=window, softcap=softcap, arranged=True)
+        how = {"choice": choice, "scale": scale, "window": window, "softcap": softcap, "tiles": tiles}
+        mixed = attend(q, k, v, rows, arranged=True, **how)
         return ring_attention.arrange(mixed, "batch", "length", "heads", "head_dim", back=True)
     elif window is None:
-        return _around_ring(q, k, v, segment_ids, choice=choice, scale=scale, softcap=softcap)
+        return _around_ring(q, k, v, segment_ids, choice=choice, scale=scale, softcap=softcap, tiles=tiles)
     else:
         order = ring_attention.order(q.shape[1])
         k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
         operands = (q, k, v, segment_ids, kv_segment_ids, None)
     options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
-    return _computed(choice, operands, **options)
+    return _computed(choice, operands, tiles=tiles, **options)
 
 
-def _computed(choice: str, operands: tuple[Any, ...], **options: Any) -> jax.Array:
+def _computed(choice: str, operands: tuple[Any, ...], *, tiles: Tiles, **options: Any) -> jax.Array:
     """Computes attention by the implementation that was chosen; by the one of the platform for "auto"."""
     q, *_, prefix = operands
-    by_kernel, by_products = (functools.partial(form, **options) for form in (splash_attention, plain))
+    by_products = functools.partial(plain, **options)
+    by_kernel = functools.partial(splash_attention, tiles=tiles, **options)
     by_cudnn = functools.partial(on_gpus, scale=options["scale"], window=options["window"])
     if choice in ("splash", "cudnn"):
         return (by_kernel if choice == "splash" else by_cudnn)(*operands)
-    kernels = {"tpu": by_kernel} if tiles(q.shape[1]) else {}
+    kernels = {"tpu": by_kernel} if fits_tiles(q.shape[1]) else {}
     if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, softcap=options["softcap"], prefix=prefix):
         kernels["cuda"] = by_cudnn
     if choice == "plain" or not kernels:
@@ -161,6 +166,7 @@ def _around_ring(
     choice: str,
     scale: float | None,
     softcap: float | None,
+    tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention of rows in the order of the ring; arguments as in `attend`."""
@@ -169,14 +175,15 @@ def _around_ring(
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length")
     axes = tuple(logical.mesh_axes(kv_spec[1]))
     by_products = ring_attention.Pairs(axes, MIXED, softcap)
-    by_kernel = dataclasses.replace(by_products, block_sizes=_block_sizes, interpret=interpret)
+    of_pairs = dataclasses.replace(tiles, fused_backward=False)  # gradients of pairs are computed by both kernels
+    by_kernel = dataclasses.replace(by_products, block_sizes=of_pairs.block_sizes, interpret=interpret)
 
     def form(pairs: ring_attention.Pairs) -> Callable[..., jax.Array]:
         return functools.partial(
             ring_attention.attend, pairs=pairs, specs=(q_spec, kv_spec, PartitionSpec(*q_spec[:2]))
         )
 
-    if choice == "plain" or (choice == "auto" and not tiles(q.shape[1])):
+    if choice == "plain" or (choice == "auto" and not fits_tiles(q.shape[1])):
         return form(by_products)(q, k, v, segment_ids)
     if choice == "splash":
         return form(by_kernel)(q, k, v, segment_ids)
@@ -406,7 +413,7 @@ def splash_attention(
     softcap: float | None = None,
     order: np.ndarray | None = None,
     masks: Sequence[splash.splash_attention_mask.Mask] = (),
-    block: int | None = None,
+    tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
     """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
@@ -415,7 +422,7 @@ def splash_attention(
       q, k, v, segment_ids, kv_segment_ids, prefix, scale, window, softcap, order: as in `plain`; a chip needs all
         positions of its keys and values.
       masks: of every head, in place of the causal one or of a window.
-      block: positions in a block of the kernel; None: the most that fit.
+      tiles: the largest tiles.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """
     q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -425,7 +432,7 @@ def splash_attention(
         q, k = prefixes.with_bias(q, k, prefix.key_bias)
         queries = (prefixes.sequence(prefix.until, window=window),)
     options = {"window": window, "softcap": softcap, "order": order, "interpret": interpret, "prefix": bool(queries)}
-    options |= {"masks": masks, "block": block}
+    options |= {"masks": masks, "tiles": tiles}
     make = functools.partial(_kernel, q.shape[1], q.shape[2], **options)
     if logical.activation_spec("batch") is None:
         return _attend_locally(make(), q, k, v, segment_ids, of_keys, *queries)
@@ -471,7 +478,7 @@ def _kernel(
     interpret: bool,
     prefix: bool,
     masks: Sequence[splash.splash_attention_mask.Mask],
-    block: int | None,
+    tiles: Tiles,
     length_shards: int = 1,
     head_shards: int = 1,
 ):
@@ -488,7 +495,7 @@ def _kernel(
     return splash.make_splash_mha(
         splash.MultiHeadMask(masks or [mask] * heads),
         attn_logits_soft_cap=softcap,
-        block_sizes=_block_sizes(block or length // length_shards),
+        block_sizes=tiles.block_sizes(length // length_shards),
         head_shards=head_shards,
         q_seq_shards=length_shards,
         residual_checkpoint_name=MIXED,
@@ -539,7 +546,7 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
     return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-def tiles(length: int) -> bool:
+def fits_tiles(length: int) -> bool:
     """Returns whether every chip's query positions fill whole tiles."""
     return length % _tile_unit() == 0
 
@@ -551,7 +558,7 @@ def _tile_unit() -> int:
 
 
 def _check_tiles(length: int) -> None:
-    if not tiles(length):
+    if not fits_tiles(length):
         unit = _tile_unit()
         raise UserError(
             f"attention = 'splash': {length} positions are not a multiple of {unit}: the kernel needs tiles of {LANES} "
@@ -559,21 +566,6 @@ def _check_tiles(length: int) -> None:
             f"{', '.join(map(str, logical.nearest_multiples(length, unit)))}; attention = 'auto' computes other "
             "lengths by plain products"
         )
-
-
-@functools.cache
-def _block_sizes(length: int) -> splash.BlockSizes:
-    block = next(b for b in (512, 384, 256, LANES) if length % b == 0)
-    return splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
 
 
 def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -28,6 +28,7 @@ from core import logical, units
 from core.errors import UserError, check_integer
 from models import attention, ring_attention
 from models.attention import KeysAndValues
+from models.splash_tiles import LANES, Tiles
 
 _SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
@@ -185,8 +186,9 @@ def attend(
     def by_kernel(*operands: jax.Array) -> jax.Array:
         c = settings.block
         masks = [BlockMask(of_head, c) for of_head in block_mask(settings, q.shape[2], q.shape[1] // c)]
-        options = {"scale": scale, "softcap": softcap, "masks": masks, "block": c, "interpret": interpret}
-        return attention.splash_attention(*operands, **options)
+        tile = Tiles().block_sizes(c).block_q  # tiles divide blocks
+        options = {"scale": scale, "softcap": softcap, "masks": masks, "interpret": interpret}
+        return attention.splash_attention(*operands, tiles=Tiles(queries=tile, keys=tile), **options)
 
     operands = (q, k, v, segment_ids)
     if choice == "splash":
@@ -204,7 +206,7 @@ def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) ->
     """
     c = settings.block
     local = length // ring_attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
-    fits = attention.tiles(length) and c % attention.LANES == 0 and local % c == 0
+    fits = attention.fits_tiles(length) and c % LANES == 0 and local % c == 0
     needed = _mask_bytes(heads // _head_shards(), local // c, length // c) if fits else 0
     if choice == "splash" and needed > _SCALAR_BYTES:
         raise UserError(
@@ -216,7 +218,7 @@ def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) ->
     if choice == "splash" and not fits:
         raise UserError(
             f"attention = 'splash' with BlockSparse.block = {c} and rows of {length} positions, {local} on each chip: "
-            f"the kernel needs a block that is a multiple of {attention.LANES} and divides the positions of a chip; "
+            f"the kernel needs a block that is a multiple of {LANES} and divides the positions of a chip; "
             "attention = 'auto' computes other sizes by plain products"
         )
     return fits and needed <= _SCALAR_BYTES

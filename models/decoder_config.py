@@ -14,6 +14,7 @@ from models.experts import Experts
 from models.lora import Lora
 from models.planner_config import Planner
 from models.s5 import S5
+from models.splash_tiles import Tiles
 
 if TYPE_CHECKING:
     from models.ttt.config import TTTConfig  # of no use to decoders without it
@@ -61,6 +62,7 @@ _NOT_SETTINGS = {
     "lora",
     "loss_chunk",
     "keeps_states",
+    "attention_tiles",
 }  # of a run, not of the function
 _PARTS_NOT_SETTINGS = {("s5", "chunk"), ("ttt", "inner")}  # the name of the mixer says which inner model it has
 _EXPERTS_NOT_SETTINGS = {
@@ -138,6 +140,7 @@ class DecoderConfig:
       ttt: settings of the mixers "ttt_linear" and "ttt_mlp"; see `models.ttt`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
         logits are small enough (`models.chunked_loss.default_positions`).
+      attention_tiles: of the splash kernel; None: the default ones.
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
     Raises:
@@ -183,6 +186,7 @@ class DecoderConfig:
     lora: Lora | None = None
     ttt: TTTConfig | None = None
     loss_chunk: int | None = None
+    attention_tiles: Tiles | None = None
     vocab_multiple: int = 128
 
     def __post_init__(self):

@@ -20,6 +20,7 @@ from models import attention, block_sparse, derivatives, experts, rotary, s5
 from models.attention import KeysAndValues
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 from models.layer_parts import Call, Part, Result, Side, Work
+from models.splash_tiles import Tiles
 
 # Logical axes of the inputs and outputs of each matrix.
 _AXES = {
@@ -99,7 +100,7 @@ class Attention(_Matrices):
         c, side = self.config, call.side
         how = {"choice": c.attention, "window": c.window if call.kind == LOCAL else None, **self._scores(call)}
         if call.before is None:
-            whole = {"arranged": True, "prefix": side.prefix}
+            whole = {"arranged": True, "prefix": side.prefix, "tiles": c.attention_tiles or Tiles()}
             return attention.attend(q, key, value, side.segment_ids, **whole, **how), ()
         return attention.cached(q, key, value, *call.before, side.padding, **how)
 

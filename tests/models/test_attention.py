@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from core import slices
+from core.errors import UserError
 from models import attention, rotary
+from models.splash_tiles import Tiles
 from parallel import partitioner, strategies
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 32
@@ -33,14 +35,30 @@ def results(attend, inputs):
 
 
 @pytest.mark.covers("T08")
-def test_splash_equals_plain_forward_and_backward(inputs):
+@pytest.mark.parametrize(
+    "tiles", [Tiles(), Tiles(queries=128, keys=256, fused_backward=True)], ids=["default", "fused"]
+)
+def test_splash_equals_plain_forward_and_backward(inputs, tiles):
     out, value, gradients = results(attention.plain, inputs)
-    splash = jax.jit(lambda *a: attention.splash_attention(*a, interpret=True))
+    splash = jax.jit(lambda *a: attention.splash_attention(*a, tiles=tiles, interpret=True))
     out2, value2, gradients2 = results(splash, inputs)
     np.testing.assert_allclose(out2, out, atol=2e-5, rtol=0)
     np.testing.assert_allclose(value2, value, rtol=1e-4)
     for ours, want in zip(gradients2, gradients, strict=True):
         np.testing.assert_allclose(ours, want, atol=5e-5, rtol=0)
+
+
+def test_tiles_are_the_largest_that_divide_the_positions():
+    found = Tiles(queries=1024, keys=512).block_sizes(1536)
+    assert (found.block_q, found.block_kv, found.block_q_dq, found.block_kv_dkv) == (768, 512, 768, 512)
+    assert Tiles(queries=1024).block_sizes(128).block_q == 128
+    assert Tiles(fused_backward=True).block_sizes(512).block_q_dq is None
+
+
+@pytest.mark.parametrize("size", [64, 200, 256.0])
+def test_a_size_of_tiles_is_a_multiple_of_128(size):
+    with pytest.raises(UserError, match=r"Tiles\.keys = "):
+        Tiles(keys=size)
 
 
 def test_plain_is_softmax_over_visible_positions(inputs):
