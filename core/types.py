@@ -439,7 +439,7 @@ class SplitsRows(Protocol):
 
 
 class ReadsHidden(Protocol):
-    """A model whose batches may have hidden states of its frozen part, computed before.
+    """A model that accepts precomputed hidden states of its frozen base.
 
     Enables: tasks of hidden states (`CachesHidden`), which are refused without it.
     """
@@ -448,9 +448,9 @@ class ReadsHidden(Protocol):
 
 
 class CachesHidden(Protocol):
-    """A task whose batches have hidden states that a frozen model computed before, `chunk` positions at a time.
+    """A task whose batches have hidden states of a frozen model, precomputed in chunks of `chunk` positions.
 
-    Enables: the refusal of a model with another chunk or base than that of the hidden states.
+    Enables: a check that the model has the chunk and the base of the cached hidden states.
     """
 
     chunk: int

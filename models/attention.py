@@ -176,7 +176,7 @@ def _around_ring(
     axes = tuple(logical.mesh_axes(kv_spec[1]))
     by_products = ring_attention.Pairs(axes, MIXED, softcap)
     of_pairs = dataclasses.replace(tiles, fused_backward=False)  # gradients of pairs are computed by both kernels
-    by_kernel = dataclasses.replace(by_products, block_sizes=of_pairs.block_sizes, interpret=interpret)
+    by_kernel = dataclasses.replace(by_products, tiles=of_pairs, interpret=interpret)
 
     def form(pairs: ring_attention.Pairs) -> Callable[..., jax.Array]:
         return functools.partial(

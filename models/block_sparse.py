@@ -28,7 +28,7 @@ from core import logical, units
 from core.errors import UserError, check_integer
 from models import attention, ring_attention
 from models.attention import KeysAndValues
-from models.splash_tiles import LANES, Tiles
+from models.splash_tiles import LANES, Tiles, largest
 
 _SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
@@ -186,7 +186,7 @@ def attend(
     def by_kernel(*operands: jax.Array) -> jax.Array:
         c = settings.block
         masks = [BlockMask(of_head, c) for of_head in block_mask(settings, q.shape[2], q.shape[1] // c)]
-        tile = Tiles().block_sizes(c).block_q  # tiles divide blocks
+        tile = largest(Tiles().queries, c)  # tiles divide blocks
         options = {"scale": scale, "softcap": softcap, "masks": masks, "interpret": interpret}
         return attention.splash_attention(*operands, tiles=Tiles(queries=tile, keys=tile), **options)
 

@@ -54,6 +54,7 @@ _CHOICES = {
 # a program by this text, which a new field with a neutral default leaves as it was.
 _SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
 _SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
+# Fields that do not change the function of the model.
 _NOT_SETTINGS = {
     "remat",
     "dtype",
@@ -63,7 +64,7 @@ _NOT_SETTINGS = {
     "loss_chunk",
     "keeps_states",
     "attention_tiles",
-}  # of a run, not of the function
+}
 _PARTS_NOT_SETTINGS = {("s5", "chunk"), ("ttt", "inner")}  # the name of the mixer says which inner model it has
 _EXPERTS_NOT_SETTINGS = {
     "mlp_dim",
@@ -140,7 +141,8 @@ class DecoderConfig:
       ttt: settings of the mixers "ttt_linear" and "ttt_mlp"; see `models.ttt`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
         logits are small enough (`models.chunked_loss.default_positions`).
-      attention_tiles: of the splash kernel; None: the default ones.
+      attention_tiles: of the splash kernel, but for block-sparse attention; a ring has no fused backward pass; None:
+        the default ones.
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
     Raises:

@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec
 
 from core import jax_internals, logical
 from core.errors import UserError
+from models.splash_tiles import Tiles
 
 _HIDDEN = -1e30
 
@@ -126,19 +127,19 @@ class Pairs:
       axes: mesh axes of the ring.
       name: checkpoint name of the result.
       softcap: as in `attention.attend`.
-      block_sizes: of the kernel, by the number of positions; None: plain products.
+      tiles: of the kernel; None: plain products.
       interpret: run the kernel in Pallas's interpreter.
     """
 
     axes: tuple[str, ...]
     name: str
     softcap: float | None = None
-    block_sizes: Callable[[int], splash.BlockSizes] | None = None
+    tiles: Tiles | None = None
     interpret: bool = False
 
     def forward(self, q: Queries, kv: Keys, *, causal: bool = False) -> Mixed:
         """Computes the attention of queries to keys; `causal`: up to their own index, otherwise to all."""
-        if self.block_sizes is None:
+        if self.tiles is None:
             scores = self._scores(q, kv, causal=causal)(q.queries, kv.keys)
             log_total = jax.nn.logsumexp(scores, axis=-1)  # [B, N, G, T]
             means = _weighted(jnp.exp(scores - log_total[..., None]), kv.values)
@@ -156,7 +157,7 @@ class Pairs:
           of: attention of these queries to all keys, of this chunk and of others.
           d_means: the gradient of `of.means`.
         """
-        if self.block_sizes is None:
+        if self.tiles is None:
             scores = self._scores(q, kv, causal=causal)
 
             def weighted(queries: jax.Array, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -190,11 +191,11 @@ class Pairs:
     def _kernel(self, queries: jax.Array, *, causal: bool, save_residuals: bool) -> splash.SplashAttentionKernel:
         _, heads, length, _ = queries.shape
         mask = (masks.CausalMask if causal else masks.FullMask)((length, length))
-        assert self.block_sizes is not None
+        assert self.tiles is not None
         return splash.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
             attn_logits_soft_cap=self.softcap,
-            block_sizes=self.block_sizes(length),
+            block_sizes=self.tiles.block_sizes(length),
             head_shards=1,
             q_seq_shards=1,
             save_residuals=save_residuals,

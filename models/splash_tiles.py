@@ -37,7 +37,7 @@ class Tiles:
 
     def block_sizes(self, length: int) -> splash.BlockSizes:
         """Returns the tiles for queries and keys of `length` positions, a multiple of 128."""
-        q, kv = (max(b for b in range(LANES, most + 1, LANES) if length % b == 0) for most in (self.queries, self.keys))
+        q, kv = (largest(most, length) for most in (self.queries, self.keys))
         own = {} if self.fused_backward else {"block_q_dq": q, "block_kv_dq": kv}
         return splash.BlockSizes(
             block_q=q,
@@ -49,3 +49,8 @@ class Tiles:
             use_fused_bwd_kernel=self.fused_backward,
             **own,
         )
+
+
+def largest(most: int, length: int) -> int:
+    """Returns the largest multiple of 128, up to `most`, that divides `length`."""
+    return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)

@@ -175,9 +175,8 @@ class PublishedFolder:
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)
-        groups: dict[
-            tuple[str, ...], list[_Own]
-        ] = {}  # parameters that are parts of the same tensors are read together
+        # Parameters that are parts of the same tensors are read together.
+        groups: dict[tuple[str, ...], list[_Own]] = {}
         for (path, parameter), leaf in zip(described.items(), leaves, strict=True):
             groups.setdefault(tuple(parameter.names), []).append(_Own.of(path, parameter, leaf))
         arrays: dict[str, jax.Array] = {}

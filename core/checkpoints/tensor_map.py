@@ -6,8 +6,8 @@ A `Source` describes the dimensions of a tensor by the logical axes of a paramet
 
 is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `{}` stands
 for the number of the layer: a parameter with the axis `layers` is read from one tensor per layer. A second `{}` stands
-for the entries of its next axis, such as the experts of a layer. If only some layers have the parameter, it has entries
-for these: with `first=1, every=2` for layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in
+for the entries of its next axis, such as the experts of a layer. A parameter that only some layers have is described by
+`first` and `every`: `first=1, every=2` means layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in
 the tensor than in the parameter (a vocabulary that is stored rounded up); the remaining entries of the parameter are
 zero, and are not exported.
 """
@@ -32,7 +32,7 @@ class Source:
     Attributes:
       name: name of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
       dims: the tensor's dimensions in terms of the parameter's other axes; see the module.
-      first, every: the layer of the parameter's first entry, and the number of layers from an entry to the next.
+      first, every: the layer of the parameter's first entry, and the stride in layers.
     """
 
     name: str

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 from core import metrics, paths, slices, versions
 from core.health import exit_codes
 from launch import environment, flags
-from launch.check.tuning import Tuning
 from launch.hosts import tpu_host
 
-HELP = "validate a slice: doctor, attention, all strategies, save and restore, measured speed; or tune a step"
+HELP = "validate a slice: doctor, attention, all strategies, save and restore, measured speed; writes a report"
 EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
 
 NAME = "validate.json"
@@ -40,12 +39,9 @@ class Part(NamedTuple):
     check: tuple[str, ...] = ()  # a command that finds whether it fits this slice; if it does not, that is no failure
 
 
-def parts(
-    slice_name: str, experiment: str, *, run_dir: str, simulated: bool, folder: Path, bindings: Sequence[str] = ()
-) -> list[Part]:
+def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, folder: Path) -> list[Part]:
     """Returns the parts of a validation, in order."""
-    given = (word for binding in bindings for word in ("--gin", binding))
-    where = (slice_name, experiment, *(("--simulate",) if simulated else ()), *given)
+    where = (slice_name, experiment, *(("--simulate",) if simulated else ()))
     common = (*where, "--run-dir", f"{run_dir}/run")
     found = [
         Part("doctor", ("doctor", *common, "--json", str(folder / "doctor.json"))),
@@ -100,8 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "SLICE")
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", default="gin/quickstart.gin")
     flags.add(parser, "--run-dir", help="default: $RENGA_RUN_ROOT/validate/SLICE")
-    flags.add(parser, "--simulate", "--gin")
-    parser.add_argument("--tune", action="store_true", help="measure settings of speed; write the best to tuned.gin")
+    flags.add(parser, "--simulate")
     parser.add_argument("--attention", metavar="FILE", help=argparse.SUPPRESS)  # of this command's own process
 
 
@@ -113,13 +108,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.simulate:
         tpu_host.require_here(slice_)
     run_dir = os.fspath(paths.resolve(args.run_dir or default_directory(slice_)))
-    if args.tune:
-        return _tune(args, slice_, run_dir)
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="renga-validate-") as name:
         folder = Path(name)
-        how = {"run_dir": run_dir, "simulated": args.simulate, "bindings": args.gin}
-        todo = parts(slice_.name, args.experiment, folder=folder, **how)
+        todo = parts(slice_.name, args.experiment, run_dir=run_dir, simulated=args.simulate, folder=folder)
         done = [perform(part) for part in todo]
         files = {what: folder / f"{what}.json" for what in ("doctor", "attention")}
         found = {what: json.loads(file.read_text()) if file.exists() else None for what, file in files.items()}
@@ -149,13 +141,6 @@ def run(args: argparse.Namespace) -> int:
 def default_directory(slice_: slices.Slice) -> str:
     """Returns the default run directory of a validation: $RENGA_RUN_ROOT/validate/SLICE."""
     return environment.run_directory(environment.WORKSPACE / "validate" / slice_.name)
-
-
-def _tune(args: argparse.Namespace, slice_: slices.Slice, run_dir: str) -> int:
-    """Measures settings of speed on this slice. Host 0 writes RUN/tuned.gin."""
-    tuning = Tuning(slice_, args.experiment, run_dir=run_dir, bindings=args.gin, simulated=args.simulate)
-    tuning.write(is_host_zero=args.simulate or not tpu_host.own_index(slice_))
-    return exit_codes.DONE
 
 
 def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:

@@ -44,7 +44,7 @@ _READ_BY = {  # flags that an action reads
     "tensorboard": (*_OF_TPUS, "run_dir"),
     **dict.fromkeys(("create", "queue"), (*_OF_TPUS, "spot")),
     "delete": (*_OF_TPUS, "queued"),
-    "validate": (*_OF_TPUS, "run_dir", "simulate", "gin", "tune"),
+    "validate": (*_OF_TPUS, "run_dir", "simulate"),
 }
 _READ_BY_RUNS = ("gin", "scale_from", "run_dir", "restarts", "steps", "simulate", "smoke", "check", "tpu", "dry_run")
 
@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", metavar="S", type=flags.positive, help="with profile: how long to trace")
     modes = parser.add_argument_group("modes")
     flags.add(modes, "--simulate", "--smoke")
-    modes.add_argument("--tune", action="store_true", help="with validate: measure settings of speed, write the best")
     modes.add_argument("--check", action="store_true", help="check all that needs no device; start nothing")
     modes.add_argument("--tpu", metavar="NAME[,NAME]", help="from a workstation: the TPU of each slice (or TPU_NAME)")
     modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
@@ -179,14 +178,12 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcl
 
     experiment = args.validated or "gin/quickstart.gin"
     if not tpus:
-        options = flags.passed_on(args, "--run-dir", "--simulate", "--gin", "--tune")
-        return _become(["validate", slice_.name, experiment, *options])
+        return _become(["validate", slice_.name, experiment, *flags.passed_on(args, "--run-dir", "--simulate")])
     directory = args.run_dir or _from_workspace(validation.default_directory(slice_))
     if slice_.hosts > 1 and not paths.is_remote(directory):
         raise UserError(f"{slice_.hosts} hosts need one place for checkpoints: give --run-dir gs://BUCKET/…")
     shipped = workstation.shipped_path(experiment, workspace=environment.WORKSPACE)
-    options = flags.passed_on(args, "--gin", "--tune")
-    job = workstation.Run([slice_.name, "validate", shipped, *options], directory)
+    job = workstation.Run([slice_.name, "validate", shipped], directory)
     return workstation.start(tpus, slice_=slice_, run=job, workspace=environment.WORKSPACE, dry_run=args.dry_run)
 
 

@@ -169,21 +169,21 @@ def frozen_checksum(run: Run, state: TrainState) -> int | None:
 
 
 def require_base(experiment: Experiment, frozen: int | None) -> None:
-    """Checks that hidden states computed before are of the frozen parameters of the run.
+    """Checks that cached hidden states were computed with the frozen parameters of the run.
 
     Args:
       experiment: the experiment.
       frozen: the checksum of the frozen parameters.
 
     Raises:
-      UserError: they are of other parameters.
+      UserError: they were computed with other parameters.
     """
     task = experiment.task
     if can(task, CachesHidden) and frozen != task.base_checksum:
         ours = "none" if frozen is None else f"{frozen:08x}"
         raise UserError(
-            f"the hidden states of the data are of another base: {task.describe()}, whose parameters have the checksum "
-            f"{task.base_checksum:08x}; the frozen parameters of this run have {ours} (INIT_FROM = "
+            f"the cached hidden states were computed with another base: {task.describe()}, whose parameters have the "
+            f"checksum {task.base_checksum:08x}; the frozen parameters of this run have {ours} (INIT_FROM = "
             f"{experiment.init_from!r}). Set INIT_FROM to that base, or compute the hidden states of this one "
             "(launch/run hidden)"
         )

@@ -63,6 +63,8 @@ class CachedHidden(chunks.ChunkTask):
         """Returns the problems that can be found without opening the data."""
         if not (Path(self.folder) / _ABOUT).exists():
             return [f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run hidden"]
+        if "checksum" not in self._about["model"]:
+            return [f"{self.folder!r} is of an earlier version, without a checksum: run launch/run hidden again"]
         if self.length != self._about["length"]:
             return [f"cached_hidden.length = {self.length}: the rows of {self.folder!r} have {self._about['length']}"]
         return []

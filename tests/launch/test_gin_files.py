@@ -66,7 +66,7 @@ def test_a_slice_file_names_a_slice(name):
 
 EXPERIMENTS = [
     path.relative_to(environment.WORKSPACE).as_posix()
-    for folder in ("", "long", "published", "trm", "trm/exp02a")
+    for folder in ("", "long", "long/text", "published", "trm", "trm/exp02a")
     for path in sorted((GIN / folder).glob("*.gin"))
     if "\ninclude '" in path.read_text()
 ]

@@ -105,7 +105,7 @@ def test_hidden_states_of_another_base_or_rows_of_another_length_are_refused(tra
     own = (*ADAPTER, *CACHED, f"HIDDEN = '{hidden}'", f"INIT_FROM = '{base}'")
     another, _ = trained("another_base", BASE, "SEED = 1")
     refused = {
-        (f"INIT_FROM = '{another}'",): "the hidden states of the data are of another base: cached_hidden: ",
+        (f"INIT_FROM = '{another}'",): "the cached hidden states were computed with another base: cached_hidden: ",
         ("LENGTH = 16",): "cached_hidden.length = 16: the rows of ",
         ("CHUNK = 32",): "the chunk of the model is 32, and the hidden states of the data were computed with 16",
         ("transformer.Transformer.embed_dim = 32",): "has width 32, and the hidden states of the batch have 16: ",
