@@ -1,4 +1,4 @@
-"""`tests/run.sh lab peers`: times training steps of a small Llama against hand-written JAX and other trainers on CPUs.
+"""`tests/run.sh lab peers`: times training steps of a small Llama on CPUs: ours, hand-written JAX and transformers.
 
 Every program is a process (`tests/lab/peer_steps.py`). All are started first, and then take turns of a few steps, so
 that other work on the machine slows all of them; ratios are medians over turns.
@@ -22,7 +22,7 @@ from core.errors import UserError
 from launch import environment, flags, terminal
 from tests.lab import peer_steps
 
-HELP = "time training steps of a small Llama on CPUs: ours, written by hand in JAX, and those of other trainers"
+HELP = "time training steps of a small Llama on CPUs: ours, written by hand in JAX, and those of transformers"
 EXAMPLE = """tests/run.sh lab peers --cores 0,1
   tests/run.sh lab peers --dtype bfloat16 --devices 1 --transformers torch-environment/bin/python"""
 _HERE = ("ours", "ours_unrolled", "scanned", "unrolled")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints. The exit code is always 0, because timings on a shared machine are unreliable."""
+    """Measures and prints; no timing fails. Raises UserError if a program ends early."""
     if 1 not in args.devices and (given := [name for name in _PEERS if getattr(args, name)]):
         raise UserError(f"--{given[0]} runs on one device: add 1 to --devices, or leave it out")
     if args.cores:
@@ -77,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cores(text: str) -> set[int]:
-    cores = {int(part) for part in text.split(",") if part.isdecimal()}
-    if not cores or not cores <= os.sched_getaffinity(0):
+    parts = text.split(",")
+    cores = {int(part) for part in parts if part.isdecimal()}
+    if len(cores) != len(parts) or not cores <= os.sched_getaffinity(0):
         raise UserError(f"--cores {text}: expected some of {sorted(os.sched_getaffinity(0))}, such as 0,1")
     return cores
 
