@@ -206,7 +206,7 @@ class Experiment:
 
     @property
     def is_one_phase(self) -> bool:
-        """Whether `phase` selects one of several phases."""
+        """Whether this is one chosen phase of an experiment with several."""
         return self._chosen is not None
 
     def _wrong_parts(self) -> Iterator[str]:

@@ -41,7 +41,7 @@ _ALSO_FOR_V4_64: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a record is of.
+    """The experiment that a record describes.
 
     Attributes:
       file: the experiment file, relative to the workspace.
