@@ -134,3 +134,13 @@ def test_chunks_of_rows_suit_any_model_with_a_carry():
     settings = {f.name: getattr(experiment.model, f.name) for f in dataclasses.fields(experiment.model)}
     model = Carries(**{**settings, "keeps_states": False})
     assert dataclasses.replace(experiment, model=model).model is model
+
+
+@pytest.mark.covers("N08", "N09")
+def test_the_models_that_are_compared_on_real_text_have_as_many_parameters():
+    """Sizes differ by less than 1 %, and no two files have the same layers."""
+    experiments = [loader.load(f"gin/long/text/{name}.gin").build() for name in names("long/text")]
+    states = [e.bind(mesh.topology_devices(slices.get(e.slice))).abstract_state for e in experiments]
+    sizes = [sum(a.size for a in jax.tree.leaves(state.params)) for state in states]
+    assert max(sizes) < 1.01 * min(sizes), dict(zip(names("long/text"), sizes, strict=True))
+    assert len({(e.model.num_layers, e.model.mixer, e.model.feed_forward) for e in experiments}) == len(experiments)
