@@ -77,6 +77,7 @@ class ImageQuestions:
       max_shift: images of training are moved by up to so many pixels, and pixels at their border are repeated.
       mirror: whether half of the images of training are mirrored, left to right.
       broken: "refuse": an image that cannot be read ends the run; "skip": the line is left out, and counted.
+      ends: whether the end token follows each answer. Answers of one token need none.
       evaluated: rows that an evaluation scores; None: all.
     """
 
@@ -92,6 +93,7 @@ class ImageQuestions:
     max_shift: int = 0
     mirror: bool = False
     broken: str = "refuse"
+    ends: bool = True
     evaluated: int | None = None
 
     def spec(self, batch_size: int) -> BatchSpec:
@@ -196,7 +198,7 @@ class ImageQuestions:
             yield f"{question.question} {question.answer}"
 
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
-        kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
+        kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens, self.ends)
         identity = {"source": self.fingerprint(), "split": split, "seed": seed, "vocabulary": self.vocabulary.hash}
         return streams.StreamBatches(
             layout,
@@ -214,9 +216,10 @@ class ImageQuestions:
           UserError: it is longer than the row.
         """
         asked = self.vocabulary.encode(question.question)
-        said = [*self.vocabulary.encode(f" {question.answer}"), self.vocabulary.eos_id]
+        answer = self.vocabulary.encode(f" {question.answer}")
+        said = [*answer, self.vocabulary.eos_id] if self.ends else answer
         used = self.image_tokens + len(asked) + len(said) - 1
-        if used > self.length or not asked or len(said) < 2:
+        if used > self.length or not asked or not answer:
             raise UserError(
                 f"{question.where}: {len(asked)} tokens of the question and {len(said)} of the answer after "
                 f"{self.image_tokens} positions of the image: expected at least one of each, and at most LENGTH = "
@@ -263,6 +266,7 @@ def questions(
     max_shift: int = 0,
     mirror: bool = False,
     broken: str = "refuse",
+    ends: bool = True,
 ) -> ImageQuestions:
     """Returns a task of questions about images; see `ImageQuestions`.
 
@@ -270,8 +274,8 @@ def questions(
       train: one or more patterns of .jsonl files.
       validation: one or more patterns. Default: the questions about 5 % of the images, chosen by hash.
       folder: of these files, if patterns are relative to one.
-      image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken: see
-        `ImageQuestions`.
+      image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken,
+        ends: see `ImageQuestions`.
 
     Raises:
       UserError: a value out of range.
@@ -295,6 +299,7 @@ def questions(
         max_shift=max_shift,
         mirror=mirror,
         broken=broken,
+        ends=ends,
     )
 
 

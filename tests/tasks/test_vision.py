@@ -53,6 +53,17 @@ def test_a_row_by_hand(folder):
     assert row["kind"] == 0
 
 
+def test_an_answer_without_an_end_token(folder):
+    """The row is one position shorter, and the last word of the answer is its last target."""
+    with_end, without = (task(folder, ends=ends).row(task(folder).questions("train")[2]) for ends in (True, False))
+    used = int(with_end["segment_ids"].sum())
+    for name in ("inputs", "targets", "weights", "segment_ids"):
+        want = with_end[name].copy()
+        want[used - 1] = 0
+        assert without[name].tolist() == want.tolist(), name
+    assert without["weights"].sum() == with_end["weights"].sum() - 1 == len(" ab")
+
+
 @pytest.mark.covers("D01")
 def test_any_hosts_read_the_same_rows_and_continue_at_a_saved_position(folder):
     made = task(folder)
