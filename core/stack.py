@@ -158,6 +158,7 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 REMAT_CHOICES = ("none", *REMAT_POLICIES)
+UNROLLED = 12  # layers, or groups of layers, that `cpu_runner` runs without a loop
 
 
 def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -174,6 +175,15 @@ def unrolled_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Ta
     It takes longer to compile, and does not copy the weights of each layer from the stacked array.
     """
     return _run_in_order(fn, stacked, x, side, tail, unrolls=True)
+
+
+def cpu_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
+    """Runs up to `UNROLLED` layers without a loop, and more with a scan.
+
+    On CPUs a loop runs one layer after another and copies what each saves for the backward pass to stacked arrays.
+    Without one, products of several layers run at the same time. The time of compilation grows with the layers.
+    """
+    return _run_in_order(fn, stacked, x, side, tail, unrolls=len(fn.kinds) <= UNROLLED)
 
 
 def _run_in_order(

@@ -60,8 +60,8 @@ class Partitioner:
 
     @functools.cached_property
     def _runner(self) -> stack.Runner | None:  # created once, because it is part of the cache key of every trace
-        if self.pipeline is None:
-            return None
+        if self.pipeline is None:  # simulated slices run the programs of TPUs
+            return stack.cpu_runner if self.slice.generation == "cpu" else None
         from parallel.pipeline import runner  # of no use without a pipeline
 
         return runner.runner(self.pipeline, self.strategy.param_rules, self.strategy.activation_rules)

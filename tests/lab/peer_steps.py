@@ -12,7 +12,6 @@ are float32.
 B batch, T length, D embed, H query heads, N key/value heads, G = H / N, K head_dim, F mlp, V vocab, L layers.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -31,11 +30,10 @@ Step = Callable[[], Any]  # dispatches a step; the result has its loss
 Wait = Callable[[Any], Any]  # waits for a step
 
 
-def ours(devices: int, dtype: str, *, unrolls: bool = False) -> tuple[Step, Wait, str]:
-    """The jitted step of an experiment, as the trainer calls it; with `unrolls`, without a loop over layers."""
+def ours(devices: int, dtype: str) -> tuple[Step, Wait, str]:
+    """The jitted step of an experiment, as the trainer calls it."""
     import jax
 
-    from core import stack
     from core.optimizers import adamw, constant
     from launch.experiment import Experiment
     from models.transformer import Transformer
@@ -55,12 +53,9 @@ def ours(devices: int, dtype: str, *, unrolls: bool = False) -> tuple[Step, Wait
     ).bind(jax.devices())
     state, batch = program.init(), program.put(next(task.train(program.partitioner.data_layout(ROWS), seed=0)))
 
-    context = functools.partial(stack.use_runner, stack.unrolled_runner) if unrolls else contextlib.nullcontext
-
     def step() -> Any:
         nonlocal state
-        with context():
-            state, metrics = program.train_step(state, batch)
+        state, metrics = program.train_step(state, batch)
         return metrics["loss"]
 
     return step, jax.block_until_ready, f"JAX {jax.__version__}"
@@ -212,7 +207,6 @@ def transformers(devices: int, dtype: str) -> tuple[Step, Wait, str]:
 
 PROGRAMS = {
     "ours": ours,
-    "ours_unrolled": functools.partial(ours, unrolls=True),
     "scanned": functools.partial(bare, unrolls=False),
     "unrolled": functools.partial(bare, unrolls=True),
     "transformers": transformers,

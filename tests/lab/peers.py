@@ -25,7 +25,7 @@ from tests.lab import peer_steps
 HELP = "time training steps of a small Llama on CPUs: ours, written by hand in JAX, and those of transformers"
 EXAMPLE = """tests/run.sh lab peers --cores 0,1
   tests/run.sh lab peers --dtype bfloat16 --devices 1 --transformers torch-environment/bin/python"""
-_HERE = ("ours", "ours_unrolled", "scanned", "unrolled")
+_HERE = ("ours", "scanned", "unrolled")
 _PEERS = tuple(name for name in peer_steps.PROGRAMS if name not in _HERE)
 _REFERENCE = "unrolled"
 

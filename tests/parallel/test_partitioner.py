@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from core import optimizers, slices
+from core import optimizers, slices, stack
+from models.agreement_subjects import random_batches
 from models.transformer import Transformer, preset
-from parallel import strategies
+from parallel import agreement, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams
+from tests.lab import subjects
 
 TINY = Transformer(
     vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=4, vocab_multiple=16
@@ -155,3 +157,25 @@ def test_problems_of_batch_and_model_are_reported_at_once_and_once_each():
 def test_a_program_needs_microbatches_and_features(accum_steps, spec):
     with pytest.raises(ValueError, match="expected at least 1 step"):
         bind(FSDP, "v4-8").program(TINY, ADAMW, spec, seed=0, accum_steps=accum_steps)
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "layers", "loops"), [("cpu:2", 3, 0), ("cpu:2", stack.UNROLLED + 1, 2), ("v4-8", 3, 2)]
+)
+def test_a_few_layers_run_without_a_loop_on_cpus(slice_name, layers, loops):
+    """The backward pass is a second loop."""
+    bound = bind(FSDP, slice_name, jax.devices()[: slices.get(slice_name).chips])
+    program = bound.program(dataclasses.replace(TINY, num_layers=layers), ADAMW, batch_spec(4), seed=0)
+    with bound.tracing():
+        traced = program.jitted_train_step.trace(program.abstract_state, program.abstract_batch)
+    assert str(traced.jaxpr).count("scan[") == loops
+
+
+def test_layers_without_a_loop_give_the_numbers_of_the_loop():
+    model = dataclasses.replace(TINY, num_layers=3, dtype="float32", remat="full")
+    data = list(random_batches(model.vocab_size, steps=2))
+    on_cpus, simulated = (
+        agreement.run(subjects.bind(model, agreement.Example(name, FSDP), data[0]), data) for name in ("cpu:4", "v4-8")
+    )
+    found, limits = agreement.compare(on_cpus, simulated), agreement.limits((8, 2, 8, 8))
+    assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
