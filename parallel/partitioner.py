@@ -311,7 +311,7 @@ class Program:
             params = self._created(jax.random.key(self.seed), zeros)
             return step.create(self.model, self._bound_optimizer, params, zeros)
 
-        return jax.jit(fresh, out_shardings=self.state_shardings)
+        return jax.jit(fresh, out_shardings=self.state_shardings, compiler_options=self._once)
 
     def init(self) -> TrainState:
         """Initializes the state; its values do not depend on the strategy."""
@@ -325,7 +325,7 @@ class Program:
             return self._created(jax.random.key(self.seed), self._zeros())
 
         with self.partitioner.tracing():
-            return jax.jit(fresh, out_shardings=self.state_shardings.params)()
+            return jax.jit(fresh, out_shardings=self.state_shardings.params, compiler_options=self._once)()
 
     def init_from(self, params: Params) -> TrainState:
         """Returns the state before the first step with the given parameters, which are donated."""
@@ -395,10 +395,17 @@ class Program:
             step.answer_step(self.model, self._bound_optimizer, seed=self.seed), out_shardings=self._replicated
         )
 
+    @property
+    def _on_cpus(self) -> bool:
+        return self.partitioner.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def _once(self) -> compiler_options.Options | None:
+        return compiler_options.initialization_on_cpus() if self._on_cpus else None
+
     def _jit(self, fn: Callable, **options) -> Any:
-        on_cpu = self.partitioner.mesh.devices.flat[0].platform == "cpu"
         generation = self.partitioner.slice.generation
-        chosen = None if on_cpu else compiler_options.options(generation, self.compiler_overrides)
+        chosen = None if self._on_cpus else compiler_options.options(generation, self.compiler_overrides)
         inputs = (self.state_shardings, self.batch_shardings)
         return jax.jit(fn, in_shardings=inputs, compiler_options=chosen, **options)
 

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from core import slices
 from launch.config import loader
+from models.transformer import Transformer
 from parallel import compiled, compiler_options
 from parallel.hlo import messages
 
@@ -122,3 +124,20 @@ def test_warnings_are_printed_once_without_harmless_ones():
 def test_xla_knows_the_options_of_gpus():
     double = jax.jit(lambda x: 2 * x, compiler_options=compiler_options.options("h100"))
     assert double(3) == 6
+
+
+def test_initialization_on_cpus_keeps_the_level_of_the_environment(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_x=1 --xla_backend_optimization_level=0")
+    assert compiler_options.initialization_on_cpus() == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_x=1")
+    assert compiler_options.initialization_on_cpus() == {"xla_backend_optimization_level": 1}
+
+
+@pytest.mark.slow  # compiles a program with the default options
+def test_initialization_on_cpus_has_the_bits_of_the_default_level():
+    model = Transformer(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2)
+    ids = {name: jnp.zeros((1, 8), jnp.int32) for name in ("inputs", "targets", "positions", "segment_ids")}
+    given = jax.random.key(0), {**ids, "weights": jnp.zeros((1, 8))}
+    lowered = jax.jit(model.init).lower(*given)
+    levels = [lowered.compile({"xla_backend_optimization_level": level})(*given) for level in (1, 3)]
+    assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, levels), strict=True))
