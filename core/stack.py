@@ -1,8 +1,9 @@
 """A stack of layers as one pure function over stacked parameters, executed by a runner.
 
 `layer_stack(block, num_layers)(x, side, layer_in)` has one parameter tree whose leaves start with a `layers` dimension,
-in model order. The model does not decide how layers are executed: the default runner scans over them; a pipeline
-distributes them over chips and splits the rows into microbatches.
+in model order. The model does not decide how layers are executed: the default runner scans over them, the one of CPU
+slices runs a few layers without a loop, and a pipeline distributes them over chips and splits the rows into
+microbatches.
 
     x[0] = x;   x[l+1], out[l] = block(x[l], side, layer_in[l]);   result = x[L]  or  tail(x[L], side, summed out)
 
@@ -17,7 +18,8 @@ because a runner could not split that array.
 
 A summed output is a sum over rows, in float32: pipelines compute it per microbatch and add. What belongs to rows and
 adds up over layers, such as log-probabilities [B], is part of x. A product of means over the batch is not a sum over
-rows: compute balancing losses per row. Stacked outputs need the scan; pipelines refuse their gradient.
+rows: compute balancing losses per row. Pipelines refuse the gradient of
+stacked outputs.
 
 With `tail=` the head and the loss of a microbatch run directly after the last layer, as needed by schedules that start
 the backward pass of one microbatch before the forward pass of the next. A tail returns sums over rows, which are added
@@ -116,6 +118,8 @@ class LayerFn:
         themselves; of a group, each layer is rematerialised.
       rematerialized: `(kind, in_loop) -> function (layer, x, side) -> (x, outputs)` with the model's rematerialisation.
       kinds: the kind of every layer; of a group, a tuple of kinds.
+      is_small: whether it is worth running without a loop on CPUs: no layer is rematerialized, and there are at most
+        `UNROLLED` layers, those of groups counted one by one.
       outputs: shapes of the outputs of one layer.
       axes: returns the tree of `Axes` of one layer's parameters; a function because this takes a trace.
       dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
@@ -125,6 +129,7 @@ class LayerFn:
     plain: Callable[[Layer, Stream, Side, Kind], tuple[Stream, Outputs]]
     rematerialized: Callable[[Kind, bool], Callable]
     kinds: tuple[Kind, ...]
+    is_small: bool
     outputs: Outputs
     axes: Callable[[], Any]
     dtypes: Any
@@ -158,7 +163,7 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 REMAT_CHOICES = ("none", *REMAT_POLICIES)
-UNROLLED = 12  # layers, or groups of layers, that `cpu_runner` runs without a loop
+UNROLLED = 12  # most layers that `cpu_runner` runs without a loop
 
 
 def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -178,12 +183,14 @@ def unrolled_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Ta
 
 
 def cpu_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
-    """Runs up to `UNROLLED` layers without a loop, and more with a scan.
+    """Runs a small stack (`LayerFn.is_small`) without a loop, and others with a scan.
 
-    On CPUs a loop runs one layer after another and copies what each saves for the backward pass to stacked arrays.
-    Without one, products of several layers run at the same time. The time of compilation grows with the layers.
+    On CPUs a loop copies what each layer saves for the backward pass to stacked arrays and reads them back. Without
+    one the step of six layers took 0.88 of the time, with 11 % more memory. The time of compilation grows with the
+    layers. Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory (290 instead of
+    74 MiB for six layers of width 128).
     """
-    return _run_in_order(fn, stacked, x, side, tail, unrolls=len(fn.kinds) <= UNROLLED)
+    return _run_in_order(fn, stacked, x, side, tail, unrolls=fn.is_small)
 
 
 def _run_in_order(
@@ -411,6 +418,7 @@ def _layer_fn(
         plain=one.plain,
         rematerialized=lambda kind, in_loop: one.rematerialized(remat, kind, in_loop=in_loop),
         kinds=kinds,
+        is_small=remat == "none" and len(kinds) * group <= UNROLLED,
         outputs=out,
         axes=lambda: _axes(one.init(kinds[0]), group, arguments),
         dtypes=_computed_dtypes(traced, stacked.params),

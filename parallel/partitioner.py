@@ -60,7 +60,7 @@ class Partitioner:
 
     @functools.cached_property
     def _runner(self) -> stack.Runner | None:  # created once, because it is part of the cache key of every trace
-        if self.pipeline is None:  # simulated slices run the programs of TPUs
+        if self.pipeline is None:  # simulated TPU slices keep the scan, as TPUs do
             return stack.cpu_runner if self.slice.generation == "cpu" else None
         from parallel.pipeline import runner  # of no use without a pipeline
 
@@ -311,7 +311,7 @@ class Program:
             params = self._created(jax.random.key(self.seed), zeros)
             return step.create(self.model, self._bound_optimizer, params, zeros)
 
-        return jax.jit(fresh, out_shardings=self.state_shardings, compiler_options=self._once)
+        return jax.jit(fresh, out_shardings=self.state_shardings, compiler_options=self._options_of_init)
 
     def init(self) -> TrainState:
         """Initializes the state; its values do not depend on the strategy."""
@@ -325,7 +325,7 @@ class Program:
             return self._created(jax.random.key(self.seed), self._zeros())
 
         with self.partitioner.tracing():
-            return jax.jit(fresh, out_shardings=self.state_shardings.params, compiler_options=self._once)()
+            return jax.jit(fresh, out_shardings=self.state_shardings.params, compiler_options=self._options_of_init)()
 
     def init_from(self, params: Params) -> TrainState:
         """Returns the state before the first step with the given parameters, which are donated."""
@@ -400,7 +400,7 @@ class Program:
         return self.partitioner.mesh.devices.flat[0].platform == "cpu"
 
     @property
-    def _once(self) -> compiler_options.Options | None:
+    def _options_of_init(self) -> compiler_options.Options | None:
         return compiler_options.initialization_on_cpus() if self._on_cpus else None
 
     def _jit(self, fn: Callable, **options) -> Any:

@@ -5,8 +5,9 @@ evaluations count answers, and `weight`: how often it is drawn in training, rela
 
   line -> image [H, W, 3] uint8;   slots, question, answer -> ids, weights, until [T]
 
-A row is one line: S positions for the patches of the image, the question, and the answer with the end-of-document id,
-which alone are learned. An image is decoded and resized to a square on the host (`tasks.images`).
+A row is one line: S positions for the patches of the image, the question, and the answer, which alone is learned. The
+end-of-document id follows it unless `ends` is false. An image is decoded and resized to a square on the host
+(`tasks.images`).
 
 T: tokens per row. S: positions of an image.
 """
@@ -77,7 +78,8 @@ class ImageQuestions:
       max_shift: images of training are moved by up to so many pixels, and pixels at their border are repeated.
       mirror: whether half of the images of training are mirrored, left to right.
       broken: "refuse": an image that cannot be read ends the run; "skip": the line is left out, and counted.
-      ends: whether the end token follows each answer. Answers of one token need none.
+      ends: whether the end token follows each answer and is learned. Answers of one token need none; a model that
+        learned longer ones without it never ends them by itself.
       evaluated: rows that an evaluation scores; None: all.
     """
 
@@ -198,14 +200,15 @@ class ImageQuestions:
             yield f"{question.question} {question.answer}"
 
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
-        kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens, self.ends)
+        kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
         identity = {"source": self.fingerprint(), "split": split, "seed": seed, "vocabulary": self.vocabulary.hash}
+        no_end = None if self.ends else True  # None is what positions have that were saved before this choice existed
         return streams.StreamBatches(
             layout,
             spec=self.spec(layout.batch_size),
             num_streams=self.num_streams,
             open_stream=lambda index, rows: _Stream(self, split, seed, index, rows),
-            identity={**identity, "rows": repr(kinds), "evaluated": self.evaluated},
+            identity={**identity, "rows": repr(kinds), "evaluated": self.evaluated, "without_end": no_end},
         )
 
     def row(self, question: Question, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:
@@ -221,7 +224,7 @@ class ImageQuestions:
         used = self.image_tokens + len(asked) + len(said) - 1
         if used > self.length or not asked or not answer:
             raise UserError(
-                f"{question.where}: {len(asked)} tokens of the question and {len(said)} of the answer after "
+                f"{question.where}: {len(asked)} tokens of the question and {len(answer)} of the answer after "
                 f"{self.image_tokens} positions of the image: expected at least one of each, and at most LENGTH = "
                 f"{self.length} together; set LENGTH = {used}, or remove the line"
             )

@@ -49,6 +49,13 @@ def by_loop(fn, stacked, x, side, tail):
     return (jnp.concatenate(halves) if tail is None else jax.tree.map(jnp.add, *halves)), stack.Outputs()
 
 
+@pytest.fixture(params=[stack.scan_runner, stack.unrolled_runner])
+def runner(request):
+    """Runs a test under each of the runners of one device."""
+    with stack.use_runner(request.param):
+        yield
+
+
 def test_parameters_are_stacked_named_and_different():
     init = network().init
     params = init(KEY, X, SIDE)
@@ -224,6 +231,7 @@ def close(got, want):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
 
 
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_layer_has_a_tree_as_stream_an_input_of_its_own_and_outputs_stacked_or_summed(remat):
     net = weighted_stack(remat=remat)
@@ -237,6 +245,7 @@ def test_a_layer_has_a_tree_as_stream_an_input_of_its_own_and_outputs_stacked_or
     close(jax.grad(value)(params, net.apply), jax.grad(value)(params, weighted_by_hand))
 
 
+@pytest.mark.usefixtures("runner")
 def test_the_tail_sees_the_summed_outputs():
     tail = stack.Tail(lambda scale, x, side, out: jnp.sum(x["scores"]) + scale * out["loss"], jnp.float32(2.0))
     net = weighted_stack(tail=tail)
@@ -245,6 +254,7 @@ def test_the_tail_sees_the_summed_outputs():
     close(net.apply(params), (jnp.sum(x["scores"]) + 2 * out["loss"], out))
 
 
+@pytest.mark.usefixtures("runner")
 def test_a_cache_is_read_and_written_layer_by_layer():
     """A stack of running sums: what a layer returns is its input at the next call."""
 
@@ -344,6 +354,7 @@ def grouped_by_hand(params):
     return x, {"seen": jnp.stack(every), "sum": sum(jnp.sum(a**2) for a in [*every[1:], x])}
 
 
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_of_a_group_have_parameters_of_their_own(remat):
     net = grouped(remat)

@@ -11,6 +11,7 @@ from parallel.planning import calibration, records
 from tests.lab import __main__ as main
 from tests.lab import golden
 
+REHEARSED = ("own_text", "quickstart", "quickstart_phases", "trm-suite")  # their headers have no predictions
 RECORDS = sorted(golden.files())
 
 
@@ -235,7 +236,7 @@ def test_a_committed_record_is_of_the_experiment_as_it_is(name, pinned_compiler)
     assert not found["predicted"]["unpriced"]
     text = (environment.WORKSPACE / found["experiment"]).read_text()
     assert golden.with_header(text, found, source.title) == text  # what its header says is what is recorded
-    assert source.title == "Predicted" or f"# {source.title}:" in text  # files that train here have no such line
+    assert f"# {source.title}:" in text or name in REHEARSED
 
 
 def check_compiled(name):

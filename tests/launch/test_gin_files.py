@@ -137,7 +137,7 @@ def test_chunks_of_rows_suit_any_model_with_a_carry():
 
 
 @pytest.mark.covers("N08", "N09")
-def test_the_models_that_are_compared_on_real_text_have_as_many_parameters():
+def test_the_models_that_are_compared_on_real_text_have_equally_many_parameters():
     """Sizes differ by less than 1 %, and no two files have the same layers."""
     experiments = [loader.load(f"gin/long/text/{name}.gin").build() for name in names("long/text")]
     states = [e.bind(mesh.topology_devices(slices.get(e.slice))).abstract_state for e in experiments]

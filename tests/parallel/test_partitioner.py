@@ -18,6 +18,7 @@ from tests.lab import subjects
 TINY = Transformer(
     vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=4, vocab_multiple=16
 )
+ULP_WITHOUT_LOOP = (5, 0, 1, 6.5)  # measured: by how much gradients, losses, parameters and optimizer state differ
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 
 
@@ -160,22 +161,32 @@ def test_a_program_needs_microbatches_and_features(accum_steps, spec):
 
 
 @pytest.mark.parametrize(
-    ("slice_name", "layers", "loops"), [("cpu:2", 3, 0), ("cpu:2", stack.UNROLLED + 1, 2), ("v4-8", 3, 2)]
+    ("slice_name", "changes", "loops"),
+    [
+        ("cpu:2", {"num_layers": 3}, 0),
+        ("cpu:2", {"num_layers": stack.UNROLLED + 1}, 2),
+        (
+            "cpu:2",
+            {"num_layers": 3, "remat": "full"},
+            2,
+        ),  # without a loop the compiler of CPUs keeps what is recomputed
+        ("v4-8", {"num_layers": 3}, 2),
+    ],
 )
-def test_a_few_layers_run_without_a_loop_on_cpus(slice_name, layers, loops):
+def test_a_few_layers_run_without_a_loop_on_cpus(slice_name, changes, loops):
     """The backward pass is a second loop."""
     bound = bind(FSDP, slice_name, jax.devices()[: slices.get(slice_name).chips])
-    program = bound.program(dataclasses.replace(TINY, num_layers=layers), ADAMW, batch_spec(4), seed=0)
+    program = bound.program(dataclasses.replace(TINY, **changes), ADAMW, batch_spec(4), seed=0)
     with bound.tracing():
         traced = program.jitted_train_step.trace(program.abstract_state, program.abstract_batch)
     assert str(traced.jaxpr).count("scan[") == loops
 
 
 def test_layers_without_a_loop_give_the_numbers_of_the_loop():
-    model = dataclasses.replace(TINY, num_layers=3, dtype="float32", remat="full")
+    model = dataclasses.replace(TINY, num_layers=3, dtype="float32")
     data = list(random_batches(model.vocab_size, steps=2))
     on_cpus, simulated = (
         agreement.run(subjects.bind(model, agreement.Example(name, FSDP), data[0]), data) for name in ("cpu:4", "v4-8")
     )
-    found, limits = agreement.compare(on_cpus, simulated), agreement.limits((8, 2, 8, 8))
+    found, limits = agreement.compare(on_cpus, simulated), agreement.limits(ULP_WITHOUT_LOOP)
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}

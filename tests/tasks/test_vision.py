@@ -54,14 +54,27 @@ def test_a_row_by_hand(folder):
 
 
 def test_an_answer_without_an_end_token(folder):
-    """The row is one position shorter, and the last word of the answer is its last target."""
-    with_end, without = (task(folder, ends=ends).row(task(folder).questions("train")[2]) for ends in (True, False))
+    """The row is one position shorter, and the last token of the answer is its last target."""
+    question = task(folder).questions("train")[2]
+    with_end, without = (task(folder, ends=ends).row(question) for ends in (True, False))
     used = int(with_end["segment_ids"].sum())
-    for name in ("inputs", "targets", "weights", "segment_ids"):
+    for name in ("inputs", "targets", "weights", "segment_ids", "positions"):
         want = with_end[name].copy()
         want[used - 1] = 0
         assert without[name].tolist() == want.tolist(), name
     assert without["weights"].sum() == with_end["weights"].sum() - 1 == len(" ab")
+    assert task(folder, ends=False, length=used - 1).row(question)["segment_ids"].all()
+    with pytest.raises(UserError, match=f"set LENGTH = {used}"):
+        task(folder, length=used - 1).row(question)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_position_belongs_to_answers_with_or_without_an_end(folder, ends):
+    layout = DataLayout(2, (0, 1), (0, 1))
+    ours, others = (task(folder, ends=e).train(layout, seed=0) for e in (ends, not ends))
+    next(ours)
+    with pytest.raises(UserError, match="without_end"):
+        others.restore(ours.state())
 
 
 @pytest.mark.covers("D01")
@@ -180,7 +193,7 @@ def test_malformed_lines_name_file_and_line(folder, line, said):
 def test_a_question_that_is_longer_than_the_row_and_empty_folders_are_refused(folder, tmp_path):
     (folder / "a.jsonl").write_text(json.dumps({"image": "0.png", "question": "q" * 20, "answer": "a", "kind": "x"}))
     made = task(folder)
-    with pytest.raises(UserError, match="20 tokens of the question and 3 of the answer after 4 positions") as caught:
+    with pytest.raises(UserError, match="20 tokens of the question and 2 of the answer after 4 positions") as caught:
         made.row(made.questions("train")[0])
     assert "set LENGTH = 26" in str(caught.value)
     empty = tmp_path / "empty"
