@@ -190,3 +190,17 @@ def test_layers_without_a_loop_give_the_numbers_of_the_loop():
     )
     found, limits = agreement.compare(on_cpus, simulated), agreement.limits(ULP_WITHOUT_LOOP)
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
+
+
+def test_initialization_on_cpus_is_compiled_at_a_lower_level(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    given, jit = [], jax.jit
+    monkeypatch.setattr(
+        jax, "jit", lambda fn, **options: given.append(options.get("compiler_options")) or jit(fn, **options)
+    )
+    program = bind(FSDP, "cpu:2", jax.devices()[:2]).program(TINY, ADAMW, batch_spec(4), seed=0)
+    given.clear()
+    params = program.init_params()
+    assert program.jitted_init
+    assert given == [{"xla_backend_optimization_level": 1}] * 2
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, program.init().params))
