@@ -57,7 +57,7 @@ OPTIONS: Mapping[str, Options] = {
 }
 
 
-def initialization_on_cpus() -> Options:
+def initialization_on_cpus() -> dict[str, Value]:
     """Returns the options with which CPUs compile initialization, which runs once.
 
     LLVM's first level takes a third of the time of its default (2.2 instead of 6.7 CPU s for a Llama of 6.3 million

@@ -400,7 +400,7 @@ class Program:
         return self.partitioner.mesh.devices.flat[0].platform == "cpu"
 
     @property
-    def _options_of_init(self) -> compiler_options.Options | None:
+    def _options_of_init(self) -> dict[str, compiler_options.Value] | None:
         return compiler_options.initialization_on_cpus() if self._on_cpus else None
 
     def _jit(self, fn: Callable, **options) -> Any:
