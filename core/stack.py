@@ -18,8 +18,7 @@ because a runner could not split that array.
 
 A summed output is a sum over rows, in float32: pipelines compute it per microbatch and add. What belongs to rows and
 adds up over layers, such as log-probabilities [B], is part of x. A product of means over the batch is not a sum over
-rows: compute balancing losses per row. Pipelines refuse the gradient of
-stacked outputs.
+rows: compute balancing losses per row. Pipelines refuse the gradient of stacked outputs.
 
 With `tail=` the head and the loss of a microbatch run directly after the last layer, as needed by schedules that start
 the backward pass of one microbatch before the forward pass of the next. A tail returns sums over rows, which are added
@@ -186,7 +185,7 @@ def cpu_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | 
     """Runs a small stack (`LayerFn.is_small`) without a loop, and others with a scan.
 
     On CPUs a loop copies what each layer saves for the backward pass to stacked arrays and reads them back. Without
-    one the step of six layers took 0.88 of the time, with 11 % more memory. The time of compilation grows with the
+    one the step of six layers took 0.89 of the time, with 11 % more memory. The time of compilation grows with the
     layers. Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory (290 instead of
     74 MiB for six layers of width 128).
     """

@@ -206,7 +206,7 @@ class Experiment:
 
     @property
     def is_one_phase(self) -> bool:
-        """Whether this is one chosen phase of an experiment with several."""
+        """Whether `PHASE` chose this phase from the several of an experiment."""
         return self._chosen is not None
 
     def _wrong_parts(self) -> Iterator[str]:

@@ -78,8 +78,8 @@ class ImageQuestions:
       max_shift: images of training are moved by up to so many pixels, and pixels at their border are repeated.
       mirror: whether half of the images of training are mirrored, left to right.
       broken: "refuse": an image that cannot be read ends the run; "skip": the line is left out, and counted.
-      ends: whether the end token follows each answer and is learned. Answers of one token need none; a model that
-        learned longer ones without it never ends them by itself.
+      ends: whether the end token follows each answer and is learned. Answers of one token need none; on longer
+        answers a model does not learn where they end without it.
       evaluated: rows that an evaluation scores; None: all.
     """
 

@@ -165,11 +165,7 @@ def test_a_program_needs_microbatches_and_features(accum_steps, spec):
     [
         ("cpu:2", {"num_layers": 3}, 0),
         ("cpu:2", {"num_layers": stack.UNROLLED + 1}, 2),
-        (
-            "cpu:2",
-            {"num_layers": 3, "remat": "full"},
-            2,
-        ),  # without a loop the compiler of CPUs keeps what is recomputed
+        ("cpu:2", {"num_layers": 3, "remat": "full"}, 2),  # which saves no memory without a loop
         ("v4-8", {"num_layers": 3}, 2),
     ],
 )
