@@ -86,6 +86,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "--simulate": {"action": "store_true", "help": "simulate the hosts as processes and their chips as CPU devices"},
     "--smoke": {"action": "store_true", "help": "smoke run: same slice and layout, smallest sizes, 20 steps"},
+    "--tune": {
+        "action": "store_true",
+        "help": "train nothing: measure settings of speed, write the best to RUN/tuned.gin",
+    },
     "--json": {"metavar": "FILE", "type": output_file, "help": "also write the result to FILE as JSON"},
 }
 _POSITIONAL = {"SLICE": "slice", "EXPERIMENT.gin": "experiment", "RUN": "run_dir"}

@@ -403,11 +403,15 @@ class Program:
     def _options_of_init(self) -> dict[str, compiler_options.Value] | None:
         return compiler_options.initialization_on_cpus() if self._on_cpus else None
 
-    def _jit(self, fn: Callable, **options) -> Any:
+    @property
+    def compiler_options(self) -> dict[str, compiler_options.Value] | None:
+        """Options with which the steps are compiled; None on CPUs."""
         generation = self.partitioner.slice.generation
-        chosen = None if self._on_cpus else compiler_options.options(generation, self.compiler_overrides)
+        return None if self._on_cpus else compiler_options.options(generation, self.compiler_overrides)
+
+    def _jit(self, fn: Callable, **options) -> Any:
         inputs = (self.state_shardings, self.batch_shardings)
-        return jax.jit(fn, in_shardings=inputs, compiler_options=chosen, **options)
+        return jax.jit(fn, in_shardings=inputs, compiler_options=self.compiler_options, **options)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, step.Metrics]:
         """Runs one training step; `state` is donated."""

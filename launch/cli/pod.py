@@ -28,6 +28,7 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --smoke
   launch/pod.sh v5p-8 gin/arrcoc/v5p_128.gin --scale-from v5p-128 --simulate --smoke
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
+  launch/pod.sh v4-32 gin/valkyrie_7b.gin --tune --run-dir gs://bucket/runs/first
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
   launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
@@ -46,7 +47,19 @@ _READ_BY = {  # flags that an action reads
     "delete": (*_OF_TPUS, "queued"),
     "validate": (*_OF_TPUS, "run_dir", "simulate"),
 }
-_READ_BY_RUNS = ("gin", "scale_from", "run_dir", "restarts", "steps", "simulate", "smoke", "check", "tpu", "dry_run")
+_READ_BY_RUNS = (
+    "gin",
+    "scale_from",
+    "run_dir",
+    "restarts",
+    "steps",
+    "simulate",
+    "smoke",
+    "tune",
+    "check",
+    "tpu",
+    "dry_run",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "--steps", help="stop after step N; with profile: number of steps to trace")
     parser.add_argument("--seconds", metavar="S", type=flags.positive, help="with profile: how long to trace")
     modes = parser.add_argument_group("modes")
-    flags.add(modes, "--simulate", "--smoke")
+    flags.add(modes, "--simulate", "--smoke", "--tune")
     modes.add_argument("--check", action="store_true", help="check all that needs no device; start nothing")
     modes.add_argument("--tpu", metavar="NAME[,NAME]", help="from a workstation: the TPU of each slice (or TPU_NAME)")
     modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
@@ -87,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     slice_ = machine.local() if args.target == flags.LOCAL else slices.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
-    for one, other in (("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")):
+    exclusive = ("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")
+    for one, other in (*exclusive, ("tune", "restarts"), ("tune", "steps"), ("tune", "check")):
         if getattr(args, one) and getattr(args, other):
             raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
     place = tpu_host.look()
@@ -192,7 +206,7 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     if _is_finished(args, checked, run_directory):
         return 0
-    options = ["--run-dir", run_directory, *flags.passed_on(args, "--gin", "--steps", "--smoke")]
+    options = ["--run-dir", run_directory, *flags.passed_on(args, "--gin", "--steps", "--smoke", "--tune")]
     command = [*environment.COMMAND, "train", args.experiment, "--slice", slice_.name, *options]
     here = run_directory
     if paths.is_remote(run_directory):
@@ -210,7 +224,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Trains on this host: in this process, or in a child if this process must restart it or send alerts."""
     if slice_.generation == "cpu":
         os.environ |= environment.ON_CPUS | os.environ
-    options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--smoke")
+    options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--smoke", "--tune")
     arguments = ["train", args.experiment, "--slice", slice_.name, *options]
     if not args.restarts and not environment.read("RENGA_ALERT"):
         return _become(arguments)
@@ -255,7 +269,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     # A local directory of this name is not that of the hosts.
     if not args.dry_run and paths.is_remote(run_directory) and _is_finished(args, checked, run_directory):
         return 0
-    options = flags.passed_on(args, "--gin", "--steps", "--smoke", *(["--restarts"] if args.restarts else []))
+    options = flags.passed_on(args, "--gin", "--steps", "--smoke", "--tune", *(["--restarts"] if args.restarts else []))
     variables = [f"{name}={value}" for name in environment.SENT if (value := environment.read(name))]
     job = workstation.Run(
         [slice_.name, experiment, *options], args.run_dir or _from_workspace(run_directory), variables
@@ -290,9 +304,11 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
 
 
 def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_directory: str) -> bool:
-    """Returns whether nothing is left to train, and prints it; a smoke run never resumes an earlier one."""
+    """Returns whether nothing is left to train, and prints it; smoke runs never resume, tuning trains nothing."""
     total = checked.experiment.total_steps
-    return not args.smoke and supervise.is_finished(run_directory, last_step=min(args.steps or total, total))
+    return not (args.smoke or args.tune) and supervise.is_finished(
+        run_directory, last_step=min(args.steps or total, total)
+    )
 
 
 def _run_directory(args: argparse.Namespace) -> str:

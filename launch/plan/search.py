@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -12,15 +11,14 @@ from core import slices, wrappers
 from core.errors import UserError
 from core.slices import Slice
 from launch import program_identity
-from launch.config import LoadedConfig, Macro, Reference, loader
+from launch.config import LoadedConfig, changes, loader
+from launch.config.changes import Changes
 from launch.experiment import Experiment
 from parallel.planning import candidates, model_trace, selection
 from parallel.planning.candidate_metrics import CandidateMetrics
 from parallel.planning.candidates import Candidate, Layout
 from parallel.planning.records import Record
 from parallel.planning.selection import JudgedCandidate
-
-_INNER = "model"  # by this parameter a function such as `lora.adapted` is given a model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,72 +170,35 @@ def metrics(question: Question, option: Option, record: Record | None = None) ->
 
 
 class Writer:
-    """Writes candidates of one experiment as gin bindings.
-
-    Attributes:
-      remat_home: the constructor whose `remat` is bound, such as `transformer.Transformer`; None if the configuration
-        does not build its model with a single constructor.
-    """
+    """Writes candidates of one experiment as gin bindings."""
 
     def __init__(self, config: LoadedConfig, experiment: Experiment):
         self._experiment = experiment
-        home = next((s for s, module in config.imports.items() if module == Experiment.__module__), "")
-        self._home = f"{home}.Experiment"
-        self._values = {binding.name: binding.value for binding in config.bindings}
-        self.remat_home = self._constructor(self._values.get(f"{self._home}.model"), experiment.model)
-        self._model_import = config.import_line(self.remat_home.partition(".")[0]) if self.remat_home else ""
-
-    def _constructor(self, value: Any, model: Any) -> str | None:
-        """Returns the constructor that has `remat`, inside the wrappers and functions of a model that `value` names."""
-        path = wrappers.field_path(model, "remat")
-        if path is None:
-            return None
-        for attribute in path:
-            if (wrapper := self._called(value)) is None:
-                return None
-            value = self._values.get(f"{wrapper.selector}.{attribute}")
-        while (found := self._called(value)) is not None:
-            if found.target.takes_any or "remat" in found.target.parameters:
-                return found.selector
-            value = self._values.get(f"{found.selector}.{_INNER}")  # a function that changes the model that it is given
-        return None
-
-    def _called(self, value: Any) -> Reference | None:
-        """Returns the constructor call that a value is, directly or by macros; None if it is another value."""
-        while isinstance(value, Macro):
-            value = self._values.get(value.name)
-        return value if isinstance(value, Reference) and value.evaluate and not value.scope else None
+        self._changes = Changes(config, experiment.model)
 
     def can_write(self, candidate: Candidate) -> bool:
         """Returns whether gin bindings can express the candidate's choice of `remat`."""
-        return self.remat_home is not None or candidate.remat in (None, candidates.remat_of(self._experiment.model))
+        return self._changes.constructor("remat") is not None or candidate.remat in (
+            None,
+            candidates.remat_of(self._experiment.model),
+        )
 
     def bindings(self, candidate: Candidate) -> list[str]:
         """Returns the bindings that change the experiment to the candidate; none if they are equal."""
         statements = _layout(candidate.layout) if candidate.layout else []
         if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
-            statements += [self._model_import, f"{self.remat_home}.remat = {candidate.remat!r}"]
+            statements += self._changes.of_model("remat", repr(candidate.remat))
         if candidate.accum_steps != self._experiment.accum_steps:
-            statements += self._field("accum_steps", candidate.accum_steps)
+            statements += self._changes.of_experiment("accum_steps", str(candidate.accum_steps))
         if candidate.batch_size != self._experiment.batch_size:
-            statements += self._field("batch_size", candidate.batch_size)
-            statements += self._field("total_steps", total_steps(self._experiment, candidate.batch_size))
+            statements += self._changes.of_experiment("batch_size", str(candidate.batch_size))
+            steps = total_steps(self._experiment, candidate.batch_size)
+            statements += self._changes.of_experiment("total_steps", str(steps))
         return statements
-
-    def _field(self, field: str, value: int) -> list[str]:
-        """Binds a field of the experiment, by its macro if it has one: other statements may use the macro too."""
-        macro = field.upper()
-        if self._values.get(f"{self._home}.{field}") == Macro(macro):
-            return [f"{macro} = {value}"]
-        return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
         """Returns the text of a gin file that the user includes after the other files."""
-        statements = self.bindings(candidate)
-        imports = sorted({s for s in statements if s.startswith(("from ", "import "))})
-        rest = [s for s in statements if s not in imports]
-        comment = [f"# {line}" for line in header]
-        return "\n".join([*comment, "from __gin__ import dynamic_registration", *imports, "", *rest]) + "\n"
+        return changes.file(self.bindings(candidate), header=header)
 
 
 def total_steps(experiment: Experiment, batch_size: int) -> int:

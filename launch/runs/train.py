@@ -24,7 +24,7 @@ EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--smoke")
+    flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--smoke", "--tune")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     held: list[RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
-        if joined.process_index == 0 and not args.smoke:  # a smoke run has a folder of its own
+        if joined.process_index == 0 and not (args.smoke or args.tune):  # they do not train in the run directory
             taken = RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
@@ -87,7 +87,11 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         prepared_run.prepare_run, config_text=config.text, revision=revision, last_step=last_step, host=host
     )
     try:
-        if args.smoke:
+        if args.tune:
+            from launch.runs import tuning
+
+            tuning.tune(prepare(spans[0], run_dir=run_dir), config)
+        elif args.smoke:
             for span in spans:
                 smoke.rehearse(prepare(span, run_dir=smoke.attempt(run_dir)))
         else:

@@ -215,11 +215,11 @@ def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsSt
             statistics = statistics._replace(run=compilation.OnceCompiled(program, named_by=train_step))
         if run.host.count > 1:  # calling the jitted function would compile it once more
             compiled = run.program.lower_train_step().compile()
-            distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=_meeting_seconds(run))
+            distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=meeting_seconds(run))
     return compilation.OnceCompiled(compiled, named_by=train_step), statistics
 
 
-def _meeting_seconds(run: Run) -> float:
+def meeting_seconds(run: Run) -> float:
     """Returns how long hosts wait for one another while none of them is stuck."""
     return _A_DAY_SECONDS if run.experiment.limits.reports_only else run.experiment.compile_limit_seconds
 
@@ -252,7 +252,7 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
     saving = _saving(now, checkpoints, batches, preemption)
     if run.host.count > 1:
         together = {"checkpoint": saving[0]} | ({"evaluation": evaluate} if evaluate else {})
-        used.insert(0, hooks.Meet(together, timeout_seconds=_meeting_seconds(run)))
+        used.insert(0, hooks.Meet(together, timeout_seconds=meeting_seconds(run)))
     used += [*saving, preemption, *_profiles(now)]
     if file := environment.read("RENGA_STEP_FILE"):
         used.append(hooks.NoteStep(file, name=f"host {run.host.index}", step=now.first_step))

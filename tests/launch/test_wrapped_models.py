@@ -11,6 +11,7 @@ from core.types import LossOutput, WeightedSum
 from launch import program_identity
 from launch.check import preflight
 from launch.config import loader
+from launch.config.changes import Changes
 from launch.plan import search
 from launch.runs import progress, smoke
 from models.transformer import Transformer
@@ -84,7 +85,7 @@ def test_plans_vary_the_rematerialisation_of_the_model_inside(config):
     assert names == candidates.remats(experiment.model.model)
     assert len(names) > 1
     writer = search.Writer(config, experiment)
-    assert writer.remat_home == "transformer.Transformer"
+    assert Changes(config, experiment.model).constructor("remat") == "transformer.Transformer"
     other = next(name for name in names if name != experiment.model.remat)
     candidate = candidates.Candidate(None, other, 1, experiment.batch_size)
     made = search.apply(experiment, candidate)
@@ -98,7 +99,7 @@ def test_a_choice_that_no_statement_expresses_is_not_tried(config):
     unknown = types.SimpleNamespace(imports=config.imports, bindings=[], import_line=config.import_line)
     writer = search.Writer(unknown, experiment)
     other = next(name for name in candidates.remats(experiment.model) if name != experiment.model.remat)
-    assert writer.remat_home is None
+    assert Changes(unknown, experiment.model).constructor("remat") is None
     assert not writer.can_write(candidates.Candidate(None, other, 1, experiment.batch_size))
     assert writer.can_write(candidates.Candidate(None, experiment.model.remat, 1, experiment.batch_size))
 

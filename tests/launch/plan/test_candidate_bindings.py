@@ -3,6 +3,7 @@
 import pytest
 
 from launch.config import loader
+from launch.config.changes import Changes
 from launch.plan import search
 from parallel.planning.candidates import Candidate, Choice, Layout
 
@@ -108,6 +109,7 @@ def test_a_decoder_with_adapters_is_planned_as_its_base_is(experiment, home):
     adapters += [] if home else ["lora.adapted.model = @transformer.Transformer()"]
     asked = search.ask(experiment, slice_name="v4-8", bindings=adapters)
     writer = search.Writer(asked.config, asked.experiment)
-    assert writer.remat_home == (home or "transformer.Transformer")
+    found = Changes(asked.config, asked.experiment.model).constructor("remat")
+    assert found == (home or "transformer.Transformer")
     bindings = [*adapters, *writer.bindings(Candidate(None, "full", 1, asked.experiment.batch_size))]
     assert loader.load(experiment, bindings=bindings, slice_name="v4-8").build().model.remat == "full"

@@ -1,0 +1,76 @@
+"""Writes gin statements that change fields of an experiment or of its model, whatever constructors its files use."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from core import wrappers
+from launch import environment
+from launch.config.loader import Settings
+from launch.config.statements import Macro, Reference
+
+_INNER = "model"  # by this parameter a function such as `lora.adapted` is given a model
+_EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
+
+
+class Changes:
+    """Writes statements for one configuration.
+
+    Args:
+      config: the configuration.
+      model: the model that it builds.
+    """
+
+    def __init__(self, config: Settings, model: Any):
+        self._config, self._model = config, model
+        home = next((s for s, module in config.imports.items() if module == _EXPERIMENT), "")
+        self._home = f"{home}.Experiment"
+        self._values = {binding.name: binding.value for binding in config.bindings}
+
+    def constructor(self, field: str) -> str | None:
+        """Returns the constructor in which a field of the model is bound, such as `transformer.Transformer`.
+
+        It may be inside the wrappers and functions that change a model. None if no single constructor has the field.
+        """
+        path = wrappers.field_path(self._model, field)
+        if path is None:
+            return None
+        value = self._values.get(f"{self._home}.model")
+        for attribute in path:
+            if (wrapper := self._called(value)) is None:
+                return None
+            value = self._values.get(f"{wrapper.selector}.{attribute}")
+        while (found := self._called(value)) is not None:
+            if found.target.takes_any or field in found.target.parameters:
+                return found.selector
+            value = self._values.get(f"{found.selector}.{_INNER}")  # a function that changes the model that it is given
+        return None
+
+    def _called(self, value: Any) -> Reference | None:
+        """Returns the constructor call that a value is, directly or by macros; None if it is another value."""
+        while isinstance(value, Macro):
+            value = self._values.get(value.name)
+        return value if isinstance(value, Reference) and value.evaluate and not value.scope else None
+
+    def of_model(self, field: str, value: str) -> list[str]:
+        """Returns the statements that bind a field of the model, which `constructor` finds, to a value in gin."""
+        home = self.constructor(field)
+        assert home is not None, field
+        return [self._config.import_line(home.partition(".")[0]), f"{home}.{field} = {value}"]
+
+    def of_experiment(self, field: str, value: str) -> list[str]:
+        """Returns the statements that bind a field of the experiment to a value in gin.
+
+        If the field has the value of a macro, the macro is bound, because other statements may use it too.
+        """
+        macro = field.upper()
+        if self._values.get(f"{self._home}.{field}") == Macro(macro):
+            return [f"{macro} = {value}"]
+        return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
+
+
+def file(statements: Sequence[str], *, header: Sequence[str]) -> str:
+    """Returns the text of a gin file that the user includes after the other files."""
+    imports = sorted({s for s in statements if s.startswith(("from ", "import "))})
+    rest = [s for s in statements if s not in imports]
+    comment = [f"# {line}" for line in header]
+    return "\n".join([*comment, "from __gin__ import dynamic_registration", *imports, "", *rest]) + "\n"
