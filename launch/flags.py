@@ -88,7 +88,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--smoke": {"action": "store_true", "help": "smoke run: same slice and layout, smallest sizes, 20 steps"},
     "--tune": {
         "action": "store_true",
-        "help": "train nothing: measure settings of speed, write the best to RUN/tuned.gin",
+        "help": "train nothing: measure settings of speed, write the best to RUN/tune/tuned.gin",
     },
     "--json": {"metavar": "FILE", "type": output_file, "help": "also write the result to FILE as JSON"},
 }

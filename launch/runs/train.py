@@ -51,6 +51,8 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     experiment = config.build()
     experiment.require_trainable()
     spans = experiment.spans()
+    if args.tune:
+        run_dir = _tuning_directory(args, run_dir, experiment)
     if args.smoke:
         from launch.runs import smoke
 
@@ -63,7 +65,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     held: list[RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
-        if joined.process_index == 0 and not (args.smoke or args.tune):  # they do not train in the run directory
+        if joined.process_index == 0 and not (args.smoke or args.tune):  # they write to folders of their own
             taken = RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
@@ -81,7 +83,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         for note in config.notes:
             print(f"note: {note}")
         stack.enter_context(Waiting())
-    if experiment.persistent_directory and not args.smoke:
+    if experiment.persistent_directory and not (args.smoke or args.tune):
         _fetch_copy(experiment, run_dir, host)
     prepare = functools.partial(
         prepared_run.prepare_run, config_text=config.text, revision=revision, last_step=last_step, host=host
@@ -101,6 +103,15 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         print(f"{host.name}: {stop}", flush=True)
         return exit_codes.PREEMPTED
     return exit_codes.DONE
+
+
+def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experiment) -> str:
+    """Returns the folder of --tune, inside the run directory; refuses other flags, and chips without settings."""
+    from launch.runs import tuning
+
+    others = [f"--{name}" for name in ("smoke", "steps") if getattr(args, name)]
+    tuning.refuse(generation=slices.get(experiment.slice).generation, others=others)
+    return f"{run_dir}/{tuning.FOLDER}"
 
 
 def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:

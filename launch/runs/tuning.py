@@ -1,13 +1,16 @@
-"""Measures settings that change the speed of a step and never its results, and writes the fastest as a gin file.
+"""Measures settings that change the speed of a step, and its results only by rounding; writes the fastest as gin.
 
-The settings are tried in turn, in one process of each host: every candidate of a setting is compiled, and runs a few
-steps of the experiment from the same kind of state with one batch. The fastest is kept for the settings that follow,
-if it saves more than the fluctuation of the experiment as it is, which is measured first and last. Candidates that do
-not compile or do not fit are left out. Nothing is saved but the file.
+The settings are tried in turn, in one process of each host: every candidate of a setting is compiled, and trains a few
+steps with one batch. The fastest is kept for the settings that follow. The unchanged experiment is measured first and
+last, and the choice again at the end; it must be faster than both. Candidates that do not compile or do not fit on any
+host are left out; a host that fails alone while steps run ends the command. Parameters are always initialized from the
+seed, because their values do not matter for speed. Files are written to RUN/tune alone.
 """
 
 import dataclasses
+import hashlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +23,7 @@ from core import distributed, paths, slices, wrappers
 from core.errors import UserError
 from core.health import phase
 from core.step import TrainState
+from core.training.hooks import PreemptedError
 from core.types import Batch
 from launch.config import LoadedConfig, changes
 from launch.experiment import Experiment
@@ -28,6 +32,7 @@ from launch.runs.prepared_run import Run
 from models.splash_tiles import Tiles
 from parallel import compiler_options
 
+FOLDER = "tune"  # in the run directory
 FILE = "tuned.gin"
 AS_IT_IS = "as it is"
 LEAST_GAIN = 0.01
@@ -36,7 +41,6 @@ _WARM_UP = 3  # first steps, which are not counted
 _VMEM_KIB = "xla_tpu_scoped_vmem_limit_kib"
 _ASYNC = "xla_enable_async_all_gather"
 _TILES = "attention_tiles"
-_PROBLEMS = (UserError, jax.errors.JaxRuntimeError, NotImplementedError, ValueError)  # of a candidate
 _T = TypeVar("_T")
 
 
@@ -44,7 +48,7 @@ class Candidate(NamedTuple):
     """Values of settings.
 
     Attributes:
-      name: for people.
+      name: shown in the table.
       tiles: fields of `models.splash_tiles.Tiles`.
       options: of the compiler.
     """
@@ -79,14 +83,6 @@ class Candidate(NamedTuple):
         return changes.file(statements, header=header)
 
 
-class Measured(NamedTuple):
-    """What a candidate gave: the median seconds of a step, or the reason why there are none."""
-
-    name: str
-    seconds: float | None
-    problem: str = ""
-
-
 Levers = Sequence[Sequence[Candidate]]
 
 
@@ -104,131 +100,147 @@ def levers(generation: str, *, has_tiles: bool) -> Levers:
     return [*([tiles, [fused]] if has_tiles else []), vmem, [gathers]]
 
 
+def refuse(*, generation: str, others: Sequence[str] = ()) -> None:
+    """Raises UserError for chips without settings to try, or for other flags of the command line, such as --smoke."""
+    if others:
+        raise UserError(f"--tune and {' and '.join(others)} exclude each other: give one of them")
+    if not levers(generation, has_tiles=True):
+        raise UserError(f"--tune: there are no settings to try on {generation}: expected a slice of TPUs")
+
+
 def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
-    """Measures all candidates on the devices of a run, prints a table, and writes RUN/tuned.gin on host 0.
+    """Measures all candidates on the devices of a run, prints a table, and writes tuned.gin on host 0.
 
     Returns:
-      What was chosen; `AS_IT_IS` if nothing is faster, and then no file is written.
+      What was chosen; `AS_IT_IS` if nothing is faster: then there is no file, and an earlier one is deleted.
 
     Raises:
-      UserError: there are no settings to try on these chips, or the experiment does not run as it is.
+      UserError: the experiment does not run unchanged.
+      PreemptedError: SIGTERM came.
     """
     write = changes.Changes(config, run.experiment.model)
     generation = slices.get(run.experiment.slice).generation
     found = levers(generation, has_tiles=write.constructor(_TILES) is not None)
-    if not found:
-        raise UserError(f"--tune: there are no settings to try on {generation}: expected TPUs")
     with training.open_batches(run, None) as batches:
         trials = _Trials(run, next(batches), steps=steps)
-    chosen, rows = search(found, trials.measure)
+    chosen, ratio = search(found, trials.measure)
     if run.host.is_zero:
-        print(table(rows), flush=True)
-        _report(run, chosen, rows, write)
+        _report(run, chosen, ratio, write)
     return chosen
 
 
-def search(found: Levers, measure: Callable[[Candidate], Measured]) -> tuple[Candidate, list[Measured]]:
-    """Tries the settings in turn, and returns what was chosen and all measurements, in order.
+def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple[Candidate, float]:
+    """Tries the settings in turn; returns the choice and the ratio of its time to that of the unchanged experiment.
 
     Raises:
-      UserError: the experiment does not run as it is.
+      UserError: the unchanged experiment does not run.
     """
-    rows = [measure(Candidate())]
-    if (first := rows[0].seconds) is None:
-        raise UserError(f"--tune: the experiment does not run as it is: {rows[0].problem}")
-    chosen = Candidate()
-    wins: list[tuple[Candidate, float]] = [(chosen, first)]
+    first = measure(Candidate())
+    if first is None:
+        raise UserError("--tune: the unchanged experiment does not run; the reason is above")
+    chosen, least = Candidate(), first
     for lever in found:
-        tried = [(trial := chosen.joined(candidate), measure(trial)) for candidate in lever]
-        rows += [row for _, row in tried]
-        ended = [(row.seconds, trial) for trial, row in tried if row.seconds is not None]
-        seconds, trial = min(ended, key=lambda pair: pair[0], default=(first, chosen))
-        if seconds < (1 - LEAST_GAIN) * wins[-1][1]:
-            chosen = trial
-            wins.append((trial, seconds))
-    rows.append(measure(Candidate()))
-    again = rows[-1].seconds or first
-    return (chosen if wins[-1][1] < (1 - LEAST_GAIN) * min(first, again) else Candidate()), rows
+        tried = [(measure(trial), trial) for trial in map(chosen.joined, lever)]
+        ended = [(seconds, trial) for seconds, trial in tried if seconds is not None]
+        seconds, trial = min(ended, key=lambda pair: pair[0], default=(least, chosen))
+        if seconds < (1 - LEAST_GAIN) * least:
+            chosen, least = trial, seconds
+    if chosen.name == AS_IT_IS:
+        return chosen, 1.0
+    again, unchanged = measure(chosen), measure(Candidate())
+    ratio = (again or math.inf) / min(first, unchanged or first)
+    return (chosen, ratio) if ratio < 1 - LEAST_GAIN else (Candidate(), 1.0)
 
 
 class _Trials:
-    """Compiles and times candidates with one state and one batch."""
+    """Compiles and times candidates with one state, which every step changes, and one batch."""
 
     def __init__(self, run: Run, batch: Batch, *, steps: int):
         self._run, self._batch, self._steps = run, batch, steps
-        self._state: TrainState = run.program.init()
-        self._texts: set[str] = set()
-        self._agreements = itertools.count()
+        self._state: TrainState | None = None
+        self._names: dict[str, str] = {}  # of candidates, by their programs
+        self._agreements, self._numbers = itertools.count(), itertools.count(1)
 
-    def measure(self, candidate: Candidate) -> Measured:
-        """Returns the seconds that host 0 measured, or the first problem of any host; the same on all hosts."""
+    def measure(self, candidate: Candidate) -> float | None:
+        """Prints and returns the seconds that host 0 measured, or None and the problem; the same on all hosts."""
+        with phase.enter(phase.COMPILING):
+            compiled, problem = self._attempt(lambda: self._ready(candidate))
+        seconds = None
+        if compiled is not None:
+            seconds, problem = self._attempt(lambda: self._timed(compiled))
+            if seconds is None:
+                self._state = None  # the step that failed may have taken it
+            seconds = distributed.decided_by_host_zero(lambda: seconds)
         if self._run.host.is_zero:
-            print(f"tune: {candidate.name}", flush=True)
-        compiled, problem = self._attempt(lambda: self._compiled(candidate))
-        if compiled is None:
-            return Measured(candidate.name, None, problem)
-        seconds, problem = self._attempt(lambda: self._timed(compiled))
-        if seconds is None:
-            self._state = self._run.program.init()  # the step that failed may have taken the state
-            return Measured(candidate.name, None, problem)
-        return Measured(candidate.name, distributed.decided_by_host_zero(lambda: seconds))
+            print(
+                f"tune: {'-':>9}  {candidate.name}: {problem}" if seconds is None else line(candidate, seconds),
+                flush=True,
+            )
+        return seconds
 
     def _attempt(self, work: Callable[[], _T]) -> tuple[_T | None, str]:
         """Returns the result of `work` if it succeeded on all hosts; otherwise None and the first problem of any."""
         found, problem = None, ""
         try:
             found = work()
-        except _PROBLEMS as error:
+        except (PreemptedError, TimeoutError):
+            raise
+        except Exception as error:  # compilers of kernels have classes of their own
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
         name, limit = f"tune/{next(self._agreements)}", training.meeting_seconds(self._run)
         problem = next(filter(None, distributed.all_gather_text(name, problem, timeout_seconds=limit)), "")
         return (None if problem else found), problem
 
-    def _compiled(self, candidate: Candidate) -> Any:
+    def _ready(self, candidate: Candidate) -> Any:
+        """Returns the compiled step; initializes the state if there is none."""
         program = candidate.applied(self._run.experiment).bind(jax.devices())
         lowered = program.lower_train_step()
         text = f"{lowered.as_text()}\n{program.compiler_options}"
-        if candidate.name != AS_IT_IS and text in self._texts:
-            raise UserError("the program is one that was measured")
-        self._texts.add(text)
-        with phase.enter(phase.COMPILING):
-            return lowered.compile()
+        known = self._names.setdefault(hashlib.sha256(text.encode()).hexdigest(), candidate.name)
+        if known != candidate.name:
+            raise UserError(f"the same program as {known!r}")
+        if self._state is None:
+            self._state = self._run.program.init()
+        return lowered.compile()
 
     def _timed(self, step: Any) -> float:
         """Returns the median seconds of a step."""
         seconds = []
-        for number in range(_WARM_UP + self._steps):
-            phase.at(phase.TRAINING, step=number + 1)
+        for _ in range(_WARM_UP + self._steps):
+            number = next(self._numbers)
+            phase.at(phase.TRAINING, step=number)
             start = time.perf_counter()
             self._state = jax.block_until_ready(step(self._state, self._batch))[0]
             seconds.append(time.perf_counter() - start)
+            if distributed.preempted(number):
+                raise PreemptedError("preempted (SIGTERM): nothing was chosen; run the same command again")
         return statistics.median(seconds[_WARM_UP:])
 
 
-def table(rows: Sequence[Measured]) -> str:
-    """Returns a line for each measurement: seconds, their ratio to the experiment as it is, settings or the problem."""
-    lines = ["s/step    ratio  settings"]
-    for row in rows:
-        if row.seconds is None:
-            lines.append(f"{'-':<8}{'-':>8}  {row.name}: {row.problem}")
-        else:
-            lines.append(f"{row.seconds:<8.4g}{row.seconds / (rows[0].seconds or 1.0):8.3f}  {row.name}")
-    return "\n".join(lines)
+def line(candidate: Candidate, seconds: float) -> str:
+    """Returns the line of a measurement."""
+    return f"tune: {seconds:>9.4g} s/step  {candidate.name}"
 
 
-def _report(run: Run, chosen: Candidate, rows: Sequence[Measured], write: changes.Changes) -> None:
-    """Writes RUN/tuned.gin, and prints how to use it."""
-    if chosen.name == AS_IT_IS:
-        print(f"tune: nothing saves more than {100 * LEAST_GAIN:g} %, so no file is written", flush=True)
-        return
-    seconds = {row.name: row.seconds for row in rows}
-    ratio = (seconds[chosen.name] or 0.0) / (rows[0].seconds or 1.0)
-    simulated = ", simulated: not a measurement of TPUs" if run.host.simulated else ""
-    header = [
-        f"Measured on {time.strftime('%Y-%m-%d', time.gmtime())} on {run.experiment.slice}{simulated}:",
-        f"a step takes {ratio:.3f} of its time without this file.",
-    ]
+def _report(run: Run, chosen: Candidate, ratio: float, write: changes.Changes) -> None:
+    """Writes the file or deletes an earlier one, and prints how to use it."""
     path = paths.resolve(run.run_dir) / FILE
+    if chosen.name == AS_IT_IS:
+        path.unlink(missing_ok=True)
+        print(f"tune: nothing saves more than {100 * LEAST_GAIN:g} %, so there is no {FILE}", flush=True)
+        return
+    found = run.meta["versions"]
+    simulated = ", simulated: not a measurement of TPUs" if run.host.simulated else ""
+    phases = f" of {run.span}, the only one that was measured" if run.span.count > 1 else ""
+    header = [
+        f"{chosen.name}: a step{phases} takes {ratio:.3f} of its time without this file.",
+        f"Measured on {time.strftime('%Y-%m-%d', time.gmtime())} on {run.experiment.slice}{simulated},",
+        f"with jax {found.get('jax')} and libtpu {found.get('libtpu')}.",
+    ]
     paths.write_text_atomically(path, chosen.file(run.experiment, write, header=header))
-    print(f"tune: {chosen.name}: {ratio:.3f} of the time of a step", flush=True)
-    print(f"use it with --gin \"include '{path}'\"", flush=True)
+    print(f"tune: {chosen.name}: {ratio:.3f} of the time of a step{phases}", flush=True)
+    include = path
+    if paths.is_remote(run.run_dir):
+        include = FILE
+        print(f"copy the file into the workspace: gcloud storage cp {path} {FILE}", flush=True)
+    print(f"use it with --gin \"include '{include}'\"", flush=True)

@@ -308,6 +308,8 @@ def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
         (["v4-32", "x.gin", "--check", "--dry-run"], "--check and --dry-run exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--tune", "--steps", "9"], "--tune and --steps exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--tune", "--restarts", "1"], "--tune and --restarts exclude each other"),
+        (["v4-32", "x.gin", "--simulate", "--tune", "--smoke"], "--tune and --smoke exclude each other"),
+        (["v4-32", "x.gin", "--check", "--tune"], "--tune and --check exclude each other"),
         (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--seconds", "5"], "v4-32 x.gin does not use --seconds"),
         (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--spot"], "does not use --spot"),
         (["v4-32", "x.gin", "--simulate", "--zone", "z", "--queued"], "--simulate does not use --zone, --queued"),
