@@ -267,17 +267,58 @@ def text(workspace):
     run(line, workspace)
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if "pod.sh v" in c and REMOTE not in c])
-@pytest.mark.usefixtures("text")
-def test_every_run_passes_its_check(command, workspace):
+RUNS = [command for command in commands() if "pod.sh v" in command and REMOTE not in command]
+IN_ONE_PROCESS = """
+import contextlib, io, json, sys
+from launch.__main__ import main
+from launch.cli import pod
+
+pod._become = main  # the command that would replace this process
+found = []
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = main(words)
+    found.append((code, said.getvalue()))
+json.dump(found, sys.stdout)
+"""
+
+
+def with_check(command):
+    return command if "--check" in command else command + " --check"
+
+
+@pytest.fixture(scope="module")
+def checked(workspace, text):
+    """{command: (exit code, what it printed)} of every run with --check, all of them in one process."""
+    words = [["pod", *shlex.split(with_check(command))[1:]] for command in RUNS]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    env |= {"PYTHONPATH": str(workspace), "PYTHONSAFEPATH": "1", "COLUMNS": "1000"}  # the first two as in launch/run
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ONE_PROCESS],
+        input=json.dumps(words), cwd=workspace, env=env, capture_output=True, text=True, timeout=1500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(RUNS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_every_run_passes_its_check(command, checked):
     """As typed, but with --check: nothing starts."""
-    checked = command if "--check" in command else command + " --check"
+    code, said = checked[command]
     if not re.search(r"INIT_FROM = 'runs/", (ROOT / command.split()[2]).read_text()):
-        assert run(checked, workspace).splitlines()[-1] == "READY"
+        assert code == 0, said
+        assert said.splitlines()[-1] == "READY"
         return
-    failed = [line for line in run(checked, workspace, code=2).splitlines() if line.startswith("FAIL")]
+    assert code == 2
+    failed = [line for line in said.splitlines() if line.startswith("FAIL")]
     assert len(failed) == 1  # a command above it trains that run
     assert failed[0].startswith("FAIL  initial parameters  INIT_FROM = 'runs/")
+
+
+def test_a_check_as_typed_says_what_the_same_one_says_beside_others(workspace, checked):
+    """In a process of its own, started by launch/pod.sh."""
+    assert run(with_check(RUNS[0]), workspace) == checked[RUNS[0]][1]
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if REMOTE in c])
