@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from launch.plan import explain
+from launch.plan import explain, search
 from parallel import compiled
 from parallel.compiled import OutOfHbmError
 from parallel.hlo import executions, program
@@ -53,8 +53,9 @@ def test_a_roofline_names_the_limit(question, capsys):
 
 
 def test_a_layout_that_does_not_fit_is_shown_with_allocations_and_alternatives(
-    question, on_its_chips, capsys, tmp_path
+    question, options, on_its_chips, capsys, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(search, "options", lambda asked: options if asked is question else pytest.fail("another"))
     error = OutOfHbmError("too much", needed="40.25GiB", present="30.75GiB")
     error.__cause__ = RuntimeError("…\n  1. Size: 12.50G\n     Shape: bf16[4,5]{1,0}\n     Allocation type: HLO temp\n")
     explain._print_misfit(question, on_its_chips, error, tmp_path)

@@ -54,7 +54,9 @@ def test_hbm_and_traffic_of_7b_are_near_the_compiled_ones(seven_b, name):
 def test_traffic_of_embedding_gradients_matches_the_compiled_step(trace_of, slice_name, wire):
     """Two layers of the 7B, `fsdp`: a third of what is sent belongs to the embedding and the output matrix."""
     model = transformer.preset("7b", num_layers=2, remat="full")
-    found = arithmetic.estimate(ShardedState(strategies.fsdp(), trace_of(model, slice_name=slice_name)), FULL)
+    found = arithmetic.estimate(
+        ShardedState(strategies.fsdp(), trace_of(model, slice_name=slice_name, remats=["full"])), FULL
+    )
     assert sum(axis.wire_bytes for axis in found.time.traffic) / GIB / wire == pytest.approx(1.0, rel=0.005)
 
 
@@ -62,7 +64,7 @@ def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):
     """Over data: twice 3/4 of the piece of a chip, as large as 4 bytes make it; over fsdp 3/4 of its own rows."""
     found = {}
     for vocab in (32000, 64000):
-        known = trace_of(transformer.preset("7b", num_layers=2, remat="full", vocab_size=vocab))
+        known = trace_of(transformer.preset("7b", num_layers=2, remat="full", vocab_size=vocab), remats=["full"])
         traffic = arithmetic.estimate(ShardedState(strategies.hsdp(data=4), known), FULL).time.traffic
         found[vocab] = {axis.axes: axis.wire_bytes for axis in traffic}
     more = {axes: found[64000][axes] - found[32000][axes] for axes in found[32000]}
@@ -84,15 +86,17 @@ def test_seconds_of_7b_are_near_the_compiled_ones(seven_b):
 @pytest.mark.parametrize(
     ("tables", "optimizer"),
     [
-        (strategies.zero1(), optimizers.adamw(learning_rate=lambda step: 1e-3)),
+        pytest.param(strategies.zero1(), optimizers.adamw(learning_rate=lambda step: 1e-3), marks=pytest.mark.slow),
         (strategies.fsdp_tensor(tensor=2), optimizers.adafactor(learning_rate=lambda step: 1e-3)),
-        (strategies.pipeline(stage=2), optimizers.adamw(learning_rate=lambda step: 1e-3)),
+        pytest.param(
+            strategies.pipeline(stage=2), optimizers.adamw(learning_rate=lambda step: 1e-3), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_state_is_exact(trace_of, tables, optimizer):
     model = transformer.preset("tiny", vocab_size=512)
-    known = trace_of(model, slice_name="v4-16", rows=16, length=128, optimizer=optimizer)
+    known = trace_of(model, slice_name="v4-16", rows=16, length=128, optimizer=optimizer, remats=["none"])
     slice_ = slices.get("v4-16")
     program = Partitioner(tables, slice=slice_, devices=jax.devices()[:8]).program(
         model, optimizer, {k: dataclasses.replace(s, shape=(32, *s.shape[1:])) for k, s in known.spec.items()}, seed=0
@@ -206,7 +210,7 @@ def seven_b_layers(trace):
 
 def test_frozen_parameters_cost_no_gradient_and_half_the_bytes(trace_of):
     model = transformer.preset("7b", num_layers=2, remat="full")
-    all_, frozen = trace_of(model), trace_of(model, frozen=("layers/*", "embedding"))
+    all_, frozen = (trace_of(model, frozen=names, remats=["none", "full"]) for names in ((), ("layers/*", "embedding")))
     trained, tuned = (ShardedState(strategies.fsdp(), trace) for trace in (all_, frozen))
     output = 4 * (32000 * 4096 + 4096)  # the output matrix and the final norm, in float32
     assert tuned.gradients == pytest.approx(output / 16, rel=1e-3)
@@ -253,7 +257,7 @@ def test_impossible_layouts_are_refused_with_the_reason(seven_b, tables, step, k
 
 
 def test_a_dimension_that_does_not_divide_is_refused(trace_of):
-    known = trace_of(transformer.preset("tiny", vocab_size=512), rows=16, length=128)
+    known = trace_of(transformer.preset("tiny", vocab_size=512), rows=16, length=128, remats=["none"])
     with pytest.raises(Refused, match="kv_heads = 2 does not divide over tensor = 4") as refused:
         ShardedState(strategies.fsdp_tensor(tensor=4), known)
     assert refused.value.kind == "a dimension does not divide"
@@ -276,7 +280,9 @@ def test_a_model_without_a_stack_is_measured_too():
 
 
 def test_traffic_between_slices_uses_dcn(trace_of):
-    known = trace_of(transformer.preset("tiny", vocab_size=512), slice_name="2xv4-8", rows=16, length=128)
+    known = trace_of(
+        transformer.preset("tiny", vocab_size=512), slice_name="2xv4-8", rows=16, length=128, remats=["none"]
+    )
     found = arithmetic.estimate(ShardedState(strategies.multislice(slices=2), known), Step("none", 16, 1))
     assert {axis.axes: axis.network for axis in found.time.traffic if len(axis.axes) == 1} == {
         ("data",): "DCN",
