@@ -17,6 +17,7 @@ from parallel import agreement, mesh, report
 
 GIN = environment.WORKSPACE / "gin"
 AT = {"tensor": "v4-8", "multislice": "2xv4-32", "pipeline_data": "2xv4-32"}  # the others: v4-32
+QUICK_PIPELINES = ("pipeline_fsdp",)  # all other strategies are bound in a second
 OPTIMIZERS = {"adafactor": 0.1, "lion": 1.0, "muon": 1.1, "adam_atan2": 2.0}  # at most this much state, in parameters
 _GIB = 2**30
 
@@ -35,7 +36,13 @@ def test_valkyrie_7b_is_the_7b():
 
 
 @pytest.mark.covers("M15")
-@pytest.mark.parametrize("name", names("strategies"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n.startswith("pipeline") and n not in QUICK_PIPELINES))
+        for n in names("strategies")
+    ],
+)
 def test_a_strategy_file_binds_a_table_that_fits(name):
     experiment = valkyrie(f"strategies/{name}", at=AT.get(name, "v4-32"))
     assert experiment.strategy.name == name

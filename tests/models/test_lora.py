@@ -146,6 +146,7 @@ def test_dropout_is_applied_in_training_only(params):
     assert loss(model, is_training=True) != loss(MODEL)
 
 
+@pytest.mark.slow  # dropout by row has quick tests in tests/parallel/test_random_bits.py
 @pytest.mark.covers("N07", "T12")
 def test_dropout_in_a_ring_has_the_bits_of_one_device():
     model = dataclasses.replace(BASE, num_layers=1)

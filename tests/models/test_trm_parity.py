@@ -353,11 +353,11 @@ def mean_over_tokens(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "seen_in"),
     [
-        (tiled_prefix, "first"),
-        (no_scale_of_the_embedding, "first"),
+        pytest.param(tiled_prefix, "first", marks=pytest.mark.slow),
+        pytest.param(no_scale_of_the_embedding, "first", marks=pytest.mark.slow),
         (interleaved_rotary, "first"),
-        (gate_and_up_swapped, "first"),
-        (carry_starts_at_zero, "first"),
+        pytest.param(gate_and_up_swapped, "first", marks=pytest.mark.slow),
+        pytest.param(carry_starts_at_zero, "first", marks=pytest.mark.slow),
         (gradient_through_every_cycle, "gradients"),
         pytest.param(mean_over_tokens, "gradients", marks=pytest.mark.slow),
     ],

@@ -133,9 +133,9 @@ def exact(tree):
 
 CASES = [
     {"mixer": "mlp"},
-    {"mixer": "mlp", "latents": "single"},
-    {"mixer": "mlp", "latents": "many"},
-    {"mixer": "mlp", "positions": "learned"},
+    pytest.param({"mixer": "mlp", "latents": "single"}, marks=pytest.mark.slow),
+    pytest.param({"mixer": "mlp", "latents": "many"}, marks=pytest.mark.slow),
+    pytest.param({"mixer": "mlp", "positions": "learned"}, marks=pytest.mark.slow),
     {"latents": "single"},
     {"latents": "many", "positions": "learned"},
 ]
@@ -177,9 +177,9 @@ def slope(model, params, data, *, leaf, direction):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mixer": "mlp", "gradient": "last_cycle", "latents": "many"},
+        pytest.param({"mixer": "mlp", "gradient": "last_cycle", "latents": "many"}, marks=pytest.mark.slow),
         {"mixer": "attention", "gradient": "last_calls"},
-        {"mixer": "mlp", "gradient": "last_calls", "latents": "single"},
+        pytest.param({"mixer": "mlp", "gradient": "last_calls", "latents": "single"}, marks=pytest.mark.slow),
         {"mixer": "mlp", "gradient": "last_calls", "latents": "many"},
     ],
     ids=lambda fields: " ".join(fields.values()),

@@ -78,7 +78,9 @@ def manual_regions(jaxpr, around=()):
 @pytest.mark.parametrize(
     ("tables", "length", "nested"),
     [
-        (strategies.hsdp(data=2), 128, ({"data"}, {"fsdp"})),  # the shortest length with an attention kernel
+        pytest.param(  # the shortest length with an attention kernel
+            strategies.hsdp(data=2), 128, ({"data"}, {"fsdp"}), marks=pytest.mark.slow
+        ),
         (
             strategies.pipeline_fsdp(stage=2, schedule=schedules.gpipe(num_microbatches=2)),
             8,

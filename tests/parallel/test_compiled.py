@@ -130,6 +130,7 @@ def test_every_experiment_compiles_for_its_slice(name):
     assert all("tpu_custom_call" in hlo for hlo in (trained.hlo, evaluated.as_text()))  # the splash kernel
 
 
+@pytest.mark.slow  # tests/parallel/test_accumulation.py has quick tests of what is reduced when
 @pytest.mark.covers("T03")
 @pytest.mark.compiled("v4-32")
 def test_microbatches_compile_with_an_embedding_sharded_over_both_axes():

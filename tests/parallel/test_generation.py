@@ -37,7 +37,9 @@ def generator_of(family, tables=None, **changes):
 
 
 @pytest.mark.covers("N13")
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "llama3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma3", marks=pytest.mark.slow), "gpt2", pytest.param("llama3", marks=pytest.mark.slow)]
+)
 def test_greedy_continuations_equal_those_of_transformers(family, monkeypatch):
     monkeypatch.setattr(generation, "CHUNK", 4)  # several chunks, the last one not full
     want = np.load(FAMILIES / family / "reference.npz")["greedy"].tolist()
@@ -46,7 +48,7 @@ def test_greedy_continuations_equal_those_of_transformers(family, monkeypatch):
     assert not found.ended
 
 
-@pytest.mark.slow  # every family under every layout; the quick test above has three families
+@pytest.mark.slow  # the quick tests above and below have a family and two layouts
 @pytest.mark.parametrize("family", sorted(folder.name for folder in FAMILIES.iterdir() if folder.is_dir()))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_family_under_every_layout(family, strategy):

@@ -42,7 +42,7 @@ def expected(model, params, pairs):
         strategies.data_parallel(),
         pytest.param(strategies.fsdp_tensor(tensor=2), marks=pytest.mark.slow),
         pytest.param(strategies.sequence_tensor(tensor=2), marks=pytest.mark.slow),
-        strategies.pipeline(stage=2),
+        pytest.param(strategies.pipeline(stage=2), marks=pytest.mark.slow),
     ],
     ids=lambda tables: tables.name,
 )

@@ -100,10 +100,10 @@ def one_device():
 @pytest.mark.parametrize(
     ("tables", "slice_name", "options"),
     [
-        (strategies.data_parallel(), "v5e-1", {"accum_steps": 4}),
-        (strategies.data_parallel(), "v4-8", {}),
+        pytest.param(strategies.data_parallel(), "v5e-1", {"accum_steps": 4}, marks=pytest.mark.slow),
+        pytest.param(strategies.data_parallel(), "v4-8", {}, marks=pytest.mark.slow),
         (strategies.data_parallel(), "v4-8", {"accum_steps": 4}),  # rows are manual: every chip numbers its own
-        (strategies.fsdp(), "v4-8", {"accum_steps": 4}),
+        pytest.param(strategies.fsdp(), "v4-8", {"accum_steps": 4}, marks=pytest.mark.slow),
         (strategies.fsdp(), "v4-8", {"accum_steps": 4, "gather_once": True}),
         (strategies.fsdp_tensor(tensor=2), "v4-8", {"accum_steps": 2}),
     ],

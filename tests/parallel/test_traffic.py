@@ -318,7 +318,7 @@ def signature(found):
     return {(" ".join(c.axes), c.kind, "loop" if c.loops else "once") for c in found if c.payload_bytes >= LARGE_BYTES}
 
 
-QUICK = ("fsdp", "fsdp_tensor")
+QUICK = ("fsdp",)  # which another quick test compiles too
 
 
 def some_quick(names):
@@ -334,9 +334,10 @@ def test_signature(name, compiled_for_a_slice):
     assert {" ".join(c.axes) for c in large if c.network == "DCN"} == BETWEEN_SLICES.get(name, set())
 
 
+@pytest.mark.slow  # tests/parallel/test_experts_agree.py is quick
 @pytest.mark.covers("M18", "M19")
 @pytest.mark.compiled("v4-8")
-@pytest.mark.parametrize("capacity", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capacity", [1.0, None])
 def test_tokens_are_exchanged_over_the_axis_of_experts_and_matrices_of_experts_stay(capacity):
     routed = experts.Experts(number=4, top_k=2, capacity=capacity)
     found = analyze(strategies.experts(expert=4), "v4-8", model=dataclasses.replace(MODEL, experts=routed)).collectives

@@ -13,6 +13,9 @@ from core.training import profile_reader
 from launch import environment
 from launch.hosts import host_output
 
+# What these find on two hosts has quick tests of its own: tests/core/training/test_profiling.py, test_host_metrics.py.
+pytestmark = pytest.mark.slow
+
 TINY = [
     "TASK = @synthetic.random_tokens()",
     "PROMPT = ''",

@@ -74,7 +74,7 @@ def one_device():
     [
         pytest.param(schedules.gpipe(num_microbatches=2), {"accum_steps": 2}, marks=pytest.mark.slow),
         pytest.param(schedules.circular(num_microbatches=4, repeats=2), {}, marks=pytest.mark.slow),
-        (schedules.one_f_one_b(num_microbatches=4), {}),
+        pytest.param(schedules.one_f_one_b(num_microbatches=4), {}, marks=pytest.mark.slow),
         pytest.param(
             schedules.one_f_one_b(num_microbatches=2, save="stage"), {"accum_steps": 2}, marks=pytest.mark.slow
         ),

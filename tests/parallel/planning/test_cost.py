@@ -133,7 +133,15 @@ def test_operations_without_an_estimate_are_named():
     assert time.kernels == pytest.approx(cost.kernel_flops(FORWARD) / (0.4 * 275e12))
 
 
-@pytest.mark.parametrize(("slice_name", "least"), [("v4-8", 0.85), ("v5p-8", 0.85), ("v5e-4", 0.85), ("v6e-4", 0.65)])
+@pytest.mark.parametrize(
+    ("slice_name", "least"),
+    [
+        pytest.param("v4-8", 0.85, marks=pytest.mark.slow),
+        pytest.param("v5p-8", 0.85, marks=pytest.mark.slow),
+        ("v5e-4", 0.85),
+        ("v6e-4", 0.65),
+    ],
+)
 def test_clocks_agree_with_the_compiler_and_the_peak(slice_name, least):
     """A large product takes the compiler's cycles, at our clock, a little longer than at peak.
 
