@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import __main__ as cli
 from launch.plan import compiled_report
 
 MY_TABLES = """
@@ -103,5 +104,7 @@ def test_a_strategy_that_does_not_fit_has_a_row_with_its_need(launch):
         (["--compile", "--strategies"], "give only one of them"),
     ],
 )
-def test_wrong_options_are_refused_at_once(launch, arguments, message):
-    assert message in launch("report", "v4-8", "gin/quickstart.gin", *arguments, code=2)
+def test_wrong_options_are_refused_at_once(arguments, message, capsys):
+    command = ["v4-8", "gin/quickstart.gin", *arguments]
+    assert cli.run_command("launch.plan.compiled_report", command, program="launch/run report") == 2
+    assert message in capsys.readouterr().err

@@ -102,7 +102,10 @@ REDUNDANT = 36 * (
 
 
 @pytest.mark.covers("N08", "N09")
-@pytest.mark.parametrize(("vocab_size", "original"), [(32_000, 978_997_250), (50_257, 1_007_040_002)])
+@pytest.mark.parametrize(
+    ("vocab_size", "original"),
+    [(32_000, 978_997_250), pytest.param(50_257, 1_007_040_002, marks=pytest.mark.slow)],
+)
 def test_the_long_context_preset_has_the_size_of_its_original(vocab_size, original):
     model = transformer.preset("valkyrie-long", vocab_size=vocab_size, vocab_multiple=1)
     params = jax.eval_shape(model.init, jax.random.key(0), BATCH)

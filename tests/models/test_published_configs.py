@@ -20,6 +20,7 @@ from models.decoder_config import DecoderConfig
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
 DEFAULTS = json.loads((HERE / "defaults.json").read_text())  # from transformers, by `make.py`
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if (folder / "config.json").exists())
+QUICK = ("gemma3", "gpt2", "mixtral", "qwen2", "qwen3")  # as in test_families.py
 LLAMA = json.loads((HERE / "llama2" / "config.json").read_text())
 GEMMA2 = json.loads((HERE / "gemma2" / "config.json").read_text())
 QWEN3_MOE = json.loads((HERE / "qwen3_moe" / "config.json").read_text())
@@ -219,7 +220,7 @@ def test_malformed_values_are_refused_with_file_and_key(name, changes, message, 
 
 
 @pytest.mark.covers("C17")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FAMILIES])
 def test_an_export_is_read_again_bit_for_bit(name, tmp_path):
     model, params = export(name, tmp_path / name)
     again, same, _ = read(tmp_path / name)

@@ -238,8 +238,15 @@ def test_padded_vocabulary_is_inert():
     assert jax.eval_shape(model.logits, params, batch).shape == (2, 32, 200)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("width", [64, 4096])
+@pytest.mark.parametrize(
+    ("width", "tied"),
+    [
+        (64, False),
+        (4096, True),
+        pytest.param(64, True, marks=pytest.mark.slow),
+        pytest.param(4096, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_fresh_model_has_the_loss_of_a_uniform_guess(width, tied):
     """Its loss is within 10 % of ln V, at any width of the residual stream and from bfloat16 products."""
     model = transformer.Transformer(

@@ -33,14 +33,10 @@ SMALL = transformer.Transformer(
 )
 
 
-QUICK = ("fsdp",)
-
-
 @pytest.mark.covers("X04")
 @pytest.mark.compiled("v4-8", "v4-32", "2xv4-16")
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
-)
+@pytest.mark.slow  # test_every_experiment_compiles_for_its_slice is quick for a model under fsdp, with splash inside
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_a_step_compiles_with_splash_inside(name):
     example = EXAMPLES[name]
     model = dataclasses.replace(SMALL, num_layers=4)  # two stages of two turns

@@ -191,10 +191,14 @@ def test_chips_are_left_to_the_runs(launch_command, folder, tmp_path):
     assert (tmp_path / "out" / "results.csv").read_text().count("not run") == 3
 
 
-def test_wrong_arguments_are_refused(launch, folder):
-    assert "is not a host of a TPU" in launch("suite", str(folder), code=2)
-    assert "expected a local folder" in launch("suite", str(folder), "--list", "--out", "gs://bucket/x", code=2)
-    assert "did you mean 'exp10'" in launch("suite", "exp1x", "--list", code=2)
+def test_wrong_arguments_are_refused(folder, capsys):
+    def said(*arguments):
+        assert main.main(["suite", *arguments]) == exit_codes.USER_ERROR
+        return capsys.readouterr().err
+
+    assert "is not a host of a TPU" in said(str(folder))
+    assert "expected a local folder" in said(str(folder), "--list", "--out", "gs://bucket/x")
+    assert "did you mean 'exp10'" in said("exp1x", "--list")
 
 
 def test_mistakes_that_fail_on_every_host_are_reported_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
