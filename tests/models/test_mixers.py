@@ -56,7 +56,11 @@ def test_layers_alternate_between_feed_forwards():
     out = jax.jit(lambda p: ALTERNATING.loss(p, (), None, BATCH)[1])(params)
     imbalance = out.metrics["experts/imbalance"]
     assert 1 <= imbalance.total / imbalance.weight <= 2  # a mean over the layers that have experts
-    check_generation(ALTERNATING, params)
+
+
+@pytest.mark.slow
+def test_layers_that_alternate_generate_what_the_full_pass_says():
+    check_generation(ALTERNATING, params_of(ALTERNATING))
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_few_layers_run_without_a_loop_on_cpus(slice_name, changes, loops):
 
 
 def test_layers_without_a_loop_give_the_numbers_of_the_loop():
-    model = dataclasses.replace(TINY, num_layers=3, dtype="float32")
+    model = dataclasses.replace(TINY, num_layers=2, dtype="float32")
     data = list(random_batches(model.vocab_size, steps=2))
     on_cpus, simulated = (
         agreement.run(subjects.bind(model, agreement.Example(name, FSDP), data[0]), data) for name in ("cpu:4", "v4-8")

@@ -132,6 +132,7 @@ def test_steps_are_measured_and_the_fastest_settings_written(made, monkeypatch, 
     assert again.model == FUSED.applied(run.experiment).model
 
 
+@pytest.mark.slow
 def test_after_a_step_that_fails_others_are_measured_and_an_earlier_file_is_deleted(
     made, monkeypatch, tmp_path, capsys
 ):
