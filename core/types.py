@@ -456,6 +456,9 @@ class CachesHidden(Protocol):
     chunk: int
     base_checksum: int
 
+    def describe(self) -> str:
+        """Names the cached hidden states, for an error message."""
+
 
 class Rehearses(Protocol):
     """A task with a small replacement for --smoke.

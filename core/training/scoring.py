@@ -16,7 +16,7 @@ from core import distributed, paths
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.health import phase
-from core.training import trainer
+from core.training import frozen, trainer
 from core.training.evaluation import EvaluationPass, HostBatches, curves_apart
 from core.types import (
     AnswerJudge,
@@ -134,13 +134,15 @@ class Scores:
           False, on every host, if a run that is training removed the checkpoint meanwhile.
 
         Raises:
-          UserError: the checkpoint does not fit the model, or there are no held-out rows.
+          UserError: the checkpoint does not fit the model, there are no held-out rows, or cached hidden states were
+            computed with another base.
         """
         with phase.enter(phase.RESTORING):
             restored = checkpoints.restore_if_there(step, program.abstract_state)
         if restored is None:
             return False
         state, _, meta = restored
+        frozen.require_base(held_out.task, frozen.checksum(program, state.params))
         evaluation = EvaluationPass(program, state, held_out.open(layout), answering=self.judge is not None)
         answers: Iterator[Any] = evaluation.answers()
         votes = None

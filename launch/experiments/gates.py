@@ -24,7 +24,7 @@ from rich.table import Table
 
 from core import paths, units
 from core.errors import UserError
-from core.training import scoring
+from core.training import frozen, scoring
 from launch import loaded_model, terminal
 from launch.experiments import saved_run
 from launch.loaded_model import LoadedModel
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("\n".join(problems))
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     loaded = loaded_model.load(name, slice_name=args.slice, bindings=args.gin)
+    frozen.require_base(experiment.task, frozen.checksum(loaded.program, loaded.params))
     sizes = {"batch_size": experiment.batch_size, "eval_batches": experiment.eval_batches}
     asked = scoring.select(experiment.task, **sizes, rows=args.rows)
     asked.task.prepare(found.run_dir, is_host_zero=False)

@@ -14,14 +14,13 @@ from rich.table import Table
 from core import slices, units
 from core.checkpoints import reading, writing
 from core.checkpoints.steps import LeftOut
-from core.errors import UserError
 from core.health import phase
 from core.step import TrainState
-from core.training import compilation
+from core.training import compilation, frozen
 from core.training.compilation import Totals
 from core.training.evaluation import curves_apart
 from core.training.goodput import Slowest
-from core.types import CachesHidden, CountsFlops, DescribesAttention, DescribesEvaluation, Generates, can, lacking
+from core.types import CountsFlops, DescribesAttention, DescribesEvaluation, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts import cluster
@@ -154,52 +153,19 @@ def _batch(experiment: Experiment) -> str:
     return text + (f", in {experiment.accum_steps} microbatches" if experiment.accum_steps > 1 else "")
 
 
-def frozen_checksum(run: Run, state: TrainState) -> int | None:
-    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32; None if there are none.
-
-    All hosts call it.
-    """
-    specs = reading.by_name(run.program.param_specs)
-    leaves = {
-        name: leaf
-        for name, leaf in reading.by_name(state.params).items()
-        if not specs[name].trainable and specs[name].kind != "constant"
-    }
-    return reading.checksum(leaves) if leaves else None
-
-
-def require_base(experiment: Experiment, frozen: int | None) -> None:
-    """Checks that cached hidden states were computed with the frozen parameters of the run.
-
-    Args:
-      experiment: the experiment.
-      frozen: the checksum of the frozen parameters.
-
-    Raises:
-      UserError: they were computed with other parameters.
-    """
-    task = experiment.task
-    if can(task, CachesHidden) and frozen != task.base_checksum:
-        ours = "none" if frozen is None else f"{frozen:08x}"
-        raise UserError(
-            f"the cached hidden states were computed with another base: {task.describe()}, whose parameters have the "
-            f"checksum {task.base_checksum:08x}; the frozen parameters of this run have {ours} (INIT_FROM = "
-            f"{experiment.init_from!r}). Set INIT_FROM to that base, or compute the hidden states of this one "
-            "(launch/run hidden)"
-        )
-
-
-def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, frozen: int | None) -> None:
+def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, checksum: int | None) -> None:
     """Prints the result, a sample of the model's text, and where the files are. All hosts call it; host 0 prints.
 
-    `frozen` is the checksum of the frozen parameters before training.
+    `checksum` is that of the frozen parameters before training.
 
     Raises:
       RuntimeError: they have changed.
     """
     experiment = run.experiment
-    if frozen is not None and frozen != (after := frozen_checksum(run, state)):
-        raise RuntimeError(f"frozen parameters have changed: checksum {after:08x} after training, {frozen:08x} before")
+    if checksum is not None and checksum != (after := frozen.checksum(run.program, state.params)):
+        raise RuntimeError(
+            f"frozen parameters have changed: checksum {after:08x} after training, {checksum:08x} before"
+        )
     written = _sample(experiment, run.program, state)
     if jax.process_index() != 0:
         return
@@ -209,8 +175,8 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, fr
         print(f"\nThe model continues {experiment.prompt!r}:\n\n{terminal.printable(written)}\n")
     elif experiment.prompt and not can(experiment.model, Generates):
         print(f"\nPROMPT = {experiment.prompt!r} is not continued: {lacking(experiment.model, Generates)}\n")
-    if frozen is not None:
-        print(f"frozen      checksum {frozen:08x}, at the start of this process and now")
+    if checksum is not None:
+        print(f"frozen      checksum {checksum:08x}, at the start of this process and now")
     print(f"run         {run.run_dir}\ntensorboard launch/run tensorboard {run.run_dir}", flush=True)
 
 

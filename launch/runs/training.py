@@ -13,7 +13,7 @@ from core.checkpoints.writing import SaveCosts
 from core.errors import UserError
 from core.health import heartbeat, phase
 from core.step import TrainState
-from core.training import compilation, evaluation, goodput, hooks, prefetch, profiling, run_lock
+from core.training import compilation, evaluation, frozen, goodput, hooks, prefetch, profiling, run_lock
 from core.training.trainer import Hook, StatisticsStep, TrainStep
 from core.types import Params
 from launch import config, environment, program_identity
@@ -62,8 +62,8 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             checkpoints.close()
             raise
         run = dataclasses.replace(run, meta={**run.meta, **start.meta})
-        frozen = progress.frozen_checksum(run, start.state)
-        progress.require_base(run.experiment, frozen)
+        checksum = frozen.checksum(run.program, start.state.params)
+        frozen.require_base(run.experiment.task, checksum)
     with contextlib.ExitStack() as stack:
         now = _begin(run, int(start.state.step), stack, lock)
         if run.host.is_zero:
@@ -94,7 +94,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
     phase.at(phase.ENDING)
     validation = evaluate.latest if evaluate else {}
     if run.is_last:
-        progress.show_end(run, state, validation, frozen=frozen)
+        progress.show_end(run, state, validation, checksum=checksum)
     distributed.barrier(f"run/end of step {run.last_step}")
     return validation
 

@@ -116,6 +116,19 @@ def test_hidden_states_of_another_base_or_rows_of_another_length_are_refused(tra
         assert words in said, said
 
 
+@pytest.mark.slow
+@pytest.mark.covers("N05")
+def test_an_evaluation_on_hidden_states_of_another_base_is_refused(launch, trained, base, hidden, data, tmp_path):
+    run, _ = trained("own", EXPERIMENT, *ADAPTER, *CACHED, f"HIDDEN = '{hidden}'", f"INIT_FROM = '{base}'")
+    another, _ = trained("another_base", BASE, "SEED = 1")
+    states = str(tmp_path / "states")
+    launch("hidden", EXPERIMENT, "--out", states, *data, *gin(*ADAPTER, f"INIT_FROM = '{another}'"))
+    for options in ((), ("--gates", "skip,update")):
+        said = launch("evaluate", run, *options, *gin(f"HIDDEN = '{states}'"), code=exit_codes.USER_ERROR)
+        assert "the cached hidden states were computed with another base: " in said
+        launch("evaluate", run, *options)
+
+
 @pytest.mark.parametrize(
     ("bindings", "words"),
     [

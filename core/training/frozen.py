@@ -1,0 +1,44 @@
+"""Identifies the frozen parameters of a run, which precomputed hidden states must come from."""
+
+from typing import Any
+
+from core.checkpoints import reading
+from core.errors import UserError
+from core.types import CachesHidden, Params, can
+
+
+def checksum(program: Any, params: Params) -> int | None:
+    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32; None if there are none.
+
+    All hosts call it.
+
+    Args:
+      program: the program, whose `param_specs` name the frozen parameters.
+      params: as the run stores them.
+    """
+    specs = reading.by_name(program.param_specs)
+    leaves = {
+        name: leaf
+        for name, leaf in reading.by_name(params).items()
+        if not specs[name].trainable and specs[name].kind != "constant"
+    }
+    return reading.checksum(leaves) if leaves else None
+
+
+def require_base(task: Any, found: int | None) -> None:
+    """Checks that the cached hidden states of a task were computed with these frozen parameters.
+
+    Args:
+      task: of the run or of an evaluation; a task without cached hidden states is not checked.
+      found: the checksum of the frozen parameters.
+
+    Raises:
+      UserError: they were computed with other parameters.
+    """
+    if can(task, CachesHidden) and found != task.base_checksum:
+        ours = "none" if found is None else f"{found:08x}"
+        raise UserError(
+            f"the cached hidden states were computed with another base: {task.describe()}, whose parameters have the "
+            f"checksum {task.base_checksum:08x}; the frozen parameters of this run have {ours}. Set INIT_FROM to that "
+            "base, or compute the hidden states of this one (launch/run hidden)"
+        )
