@@ -1,10 +1,11 @@
 """Measures settings that change the speed of a step, and its results only by rounding; writes the fastest as gin.
 
 The settings are tried in turn, in one process of each host: every candidate of a setting is compiled, and trains a few
-steps with one batch. The fastest is kept for the settings that follow. The unchanged experiment is measured first and
-last, and the choice again at the end; it must be faster than both. Candidates that do not compile or do not fit on any
-host are left out; a host that fails alone while steps run ends the command. Parameters are always initialized from the
-seed, because their values do not matter for speed. Files are written to RUN/tune alone.
+steps from the same state with the same batch. The fastest is kept for the settings that follow. The unchanged
+experiment is measured first and last, and the choice again at the end; it must be faster than both. Candidates that do
+not compile, do not fit on any host, or have other losses than the unchanged experiment are left out; a host that fails
+alone while steps run ends the command. Parameters are always initialized from the seed, because their values do not
+matter for speed. Files are written to RUN/tune alone.
 """
 
 import dataclasses
@@ -18,11 +19,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from core import distributed, paths, slices, wrappers
 from core.errors import UserError
 from core.health import phase
-from core.step import TrainState
 from core.training.hooks import PreemptedError
 from core.types import Batch
 from launch.config import LoadedConfig, changes
@@ -38,6 +39,7 @@ AS_IT_IS = "as it is"
 LEAST_GAIN = 0.01
 _STEPS = 15
 _WARM_UP = 3  # first steps, which are not counted
+_TOLERANCE = 0.01  # of losses; kernels of other tiles round otherwise
 _VMEM_KIB = "xla_tpu_scoped_vmem_limit_kib"
 _ASYNC = "xla_enable_async_all_gather"
 _TILES = "attention_tiles"
@@ -153,11 +155,11 @@ def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple
 
 
 class _Trials:
-    """Compiles and times candidates with one state, which every step changes, and one batch."""
+    """Compiles and times candidates, all from the initial state and with one batch."""
 
     def __init__(self, run: Run, batch: Batch, *, steps: int):
         self._run, self._batch, self._steps = run, batch, steps
-        self._state: TrainState | None = None
+        self._losses: np.ndarray | None = None  # of the first steps of the unchanged experiment, [_WARM_UP]
         self._names: dict[str, str] = {}  # of candidates, by their programs
         self._agreements, self._numbers = itertools.count(), itertools.count(1)
 
@@ -168,8 +170,6 @@ class _Trials:
         seconds = None
         if compiled is not None:
             seconds, problem = self._attempt(lambda: self._timed(compiled))
-            if seconds is None:
-                self._state = None  # the step that failed may have taken it
             seconds = distributed.decided_by_host_zero(lambda: seconds)
         if self._run.host.is_zero:
             print(
@@ -192,29 +192,45 @@ class _Trials:
         return (None if problem else found), problem
 
     def _ready(self, candidate: Candidate) -> Any:
-        """Returns the compiled step; initializes the state if there is none."""
+        """Returns the compiled step."""
         program = candidate.applied(self._run.experiment).bind(jax.devices())
         lowered = program.lower_train_step()
         text = f"{lowered.as_text()}\n{program.compiler_options}"
         known = self._names.setdefault(hashlib.sha256(text.encode()).hexdigest(), candidate.name)
         if known != candidate.name:
             raise UserError(f"the same program as {known!r}")
-        if self._state is None:
-            self._state = self._run.program.init()
         return lowered.compile()
 
     def _timed(self, step: Any) -> float:
-        """Returns the median seconds of a step."""
-        seconds = []
+        """Returns the median seconds of a step.
+
+        Raises:
+          UserError: the losses are not those of the unchanged experiment.
+          PreemptedError: SIGTERM came.
+        """
+        state = jax.block_until_ready(self._run.program.init())
+        seconds, losses = [], []
         for _ in range(_WARM_UP + self._steps):
             number = next(self._numbers)
             phase.at(phase.TRAINING, step=number)
             start = time.perf_counter()
-            self._state = jax.block_until_ready(step(self._state, self._batch))[0]
+            state, metrics = jax.block_until_ready(step(state, self._batch))
             seconds.append(time.perf_counter() - start)
+            losses.append(float(metrics["loss"]))
             if distributed.preempted(number):
                 raise PreemptedError("preempted (SIGTERM): nothing was chosen; run the same command again")
+        self._require_same(np.array(losses[:_WARM_UP]))
         return statistics.median(seconds[_WARM_UP:])
+
+    def _require_same(self, losses: np.ndarray) -> None:
+        """Checks that the losses of the first steps, [_WARM_UP], are those of the candidate that was measured first."""
+        if self._losses is None:
+            self._losses = losses
+        elif not np.allclose(losses, self._losses, rtol=_TOLERANCE, atol=0.0, equal_nan=True):
+            ours, theirs = ([f"{loss:.4g}" for loss in each] for each in (losses, self._losses))
+            raise UserError(
+                f"wrong results: losses {', '.join(ours)}; the unchanged experiment has {', '.join(theirs)}"
+            )
 
 
 def line(candidate: Candidate, seconds: float) -> str:

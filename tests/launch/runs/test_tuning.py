@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from core import slices
+from core import optimizers, slices
 from core.errors import UserError
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
@@ -110,21 +110,28 @@ def test_steps_are_measured_and_the_fastest_settings_written(made, monkeypatch, 
     run, config = made
     refused, equal = Candidate("refused", {"keys": 100}), Candidate("equal", {"keys": 1024})
     harmed = Candidate("harmed", options={"xla_harmed": 1})
+    wrong = Candidate("wrong", {"keys": 512})
     applied = Candidate.applied
 
     def failing(self, experiment):
         if self.options:
             raise KernelError("Mosaic failed\nand details")
+        if self == wrong:  # the first loss is right
+            return dataclasses.replace(experiment, optimizer=optimizers.adamw(learning_rate=optimizers.constant(0.3)))
         return applied(self, experiment)
 
     monkeypatch.setattr(Candidate, "applied", failing)
-    monkeypatch.setattr(tuning, "levers", lambda *_, **__: [[equal, refused, harmed, FUSED]])
+    monkeypatch.setattr(tuning, "levers", lambda *_, **__: [[equal, refused, harmed, wrong, FUSED]])
     monkeypatch.setattr(tuning, "LEAST_GAIN", -1e6)  # whatever ends counts as faster
     assert tuning.tune(run, config, steps=2) == FUSED
     said = capsys.readouterr().out
     assert f"equal: the same program as '{AS_IT_IS}'" in said
     assert "refused: Tiles.keys = 100: expected an integer of at least 128" in said
     assert "harmed: Mosaic failed\n" in said
+    losses = [line.partition("wrong: wrong results: losses ")[2] for line in said.splitlines() if "wrong: " in line]
+    ours, theirs = losses[0].split("; the unchanged experiment has ")
+    assert ours.split(", ")[0] == theirs.split(", ")[0]
+    assert all(a != b for a, b in zip(ours.split(", ")[1:], theirs.split(", ")[1:], strict=True))
     file = tmp_path / tuning.FILE
     assert f"use it with --gin \"include '{file}'\"" in said
     assert "simulated: not a measurement of TPUs" in file.read_text()
@@ -143,7 +150,6 @@ def test_after_a_step_that_fails_others_are_measured_and_an_earlier_file_is_dele
         calls.append(step)
         seconds = timed(self, step)
         if len(calls) == 2:
-            jax.tree.leaves(self._state)[0].delete()
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much\nand details")
         return seconds
 
