@@ -462,9 +462,11 @@ def _rematerialized(fn: Callable, remat: str | tuple[str, ...], *, in_loop: bool
 
     With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
     run in different loops, so the compiler cannot merge the recomputation with the forward pass.
+
+    Outside of a loop a layer that is not rematerialized is jitted, so that JAX traces equal layers once.
     """
     if remat == "none":
-        return fn
+        return fn if in_loop else jax.jit(fn)
     policy = REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
     return jax.checkpoint(fn, policy=policy, prevent_cse=not in_loop)
 
