@@ -43,6 +43,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core.primitives import sharding_constraint_p
 
 from core import logical, stack_checks
 
@@ -157,11 +158,18 @@ class LayerFn:
 # A runner calls `tail.fn(tail.params, x, side, summed)`, whatever the signature of the model's tail is.
 Runner = Callable[[LayerFn, Layer, Stream, Side, Tail | None], tuple[Any, Outputs]]
 
+
+def _all_but_layouts(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Saves whatever the derivatives need, but what differs from a saved array by its layout alone."""
+    return primitive is not sharding_constraint_p
+
+
 REMAT_POLICIES = {
+    "none": _all_but_layouts,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-REMAT_CHOICES = ("none", *REMAT_POLICIES)
+REMAT_CHOICES = tuple(REMAT_POLICIES)
 UNROLLED = 12  # most layers that `cpu_runner` runs without a loop
 
 
@@ -369,8 +377,9 @@ def layer_stack(
         key, equal under every runner.
       num_layers: L.
       name: module name of the stacked parameters.
-      remat: what the backward pass recomputes: "none", "dots" (all but matrix products), "full"; or the names of the
-        values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`; all others are recomputed.
+      remat: what the backward pass recomputes: "none" (layouts alone), "dots" (all but matrix products), "full"; or the
+        names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`; all others are
+        recomputed.
       tail: runs after the last layer.
       outputs: "stacked" or "summed" for all outputs of a layer, or a tree of these words for parts of it, such as
         `{"cache": "stacked", "balance": "summed"}`; None if the block returns x alone.
@@ -463,10 +472,12 @@ def _rematerialized(fn: Callable, remat: str | tuple[str, ...], *, in_loop: bool
     With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
     run in different loops, so the compiler cannot merge the recomputation with the forward pass.
 
-    Outside of a loop a layer that is not rematerialized is jitted, so that JAX traces equal layers once.
+    Without rematerialization a loop would save a second copy of all weights, laid out for computation (with FSDP,
+    gathered). The policy saves everything else, and lays out the stored weights again. Outside of a loop such a layer
+    is jitted, so that JAX traces equal layers once.
     """
-    if remat == "none":
-        return fn if in_loop else jax.jit(fn)
+    if remat == "none" and not in_loop:
+        return jax.jit(fn)
     policy = REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
     return jax.checkpoint(fn, policy=policy, prevent_cse=not in_loop)
 

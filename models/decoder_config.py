@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # layer's matrix products that is recomputed.
 _ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
 REMAT: Mapping[str, str | tuple[str, ...]] = {
-    "none": "none",  # no rematerialization: saves whatever the derivatives need
+    "none": "none",  # saves whatever the derivatives need, but weights as stored
     "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
     "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
     "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
@@ -102,7 +102,7 @@ class DecoderConfig:
       num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
       tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
         of 1.
-      remat: what the backward pass saves and does not recompute: "none" (saves everything), "projections",
+      remat: what the backward pass saves and does not recompute: "none" (saves all it needs), "projections",
         "attention_and_up", "attention", "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always
         use "full".
       dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.

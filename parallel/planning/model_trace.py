@@ -253,7 +253,7 @@ def work(
 
     if chooses and in_chunks is None:
         chunked: Any = wrappers.with_field(model, "loss_chunk", row_length(spec))
-        in_chunks = sizes.all_kept(jax.eval_shape(functools.partial(forward, chunked), *inputs)[1], gathers_again=again)
+        in_chunks = sizes.all_kept(jax.eval_shape(functools.partial(forward, chunked), *inputs)[1])
 
     def flops(products: Sequence[_Product], *, in_kernel: bool) -> float:
         return sum(p.flops for p in products if p.in_kernel == in_kernel) / sizes.rows
@@ -266,7 +266,7 @@ def work(
         flops=flops(both, in_kernel=False),
         kernel_flops=flops(both, in_kernel=True),
         forward_kernel_flops=flops(ahead, in_kernel=True),
-        kept=sizes.all_kept(kept, gathers_again=again),
+        kept=sizes.all_kept(kept),
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=again,
         looped=(looped(in_kernel=False), looped(in_kernel=True)),
@@ -371,22 +371,14 @@ class _Sizes:
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
         self.rows = next(n for n in _CANDIDATE_ROWS if n not in taken)
 
-    def all_kept(self, tree: Any, *, gathers_again: bool) -> tuple[Kept, ...]:
+    def all_kept(self, tree: Any) -> tuple[Kept, ...]:
         """Describes the kept arrays, each once."""
-        found = (self.kept(leaf, gathers_again=gathers_again) for leaf in jax.tree.leaves(tree))
+        found = map(self.kept, jax.tree.leaves(tree))
         return tuple(_distinct(k for k in found if k))
 
-    def kept(self, leaf: Any, *, gathers_again: bool) -> Kept | None:
-        """Describes a kept array; None for parameters, which are there anyway, and for small arrays.
-
-        Frozen matrices of layers in the compute dtype look like parameters, but are kept as gathered for the layer.
-        """
-        is_gathered = leaf.dtype == jnp.bfloat16 and leaf.ndim > 2 and not gathers_again
-        if (
-            ((leaf.shape, leaf.dtype) in self._params and not is_gathered)
-            or leaf.size < 2**10
-            or not hasattr(leaf.dtype, "itemsize")
-        ):
+    def kept(self, leaf: Any) -> Kept | None:
+        """Describes a kept array; None for parameters, which are there anyway, and for small arrays."""
+        if (leaf.shape, leaf.dtype) in self._params or leaf.size < 2**10 or not hasattr(leaf.dtype, "itemsize"):
             return None
         if leaf.shape in self._weights:
             axes = self._weights[leaf.shape]

@@ -178,6 +178,27 @@ def test_a_few_layers_run_without_a_loop_on_cpus(slice_name, changes, loops):
     assert str(traced.jaxpr).count("scan[") == loops
 
 
+@pytest.mark.covers("T04")
+def test_a_loop_without_rematerialization_saves_no_copy_of_the_weights():
+    bound = bind(FSDP, "v4-8", jax.devices()[:4])
+    model = dataclasses.replace(TINY, num_layers=2, mlp_dim=24, dtype="float32")
+    program = bound.program(model, ADAMW, batch_spec(4), seed=0)
+
+    def saved(params, batch):
+        def loss(params):
+            return model.loss(params, (), jax.random.key(0), batch, is_training=True)[1].loss_sum
+
+        return jax.vjp(loss, params)[1]
+
+    params = program.abstract_state.params
+    with bound.tracing():
+        traced = jax.make_jaxpr(saved)(params, program.abstract_batch).jaxpr
+    shapes = {leaf.shape for leaf in params["layers/block"].values() if leaf.ndim > 2}
+    kept = [variable for variable in traced.outvars if variable.aval.shape in shapes]
+    assert len(kept) >= 7
+    assert set(kept) <= set(traced.invars)
+
+
 def test_layers_without_a_loop_give_the_numbers_of_the_loop():
     model = dataclasses.replace(TINY, num_layers=2, dtype="float32")
     data = list(random_batches(model.vocab_size, steps=2))

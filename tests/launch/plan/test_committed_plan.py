@@ -108,7 +108,7 @@ def assert_arithmetic_is_near(plan, *, most=1.13, records=4):
     ratios = {one.name: one.estimate.peak_bytes / record.needed_bytes for one, record in plan.known}
     counted = [ratio for name, ratio in ratios.items() if not name.startswith(("context", "pipeline"))]
     assert len(counted) >= records
-    # Below 1 is one record: a vocabulary of 128,256 over tensor, and `none`, which keeps gathered weights.
+    # Below 1 is one record: a vocabulary of 128,256 over tensor.
     assert all(0.98 < ratio < most for ratio in counted), ratios
     assert all(0.5 < ratio < most for ratio in ratios.values()), ratios
 
@@ -132,12 +132,12 @@ def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_p
 
 @pytest.mark.covers("X05")
 def test_arithmetic_is_near_every_record(plan):
-    """With `none` too, which keeps gathered weights; a message of the compiler says what it needs of what it has."""
-    assert {record.status for _, record in plan.known} == {records.COMPILED, records.TOO_MUCH}
     assert_arithmetic_is_near(plan)
 
 
-def test_layouts_that_did_not_fit_are_too_large_by_arithmetic(plan):
+@pytest.mark.slow
+def test_layouts_that_did_not_fit_are_too_large_by_arithmetic(tmp_path):
+    plan = asked("gin/valkyrie_7b_64_rows.gin", "v4-32", tmp_path)
     too_large = [(one, record) for one, record in plan.known if record.status == records.TOO_MUCH]
     assert too_large
     assert all(record.needed_bytes > plan.usable for _, record in too_large)
