@@ -146,7 +146,7 @@ def test_missing_abilities_are_named_with_the_methods_to_add(config, capsys):
         model=Judged(), prompt="abc", task=experiment.task, eval_batches=0, batch_size=1, unit="token"
     )
     run = types.SimpleNamespace(experiment=bare, program=None, run_dir="runs/x")
-    progress.show_end(run, None, {}, frozen=None)
+    progress.show_end(run, None, {}, checksum=None)
     assert "PROMPT = 'abc' is not continued: Judged lacks the ability Generates: add logits(params, batch)" in (
         capsys.readouterr().out
     )
