@@ -27,6 +27,7 @@ _HARMLESS = {
     r"Unable to dump host DMA stats": "statistics of a debug dump",
     r"\[.*\] Very slow compile\?": "the time to compile is reported",
     r"The operation took": "the time to compile is reported",
+    r"Constant folding an instruction is taking > \d+s": "the time to compile is reported",
     r"Number of (unique slow barriers|times slow barrier appeared)": "statistics of barriers",
     r"\[[\w.\-]+\] 0-iteration loop inserted": "a loop without iterations does nothing",
     r"Successful retry compilation of": "the second attempt succeeded; the HLO that follows was compiled",
