@@ -201,7 +201,8 @@ class _Report:
         signals = self.chunks.signals
         named = {"loss of the base": signals.loss, "reconstruction loss": signals.step_0}
         named["its improvement"] = np.asarray(signals.step_0) - np.asarray(signals.step_1)
-        return {name: evaluation.correlation(np.asarray(v), self.chunks.advantage) for name, v in named.items()}
+        found = {n: evaluation.correlation(np.asarray(v), self.chunks.advantage) for n, v in named.items()}
+        return {name: value for name, value in found.items() if math.isfinite(value)}  # a constant has none
 
     def write(self, folder: Any, suffix: str, about: Mapping[str, Any]) -> list[str]:
         """Writes table, chunks and pictures; returns the names of the files."""
