@@ -129,7 +129,8 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     )
     judge = selection.Judge(trace, experiment.strategy, num_streams=experiment.task.num_streams)
     writer = Writer(question.config, experiment)
-    judged = (judge.judge(one) for one in tried if writer.can_write(one))
+    remats = trace.distinct_remats(candidates.remat_of(experiment.model))
+    judged = (judge.judge(one) for one in tried if one.remat in (None, *remats) and writer.can_write(one))
     return sorted((_option(question, writer, one) for one in judged), key=selection.rank)
 
 

@@ -143,6 +143,16 @@ class ModelTrace:
         """Positions of a row."""
         return row_length(self.spec)
 
+    def distinct_remats(self, own: str | None) -> tuple[str | None, ...]:
+        """Returns one choice of `remat` for each different work; of choices with equal work `own`, or else the first.
+
+        All choices have equal work where nothing is computed again, as in a frozen decoder without a backward pass.
+        """
+        chosen: dict[Work, str | None] = {}
+        for remat in sorted(self.works, key=lambda remat: remat != own):
+            chosen.setdefault(self.works[remat], remat)
+        return tuple(chosen.values())
+
 
 def trace(
     model: Model,

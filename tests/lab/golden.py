@@ -32,10 +32,9 @@ _GIN = environment.WORKSPACE / "gin"
 
 
 # Experiments of gin/ponder that are recorded for v4-64, too, and the bindings they need there for a row on every chip.
-# The compilation of gemma3_4b takes 15 minutes for v4-8.
 _ALSO_FOR_V4_64: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("base", "quick"), ("BATCH_SIZE = 32",)),
-    **dict.fromkeys(("smollm2_135m", "gpt2", "gpt2_xl", "gemma3_1b"), ()),
+    **dict.fromkeys(("smollm2_135m", "gpt2", "gpt2_xl", "gemma3_1b", "gemma3_4b"), ()),
 }
 
 

@@ -119,7 +119,7 @@ def test_the_run_directory_has_group_and_experiment():
 
 
 def test_git_ignores_runs_and_the_environment():
-    paths = [".venv/x", ".venv.lock", ".venv.log", ".venv-newest/x", ".venv-newest.lock", "runs/gin/x/logs/host_0.log"]
+    paths = [".venv", ".venv.lock", ".venv.log", ".venv-newest", ".venv-newest.lock", "runs/gin/x/logs/host_0.log"]
     ignored = subprocess.run(
         ["git", "-C", str(ROOT), "check-ignore", *paths], capture_output=True, text=True, check=False
     )

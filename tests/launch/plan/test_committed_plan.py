@@ -28,6 +28,14 @@ def claims():
 
 OTHERS = tuple(claims())
 
+# Where arithmetic is less accurate, or a plan has fewer records that count.
+NEAR = {
+    "gemma_3_27b": {"most": 1.23, "records": 1},  # a group of six layers counts as one; the others are `context`
+    "llama_3_1_8b": {"records": 3},
+    "qwen3_30b_a3b": {"records": 3},
+    "valkyrie_5b": {"most": 1.18},  # zero1 without rematerialization; the others: up to 1.13
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -124,10 +132,7 @@ def test_valkyrie_7b_is_the_winner_of_its_committed_plan(plan, pinned_compiler):
 def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_path, pinned_compiler):
     plan = asked(f"gin/{name}.gin", slice_name, tmp_path)
     assert_it_is_the_winner(plan, pinned_compiler)
-    if name == "gemma_3_27b":  # counts a group of six layers, local and global, as one layer; all but one are `context`
-        assert_arithmetic_is_near(plan, most=1.23, records=1)
-    else:
-        assert_arithmetic_is_near(plan)
+    assert_arithmetic_is_near(plan, **NEAR.get(name, {}))
 
 
 @pytest.mark.covers("X05")

@@ -71,3 +71,11 @@ def test_kernels_of_layers_with_a_window_are_short():
         2 * product * 3 * 4096 / 2,
     ]
     assert flops[0].kernel_flops / flops[0].forward_kernel_flops == pytest.approx(9 / 2)
+
+
+def test_choices_of_equal_work_are_one(seven_b):
+    assert set(seven_b.distinct_remats("full")) == set(seven_b.works)  # 7B's all differ
+    one, other = seven_b.works["none"], seven_b.works["full"]
+    equal = dataclasses.replace(seven_b, works={"none": one, "dots": other, "full": other})
+    assert equal.distinct_remats("none") == ("none", "dots")
+    assert equal.distinct_remats("full") == ("full", "none")
