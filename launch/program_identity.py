@@ -17,7 +17,7 @@ from core.optimizers import schedules
 from launch import environment
 from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
 from launch.experiment import Experiment
-from parallel import compiler_options
+from parallel import compiler_options, strategy
 
 # Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
@@ -52,7 +52,9 @@ def _is_rate(binding: Binding) -> bool:
 def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, Any]:
     """Returns what the program of a step depends on: parts of the experiment, and the optimizer's statements."""
     spec = {k: _field(field) for k, field in sorted(experiment.task.spec(experiment.batch_size).items())}
-    options = compiler_options.options(slices.get(experiment.slice).generation, experiment.compiler_options)
+    slice_ = slices.get(experiment.slice)
+    shape = strategy.resolve(experiment.strategy, slice_)
+    options = compiler_options.options(slice_.generation, experiment.compiler_options, mesh_shape=shape)
     parts = {
         "slice": experiment.slice,
         "strategy": experiment.strategy,

@@ -430,33 +430,46 @@ def _with_capacity(
     at: _Layout,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs [B, T, D], or their part by this chip, and the number of dropped choices [B]."""
-    (b, _, d), e, c = x.shape, settings.number, settings.slots(x.shape[1])
+    (b, t, d), (own, *_) = x.shape, weights.up.shape
+    slots, fits = _capacity_slots(chosen, settings.number, settings.slots(t), own, at)
+    dropped = jnp.sum((chosen < settings.number) & ~fits, axis=(1, 2)).astype(jnp.float32)
+    rows = _taken(x.reshape(1, b * t, d), slots)
+    rows = rows.reshape(-1, own, b * settings.slots(t), d)  # by chip
+    if at.exchanged:  # own rows for the experts of every chip -> rows of every chip for own experts
+        rows = jax.lax.all_to_all(rows, at.exchanged, split_axis=0, concat_axis=0, tiled=True)
+
+    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+        return jnp.einsum("peni,eio->peno", rows, matrices)
+
+    y = _feed_forward(rows, weights, activation, product)
+    if at.exchanged:
+        y = jax.lax.all_to_all(y, at.exchanged, split_axis=0, concat_axis=0, tiled=True)
+    return _combined(y.reshape(1, -1, d), slots, gates.reshape(1, b * t, -1)).reshape(x.shape), dropped
+
+
+def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) -> tuple[_Slots, jax.Array]:
+    """Returns the slots of the choices [B, T, k] as one group, and whether each choice has one.
+
+    Slots are numbered [E, B, C]: those of an expert are contiguous over all rows, as an exchange sends them. Where the
+    experts are on chips that all have these rows, they are the slots of the `own` experts of this chip.
+    """
+    b, choices = chosen.shape[0], chosen.size
     order, places, sizes, starts = _sorted(chosen, e)
     is_chosen = chosen[..., None] == jnp.arange(e)
     places -= jnp.sum(jnp.where(is_chosen, starts[:, None, None], 0), axis=-1)  # among the choices of the expert
     fits = (chosen < e) & (places < c)
-    dropped = jnp.sum((chosen < e) & ~fits, axis=(1, 2)).astype(jnp.float32)
     filled = jnp.arange(c) < sizes[..., None]  # [B, E, C]
     at_slot = jnp.minimum(starts[..., None] + jnp.arange(c), order.shape[1] - 1)
     choice = jnp.take_along_axis(order, at_slot.reshape(b, e * c), axis=1).reshape(b, e, c)
-    choice, of = jnp.where(filled, choice, order.shape[1]), chosen * c + places
-    if at.experts and not at.exchanged:  # every chip has all tokens of its rows
-        own = weights.up.shape[0]
+    row = jnp.arange(b)[:, None, None]
+    choice = jnp.where(filled, row * (choices // b) + choice, choices).swapaxes(0, 1)
+    of, has_slot = (chosen * b + row) * c + places, fits
+    if at.experts and not at.exchanged:
         first = own * jax.lax.axis_index(at.experts)
-        choice = jax.lax.dynamic_slice_in_dim(choice, first, own, axis=1)
-        fits, of = fits & (chosen >= first) & (chosen < first + own), of - first * c
-    slots = _Slots(jnp.where(fits, of, choice[0].size), choice.reshape(b, -1))
-    rows = _taken(x, slots).reshape(*choice.shape, d)
-    if at.exchanged:  # [B, E, C, D] of own rows -> [rows of all, own experts, C, D]
-        rows = jax.lax.all_to_all(rows, at.exchanged, split_axis=1, concat_axis=0, tiled=True)
-
-    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        return jnp.einsum("beci,eio->beco", rows, matrices)
-
-    y = _feed_forward(rows, weights, activation, product)
-    if at.exchanged:
-        y = jax.lax.all_to_all(y, at.exchanged, split_axis=0, concat_axis=1, tiled=True)
-    return _combined(y.reshape(b, -1, d), slots, gates), dropped
+        choice = jax.lax.dynamic_slice_in_dim(choice, first, own, axis=0)
+        has_slot, of = fits & (chosen >= first) & (chosen < first + own), of - first * b * c
+    of = jnp.where(has_slot, of, choice.size).reshape(1, -1, chosen.shape[-1])
+    return _Slots(of, choice.reshape(1, -1)), fits
 
 
 def _feed_forward(rows: jax.Array, weights: Weights, activation: str, product: Any) -> jax.Array:
@@ -474,15 +487,18 @@ def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:
     return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(y.dtype)
 
 
-def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the rows `at` [G, S] of x [G, n, D]; 0 for a row that x does not have."""
-    return jnp.take_along_axis(x, at[..., None], axis=1, mode="fill", fill_value=0)
+def _in_slots(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns the rows `at` [G, S] of x [G, n, D]; n, of an empty slot, is a row of zeros.
+
+    Adding that row to x moves less than a second pass over the slots, of which there are more than rows.
+    """
+    return jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), at[..., None], axis=1, mode="promise_in_bounds")
 
 
 @jax.custom_vjp
 def _taken(x: jax.Array, slots: _Slots) -> jax.Array:
     """Returns the tokens [G, S, D] in the slots, of tokens x [G, n, D]. The gradient gathers, too."""
-    return _picked(x, slots.choice // slots.of.shape[-1])
+    return _in_slots(x, slots.choice // slots.of.shape[-1])
 
 
 def _taken_back(slots: _Slots, dy: jax.Array) -> tuple[jax.Array, None]:
@@ -496,11 +512,12 @@ _taken.defvjp(lambda x, slots: (_taken(x, slots), slots), _taken_back)
 def _put(y: jax.Array, slots: _Slots) -> jax.Array:
     """Returns the output [G, n, k, D] of each choice, of outputs y [G, S, D] of the slots; 0 if it has no slot."""
     g, n, k = slots.of.shape
-    return _picked(y, slots.of.reshape(g, n * k)).reshape(g, n, k, y.shape[-1])
+    at = slots.of.reshape(g, n * k, 1)
+    return jnp.take_along_axis(y, at, axis=1, mode="fill", fill_value=0).reshape(g, n, k, y.shape[-1])
 
 
 def _put_back(slots: _Slots, d: jax.Array) -> tuple[jax.Array, None]:
-    return _picked(d.reshape(d.shape[0], -1, d.shape[-1]), slots.choice), None
+    return _in_slots(d.reshape(d.shape[0], -1, d.shape[-1]), slots.choice), None
 
 
 _put.defvjp(lambda y, slots: (_put(y, slots), slots), _put_back)

@@ -38,6 +38,9 @@ _SPARSE_CORE_COLLECTIVES: Options = {
     "xla_sc_disable_megacore_partitioning": True,
 }
 
+# Splits an all-to-all into a start and an end, so that other work is scheduled while chips exchange tokens.
+_ASYNC_EXCHANGE: Options = {"xla_tpu_enable_async_all_to_all": True}
+
 # Schedules collectives beside computation, and combines small ones into messages that use a link well.
 _GPU: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -66,14 +69,18 @@ def initialization_on_cpus() -> dict[str, Value]:
     return {} if _LEVEL in os.environ.get("XLA_FLAGS", "") else {_LEVEL: 1}
 
 
-def options(generation: str, overrides: Overrides | None = None) -> dict[str, Value]:
+def options(
+    generation: str, overrides: Overrides | None = None, *, mesh_shape: Mapping[str, int] | None = None
+) -> dict[str, Value]:
     """Returns the compiler options of a chip generation.
 
     Args:
       generation: see `core.slices.Slice`.
       overrides: options to add or replace, by name; None removes one.
+      mesh_shape: degree by mesh axis; over `expert`, chips exchange tokens.
     """
-    merged = {**OPTIONS[generation], **(overrides or {})}
+    exchanges = generation in slices.CHIPS and (mesh_shape or {}).get("expert", 1) > 1
+    merged = {**OPTIONS[generation], **(_ASYNC_EXCHANGE if exchanges else {}), **(overrides or {})}
     return {name: value for name, value in merged.items() if value is not None}
 
 

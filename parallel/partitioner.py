@@ -406,8 +406,10 @@ class Program:
     @property
     def compiler_options(self) -> dict[str, compiler_options.Value] | None:
         """Options with which the steps are compiled; None on CPUs."""
-        generation = self.partitioner.slice.generation
-        return None if self._on_cpus else compiler_options.options(generation, self.compiler_overrides)
+        if self._on_cpus:
+            return None
+        at = self.partitioner
+        return compiler_options.options(at.slice.generation, self.compiler_overrides, mesh_shape=at.shape)
 
     def _jit(self, fn: Callable, **options) -> Any:
         inputs = (self.state_shardings, self.batch_shardings)

@@ -19,8 +19,8 @@ _FREE = frozenset(
     """
     parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier domain
     add-dependency async-update async-done call-done call-update all-reduce-done all-gather-done
-    collective-permute-done copy-done slice-done dynamic-slice-done send-done recv-done while conditional call
-    async-start call-start fusion
+    all-to-all-done collective-permute-done copy-done slice-done dynamic-slice-done send-done recv-done while
+    conditional call async-start call-start fusion
     """.split()  # noqa: SIM905 (a list literal has a line for each word)
 )
 # Takes time; the compiler's estimate, if any, is in the instruction itself.

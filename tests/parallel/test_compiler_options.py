@@ -16,7 +16,8 @@ from parallel.hlo import messages
 
 GENERATIONS = tuple(slices.CHIPS)
 
-# Compiles one all-gather beside a product for each generation, in a process whose compiler says what it warns of.
+# Compiles an all-gather beside a product and an all-to-all for each generation, in a process whose compiler says what
+# it warns of.
 COMPILE = """
 import json, sys
 import jax, jax.numpy as jnp
@@ -30,10 +31,15 @@ def compile_for(generation, options):
     chips = jax.make_mesh((len(devices),), ("fsdp",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = NamedSharding(chips, PartitionSpec("fsdp")), NamedSharding(chips, PartitionSpec())
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=split)
-    product = jax.jit(lambda x, w: jax.nn.silu(x @ jax.lax.with_sharding_constraint(w, whole)))
+    exchange = jax.shard_map(
+        lambda y: jax.lax.all_to_all(y, "fsdp", 1, 0, tiled=True),
+        mesh=chips, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec(None, "fsdp"),
+    )
+    product = jax.jit(lambda x, w: exchange(jax.nn.silu(x @ jax.lax.with_sharding_constraint(w, whole))))
     with messages.compiler_messages(pass_on=False) as said:
         try:
-            assert "all-gather" in product.lower(x, x).compile(compiler_options=options).as_text()
+            text = product.lower(x, x).compile(compiler_options=options).as_text()
+            assert "all-gather" in text and "all-to-all" in text
         except jax.errors.JaxRuntimeError as error:
             return [str(error)]
     return messages.warnings(said.text)
@@ -53,10 +59,19 @@ def warnings_of(*cases, monkeypatch):
 @pytest.mark.compiled("v4-8", "v5p-8", "v5e-8", "v6e-8")
 def test_no_generation_compiles_with_a_warning(monkeypatch):
     unsafe = {**compiler_options.options("v4"), "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
-    cases = [*((name, compiler_options.options(name)) for name in GENERATIONS), ("v4", unsafe)]
+    exchanging = {"expert": 8}
+    cases = [*((name, compiler_options.options(name, mesh_shape=exchanging)) for name in GENERATIONS), ("v4", unsafe)]
     *found, planted = warnings_of(*cases, monkeypatch=monkeypatch)
     assert found == [[]] * len(GENERATIONS)
     assert any("Continuation fusion for AllGather" in line for line in planted)
+
+
+@pytest.mark.parametrize("generation", [*GENERATIONS, "cpu", "h100"])
+def test_exchanges_of_tokens_are_asynchronous_on_tpus(generation):
+    own, exchanging = (compiler_options.options(generation, mesh_shape={"expert": n}) for n in (1, 2))
+    assert own == compiler_options.options(generation) == compiler_options.OPTIONS[generation]
+    added = {"xla_tpu_enable_async_all_to_all": True} if generation in GENERATIONS else {}
+    assert exchanging == {**own, **added}
 
 
 def test_overrides_add_replace_and_remove():

@@ -348,6 +348,7 @@ def test_tokens_are_exchanged_over_the_axis_of_experts_and_matrices_of_experts_s
         tokens = [c for c in sent if c.payload_bytes == payloads[0]]
         assert [c.payload_bytes for c in tokens] == payloads
         assert {c.times for c in tokens} == {MODEL.num_layers}
+        assert capacity is None or any(c.is_overlapped for c in tokens)
 
 
 @pytest.mark.covers("T02")
