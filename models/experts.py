@@ -482,9 +482,25 @@ def _feed_forward(rows: jax.Array, weights: Weights, activation: str, product: A
 
 
 def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:
-    """Adds the outputs [G, S, D] of each token's choices, times their factors: [G, n, D]."""
-    parts = _put(y, slots)  # [G, n, k, D]
-    return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(y.dtype)
+    """Adds the outputs [G, S, D] of each token's choices, times their factors [G, n, k]: [G, n, D]."""
+    return _weighted(_put(y, slots), gates)
+
+
+@jax.custom_vjp
+def _weighted(parts: jax.Array, gates: jax.Array) -> jax.Array:
+    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k], in float32.
+
+    Its gradients save the parts in their own dtype and need no copy of d for each choice.
+    """
+    return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
+
+
+def _weighted_back(saved: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (parts, gates), wide = saved, d.astype(jnp.float32)[:, :, None]
+    return (wide * gates[..., None]).astype(parts.dtype), jnp.sum(parts.astype(jnp.float32) * wide, axis=-1)
+
+
+_weighted.defvjp(lambda parts, gates: (_weighted(parts, gates), (parts, gates)), _weighted_back)
 
 
 def _in_slots(x: jax.Array, at: jax.Array) -> jax.Array:

@@ -60,11 +60,16 @@ class Partitioner:
 
     @functools.cached_property
     def _runner(self) -> stack.Runner | None:  # created once, because it is part of the cache key of every trace
+        tables = self.strategy
+        if tables.overlap_reduction and self.row_shards > 1:
+            from parallel import overlapped  # of no use to other strategies
+
+            return overlapped.runner(tables.param_rules, tables.activation_rules)
         if self.pipeline is None:  # simulated TPU slices keep the scan, as TPUs do
             return stack.cpu_runner if self.slice.generation == "cpu" else None
         from parallel.pipeline import runner  # of no use without a pipeline
 
-        return runner.runner(self.pipeline, self.strategy.param_rules, self.strategy.activation_rules)
+        return runner.runner(self.pipeline, tables.param_rules, tables.activation_rules)
 
     @property
     def pipeline(self) -> Schedule | None:
@@ -286,10 +291,11 @@ class Program:
     def _check_activations(self) -> None:
         """Traces the loss, so that tables that do not fit the computation are reported before the first step.
 
-        For a pipeline the gradient is traced too, because its derivative rules reject what they cannot differentiate.
+        Where a strategy has derivative rules, which reject what they cannot differentiate, the gradient is traced too.
         """
         traced = [step.eval_step(self.model, self._bound_optimizer, seed=self.seed)]
-        traced += [self._pure_train_step()] if self.partitioner.pipeline else []
+        has_rules = self.partitioner.pipeline or self.partitioner.strategy.overlap_reduction
+        traced += [self._pure_train_step()] if has_rules else []
         with self.partitioner.tracing():
             try:
                 for fn in traced:

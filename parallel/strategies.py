@@ -71,13 +71,17 @@ def zero1(*, data: int = -1) -> Strategy:
     )
 
 
-def fsdp(*, fsdp: int = -1) -> Strategy:
+def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
     """Shards parameters, gradients and optimizer state over fsdp; the weights of a layer are gathered when it runs.
+
+    With `overlap_reduction` the gradients of a layer are reduced around rings while the layer before it computes
+    (`parallel.overlapped`): for v4, whose chips compute nothing during other reductions.
 
     In[B_f, D] · gather_f(Win[D_f, F]) → H[B_f, F];   H · gather_f(Wout[F, D_f]) → Out[B_f, D]
     """
     return Strategy(
-        name="fsdp",
+        name="fsdp_overlapped" if overlap_reduction else "fsdp",
+        overlap_reduction=overlap_reduction,
         mesh_shape={"fsdp": fsdp},
         param_rules={**REPLICATED, "embed": "fsdp", "puzzles": "fsdp"},
         activation_rules={**REPLICATED, "batch": "fsdp", "puzzles": "fsdp"},

@@ -50,6 +50,8 @@ class Strategy:
       optimizer_rules: sharding of optimizer state; None: as the parameters.
       dcn_shape: degree by mesh axis across slices; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
+      overlap_reduction: whether the gradients of a layer are reduced while the layer before it computes
+        (`parallel.overlapped`). Not in `repr`; such a strategy has a name of its own.
       own_mesh_axes: additional mesh axes of this strategy, each with the axis of `MESH_AXES` that it follows in the
         order of networks, slowest first: `{"ring": "fsdp"}`. Not in `repr`, which identifies recorded programs.
 
@@ -64,6 +66,7 @@ class Strategy:
     optimizer_rules: Rules | None = None
     dcn_shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pipeline: Schedule | None = None
+    overlap_reduction: bool = dataclasses.field(default=False, repr=False)
     own_mesh_axes: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self):
@@ -75,7 +78,7 @@ class Strategy:
             if rules is not None or table != "optimizer_rules":
                 problems += _table_problems(table, rules, self.mesh_axes)
         problems = problems or _idle_axes(self)
-        problems = problems or _pipeline_problems(self)
+        problems = problems or _pipeline_problems(self) or _overlap_problems(self)
         if problems:
             raise UserError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
 
@@ -193,6 +196,21 @@ def _pipeline_problems(strategy: Strategy) -> list[str]:
     if logical.mesh_axes(strategy.param_rules["layers"]) != ("stage",):
         return ["param_rules: a pipeline shards layers over stages only; set {'layers': 'stage'}"]
     return []
+
+
+def _overlap_problems(strategy: Strategy) -> list[str]:
+    if not isinstance(strategy.overlap_reduction, bool):
+        return [f"overlap_reduction = {strategy.overlap_reduction!r}; expected True or False"]
+    if not strategy.overlap_reduction:
+        return []
+    rows = logical.mesh_axes(strategy.activation_rules["batch"])
+    degrees = [*strategy.mesh_shape.items(), *strategy.dcn_shape.items()]
+    return [
+        f"overlap_reduction: {axis} = {degree} does not shard rows, and only degrees of {', '.join(rows)} may differ "
+        "from 1: set overlap_reduction = False"
+        for axis, degree in degrees
+        if degree != 1 and axis not in rows
+    ]
 
 
 def override(

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from core.stack import Layer, LayerFn, Side, Stream, Tail
+from parallel.derivative_rules import Trained
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.region import over_stages
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Stage, Trained, Travelling, Turn, put_if, take, take_tree
+from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take, take_tree
 
 _BY_STAGE = P(STAGE)
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from core.stack import Layer, LayerFn, Side, Stream, Tail
+from parallel.derivative_rules import Trained
 from parallel.pipeline import gpipe, layer_order, one_f_one_b
 from parallel.pipeline.region import Region, merge_rows, over_stages, split_rows
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Stage, Trained, Travelling
+from parallel.pipeline.stage import STAGE, Stage, Travelling
 
 
 class Passes:

@@ -17,9 +17,10 @@ from core import logical
 from core.logical import Axes, Rules
 from core.stack import LayerFn
 from parallel import accumulation, strategy
+from parallel.derivative_rules import Trained
 from parallel.pipeline import layer_order, schedules
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.stage import STAGE, Trained
+from parallel.pipeline.stage import STAGE
 
 
 class Region(NamedTuple):

@@ -5,9 +5,7 @@ weights and inputs of layers for the backward pass. 1F1B computes gradients as s
 forward rule computes both at once and saves the gradients.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,13 +14,14 @@ from jax.custom_derivatives import SymbolicZero
 
 from core import stack
 from core.errors import UserError
-from core.logical import Axes, Rules
-from core.stack import Kind, Layer, LayerFn, Outputs, Side, Stream, Tail
+from core.logical import Rules
+from core.stack import Layer, LayerFn, Outputs, Side, Stream, Tail
 from core.types import LossOutput
+from parallel import derivative_rules
 from parallel.pipeline import region
 from parallel.pipeline.passes import Passes
 from parallel.pipeline.schedules import OneFOneB, Schedule
-from parallel.pipeline.stage import Trained, Travelling, Weights
+from parallel.pipeline.stage import Travelling
 
 
 def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> stack.Runner:
@@ -34,7 +33,7 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
-        fn, weights, fixed = _differentiated(fn, stacked)
+        fn, weights, fixed = derivative_rules.differentiated(fn, stacked)
         sizes = jax.sharding.get_abstract_mesh().shape
         at = region.region(fn, weights, schedule, param_rules, activation_rules)
         rows, unit = (
@@ -57,31 +56,6 @@ def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> s
         return y if tail is None else tail.fn(tail.params, y, side, sums), Outputs(sums, fn.outputs.stacked)
 
     return run
-
-
-def _differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer]:
-    """Returns a layer whose parameters are `Weights`, these weights, and the layers without them."""
-    leaves, structure = jax.tree.flatten(stacked.inputs)
-    is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
-    floats, others = ([a for a, yes in zip(leaves, is_float, strict=True) if yes == which] for which in (True, False))
-
-    def whole(layer: Layer) -> Layer:
-        parts = {True: iter(layer.params.inputs), False: iter(layer.inputs)}
-        inputs = jax.tree.unflatten(structure, [next(parts[yes]) for yes in is_float])
-        return Layer(layer.params.params, layer.key, inputs)
-
-    def rematerialized(kind: Kind, in_loop: bool) -> Callable[..., tuple[Stream, Outputs]]:
-        run = fn.rematerialized(kind, in_loop)
-        return lambda layer, x, side: run(whole(layer), x, side)
-
-    weighted = dataclasses.replace(
-        fn,
-        plain=lambda layer, x, side, kind: fn.plain(whole(layer), x, side, kind),
-        rematerialized=rematerialized,
-        axes=lambda: Weights(fn.axes(), [Axes((None,) * (a.ndim - 1)) for a in floats]),
-        dtypes=Weights(fn.dtypes, [a.dtype for a in floats]),
-    )
-    return weighted, Weights(stacked.params, floats), Layer((), stacked.key, others)
 
 
 def _check_stream(x: Stream) -> None:
@@ -122,14 +96,14 @@ def _two_passes(passes: Passes) -> Any:
         return tuple(passes.forward(weights, x, fixed, side, save="nothing")[0])
 
     def forward(*args: Any) -> tuple[tuple[Stream, Any], tuple]:
-        trained = _trained(args[0])
-        weights, x, fixed, side = _values(args)
+        trained = derivative_rules.trained(args[0])
+        weights, x, fixed, side = derivative_rules.values(args, what="pipeline")
         y, gathered, kept = passes.forward(weights, x, fixed, side, save=passes.schedule.save)
         return tuple(y), (gathered, fixed, kept, side, trained)
 
     def backward(saved: tuple, dy: Any) -> tuple:
         gathered, fixed, kept, side, trained = saved
-        dy = Travelling(*jax.tree.map(_dense, dy))
+        dy = Travelling(*jax.tree.map(derivative_rules.dense, dy))
         grads, dx = passes.backward(gathered, fixed, kept, side, dy, trained)
         return trained.fill(grads), dx, None, None
 
@@ -149,8 +123,8 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
         return tail.fn(head, y, side, sums), sums
 
     def forward(*args: Any) -> tuple[tuple[LossOutput, Any], tuple]:
-        masks = _trained(args[0]), _trained(args[1])
-        weights, head, x, fixed, side = _values(args)
+        masks = derivative_rules.trained(args[0]), derivative_rules.trained(args[1])
+        weights, head, x, fixed, side = derivative_rules.values(args, what="pipeline")
         out, grads = passes.loss_and_gradients(weights, Tail(tail.fn, head), x, fixed, side, *masks)
         return out, (grads, masks)
 
@@ -161,7 +135,7 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
                 "1F1B: only loss_sum of the tail's result can be differentiated; add the other terms to it (the tail "
                 "has the summed outputs of the layers as its fourth argument), or use schedules.gpipe"
             )
-        scale = _dense(by.loss_sum)
+        scale = derivative_rules.dense(by.loss_sum)
         dw, dhead, dx = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         return trained.fill(dw), of_tail.fill(dhead), dx, None, None
 
@@ -198,7 +172,7 @@ def _gives_loss(fn: LayerFn, tail: Tail, x: Stream, side: Side) -> bool:
 
 def _forward_alone(passes: Passes) -> Any:
     """Returns the layers without a gradient, for stacks where 1F1B has no loss as the tail."""
-    return _without_gradient(
+    return derivative_rules.without_gradient(
         lambda weights, x, fixed, side: tuple(passes.forward(weights, x, fixed, side, save="nothing")[0]),
         "1F1B: the backward pass of a microbatch starts before the forward pass of the next one, so the head and the "
         "loss must be the stack's tail and return a LossOutput: core.stack.layer_stack(..., tail=Tail(fn, params)). "
@@ -212,40 +186,4 @@ def _without_pipeline(fn: LayerFn, tail: Tail | None, why_not: str) -> Any:
     def call(weights: Any, fixed: Layer, head: Any, x: Stream, side: Side) -> tuple[Any, Outputs]:
         return stack.scan_runner(fn, fixed._replace(params=weights), x, side, tail and Tail(tail.fn, head))
 
-    return _without_gradient(call, why_not)
-
-
-def _without_gradient(fn: Any, why_not: str) -> Any:
-    call = jax.custom_vjp(fn)
-
-    def forward(*args: Any) -> Any:
-        raise UserError(why_not)
-
-    call.defvjp(forward, lambda saved, dy: saved, symbolic_zeros=True)
-    return call
-
-
-def _trained(weights: Any) -> Trained:
-    """Returns which arguments of a derivative rule are differentiated: those that are not frozen."""
-    leaves, structure = jax.tree.flatten(weights)
-    return Trained(structure, tuple(leaf.perturbed for leaf in leaves))
-
-
-def _values(args: tuple) -> tuple:
-    """Returns the arguments of a derivative rule as arrays.
-
-    Raises:
-      UserError: the side, which is the last argument, depends on parameters.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(args[-1])
-    found = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf.perturbed]
-    if found:
-        raise UserError(
-            f"pipeline: the side of the layer stack depends on parameters ({', '.join(found)}), and a pipeline does "
-            "not compute its gradient: make it depend on the batch only, or add it to x"
-        )
-    return jax.tree.map(lambda a: a.value, args)
-
-
-def _dense(cotangent: Any) -> Any:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+    return derivative_rules.without_gradient(call, why_not)

@@ -15,18 +15,17 @@ discarded. A layer whose kind depends on the stage is selected by `lax.switch`.
 b rows of a microbatch, k layers that a stage runs in a tick.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from core import logical
 from core.errors import UserError
 from core.stack import Kind, Layer, LayerFn, Side, Stream
+from parallel.derivative_rules import Trained
 
 STAGE = "stage"
 
@@ -54,44 +53,6 @@ def turn(number: jax.Array, *, microbatches: int, repeats: int) -> Turn:
     total = microbatches * repeats
     inside = jnp.clip(number, 0, total - 1)
     return Turn(inside % microbatches, inside // microbatches, (number >= 0) & (number < total))
-
-
-class Weights(NamedTuple):
-    """The inputs of a layer that get gradients; `params` of the layers in this module.
-
-    Attributes:
-      params: the model's parameters.
-      inputs: list of the floating-point arrays of `layer_in`.
-    """
-
-    params: Any
-    inputs: list
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """The leaves of a tree of parameters that get gradients; frozen ones get none.
-
-    Attributes:
-      structure: of the tree.
-      leaves: whether each leaf is trained.
-    """
-
-    structure: Any
-    leaves: tuple[bool, ...]
-
-    def pick(self, tree: Any) -> list:
-        """Returns the trained leaves of a tree of arrays or of specs of sharding."""
-        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        return [leaf for leaf, yes in zip(leaves, self.leaves, strict=True) if yes]
-
-    def fill(self, trained: list, others: Any = None) -> Any:
-        """Returns the tree with the trained leaves, and with those of the tree `others`, or None, in other places."""
-        rest = jax.tree.leaves(others) if others is not None else [None] * len(self.leaves)
-        found = iter(trained)
-        leaves = [next(found) if yes else other for yes, other in zip(self.leaves, rest, strict=True)]
-        return jax.tree.unflatten(self.structure, leaves)
 
 
 class Travelling(NamedTuple):

@@ -28,7 +28,7 @@ from core.types import Batch, ChoosesAttention, ChoosesDtype, ChunksLoss, Model,
 from parallel import strategy
 from parallel.planning import candidates
 
-_CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23)
+_CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 
 class Kept(NamedTuple):
@@ -375,11 +375,12 @@ class _Sizes:
         sizes = {pair for leaf, of in pairs for pair in zip(leaf.shape, of.names, strict=True)}
         self._layers = {size for size, name in sizes if name == "layers"}
         self._by_size = {size: name for size, name in sorted(sizes, key=_preference) if name not in (None, "layers")}
+        self._before = {size: "expert" for size, name in sizes if name == "expert"}
         self._params = {(leaf.shape, leaf.dtype) for leaf, _ in pairs}
         self._weights = {leaf.shape: of for leaf, of in pairs}
         self._length = row_length(spec)
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
-        self.rows = next(n for n in _CANDIDATE_ROWS if n not in taken)
+        self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n for size in taken))
 
     def all_kept(self, tree: Any) -> tuple[Kept, ...]:
         """Describes the kept arrays, each once."""
@@ -392,18 +393,21 @@ class _Sizes:
             return None
         if leaf.shape in self._weights:
             axes = self._weights[leaf.shape]
-        elif self.rows in leaf.shape:
+        elif any(size % self.rows == 0 for size in leaf.shape):
             axes = self._of_rows(leaf.shape)
         else:
             axes = Axes((None,) * len(leaf.shape))
         has_rows = "batch" in axes.names
-        before = leaf.shape[: axes.names.index("batch")] if has_rows else leaf.shape[: axes.names[:1] == ("layers",)]
+        first = axes.names.index("batch") if has_rows else axes.names[:1] == ("layers",)
+        before = [size for size, name in zip(leaf.shape[:first], axes.names, strict=False) if name != "expert"]
         rows = self.rows if has_rows else 1
         return Kept(axes, leaf.size / rows, leaf.dtype.itemsize, math.prod(before))
 
     def _of_rows(self, shape: tuple[int, ...]) -> Axes:
-        at = shape.index(self.rows)
-        before = ["layers" if size in self._layers else None for size in shape[:at]]
+        # Rows may be joined with other dimensions, such as the tokens of all rows or their slots of an expert.
+        joined = next(i for i, size in enumerate(shape) if size % self.rows == 0)
+        at = shape.index(self.rows) if self.rows in shape else joined
+        before = ["layers" if size in self._layers else self._before.get(size) for size in shape[:at]]
         after = [self._by_size.get(size) for size in shape[at + 1 :]]
         places = [i for i, size in enumerate(shape[at + 1 :]) if size == self._length > 1]
         if places:

@@ -17,8 +17,11 @@ import json
 import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 VOCAB, LAYERS, EMBED, MLP, HEADS, KV_HEADS, HEAD_DIM = 3072, 6, 256, 768, 4, 2, 64  # 6.3M parameters
@@ -205,11 +208,162 @@ def transformers(devices: int, dtype: str) -> tuple[Step, Wait, str]:
     )
 
 
+def maxtext(devices: int, dtype: str) -> tuple[Step, Wait, str]:
+    """MaxText's Llama and train step; on several devices with its FSDP.
+
+    It keeps all activations and has no loop over layers, like ours on CPUs. Its defaults are to keep none, and a loop.
+    """
+    import jax
+    import numpy as np
+    from flax import linen, nnx
+    from maxtext.trainers.pre_train import train
+    from maxtext.utils import sharding, train_utils
+
+    settings = {
+        "decoder_block": "llama2",
+        "vocab_size": VOCAB,
+        "base_num_decoder_layers": LAYERS,
+        "base_emb_dim": EMBED,
+        "base_mlp_dim": MLP,
+        "base_num_query_heads": HEADS,
+        "base_num_kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rope_max_timescale": int(THETA),
+        "normalization_layer_epsilon": NORM_EPS,
+        "enable_dropout": False,
+        "dtype": dtype,
+        "float32_logits": True,  # the softmax of attention
+        "attention": "dot_product",
+        "scan_layers": False,
+        "remat_policy": "none",
+        "learning_rate": RATE,
+        "learning_rate_final_fraction": 1.0,
+        "warmup_steps_fraction": 0.0,
+        "adam_b1": B1,
+        "adam_b2": B2,
+        "adam_eps": EPS,
+        "adam_weight_decay": DECAY,
+        "gradient_clipping_threshold": CLIP,
+        "max_target_length": LENGTH,
+        "per_device_batch_size": ROWS // devices,
+        "steps": 1000,
+        "packing": False,
+        "dataset_type": "synthetic",
+        "hardware": "cpu",
+        "skip_jax_distributed_system": True,
+        "jax_cache_dir": "",
+        "enable_checkpointing": False,
+        "log_config": False,
+        "run_name": "peer",
+        "base_output_directory": "unused",
+    }
+    config, recorder = train.initialize(["", *(f"{key}={value}" for key, value in settings.items())])
+    _, _, places, _, mesh, *_, state = train_utils.setup_train_loop(config, recorder)
+    graph, state = nnx.split(state)
+    at, places = sharding.maybe_update_params_sharding_with_opt(config, places)
+    functions = train.train_step, train.eval_step, None
+    trains, _ = train_utils.jit_train_and_eval_step(config, graph, mesh, state, places, *functions, at)
+
+    ids, targets = _tokens()
+    positions, ones = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape), np.ones_like(ids)
+    batch = {"inputs": ids, "targets": targets}
+    batch |= {f"{name}_position": positions for name in ("inputs", "targets")}
+    batch |= {f"{name}_segmentation": ones for name in ("inputs", "targets")}
+    batch = jax.device_put(batch, sharding.get_input_data_sharding(config, mesh))
+
+    def step() -> Any:
+        nonlocal state
+        with jax.set_mesh(mesh), linen.logical_axis_rules(config.logical_axis_rules):
+            state, metrics = trains(state, batch)
+        return metrics["scalar"]["learning/loss"]
+
+    return step, jax.block_until_ready, f"MaxText {metadata.version('maxtext')}, JAX {jax.__version__}"
+
+
+def levanter(devices: int, dtype: str) -> tuple[Step, Wait, str]:
+    """Levanter's Llama and the step of its trainer, which waits for the loss; on several devices with its FSDP.
+
+    It keeps all activations and has no loop over layers, like ours on CPUs, and attention without blocks. Its defaults
+    are to keep none, a loop, and blocks. It shifts the ids to get targets, so that the last position has none.
+    """
+    import haliax
+    import jax
+    import jmp
+    from levanter.layers.attention import AttentionBackend
+    from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
+    from levanter.models.llama import LlamaConfig
+    from levanter.models.lm_model import LmExample
+    from levanter.optim.config import AdamConfig
+    from levanter.tracker import NoopConfig
+    from levanter.trainer import Trainer, TrainerConfig, initialize
+
+    model = LlamaConfig(
+        max_seq_len=LENGTH,
+        hidden_dim=EMBED,
+        intermediate_dim=MLP,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        layer_norm_epsilon=NORM_EPS,
+        rope=DefaultRotaryEmbeddingsConfig(theta=THETA),
+        upcast_attn=True,  # its softmax
+        attn_backend=AttentionBackend.VANILLA,
+        gradient_checkpointing=False,
+        scan_layers=False,
+    )
+    optimizer = AdamConfig(
+        learning_rate=RATE,
+        lr_schedule="constant",
+        warmup=0,
+        beta1=B1,
+        beta2=B2,
+        epsilon=EPS,
+        weight_decay=DECAY,
+        default_weight_decay_mask=False,
+        max_grad_norm=CLIP,
+    )
+    with tempfile.TemporaryDirectory() as logs:
+        config = TrainerConfig(
+            mp=jmp.get_policy(f"params=float32,compute={dtype},output={dtype}"),
+            train_batch_size=ROWS,
+            num_train_steps=1000,
+            tracker=NoopConfig(),
+            log_dir=Path(logs),
+            log_jaxprs=False,
+            log_xla_hlo=False,
+            load_checkpoint=False,
+            require_accelerator=False,
+        )
+        initialize(config)
+
+    def loss(model: Any, example: Any, *, key: Any = None) -> Any:
+        return model.compute_next_token_loss(example, key=key)
+
+    trainer = Trainer(config, optimizer.build(config.num_train_steps), loss, add_default_hooks=False)
+    trainer.__enter__()  # until the process ends
+    vocab = haliax.Axis("vocab", VOCAB)
+    state = trainer.initial_state(jax.random.key(0), model_init=lambda: model.build(vocab, key=jax.random.key(1)))
+    ids = haliax.named(_tokens()[0], (trainer.TrainBatch, model.max_Pos))
+    example = haliax.vmap(LmExample.causal, trainer.TrainBatch)(ids)
+    example = haliax.shard(example, trainer.compute_axis_mapping)
+
+    def step() -> Any:
+        nonlocal state
+        info = trainer.train_step(state, example)
+        state = info.state
+        return info.loss
+
+    return step, lambda loss: loss, f"Levanter {metadata.version('marin-levanter')}, JAX {jax.__version__}"
+
+
 PROGRAMS = {
     "ours": ours,
     "scanned": functools.partial(bare, unrolls=False),
     "unrolled": functools.partial(bare, unrolls=True),
     "transformers": transformers,
+    "maxtext": maxtext,
+    "levanter": levanter,
 }
 
 

@@ -1,4 +1,4 @@
-"""`tests/run.sh lab peers`: times training steps of a small Llama on CPUs: ours, hand-written JAX and transformers.
+"""`tests/run.sh lab peers`: times training steps of a small Llama on CPUs: ours, hand-written JAX, other trainers.
 
 Every program is a process (`tests/lab/peer_steps.py`). All are started first, and then take turns of a few steps, so
 that other work on the machine slows all of them; ratios are medians over turns.
@@ -22,11 +22,13 @@ from core.errors import UserError
 from launch import environment, flags, terminal
 from tests.lab import peer_steps
 
-HELP = "time training steps of a small Llama on CPUs: ours, written by hand in JAX, and those of transformers"
+HELP = "time training steps of a small Llama on CPUs: ours, written by hand in JAX, and those of other trainers"
 EXAMPLE = """tests/run.sh lab peers --cores 0,1
-  tests/run.sh lab peers --dtype bfloat16 --devices 1 --transformers torch-environment/bin/python"""
+  tests/run.sh lab peers --dtype bfloat16 --devices 1 --transformers torch-environment/bin/python
+  tests/run.sh lab peers --maxtext maxtext-environment/bin/python --levanter levanter-environment/bin/python"""
 _HERE = ("ours", "scanned", "unrolled")
 _PEERS = tuple(name for name in peer_steps.PROGRAMS if name not in _HERE)
+_ON_ONE_DEVICE = ("transformers",)
 _REFERENCE = "unrolled"
 
 
@@ -43,19 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", metavar="A,B", help="the cores of every program (default: those of this process)")
     parser.add_argument("--default-pages", action="store_true", help="without the large pages of the launcher")
     for name in _PEERS:
-        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"of an environment with {name}; on one device")
+        note = "; on one device" if name in _ON_ONE_DEVICE else ""
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"of an environment with {name}{note}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; no timing fails. Raises UserError if a program ends early."""
-    if 1 not in args.devices and (given := [name for name in _PEERS if getattr(args, name)]):
+    if 1 not in args.devices and (given := [name for name in _ON_ONE_DEVICE if getattr(args, name)]):
         raise UserError(f"--{given[0]} runs on one device: add 1 to --devices, or leave it out")
     if args.cores:
         os.sched_setaffinity(0, _cores(args.cores))
     env = dict(os.environ) if args.default_pages else environment.ON_CPUS | os.environ
     env["PYTHONPATH"] = str(environment.WORKSPACE)
-    where = [(name, sys.executable, devices) for devices in args.devices for name in _HERE]
-    where += [(name, python, 1) for name in _PEERS if (python := getattr(args, name))]
+    pythons = dict.fromkeys(_HERE, sys.executable) | {name: getattr(args, name) for name in _PEERS}
+    where = [
+        (name, python, devices)
+        for devices in args.devices
+        for name, python in pythons.items()
+        if python and (devices == 1 or name not in _ON_ONE_DEVICE)
+    ]
     programs: list[Program] = []
     try:
         for name, python, devices in where:

@@ -240,6 +240,10 @@ SIGNATURES = {
     "data_parallel": both("data", "all-reduce"),
     "zero1": both("data", "all-reduce") | {("data", "all-gather", "once")},  # the updated parameters
     "fsdp": WEIGHTS_OVER_FSDP | ROWS_OVER_FSDP | both("fsdp", "all-reduce"),
+    "fsdp_overlapped": WEIGHTS_OVER_FSDP
+    | ROWS_OVER_FSDP
+    | both("fsdp", "collective-permute")  # gradients of layers; those of the first one after the loop
+    | {("fsdp", "all-reduce", "once")},
     "hsdp": WEIGHTS_OVER_FSDP | ROWS_OVER_FSDP | both("data fsdp", "all-reduce") | {("data", "all-reduce", "once")},
     "tensor": both("tensor", "all-reduce"),
     "fsdp_tensor": WEIGHTS_OVER_FSDP
