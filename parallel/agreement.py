@@ -84,7 +84,7 @@ MEASURED: Mapping[str, tuple[float, float, float, float]] = {  # gradients, loss
     "data_parallel": (13, 4, 5, 10),
     "zero1": (13, 4, 5, 10),
     "fsdp": (13, 4, 5, 10),
-    "fsdp_overlapped": (13, 4, 5, 10),
+    "fsdp_overlapped": (12, 4, 6, 10),
     "hsdp": (13, 4, 5, 10),
     "tensor": (13, 2, 6, 10),
     "fsdp_tensor": (15, 4, 7, 9),
