@@ -100,12 +100,12 @@ def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
     if listed:
         draws = "\n  ".join(listed)
         raise UserError(
-            "random bits for all rows from one key: every microbatch (accum_steps above 1, or a pipeline) would draw "
-            f"the same ones, and the result would depend on the layout:\n  {draws}\n"
+            "random bits for all rows from one key: every microbatch (accum_steps above 1, or a pipeline) or chip "
+            f"(overlap_reduction) would draw the same ones, and the result would depend on the layout:\n  {draws}\n"
             "Draw per row instead. In place of hk.dropout(key, rate, x):\n"
             "  x = core.random_bits.dropout(key, rate, x, rows)  # rows: core.random_bits.row_ids(batch)\n"
             "Other draws take a key for each row: core.random_bits.row_keys(key, rows). A block gets rows through its "
-            "side. Or use accum_steps = 1 and a strategy without a pipeline"
+            "side. Or use accum_steps = 1 and a strategy without a pipeline and overlap_reduction"
         )
 
 

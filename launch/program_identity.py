@@ -17,7 +17,7 @@ from core.optimizers import schedules
 from launch import environment
 from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
 from launch.experiment import Experiment
-from parallel import compiler_options, strategy
+from parallel import compiler_options
 
 # Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
@@ -53,7 +53,7 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     """Returns what the program of a step depends on: parts of the experiment, and the optimizer's statements."""
     spec = {k: _field(field) for k, field in sorted(experiment.task.spec(experiment.batch_size).items())}
     slice_ = slices.get(experiment.slice)
-    shape = strategy.resolve(experiment.strategy, slice_)
+    shape = experiment.strategy.mesh_shape
     options = compiler_options.options(slice_.generation, experiment.compiler_options, mesh_shape=shape)
     parts = {
         "slice": experiment.slice,
@@ -67,6 +67,8 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     }
     if experiment.non_finite == "skip":  # the only policy that is part of the program
         parts["non_finite"] = experiment.non_finite
+    if experiment.strategy.overlap_reduction:
+        parts["overlap_reduction"] = True
     if experiment.frozen:
         parts["frozen"] = (tuple(experiment.frozen), experiment.frozen_dtype)
     return parts

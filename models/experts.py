@@ -462,8 +462,8 @@ def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) ->
     at_slot = jnp.minimum(starts[..., None] + jnp.arange(c), order.shape[1] - 1)
     choice = jnp.take_along_axis(order, at_slot.reshape(b, e * c), axis=1).reshape(b, e, c)
     row = jnp.arange(b)[:, None, None]
-    choice = jnp.where(filled, row * (choices // b) + choice, choices).swapaxes(0, 1)
-    of, has_slot = (chosen * b + row) * c + places, fits
+    choice = jnp.where(filled, row * (choices // b) + choice, choices).swapaxes(0, 1)  # [E, B, C]
+    of, has_slot = (chosen * b + row) * c + places, fits  # [B, T, k]
     if at.experts and not at.exchanged:
         first = own * jax.lax.axis_index(at.experts)
         choice = jax.lax.dynamic_slice_in_dim(choice, first, own, axis=0)
@@ -488,9 +488,9 @@ def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _weighted(parts: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k], in float32.
+    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k], computed in float32, in the dtype of parts.
 
-    Its gradients save the parts in their own dtype and need no copy of d for each choice.
+    Its gradient saves the parts in their own dtype; the derivative rules of JAX would save them in float32.
     """
     return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
 
@@ -506,7 +506,7 @@ _weighted.defvjp(lambda parts, gates: (_weighted(parts, gates), (parts, gates)),
 def _in_slots(x: jax.Array, at: jax.Array) -> jax.Array:
     """Returns the rows `at` [G, S] of x [G, n, D]; n, of an empty slot, is a row of zeros.
 
-    Adding that row to x moves less than a second pass over the slots, of which there are more than rows.
+    Adding that row to x moves no more than a second pass over the slots, and for tokens, of k choices each, less.
     """
     return jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), at[..., None], axis=1, mode="promise_in_bounds")
 

@@ -77,9 +77,9 @@ def options(
     Args:
       generation: see `core.slices.Slice`.
       overrides: options to add or replace, by name; None removes one.
-      mesh_shape: degree by mesh axis; over `expert`, chips exchange tokens.
+      mesh_shape: degree by mesh axis, -1 for the remaining chips; over `expert`, chips exchange tokens.
     """
-    exchanges = generation in slices.CHIPS and (mesh_shape or {}).get("expert", 1) > 1
+    exchanges = generation in slices.CHIPS and (mesh_shape or {}).get("expert", 1) != 1
     merged = {**OPTIONS[generation], **(_ASYNC_EXCHANGE if exchanges else {}), **(overrides or {})}
     return {name: value for name, value in merged.items() if value is not None}
 

@@ -97,8 +97,8 @@ def values(args: tuple, *, what: str) -> tuple:
     found = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf.perturbed]
     if found:
         raise UserError(
-            f"{what}: the side of the layer stack depends on parameters ({', '.join(found)}), and its gradient is not "
-            "computed here: make it depend on the batch only, or add it to x"
+            f"{what}: the side of the layer stack depends on parameters ({', '.join(found)}), and it computes no "
+            "gradient of that: make it depend on the batch only, or add it to x"
         )
     return jax.tree.map(lambda a: a.value, args)
 

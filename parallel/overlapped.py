@@ -9,10 +9,16 @@ computation of the next layer needs:
     dW[0] = sum over chips of (pending)
 
 The sums go around rings (`parallel.ring_reduction`). They take as much memory as the gathered gradients of one layer.
+Over mesh axes of rows that replicate parameters, the sums of all layers are added after the loop.
+
+What a layer saves is what `jax.vjp` returns for it, less the arrays that are the layer's inputs (`_Saved`): these are
+at hand in the backward pass, or gathered again. The rest leaves the manual region with its first dimension, the layers,
+joined over chips, whatever the other dimensions are, and enters it again in the same way.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,17 +29,19 @@ from jax.sharding import PartitionSpec as P
 from core import logical, stack
 from core.logical import Axes, Rules
 from core.stack import Layer, LayerFn, Outputs, Side, Stream, Tail
-from parallel import accumulation, derivative_rules, ring_reduction, strategy
+from parallel import accumulation, derivative_rules, ring_reduction
 from parallel.derivative_rules import Trained, Weights
 
 _WHAT = "overlap_reduction"
 
 
-def runner(param_rules: Rules, activation_rules: Rules) -> stack.Runner:
+def runner(param_rules: Rules, activation_rules: Rules, *, otherwise: stack.Runner) -> stack.Runner:
     """Returns a runner of layer stacks; models must be traced inside `jax.set_mesh`.
 
     Args:
       param_rules, activation_rules: the tables of a strategy whose mesh axes all shard rows.
+      otherwise: runs stacks that this one does not: where weights are gathered already, and, without a gradient, those
+        that it refuses to differentiate.
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -41,19 +49,19 @@ def runner(param_rules: Rules, activation_rules: Rules) -> stack.Runner:
         manual = logical.mesh_axes(activation_rules["batch"])
         rows = tuple(axis for axis in manual if axis in logical.automatic_axes() and sizes[axis] > 1)
         if not rows:  # gathered once per step, or a single chip
-            return stack.scan_runner(fn, stacked, x, side, tail)
+            return otherwise(fn, stacked, x, side, tail)
         fn, weights, fixed = derivative_rules.differentiated(fn, stacked)
-        if why_not := _why_not(fn, x):
+        if why_not := _why_not(fn, x, math.prod(sizes[axis] for axis in rows)):
             head = () if tail is None else tail.params
 
             def plain(weights: Weights, fixed: Layer, head: Any, x: Stream, side: Side) -> tuple[Any, Outputs]:
                 own = tail and Tail(tail.fn, head)
-                return stack.scan_runner(fn, fixed._replace(params=weights), x, side, own)
+                return otherwise(fn, fixed._replace(params=weights), x, side, own)
 
             return derivative_rules.without_gradient(plain, why_not)(weights, fixed, head, x, side)
         named = jax.tree.map(lambda of: Axes(("layers", *of.names)), fn.axes(), is_leaf=_is_axes)
         stored = jax.tree.map(
-            lambda of, a: strategy.stored_spec(a.shape, of, param_rules, sizes), named, weights, is_leaf=_is_axes
+            lambda of: logical.partition_spec(of, param_rules, keep=rows.__contains__), named, is_leaf=_is_axes
         )
         narrow = jax.tree.map(lambda a, dtype: a.astype(dtype), weights, fn.dtypes)
         y, sums = _differentiable(_Passes(fn, rows, stored))(narrow, x, fixed, side)
@@ -70,9 +78,13 @@ def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, P)
 
 
-def _why_not(fn: LayerFn, x: Stream) -> str:
+def _why_not(fn: LayerFn, x: Stream, groups: int) -> str:
     """Returns why the gradients of these layers cannot be reduced late; empty if they can."""
     instead = "use strategies.fsdp without overlap_reduction"
+    if (count := jax.tree.leaves(x)[0].shape[0]) % groups:
+        return (
+            f"{_WHAT}: {count} rows of the layer stack do not divide over {groups} chips: train on a multiple of that"
+        )
     if len(set(fn.kinds)) > 1:
         return f"{_WHAT}: the layers are of {len(set(fn.kinds))} kinds, expected one: {instead}"
     if jax.tree.leaves(fn.outputs.stacked):
@@ -115,9 +127,9 @@ class _Pending(NamedTuple):
     """The carry of the backward pass.
 
     Attributes:
-      dx: gradient of the output of the next layer, tree of [b, ...].
-      grads: gradients of the layer before it, of this chip's rows, not yet reduced; [...].
-      reduced: those of the layers before that, [L, ...], sharded as the parameters.
+      dx: gradient of the output of the layer that runs next, l, tree of [b, ...].
+      grads: gradients of the parameters of layer l + 1, of this chip's rows, not yet reduced; [...].
+      reduced: those of the layers from l + 2 on, [L, ...], sharded as the parameters.
     """
 
     dx: Stream

@@ -60,13 +60,14 @@ class Partitioner:
 
     @functools.cached_property
     def _runner(self) -> stack.Runner | None:  # created once, because it is part of the cache key of every trace
-        tables = self.strategy
+        tables, is_cpu = self.strategy, self.slice.generation == "cpu"  # simulated TPU slices keep the scan, as TPUs do
         if tables.overlap_reduction and self.row_shards > 1:
             from parallel import overlapped  # of no use to other strategies
 
-            return overlapped.runner(tables.param_rules, tables.activation_rules)
-        if self.pipeline is None:  # simulated TPU slices keep the scan, as TPUs do
-            return stack.cpu_runner if self.slice.generation == "cpu" else None
+            otherwise = stack.cpu_runner if is_cpu else stack.scan_runner
+            return overlapped.runner(tables.param_rules, tables.activation_rules, otherwise=otherwise)
+        if self.pipeline is None:
+            return stack.cpu_runner if is_cpu else None
         from parallel.pipeline import runner  # of no use without a pipeline
 
         return runner.runner(self.pipeline, tables.param_rules, tables.activation_rules)
@@ -285,7 +286,7 @@ class Program:
 
     def _check_microbatches(self) -> None:
         step.refuse_carry(jax.eval_shape(self.model.init_carry, batch_shapes(self.spec)), self.accum_steps)
-        if self.accum_steps > 1 or self.partitioner.pipeline:
+        if self.accum_steps > 1 or self.partitioner.pipeline or self.partitioner.strategy.overlap_reduction:
             random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self.spec)
 
     def _check_activations(self) -> None:
@@ -415,7 +416,8 @@ class Program:
         if self._on_cpus:
             return None
         at = self.partitioner
-        return compiler_options.options(at.slice.generation, self.compiler_overrides, mesh_shape=at.shape)
+        shape = at.strategy.mesh_shape
+        return compiler_options.options(at.slice.generation, self.compiler_overrides, mesh_shape=shape)
 
     def _jit(self, fn: Callable, **options) -> Any:
         inputs = (self.state_shardings, self.batch_shardings)

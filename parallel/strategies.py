@@ -165,7 +165,7 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
 def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
     """fsdp_tensor with experts sharded over expert, which also shards rows: chips exchange tokens over it.
 
-    exchange_e(In[E, C, B_ef, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, C, B_f, F_t];   exchange_e(H · gather_f(Wout))
+    exchange_e(In[E, B_ef, C, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, B_f, C, F_t];   exchange_e(H · gather_f(Wout))
     """
     return Strategy(
         name="experts",
@@ -274,7 +274,7 @@ def pipeline_experts(
 ) -> Strategy:
     """experts inside the stages of a pipeline.
 
-    stage s: exchange_e(In[E, C, B_efm, D]) · gather_f(Win[E_e, D_f, F_t]) → Out → exchange_e → stage s + 1
+    stage s: exchange_e(In[E, B_efm, C, D]) · gather_f(Win[E_e, D_f, F_t]) → Out → exchange_e → stage s + 1
     """
     return Strategy(
         name="pipeline_experts",

@@ -50,8 +50,8 @@ class Strategy:
       optimizer_rules: sharding of optimizer state; None: as the parameters.
       dcn_shape: degree by mesh axis across slices; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
-      overlap_reduction: whether the gradients of a layer are reduced while the layer before it computes
-        (`parallel.overlapped`). Not in `repr`; such a strategy has a name of its own.
+      overlap_reduction: whether the gradients of a layer are reduced over the axes that shard its parameters while the
+        layer before it computes (`parallel.overlapped`). Not in `repr`, so that records of other strategies stay valid.
       own_mesh_axes: additional mesh axes of this strategy, each with the axis of `MESH_AXES` that it follows in the
         order of networks, slowest first: `{"ring": "fsdp"}`. Not in `repr`, which identifies recorded programs.
 
@@ -205,7 +205,10 @@ def _overlap_problems(strategy: Strategy) -> list[str]:
         return []
     rows = logical.mesh_axes(strategy.activation_rules["batch"])
     degrees = [*strategy.mesh_shape.items(), *strategy.dcn_shape.items()]
-    return [
+    problems = []
+    if logical.mesh_axes(strategy.param_rules.get("expert")):
+        problems.append("overlap_reduction would gather all experts on every chip: set overlap_reduction = False")
+    return problems + [
         f"overlap_reduction: {axis} = {degree} does not shard rows, and only degrees of {', '.join(rows)} may differ "
         "from 1: set overlap_reduction = False"
         for axis, degree in degrees

@@ -28,7 +28,7 @@ from core.types import Batch, ChoosesAttention, ChoosesDtype, ChunksLoss, Model,
 from parallel import strategy
 from parallel.planning import candidates
 
-_CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23, 29, 31, 37)
+_CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 
 
 class Kept(NamedTuple):
@@ -380,7 +380,7 @@ class _Sizes:
         self._weights = {leaf.shape: of for leaf, of in pairs}
         self._length = row_length(spec)
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
-        self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n for size in taken))
+        self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n or size == 0 for size in taken))
 
     def all_kept(self, tree: Any) -> tuple[Kept, ...]:
         """Describes the kept arrays, each once."""
@@ -393,12 +393,12 @@ class _Sizes:
             return None
         if leaf.shape in self._weights:
             axes = self._weights[leaf.shape]
-        elif any(size % self.rows == 0 for size in leaf.shape):
+        elif any(size % self.rows == 0 for size in leaf.shape):  # joined with other dimensions, or alone
             axes = self._of_rows(leaf.shape)
         else:
             axes = Axes((None,) * len(leaf.shape))
         has_rows = "batch" in axes.names
-        first = axes.names.index("batch") if has_rows else axes.names[:1] == ("layers",)
+        first = axes.names.index("batch") if has_rows else int(axes.names[:1] == ("layers",))
         before = [size for size, name in zip(leaf.shape[:first], axes.names, strict=False) if name != "expert"]
         rows = self.rows if has_rows else 1
         return Kept(axes, leaf.size / rows, leaf.dtype.itemsize, math.prod(before))

@@ -57,6 +57,7 @@ PIECES = {  # strategy: into how many pieces each axis of a parameter is cut
     "data_parallel": {},
     "zero1": {},
     "fsdp": {"embed": 16},
+    "fsdp_overlapped": {"embed": 16},
     "hsdp": {"embed": 4},
     "tensor": BY_4,
     "fsdp_tensor": {"embed": 4, **BY_4},

@@ -2,14 +2,19 @@
 
 import dataclasses
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from core import slices
+from core import logical, optimizers, slices
+from core.batches import Field
 from core.errors import UserError
-from models import agreement_subjects
+from core.stack import layer_stack
+from core.types import LossOutput
+from models import agreement_subjects, experts
 from parallel import ring_reduction, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams
@@ -18,8 +23,7 @@ MODEL = agreement_subjects.MODEL
 LATE, USUAL = strategies.fsdp(overlap_reduction=True), strategies.fsdp()
 
 
-@pytest.mark.parametrize("toward", [1, -1])
-@pytest.mark.parametrize("chips", [1, 2, 3, 6, 8, 16])
+@pytest.mark.parametrize(("chips", "toward"), [(1, 1), (3, 1), (8, -1), pytest.param(16, 1, marks=pytest.mark.slow)])
 def test_rings_sum_as_a_reduce_scatter(chips, toward):
     mesh = jax.make_mesh((chips,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:chips])
     x = np.random.default_rng(0).integers(-9, 9, (chips, 3, 2 * chips)).astype(np.float32)  # sums are exact
@@ -46,22 +50,28 @@ def trained(tables, **options):
     return jax.device_get((state.params, metrics["loss"]))
 
 
+MIXTURE = dataclasses.replace(MODEL, experts=experts.Experts(number=4, top_k=2, capacity=1.0, balance=0.1))
+SLOW = (
+    {"model": dataclasses.replace(MODEL, remat="full")},
+    {"model": dataclasses.replace(MODEL, remat="projections"), "accum_steps": 2},
+    {"gather_once": True, "accum_steps": 2},
+)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"frozen": ("layers/*query", "embedding"), "frozen_dtype": "float32"},
-        {"model": dataclasses.replace(MODEL, remat="full")},
-        {"model": dataclasses.replace(MODEL, remat="projections"), "accum_steps": 2},
-        {"gather_once": True, "accum_steps": 2},
+        {"frozen": ("layers/*query", "embedding"), "frozen_dtype": "float32", "model": MIXTURE},
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
     ],
-    ids=["frozen", "full", "accumulated", "gathered once"],
+    ids=["frozen and summed outputs", "full", "accumulated", "gathered once"],
 )
 def test_steps_are_those_of_the_usual_strategy(options):
     late, usual = trained(LATE, **options), trained(USUAL, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7), late, usual)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_no_gathered_weights_are_saved_or_returned_by_a_loop(remat):
     program = bind(LATE, dataclasses.replace(MODEL, remat=remat))
     with program.partitioner.tracing():
@@ -83,23 +93,109 @@ def loops(jaxpr):
                 yield from loops(getattr(inner, "jaxpr", inner))
 
 
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Layers `tanh(x w)` of rows [B, D], and ways to go wrong; rows: of the batch in the stack, None: all."""
+
+    stacked: bool = False
+    integers: bool = False
+    scaled: bool = False
+    drops: bool = False
+    rows: int | None = None
+
+    def init(self, rng, batch):
+        return hk.transform(self._loss).init(rng, batch)
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        return carry, hk.transform(self._loss).apply(params, rng, batch)
+
+    def _loss(self, batch):
+        def block(x, side):
+            w = logical.param("w", (8, 8), ("embed", None), hk.initializers.RandomNormal(0.3))
+            y = jnp.tanh(x["y"] @ w) * side
+            if self.drops:
+                y = hk.dropout(hk.next_rng_key(), 0.5, y)
+            return ({**x, "y": y}, y) if self.stacked else {**x, "y": y}
+
+        scale = logical.param("scale", (), (), jnp.ones) if self.scaled else 1.0
+        x = {"y": batch["x"][: self.rows]}
+        rows = len(x["y"])
+        if self.integers:
+            x["count"] = jnp.zeros(rows, jnp.int32)
+        layers = layer_stack(block, 3, outputs="stacked" if self.stacked else None)
+        found = layers(x, jnp.full((rows, 1), scale))
+        x = found[0] if self.stacked else found
+        return LossOutput(jnp.sum(x["y"] ** 2), jnp.float32(rows), {})
+
+
+SPEC = {"x": Field((16, 8), jnp.float32, ("batch", None))}
+
+
+def bind_stack(tables, model):
+    at = Partitioner(tables, slice=slices.get("v4-16"), devices=jax.devices()[:8])
+    return at.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-2)), SPEC, seed=0)
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"pattern": ("local", "global"), "window": 8}, "overlap_reduction: the layers are of 2 kinds, expected one")],
+    ("model", "message"),
+    [
+        (Stack(stacked=True), "overlap_reduction: the layers have stacked outputs, expected summed ones or none"),
+        (Stack(integers=True), "overlap_reduction: x of the layer stack has arrays of int32, expected floating-point"),
+        (Stack(scaled=True), "overlap_reduction: the side of the layer stack depends on parameters"),
+        (Stack(drops=True), r"or chip \(overlap_reduction\) would draw the same ones"),
+        (Stack(rows=4), "overlap_reduction: 4 rows of the layer stack do not divide over 8 chips: train on a multiple"),
+    ],
 )
-def test_layers_that_it_cannot_run_are_refused(changes, message):
+def test_stacks_that_it_cannot_differentiate_are_refused(model, message):
     with pytest.raises(UserError, match=message):
-        bind(LATE, dataclasses.replace(MODEL, **changes))
+        bind_stack(LATE, model)
+
+
+def test_layers_of_several_kinds_are_refused():
+    with pytest.raises(UserError, match="overlap_reduction: the layers are of 2 kinds, expected one"):
+        bind(LATE, dataclasses.replace(MODEL, pattern=("local", "global"), window=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Stack(stacked=True), Stack(rows=4)])
+def test_what_has_no_gradient_is_evaluated(model):
+    late, usual = bind_stack(LATE, Stack()), bind_stack(USUAL, Stack())  # for their meshes
+    batch = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)}
+    params = model.init(jax.random.key(0), batch)
+    found = []
+    for program in (late, usual):
+        with program.partitioner.tracing():
+            found.append(jax.jit(lambda p, b: model.loss(p, (), None, b, is_training=False)[1].loss_sum)(params, batch))
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_one_layer():
+    model = dataclasses.replace(MODEL, num_layers=1)
+    late, usual = trained(LATE, model=model), trained(USUAL, model=model)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7), late, usual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", [strategies.hsdp(data=8, fsdp=1), strategies.mesh3d(fsdp=8)])
+def test_axes_of_one_chip_do_not_matter(tables):
+    bind(dataclasses.replace(tables, overlap_reduction=True))
 
 
 def test_a_mesh_axis_without_rows_is_refused():
+    with pytest.raises(UserError, match="overlap_reduction would gather all experts on every chip"):
+        dataclasses.replace(strategies.experts(expert=2), overlap_reduction=True)
     with pytest.raises(UserError, match="overlap_reduction: tensor = 2 does not shard rows"):
         dataclasses.replace(strategies.fsdp_tensor(tensor=2), overlap_reduction=True)
     with pytest.raises(UserError, match="overlap_reduction = 'yes'; expected True or False"):
         strategies.fsdp(overlap_reduction="yes")
 
 
+@pytest.mark.slow
 def test_replicas_sum_shards():
-    tables = dataclasses.replace(strategies.hsdp(data=2), name="hsdp_overlapped", overlap_reduction=True)
+    tables = dataclasses.replace(strategies.hsdp(data=2), overlap_reduction=True)
     late, usual = trained(tables), trained(strategies.hsdp(data=2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7), late, usual)
