@@ -18,7 +18,8 @@ from tests.lab import subjects
 TINY = Transformer(
     vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=4, num_kv_heads=4, vocab_multiple=16
 )
-ULP_WITHOUT_LOOP = (5, 0, 1, 6.5)  # measured: by how much gradients, losses, parameters and optimizer state differ
+# Measured on two kinds of processors: by how much gradients, losses, parameters and optimizer state differ.
+ULP_WITHOUT_LOOP = (5, 1, 1, 6.5)
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 
 
