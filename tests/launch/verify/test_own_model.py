@@ -86,7 +86,7 @@ def test_a_report_of_a_recurrent_model_with_a_carry_dropout_and_two_losses(agree
     assert 0 < found["gradients"]["ulp"] <= found["gradients"]["tolerance_ulp"]  # it was another computation
     assert 0 < found["gradients"]["relative"] < 1e-5
     for part in ("metrics", "carry"):
-        assert 0 < found[part]["ulp"] <= found[part]["tolerance_ulp"]
+        assert 0 <= found[part]["ulp"] <= found[part]["tolerance_ulp"]  # equal on some processors
     assert (found["counts"]["leaf"], found["counts"]["tolerance_ulp"]) == ("['carry']['carry']['batches']", None)
     assert report["modules"] == {"reader": hashlib.sha256((OUTSIDE / "reader.py").read_bytes()).hexdigest()[:16]}
     assert (report["optimizer"], report["devices"]) == ("AdamW with epsilon 1e-4", "16 cpu devices of one process")
