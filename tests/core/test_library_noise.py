@@ -89,7 +89,8 @@ def test_while_saving_the_error_that_is_raised_is_not_also_printed_and_all_else_
         assert not any(absl.filter(record(msg)) for msg in FAILED)
         assert absl.filter(record(FAILED[0], failed=False))
         assert absl.filter(record("Handler Commit operations are slow"))
-    assert passed_on == [other, by_python]
+    own = [one for one in passed_on if any(one is mine for mine in (closed, other, by_python))]
+    assert own == [other, by_python]  # what other tests left may be collected meanwhile, too
     assert sys.unraisablehook == before
     assert all(absl.filter(record(msg)) for msg in FAILED)
 
