@@ -1,4 +1,4 @@
-"""What custom derivatives of layer stacks share: which arguments have gradients, and their values.
+"""Helpers for custom derivatives of layer stacks: which arguments have gradients, and their values.
 
 A runner that writes out the backward pass of a stack (a pipeline, or `parallel.overlapped`) separates the inputs of a
 layer that have gradients from the others, and computes none for frozen parameters.

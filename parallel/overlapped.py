@@ -97,7 +97,7 @@ def _why_not(fn: LayerFn, x: Stream, groups: int) -> str:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["structure", "inputs"])
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What the backward pass of a layer needs.
+    """Arrays that the backward pass of a layer reads, besides the inputs of the layer.
 
     Attributes:
       arrays: those that are not inputs of the layer.
