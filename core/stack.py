@@ -170,6 +170,22 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 REMAT_CHOICES = tuple(REMAT_POLICIES)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """Checkpoint names of what each layer saves for its backward pass; the rest, but its input, is recomputed.
+
+    Attributes:
+      on_host: arrays that are sent to the memory of the host in the forward pass and back in the backward pass.
+      on_device: arrays that stay on the device.
+    """
+
+    on_host: tuple[str, ...]
+    on_device: tuple[str, ...] = ()
+
+
+Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is saved, on the device or also on the host
 UNROLLED = 12  # most layers that `cpu_runner` runs without a loop
 
 
@@ -296,7 +312,7 @@ class _Block:
         out = self.transformed.apply(layer.params, layer.key, x, side, *inputs, **self._keywords(kind))
         return (out, Outputs()) if self.outputs is None else _split(out, self.outputs)
 
-    def rematerialized(self, remat: str | tuple[str, ...], kind: Kind, *, in_loop: bool) -> Callable:
+    def rematerialized(self, remat: Remat, kind: Kind, *, in_loop: bool) -> Callable:
         """Returns `(layer, x, side) -> (x, outputs)`."""
 
         def one_layer(layer: Layer, x: Stream, side: Side) -> tuple[Stream, Outputs]:
@@ -335,7 +351,7 @@ class _Group:
         """Runs the layers."""
         return self._run([functools.partial(self.one.apply, kind=kind) for kind in kinds], layer, x, side)
 
-    def rematerialized(self, remat: str | tuple[str, ...], kinds: tuple[Kind, ...], *, in_loop: bool) -> Callable:
+    def rematerialized(self, remat: Remat, kinds: tuple[Kind, ...], *, in_loop: bool) -> Callable:
         """Returns `(layer, x, side) -> (x, outputs)`, in which each layer of the group is rematerialized separately."""
         return functools.partial(self._run, [self.one.rematerialized(remat, kind, in_loop=in_loop) for kind in kinds])
 
@@ -362,7 +378,7 @@ def layer_stack(
     num_layers: int,
     *,
     name: str = "layers",
-    remat: str | tuple[str, ...] = "none",
+    remat: Remat = "none",
     tail: Tail | None = None,
     outputs: Any = None,
     pattern: Sequence[Kind] | None = None,
@@ -466,7 +482,7 @@ def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) 
     return Tail(lambda *args: tail.fn(*args[: len(arguments)]), tail.params)
 
 
-def _rematerialized(fn: Callable, remat: str | tuple[str, ...], *, in_loop: bool) -> Callable:
+def _rematerialized(fn: Callable, remat: Remat, *, in_loop: bool) -> Callable:
     """Wraps a layer in `jax.checkpoint` with the policy that `remat` names.
 
     With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
@@ -478,8 +494,18 @@ def _rematerialized(fn: Callable, remat: str | tuple[str, ...], *, in_loop: bool
     """
     if remat == "none" and not in_loop:
         return jax.jit(fn)
-    policy = REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
-    return jax.checkpoint(fn, policy=policy, prevent_cse=not in_loop)
+    return jax.checkpoint(fn, policy=_policy(remat), prevent_cse=not in_loop)
+
+
+def _policy(remat: Remat) -> Callable:
+    if isinstance(remat, OnHost):
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(remat.on_device),
+            names_which_can_be_offloaded=list(remat.on_host),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
 
 
 def _split(out: Any, outputs: Any) -> tuple[Stream, Outputs]:

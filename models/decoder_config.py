@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from core import stack
 from core.errors import UserError
 from models import attention, chunked_loss, cudnn_attention, derivatives, rotary
 from models.block_sparse import BlockSparse
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 # comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
 # layer's matrix products that is recomputed.
 _ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
-REMAT: Mapping[str, str | tuple[str, ...]] = {
+REMAT: Mapping[str, stack.Remat] = {
     "none": "none",  # saves whatever the derivatives need, but weights as stored
     "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
     "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
     "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
+    "attention_on_host": stack.OnHost(on_host=_ATTENTION[1:], on_device=("norm",)),  # as attention; 64 MiB on the host
     "dots": "dots",  # as projections, but the kernel runs again
     "halves": ("norm", "attended"),  # 32 MiB, 7/10: the inputs of attention and of the feed-forward layer
     "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
@@ -103,8 +105,8 @@ class DecoderConfig:
       tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
         of 1.
       remat: what the backward pass saves and does not recompute: "none" (saves all it needs), "projections",
-        "attention_and_up", "attention", "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always
-        use "full".
+        "attention_and_up", "attention", "attention_on_host" (as "attention", in the memory of the host), "dots",
+        "halves", "full" (saves least); see `REMAT`. Pipelines always use "full".
       dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).

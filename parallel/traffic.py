@@ -1,5 +1,8 @@
 """Lists the collectives of a compiled program, by mesh axis, with their bytes and number of executions.
 
+Copies between a chip and the memory of its host (`core.stack.OnHost`) are listed with them: kind `to host` or
+`from host`, network "PCIe", without mesh axes.
+
 The compiler numbers chips; each group of numbers is mapped to the axes of the program's mesh that vary inside it. Two
 sizes are defined for every collective over n chips:
 
@@ -23,7 +26,7 @@ import jax
 import numpy as np
 
 from core.errors import UserError
-from parallel.hlo import dataflow, executions, replica_groups
+from parallel.hlo import dataflow, executions, program, replica_groups
 from parallel.hlo.executions import Branch, Executed, Loop
 from parallel.hlo.program import Array, Computation, Instruction, Module
 
@@ -51,7 +54,7 @@ class Collective(NamedTuple):
       payload_bytes, wire_bytes: bytes of one execution, as defined above.
       group_size: chips in one group.
       axes: mesh axes that vary inside a group.
-      network: "ICI", or "DCN" if a group spans slices.
+      network: "ICI", "DCN" if a group spans slices, or "PCIe" to or from the host.
       loops, branches: the loops and branches that contain it, outermost first.
       is_overlapped: whether computation is scheduled between its start and its end.
       cycles_beside: the compiler's estimate for that computation per execution, without kernels.
@@ -143,6 +146,8 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
             found.append(_collective(module, executed, kind, grid))
         elif kind == "send" and _between_slices(executed.instruction):
             found.append(_dcn_collective(executed, grid))
+        elif kind in _HOST_COPIES and (copy := _host_copy(module, executed)):
+            found.append(copy)
     return found
 
 
@@ -195,6 +200,42 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
         cycles_beside=cycles,
         sliced_bytes=sliced_bytes,
         op_name=at.op_name or next((w.op_name for w in reversed(executed.wrappers) if w.op_name), ""),
+    )
+
+
+_HOST_COPIES = {"copy": "", "dynamic-slice": "from host", "dynamic-update-slice": "to host"}
+
+
+def _host_copy(module: Module, executed: Executed) -> Collective | None:
+    """Returns a copy between the memories of the chip and of its host; None for other copies and for their ends."""
+    at, computation = executed.instruction, executed.computation
+    types = [at.type, *(computation[name].type for name in at.operands if name in computation)]
+    places = [program.arrays_on_host(text) for text in types]
+    on_host, on_chip = ([a for place in places for a in place[i] if a.dims] for i in (0, 1))
+    if not on_host or not on_chip:
+        return None
+    moved = min(on_chip, key=lambda array: array.bytes)  # of an update of an array on the host, the part that changes
+    first = at.type.lstrip("( ")
+    goes_out = bool(program.arrays_on_host(first[: first.index("}") + 1])[0])
+    kind = _HOST_COPIES[executions.base_opcode(at)] or ("to host" if goes_out else "from host")
+    beside = dataflow.beside(module, executed)
+    cycles = sum(i.estimated_cycles or 0 for i in beside)
+    return Collective(
+        name=at.name,
+        kind=kind,
+        arrays=(moved,),
+        times=executed.times,
+        payload_bytes=moved.bytes,
+        wire_bytes=moved.bytes,
+        group_size=1,
+        axes=(),
+        network="PCIe",
+        loops=executed.loops,
+        branches=executed.branches,
+        is_overlapped=cycles > 0 or any(map(executions.is_kernel, beside)),
+        cycles_beside=cycles,
+        sliced_bytes=0,
+        op_name=at.op_name,
     )
 
 

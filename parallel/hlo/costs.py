@@ -19,8 +19,8 @@ _FREE = frozenset(
     """
     parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier domain
     add-dependency async-update async-done call-done call-update all-reduce-done all-gather-done
-    all-to-all-done collective-permute-done copy-done slice-done dynamic-slice-done send-done recv-done while
-    conditional call async-start call-start fusion
+    all-to-all-done collective-permute-done copy-done slice-done dynamic-slice-done dynamic-update-slice-done
+    send-done recv-done while conditional call async-start call-start fusion
     """.split()  # noqa: SIM905 (a list literal has a line for each word)
 )
 # Takes time; the compiler's estimate, if any, is in the instruction itself.
@@ -28,12 +28,12 @@ _PRICED = frozenset(
     """
     abs add and atan2 bitcast-convert broadcast cbrt ceil cholesky clamp clz compare complex concatenate convert
     convolution copy copy-start cosine divide dot dynamic-reshape dynamic-slice dynamic-slice-start
-    dynamic-update-slice erf exponential exponential-minus-one expm1 fft floor gather get-dimension-size imag infeed
-    iota is-finite log log-plus-one logistic map maximum minimum multiply negate not or outfeed pad popcnt power
-    real recv reduce reduce-precision reduce-window remainder reshape reverse rng rng-bit-generator
-    rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scatter select select-and-scatter send
-    set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine slice slice-start sort sqrt
-    subtract tan tanh topk transpose triangular-solve xor custom-call
+    dynamic-update-slice dynamic-update-slice-start erf exponential exponential-minus-one expm1 fft floor gather
+    get-dimension-size imag infeed iota is-finite log log-plus-one logistic map maximum minimum multiply negate not
+    or outfeed pad popcnt power real recv reduce reduce-precision reduce-window remainder reshape reverse rng
+    rng-bit-generator rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scatter select
+    select-and-scatter send set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine slice
+    slice-start sort sqrt subtract tan tanh topk transpose triangular-solve xor custom-call
     """.split()  # noqa: SIM905 (a list literal has a line for each word)
 )
 

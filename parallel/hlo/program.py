@@ -17,6 +17,7 @@ _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\
 _NAMED = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)", re.S)
 _END = re.compile(r"\s*\}(, execution_thread=\"\w+\")?\s*")
 _NO_ESTIMATE = 2**63 - 1  # the compiler's placeholder for a missing estimate
+_ON_HOST = "S(5)"  # the memory space in a layout
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -224,6 +225,13 @@ def arrays_of(type_: str) -> list[Array]:
         Array(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
         for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", bare)
     ]
+
+
+def arrays_on_host(type_: str) -> tuple[list[Array], list[Array]]:
+    """Returns the arrays of a type in the memory of the host, such as `bf16[2,3]{1,0:S(5)}`, and the others."""
+    written = re.findall(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?", type_)
+    places = [(array, _ON_HOST in text) for text in written for array in arrays_of(text)]
+    return [array for array, is_host in places if is_host], [array for array, is_host in places if not is_host]
 
 
 def root(computation: Computation) -> Instruction:

@@ -26,7 +26,7 @@ from parallel.partitioner import Program
 from parallel.pipeline import schedules
 from parallel.planning import cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
-from parallel.planning.links import DCN_BYTES_PER_SECOND
+from parallel.planning.links import DCN_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND
 from parallel.planning.model_trace import Kept, ModelTrace, Work, leaves
 from parallel.planning.sharded_state import Refused, ShardedState, Step, mesh_axes, size_bytes, step_of
 
@@ -137,8 +137,8 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
     schedule = sharded.tables.pipeline
     others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1]
     if schedule is None:
-        again = work.gathers_again
-        return sum(_kept_bytes(sharded, k, rows, gathers_again=again) for k in work.kept if k.copies > 1), others
+        again, saved = work.gathers_again, [k for k in work.kept if k.copies > 1 and not k.on_host]
+        return sum(_kept_bytes(sharded, k, rows, gathers_again=again) for k in saved), others
     stages = sharded.shape["stage"]
     # The largest: a stage may also keep a number for each position.
     inputs = max((_kept_bytes(sharded, k, rows) / stages for k in _full(sharded.trace).of_loops), default=0.0)
@@ -210,6 +210,9 @@ def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, .
         else:
             network, rate = "ICI", slice_.chip.link_bytes_per_second * sharded.links.count(axes)
         found.append(AxisTime(axes, network, count / rate, 0.0, round(count)))
+    host = sum(_kept_bytes(sharded, kept, step.batch_size) for kept in work.kept if kept.on_host)
+    if host and not sharded.tables.pipeline:  # sent in the forward pass and fetched in the backward pass
+        found.append(AxisTime((), "PCIe", 2 * host / PCIE_BYTES_PER_SECOND[slice_.generation], 0.0, round(2 * host)))
     return tuple(sorted(found, key=lambda row: (-row.seconds, row.axes)))
 
 

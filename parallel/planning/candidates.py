@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from core import logical, wrappers
+from core import logical, stack, wrappers
 from core.errors import UserError
 from core.slices import Slice
 from core.types import ChoosesRemat, Model, can
@@ -207,14 +207,22 @@ def remat_of(model: Model) -> str | None:
 
 
 def remats(model: Model) -> list[str | None]:
-    """Returns the choices of `remat` that the model lists and accepts; [None] if it offers no choice."""
+    """Returns the choices of `remat` that the model lists and accepts; [None] if it offers no choice.
+
+    One that saves arrays on the host is among them only if it is the model's own: the bandwidth of PCIe is assumed
+    (`links.PCIE_BYTES_PER_SECOND`), and it never wins where HBM suffices.
+    """
     if (owner := wrappers.field_owner(model, "remat")) is None:
         return [None]
     home = sys.modules[type(owner).__module__]
     beside = [value for value in vars(home).values() if isinstance(value, ModuleType)]
     lists = [getattr(place, table, ()) for place in (type(owner), home, *beside) for table in _REMAT_LISTS]
-    names = [name for names in lists for name in names]
+    names = [name for names in lists for name in names if not _is_on_host(names, name)]
     return [name for name in dict.fromkeys([*names, owner.remat]) if _accepts(owner, name)]
+
+
+def _is_on_host(choices: Any, name: str) -> bool:
+    return isinstance(choices, Mapping) and isinstance(choices[name], stack.OnHost)
 
 
 def _accepts(model: Any, remat: str) -> bool:

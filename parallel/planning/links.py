@@ -25,6 +25,9 @@ from parallel.traffic import Collective
 # Bytes per second that one chip can send to other slices ("How to Scale Your Model", chapter 2: typical DCN bandwidth
 # per TPU). With 4 chips on a v4 or v5p host that is `core.slices.DCN_BYTES_PER_SECOND_PER_HOST`.
 DCN_BYTES_PER_SECOND: Mapping[str, float] = {"v4": 6.25e9, "v5p": 6.25e9, "v5e": 3.125e9, "v6e": 12.5e9}
+# Between a chip and its host, in one direction. Assumed: "How to Scale Your Model", chapter 2, says about 16 GB/s per
+# chip; v6e has PCIe 5 (Google Cloud, "TPU v6e"), of which half is counted here.
+PCIE_BYTES_PER_SECOND: Mapping[str, float] = {"v4": 16e9, "v5p": 16e9, "v5e": 16e9, "v6e": 32e9}
 
 
 class Extent(NamedTuple):
@@ -93,6 +96,8 @@ class Links:
         """Returns the time of one execution of a collective that has the links to itself, without latency."""
         if collective.network == "DCN":
             return collective.wire_bytes / DCN_BYTES_PER_SECOND[self.slice.generation]
+        if collective.network == "PCIe":
+            return collective.wire_bytes / PCIE_BYTES_PER_SECOND[self.slice.generation]
         rate, axes = self.slice.chip.link_bytes_per_second, collective.axes
         if not axes:
             return 0.0

@@ -39,12 +39,14 @@ class Kept(NamedTuple):
       elements: number of elements per row, or of the whole array if it has no rows.
       itemsize: bytes of an element.
       copies: number of copies that a loop over layers or recursion steps saves; 1 outside of loops.
+      on_host: whether it is kept in the memory of the host.
     """
 
     axes: Axes
     elements: float
     itemsize: int
     copies: int
+    on_host: bool = False
 
     @property
     def has_rows(self) -> bool:
@@ -276,7 +278,7 @@ def work(
         flops=flops(both, in_kernel=False),
         kernel_flops=flops(both, in_kernel=True),
         forward_kernel_flops=flops(ahead, in_kernel=True),
-        kept=sizes.all_kept(kept),
+        kept=sizes.all_kept(kept, traced.out_avals),
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=again,
         looped=(looped(in_kernel=False), looped(in_kernel=True)),
@@ -382,10 +384,15 @@ class _Sizes:
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
         self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n or size == 0 for size in taken))
 
-    def all_kept(self, tree: Any) -> tuple[Kept, ...]:
-        """Describes the kept arrays, each once."""
-        found = map(self.kept, jax.tree.leaves(tree))
-        return tuple(_distinct(k for k in found if k))
+    def all_kept(self, tree: Any, avals: Sequence[Any] = ()) -> tuple[Kept, ...]:
+        """Describes the kept arrays, each once; the last of `avals` say in which memory they are."""
+        kept = jax.tree.leaves(tree)
+        found = map(self.kept, kept)
+        places = [a.memory_space == jax.memory.Space.Host for a in avals[len(avals) - len(kept) :]] or [False] * len(
+            kept
+        )
+        described = (k._replace(on_host=on_host) for k, on_host in zip(found, places, strict=True) if k)
+        return tuple(_distinct(described))
 
     def kept(self, leaf: Any) -> Kept | None:
         """Describes a kept array; None for parameters, which are there anyway, and for small arrays."""

@@ -32,11 +32,11 @@ class Roofline(NamedTuple):
     @property
     def networks(self) -> Mapping[str, float]:
         """Seconds of traffic by network."""
-        return {n: sum(a.seconds for a in self.time.traffic if a.network == n) for n in ("ICI", "DCN")}
+        return {n: sum(a.seconds for a in self.time.traffic if a.network == n) for n in ("ICI", "DCN", "PCIe")}
 
     @property
     def binds(self) -> str:
-        """The resource that limits the step: "ICI", "DCN", "HBM" or "computation".
+        """The resource that limits the step: "ICI", "DCN", "PCIe", "HBM" or "computation".
 
         A network limits the step if its traffic takes longer than computation and kernels. Otherwise the chip is the
         limit. The compiler's estimate of computation includes waits for HBM, so HBM is the limit if its bytes (counted

@@ -75,7 +75,10 @@ def test_scan_is_the_composition_of_the_layers():
     np.testing.assert_allclose(network().apply(params, None, X, SIDE), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", [*stack.REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names")])
+@pytest.mark.parametrize(
+    "remat",
+    [*stack.REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names"), stack.OnHost(("activation",))],
+)
 def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
     params = network().init(KEY, X, SIDE)
 

@@ -188,7 +188,7 @@ def test_causality(params):
 @pytest.mark.parametrize(
     "remat",
     [
-        name if name in ("projections", "halves") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("projections", "halves", "attention_on_host") else pytest.param(name, marks=pytest.mark.slow)
         for name in transformer.REMAT
         if name != "none"
     ],
@@ -207,6 +207,7 @@ PRODUCTS_AGAIN = {  # of a layer: projections to queries, keys (both turned), va
     "projections": 0,
     "attention_and_up": 1,
     "attention": 3,
+    "attention_on_host": 3,
     "halves": 5 + 2,
     "full": 6 + 2,
 }

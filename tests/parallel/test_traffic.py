@@ -172,6 +172,51 @@ def test_a_group_that_spans_slices_is_on_dcn():
     assert (found.network, found.axes) == ("DCN", ("data",))
 
 
+TO_HOST = """
+ENTRY %main (x: bf16[1,8,128], y: f32[8], i: s32[]) -> f32[8] {
+  %x = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %kept = bf16[4,8,128]{2,1,0:T(8,128)(2,1)S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %s = ((bf16[4,8,128]{2,1,0:T(8,128)(2,1)S(5)}, bf16[1,8,128]{2,1,0:T(8,128)(2,1)}, s32[]{:T(128)}), bf16[4,8,128]{2,1,0:T(8,128)(2,1)S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%kept, %x, %i)
+  %z = f32[8]{0} add(%y, %y), backend_config={"window_config":{"estimated_cycles":"9"}}
+  %d = bf16[4,8,128]{2,1,0:T(8,128)(2,1)S(5)} dynamic-update-slice-done(%s)
+  %c = ((bf16[4,8,128]{2,1,0:T(8,128)(2,1)S(5)}, s32[]{:T(128)}), bf16[1,8,128]{2,1,0:T(8,128)(2,1)}, u32[]{:S(2)}) dynamic-slice-start(%d, %i), dynamic_slice_sizes={1,8,128}
+  %e = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} dynamic-slice-done(%c)
+  %f = (bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(5)}, bf16[1,8,128]{2,1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%e)
+  %g = bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(5)} copy-done(%f)
+  %h = bf16[1,8,128]{1,2,0:T(8,128)(2,1)} copy(%e)
+  ROOT %r = f32[8]{0} add(%z, %z)
+}
+"""  # noqa: E501 (as the compiler writes them)
+
+
+def test_copies_between_chip_and_host_are_listed_with_what_they_move():
+    """Out while something runs; back; out again in one copy. A copy on the chip is not listed."""
+    found = [(c.kind, c.network, c.wire_bytes, c.is_overlapped, c.cycles_beside) for c in collectives(TO_HOST)]
+    moved = 8 * 128 * 2
+    assert found == [
+        ("to host", "PCIe", moved, True, 9),
+        ("from host", "PCIe", moved, False, 0),
+        ("to host", "PCIe", moved, False, 0),
+    ]
+
+
+@pytest.mark.compiled("v4-8")
+def test_what_is_saved_on_the_host_crosses_pcie_twice_and_frees_memory():
+    """Queries, keys, values and outputs of attention, of two layers; they leave and return beside other work."""
+    model = dataclasses.replace(MODEL, num_layers=2, attention="plain")
+    kept, moved = (
+        analyze(strategies.fsdp(), "v4-8", model=dataclasses.replace(model, remat=remat))
+        for remat in ("attention", "attention_on_host")
+    )
+    copies = [c for c in moved.collectives if c.network == "PCIe"]
+    sent, fetched = (sum(c.wire_bytes * c.times for c in copies if c.kind == kind) for kind in ("to host", "from host"))
+    assert sent == fetched > 0
+    assert not [c for c in kept.collectives if c.network == "PCIe"]
+    assert kept.compiled.peak_bytes - moved.compiled.peak_bytes > sent / 2
+
+
 SLICED = """
 %read (g: f32[64,8], i: s32[]) -> f32[4,8] {
   %g = f32[64,8]{1,0} parameter(0)

@@ -39,6 +39,21 @@ COMPILED = {
 }
 
 
+def test_what_is_saved_on_the_host_takes_pcie_and_no_hbm(trace_of):
+    """Two layers of 7B, 2 rows of 2,048 tokens on a chip; attention's inputs and output are 64 MiB a row and layer."""
+    known = trace_of(transformer.preset("7b", num_layers=2), remats=["attention", "attention_on_host", "full"])
+    sharded = ShardedState(strategies.fsdp(), known)
+    kept, moved, full = (arithmetic.estimate(sharded, Step(remat, 32, 1)) for remat in known.works)
+    (host,) = [axis for axis in moved.time.traffic if axis.network == "PCIe"]
+    assert host.wire_bytes / GIB == pytest.approx(2 * 2 * 2 * 64 / 1024, rel=0.01)  # there and back, layers, rows
+    assert host.seconds == pytest.approx(host.wire_bytes / 16e9)
+    assert not [axis for axis in kept.time.traffic if axis.network == "PCIe"]
+    assert moved.hbm["saved activations"] == pytest.approx(full.hbm["saved activations"], rel=0.01)
+    freed = kept.hbm["saved activations"] - moved.hbm["saved activations"]
+    assert freed == pytest.approx(host.wire_bytes / 2)
+    assert moved.time.compute == kept.time.compute < full.time.compute
+
+
 @pytest.mark.covers("X05")
 @pytest.mark.parametrize("name", COMPILED)
 def test_hbm_and_traffic_of_7b_are_near_the_compiled_ones(seven_b, name):

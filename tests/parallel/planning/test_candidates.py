@@ -82,6 +82,8 @@ def test_rematerialisation_is_what_the_model_offers():
     assert {"none", "dots", "full"} <= set(candidates.remats(decoder))
     assert {"norms", "mixing"} <= set(candidates.remats(trm.TRM(vocab_size=11)))
     assert "mixing" not in candidates.remats(decoder)
+    assert "attention_on_host" not in candidates.remats(decoder)
+    assert "attention_on_host" in candidates.remats(dataclasses.replace(decoder, remat="attention_on_host"))
 
     @dataclasses.dataclass(frozen=True)
     class Plain:
