@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core import stack
 from core.errors import UserError
-from models import attention, chunked_loss, cudnn_attention, derivatives, rotary
+from models import attention, chunked_loss, cudnn_attention, derivatives, quantized, rotary
 from models.block_sparse import BlockSparse
 from models.experts import Experts
 from models.lora import Lora
@@ -46,6 +46,7 @@ _SETTINGS_OF = {  # fields with the settings of parts, and the names of these pa
 _CHOICES = {
     "remat": REMAT,
     "dtype": ("bfloat16", "float32"),
+    "quantization": quantized.CHOICES,
     "attention": attention.CHOICES,
     "norm": ("rms", "rms_offset", "layer"),
     "bias": ("none", "qkv", "all"),
@@ -107,6 +108,9 @@ class DecoderConfig:
       remat: what the backward pass saves and does not recompute: "none" (saves all it needs), "projections",
         "attention_and_up", "attention", "attention_on_host" (as "attention", in the memory of the host), "dots",
         "halves", "full" (saves least); see `REMAT`. Pipelines always use "full".
+      quantization: "none" or "int8": the products of attention and dense feed-forward layers are computed in int8,
+        with rounding errors of about 1 % each; see `models.quantized`. No faster on v4, which multiplies int8 as fast
+        as bfloat16.
       dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
@@ -160,6 +164,7 @@ class DecoderConfig:
     head_dim: int | None = None
     tied: bool = False
     remat: str = "none"
+    quantization: str = "none"
     dtype: str = "bfloat16"
     attention: str = "auto"
     norm: str = "rms"
@@ -206,6 +211,7 @@ class DecoderConfig:
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise UserError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
+        quantized.check(self.quantization)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"Transformer: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from core import logical
 from core.errors import UserError
 from core.types import LossOutput
-from models import attention, block_sparse, derivatives, experts, rotary, s5
+from models import attention, block_sparse, derivatives, experts, quantized, rotary, s5
 from models.attention import KeysAndValues
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 from models.layer_parts import Call, Part, Result, Side, Work
@@ -52,6 +52,8 @@ class _Matrices(Part):
     ) -> jax.Array:
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
         how = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.config.dtype}
+        if self.config.quantization != "none" and not stacked:  # laid out for computation after it is rounded
+            return logical.param(name, shape, axes, init, **how, as_stored=True).astype(self.config.dtype)
         return logical.param(name, shape, axes, init, **how)
 
     def _biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
@@ -61,11 +63,16 @@ class _Matrices(Part):
         shape = x.shape[-len(axes) :]
         return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.config.dtype)
 
-    def _adapted(self, name: str, product: jax.Array, x: jax.Array, side: Side) -> jax.Array:
-        """Adds the output of the matrix's adapter, if the model has one, to the product with x."""
+    def _product(self, name: str, subscripts: str, x: jax.Array, weight: jax.Array, side: Side) -> jax.Array:
+        """Multiplies activations and a matrix, and adds the output of the matrix's adapter if the model has one."""
+        inward, outward = _AXES[name.removeprefix("shared_")]
+        if self.config.quantization == "none":
+            product = jnp.einsum(subscripts, x, weight)
+        else:
+            product = quantized.product(subscripts, (*inward, *outward), x, weight)
         if self.config.lora is None:
             return product
-        return self.config.lora.added(name, product, x, _AXES[name.removeprefix("shared_")], rows=side.rows)
+        return self.config.lora.added(name, product, x, (inward, outward), rows=side.rows)
 
 
 class Attention(_Matrices):
@@ -82,17 +89,17 @@ class Attention(_Matrices):
         wv = self._weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         fan_in = 2 * c.num_layers * h * k
         wo = self._weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
-        q = self._adapted("query", jnp.einsum("btd,dhk->bthk", x, wq), x, side)
+        q = self._product("query", "btd,dhk->bthk", x, wq, side)
         q = self._heads("query", q, call, "heads")
-        key = self._adapted("key", jnp.einsum("btd,dnk->btnk", x, wk), x, side)
+        key = self._product("key", "btd,dnk->btnk", x, wk, side)
         key = self._heads("key", key, call, "kv_heads")
-        value = self._adapted("value", jnp.einsum("btd,dnk->btnk", x, wv), x, side)
+        value = self._product("value", "btd,dnk->btnk", x, wv, side)
         value = self._biased("value", value, ("kv_heads", "head_dim"), among=("qkv", "all"))
         value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
         q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
         mixed, after = self._mixed(q, key, value, call)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
-        out = self._adapted("output", jnp.einsum("bthk,hkd->btd", mixed, wo), mixed, side)
+        out = self._product("output", "bthk,hkd->btd", mixed, wo, side)
         return Result(self._biased("output", out, ("norm",), among=("all",)), after)
 
     def _mixed(self, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
@@ -196,12 +203,11 @@ class Mlp(_Matrices):
             hidden = self._input(f"{prefix}gate", gate, x, side)
             hidden = derivatives.gated(hidden, self._input(f"{prefix}up", up, x, side), c.activation)
         hidden = logical.constrain(hidden, "batch", "length", "mlp")  # [B, T, F]
-        return self._biased(
-            f"{prefix}down", self._adapted(f"{prefix}down", hidden @ down, hidden, side), ("norm",), among=("all",)
-        )
+        out = self._product(f"{prefix}down", "btf,fd->btd", hidden, down, side)
+        return self._biased(f"{prefix}down", out, ("norm",), among=("all",))
 
     def _input(self, name: str, weight: jax.Array, x: jax.Array, side: Side) -> jax.Array:
-        return self._biased(name, self._adapted(name, x @ weight, x, side), ("mlp",), among=("all",))
+        return self._biased(name, self._product(name, "btd,df->btf", x, weight, side), ("mlp",), among=("all",))
 
     def work(self, kind: str, length: int) -> Work:
         """See `Part.work`."""

@@ -245,3 +245,18 @@ def test_settings_of_training_are_changed_in_a_copy():
     assert changed.settings() == model_of().settings()
     with pytest.raises(UserError, match=r"experts\.trained\.model is Transformer without experts"):
         experts.trained(model=dataclasses.replace(model_of(), experts=None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_weighted_choices_is_that_of_jax(dtype):
+    def plain(parts, gates):
+        return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
+
+    rng = np.random.default_rng(0)
+    parts, gates, d = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, K, D), (2, 5, K), (2, 5, D)))
+    results = [jax.vjp(one, parts.astype(dtype), gates) for one in (experts._weighted, plain)]
+    (out, back), (want, back_of_jax) = results
+    np.testing.assert_array_equal(out, want)
+    for got, expected in zip(back(d.astype(dtype)), back_of_jax(d.astype(dtype)), strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-6)

