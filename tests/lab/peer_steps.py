@@ -87,6 +87,9 @@ def bare(devices: int, dtype: str, *, unrolls: bool) -> tuple[Step, Wait, str]:
     place = functools.partial(NamedSharding, mesh)
     rows = place(PartitionSpec("fsdp"))
 
+    def split(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, rows)  # otherwise XLA splits the width, and sums in every product
+
     def stored(*spec: str | None) -> NamedSharding:
         return place(PartitionSpec(*spec))
 
@@ -126,7 +129,7 @@ def bare(devices: int, dtype: str, *, unrolls: bool) -> tuple[Step, Wait, str]:
 
     def loss(params: Any, ids: jax.Array, targets: jax.Array) -> jax.Array:
         narrow = jax.tree.map(lambda a: a.astype(dtype) if a.ndim > 1 else a, params)
-        x = narrow["embedding"][ids]
+        x = split(narrow["embedding"][ids])
         angles = jnp.arange(LENGTH)[:, None] * THETA ** (-jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         turns = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         visible = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
@@ -134,7 +137,7 @@ def bare(devices: int, dtype: str, *, unrolls: bool) -> tuple[Step, Wait, str]:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
             x += attention(norm(x, w["attention_norm"]), w, turns, visible)
             y = norm(x, w["mlp_norm"])
-            return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], None
+            return split(x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]), None
 
         if unrolls:
             for i in range(LAYERS):

@@ -128,7 +128,7 @@ def test_every_document_comes_exactly_once_an_epoch(cache, num_streams):
     assert decoded(task, "validation") == TEXTS[:20]
 
 
-@pytest.mark.covers("D15", "C06")
+@pytest.mark.covers("C06", "D07", "D15")
 @pytest.mark.parametrize("concatenate", [False, True])
 def test_any_hosts_read_the_same_and_continue_exactly(cache, host_layouts, global_batch, concatenate):
     task = make_task(cache, num_streams=16, concatenate=concatenate)
@@ -409,6 +409,7 @@ def test_ids_are_stored_in_two_bytes_if_they_fit(tmp_path):
                 assert tokenize(tmp_path / dtype, data)[0]["dtype"] == dtype
 
 
+@pytest.mark.covers("D07")
 @pytest.mark.parametrize("refused", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_a_bucket_is_written_and_read(bucket, tmp_path, monkeypatch, refused):
     """With `refused`, requests are also answered late."""

@@ -126,7 +126,7 @@ def test_valkyrie_7b_is_the_winner_of_its_committed_plan(plan, pinned_compiler):
     assert_it_is_the_winner(plan, pinned_compiler)
 
 
-@pytest.mark.covers("L12", "X05")
+@pytest.mark.covers("L12", "N15", "X05")  # valkyrie_100b and valkyrie_128b are among them
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "slice_name"), OTHERS)
 def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_path, pinned_compiler):
