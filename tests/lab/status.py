@@ -160,9 +160,9 @@ def render(names: Mapping[str, str], tests: Iterable[Marked], ran: Mapping[str, 
         "| row | capability | unit | simulated on | compiled for | ran on a TPU | shown by, in `tests/` |",
         "|---|---|---|---|---|---|---|",
         *(_line(row, names[row], found, (ran or {}).get(row, "never")) for row, found in shown.items()),
-        "",
-        "Not yet: " + "; ".join(f"{row} {name}" for row, name in names.items() if row not in shown) + ".",
     ]
+    if missing := [f"{row} {name}" for row, name in names.items() if row not in shown]:
+        lines += ["", f"Not yet: {'; '.join(missing)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -64,6 +64,7 @@ def test_the_page_counts_and_lists_what_is_missing():
     assert "| R01 | first | yes | 2, 4 hosts | v4-32 | never | core/test_t.py, test_u.py |\n" in page
     assert "| M01 | third |  | 4 hosts |  | never | core/test_t.py |\n" in page
     assert "Not yet: R02 second.\n" in page
+    assert "Not yet" not in status.render({row: name for row, name in NAMES.items() if row != "R02"}, tests)
 
 
 def test_a_row_that_does_not_exist_is_refused():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from models import experts, transformer
 from parallel.planning import model_trace
 from tasks import streams
 
@@ -71,6 +71,23 @@ def test_kernels_of_layers_with_a_window_are_short():
         2 * product * 3 * 4096 / 2,
     ]
     assert flops[0].kernel_flops / flops[0].forward_kernel_flops == pytest.approx(9 / 2)
+
+
+def test_slots_of_experts_belong_to_rows_though_one_dimension_has_the_slots_of_all_rows():
+    sizes = {"num_layers": 2, "embed_dim": 128, "mlp_dim": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
+    model = transformer.Transformer(**sizes, experts=experts.Experts(number=8, top_k=2, capacity=1.0))
+    known = model_trace.trace(
+        model,
+        optimizers.adamw(learning_rate=optimizers.constant(1e-3)),
+        streams.batch_spec(8, length=96),
+        slice=slices.get("v4-8"),
+        remats=["none"],
+    )
+    slots = [k for k in known.works["none"].kept if k.axes.names[2:4] == ("expert", "batch")]
+    hidden = [k for k in slots if k.axes.names[-1] == "mlp"]
+    assert len(hidden) == 3  # gate, up and their product
+    assert {k.elements for k in hidden} == {2 * 2 * 96 * 256}  # of a row: layers, choices, tokens, width
+    assert {k.elements for k in slots if k.axes.names[-1] == "embed"} <= {2 * 2 * 96 * 128}
 
 
 def test_choices_of_equal_work_are_one(seven_b):
