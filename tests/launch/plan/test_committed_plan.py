@@ -7,13 +7,15 @@ from pathlib import Path
 import jax
 import pytest
 
-from core import versions
+from core import slices, versions
+from launch.config import loader
 from launch.environment import WORKSPACE
 from launch.plan import search, session
 from launch.plan.search import Option, Question
 from parallel import compiled
-from parallel.planning import records, selection
+from parallel.planning import arithmetic, records, selection
 from parallel.planning.records import Record
+from tests.lab import golden
 
 WINNER = re.compile(r"# Layout: +the winner of launch/run plan (\S+) (\S+) --(quick|compile (\d+)) ")
 
@@ -126,7 +128,7 @@ def test_valkyrie_7b_is_the_winner_of_its_committed_plan(plan, pinned_compiler):
     assert_it_is_the_winner(plan, pinned_compiler)
 
 
-@pytest.mark.covers("L12", "N15", "X05")  # valkyrie_100b and valkyrie_128b are among them
+@pytest.mark.covers("L12", "X05")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "slice_name"), OTHERS)
 def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_path, pinned_compiler):
@@ -138,6 +140,16 @@ def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_p
 @pytest.mark.covers("X05")
 def test_arithmetic_is_near_every_record(plan):
     assert_arithmetic_is_near(plan)
+
+
+@pytest.mark.covers("N15")
+@pytest.mark.parametrize("name", ["valkyrie_100b", "valkyrie_128b"])
+def test_arithmetic_is_near_the_compiled_peak_of_100_billion_parameters_and_more(name):
+    experiment = loader.load(f"gin/{name}.gin").build()
+    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    found = arithmetic.estimate(*arithmetic.place(program))
+    assert 0.98 < found.peak_bytes / golden.read(name)["memory"]["peak_bytes"] < 1.13
+    arithmetic.check_fits(found, slices.get(experiment.slice))
 
 
 @pytest.mark.slow
