@@ -46,6 +46,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core.primitives import sharding_constraint_p
 
 from core import logical, stack_checks
+from core.errors import UserError
 
 Stream = Any  # pytree of [B, ...]: the x of a block
 Side = Any  # pytree of [B, ...]
@@ -183,6 +184,14 @@ class OnHost:
 
     on_host: tuple[str, ...]
     on_device: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for field in ("on_host", "on_device"):
+            names = getattr(self, field)
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise UserError(f"OnHost.{field} = {names!r}: expected a tuple of checkpoint names, such as ('query',)")
+        if both := set(self.on_host) & set(self.on_device):
+            raise UserError(f"OnHost: {sorted(both)} are on the host and on the device: name each once")
 
 
 Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is saved, on the device or also on the host
@@ -394,8 +403,8 @@ def layer_stack(
       num_layers: L.
       name: module name of the stacked parameters.
       remat: what the backward pass recomputes: "none" (layouts alone), "dots" (all but matrix products), "full"; or the
-        names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`; all others are
-        recomputed.
+        names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`, or an `OnHost`
+        with such names; all others are recomputed.
       tail: runs after the last layer.
       outputs: "stacked" or "summed" for all outputs of a layer, or a tree of these words for parts of it, such as
         `{"cache": "stacked", "balance": "summed"}`; None if the block returns x alone.

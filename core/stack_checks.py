@@ -16,7 +16,7 @@ _WORDS = ("summed", "stacked")
 def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collection[str]) -> None:
     """Checks arguments of `core.stack.layer_stack`; `choices` are the named policies for `remat`."""
     if isinstance(remat, str) and remat not in choices:
-        raise UserError(f"remat = {remat!r}: expected one of {', '.join(choices)}, or a tuple of names")
+        raise UserError(f"remat = {remat!r}: expected one of {', '.join(choices)}, a tuple of names, or an OnHost")
     if wrong := [word for word in jax.tree.leaves(outputs) if word not in _WORDS]:
         raise UserError(
             f"layer_stack: outputs has {wrong[0]!r}; expected 'stacked' or 'summed', or a tree of these words"

@@ -51,6 +51,10 @@ def product(subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Ar
       x: activations.
       weight: a matrix in the dtype of x, laid out as stored: each chip rounds its own part, and integers are gathered.
     """
+    return _forward(subscripts, axes, x, weight)
+
+
+def _forward(subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array) -> jax.Array:
     left, right, _ = _parts(subscripts)
     rounded = _rounded(weight, right, left)
     rounded = dataclasses.replace(
@@ -77,8 +81,8 @@ def _back(
     x, weight = saved
     left, right, out = _parts(subscripts)
     dy = dy.astype(x.dtype)
-    dx = product(f"{out},{right}->{left}", axes, dy, weight)
+    dx = _forward(f"{out},{right}->{left}", axes, dy, weight)
     return dx, logical.constrain(jnp.einsum(f"{left},{out}->{right}", x, dy), *axes)
 
 
-product.defvjp(lambda subscripts, axes, x, weight: (product(subscripts, axes, x, weight), (x, weight)), _back)
+product.defvjp(lambda subscripts, axes, x, weight: (_forward(subscripts, axes, x, weight), (x, weight)), _back)

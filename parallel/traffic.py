@@ -1,7 +1,7 @@
 """Lists the collectives of a compiled program, by mesh axis, with their bytes and number of executions.
 
 Copies between a chip and the memory of its host (`core.stack.OnHost`) are listed with them: kind `to host` or
-`from host`, network "PCIe", without mesh axes.
+`from host`, network "PCIe", and `host` in place of mesh axes.
 
 The compiler numbers chips; each group of numbers is mapped to the axes of the program's mesh that vary inside it. Two
 sizes are defined for every collective over n chips:
@@ -203,21 +203,20 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
     )
 
 
-_HOST_COPIES = {"copy": "", "dynamic-slice": "from host", "dynamic-update-slice": "to host"}
+_HOST_COPIES = {"copy": None, "dynamic-slice": "from host", "dynamic-update-slice": "to host"}
 
 
 def _host_copy(module: Module, executed: Executed) -> Collective | None:
     """Returns a copy between the memories of the chip and of its host; None for other copies and for their ends."""
     at, computation = executed.instruction, executed.computation
     types = [at.type, *(computation[name].type for name in at.operands if name in computation)]
-    places = [program.arrays_on_host(text) for text in types]
-    on_host, on_chip = ([a for place in places for a in place[i] if a.dims] for i in (0, 1))
-    if not on_host or not on_chip:
+    places = [placed for text in types for placed in program.placed_arrays(text) if placed[0].dims]
+    on_chip = [array for array, on_host in places if not on_host]
+    if not on_chip or len(on_chip) == len(places):
         return None
     moved = min(on_chip, key=lambda array: array.bytes)  # of an update of an array on the host, the part that changes
-    first = at.type.lstrip("( ")
-    goes_out = bool(program.arrays_on_host(first[: first.index("}") + 1])[0])
-    kind = _HOST_COPIES[executions.base_opcode(at)] or ("to host" if goes_out else "from host")
+    _, ends_on_host = places[0]  # the destination of a copy is written first
+    kind = _HOST_COPIES[executions.base_opcode(at)] or ("to host" if ends_on_host else "from host")
     beside = dataflow.beside(module, executed)
     cycles = sum(i.estimated_cycles or 0 for i in beside)
     return Collective(
@@ -228,7 +227,7 @@ def _host_copy(module: Module, executed: Executed) -> Collective | None:
         payload_bytes=moved.bytes,
         wire_bytes=moved.bytes,
         group_size=1,
-        axes=(),
+        axes=("host",),
         network="PCIe",
         loops=executed.loops,
         branches=executed.branches,

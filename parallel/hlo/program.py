@@ -227,11 +227,10 @@ def arrays_of(type_: str) -> list[Array]:
     ]
 
 
-def arrays_on_host(type_: str) -> tuple[list[Array], list[Array]]:
-    """Returns the arrays of a type in the memory of the host, such as `bf16[2,3]{1,0:S(5)}`, and the others."""
+def placed_arrays(type_: str) -> list[tuple[Array, bool]]:
+    """Returns the arrays of a type, and of each whether it is in the memory of the host: `bf16[2,3]{1,0:S(5)}` is."""
     written = re.findall(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?", type_)
-    places = [(array, _ON_HOST in text) for text in written for array in arrays_of(text)]
-    return [array for array, is_host in places if is_host], [array for array, is_host in places if not is_host]
+    return [(array, _ON_HOST in text) for text in written for array in arrays_of(text)]
 
 
 def root(computation: Computation) -> Instruction:

@@ -47,11 +47,13 @@ class Estimate(NamedTuple):
       hbm: bytes of HBM in use at the peak, by kind.
       time: time of the step.
       bubble: share of a pipeline's time without work; 0 without one.
+      host_bytes: bytes that a chip keeps in the memory of its host.
     """
 
     hbm: Mapping[str, float]
     time: StepTime
     bubble: float
+    host_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:
@@ -64,7 +66,8 @@ def estimate(sharded: ShardedState, step: Step) -> Estimate:
     work, schedule = _work(sharded, step), sharded.tables.pipeline
     idle = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
     bubble = idle + (1 - idle) * (1 - 1 / sharded.padding)  # layers of padding compute nothing of use
-    return Estimate(_hbm(sharded, step, work), _time(sharded, step, work), bubble)
+    on_host = _on_host(sharded, work, step.batch_size / step.accum_steps)
+    return Estimate(_hbm(sharded, step, work), _time(sharded, step, work), bubble, on_host)
 
 
 def product_flops(sharded: ShardedState, step: Step) -> float:
@@ -135,7 +138,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
 def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
     """Returns bytes saved for the backward pass: the total of arrays saved by loops, and each array outside loops."""
     schedule = sharded.tables.pipeline
-    others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1]
+    others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1 and not k.on_host]
     if schedule is None:
         again, saved = work.gathers_again, [k for k in work.kept if k.copies > 1 and not k.on_host]
         return sum(_kept_bytes(sharded, k, rows, gathers_again=again) for k in saved), others
@@ -174,6 +177,13 @@ def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again
     return kept.bytes * (rows if kept.has_rows else 1) / pieces
 
 
+def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
+    """Returns the bytes that a chip keeps in the memory of its host; a pipeline keeps none there."""
+    if sharded.tables.pipeline:
+        return 0.0
+    return sum(_kept_bytes(sharded, kept, rows) for kept in work.kept if kept.on_host)
+
+
 def _one_layer(sharded: ShardedState, rows: float) -> float:
     """Returns the bytes of the arrays that one layer computes in its backward pass."""
     everything = max(sharded.trace.works.values(), key=lambda work: work.row_bytes)
@@ -210,9 +220,10 @@ def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, .
         else:
             network, rate = "ICI", slice_.chip.link_bytes_per_second * sharded.links.count(axes)
         found.append(AxisTime(axes, network, count / rate, 0.0, round(count)))
-    host = sum(_kept_bytes(sharded, kept, step.batch_size) for kept in work.kept if kept.on_host)
-    if host and not sharded.tables.pipeline:  # sent in the forward pass and fetched in the backward pass
-        found.append(AxisTime((), "PCIe", 2 * host / PCIE_BYTES_PER_SECOND[slice_.generation], 0.0, round(2 * host)))
+    if host := _on_host(sharded, work, step.batch_size):  # sent in the forward pass and fetched in the backward pass
+        found.append(
+            AxisTime(("host",), "PCIe", 2 * host / PCIE_BYTES_PER_SECOND[slice_.generation], 0.0, round(2 * host))
+        )
     return tuple(sorted(found, key=lambda row: (-row.seconds, row.axes)))
 
 
@@ -309,7 +320,13 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
 
 
 def check_fits(found: Estimate, slice: Slice) -> None:
-    """Raises Refused if the estimate exceeds a chip's HBM by more than the likely error of the estimate."""
+    """Raises Refused if the estimate exceeds a chip's HBM by more than the likely error, or its share of the host."""
+    of_host = slice.chip.host_memory_bytes
+    if found.host_bytes > of_host:
+        raise Refused(
+            "too much memory of the host",
+            f"keeps {found.host_bytes / GIB:.1f} GiB for each chip on its host, which has {of_host / GIB:.1f} for it",
+        )
     have = slice.chip.usable_hbm_bytes
     if found.peak_bytes > REFUSED_FROM * have:
         largest = sorted(found.hbm.items(), key=lambda part: -part[1])[:3]

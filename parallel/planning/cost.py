@@ -42,11 +42,11 @@ class AxisTime(NamedTuple):
     """The traffic of a step over one group of mesh axes.
 
     Attributes:
-      axes: mesh axes.
-      network: "ICI" or "DCN".
+      axes: mesh axes, or `host` for copies between a chip and its host.
+      network: "ICI", "DCN", or "PCIe" to and from the host.
       seconds: time of the traffic if nothing overlaps it.
       beside: seconds that the compiled schedule overlaps with computation, at most the time of that computation.
-      wire_bytes: bytes that one chip sends.
+      wire_bytes: bytes that one chip sends, and over PCIe also receives.
     """
 
     axes: tuple[str, ...]

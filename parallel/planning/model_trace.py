@@ -260,6 +260,7 @@ def work(
 
     traced, (_, kept) = jax.make_jaxpr(functools.partial(forward, whole), return_shape=True)(*inputs)
     backward = jax.make_jaxpr(jax.grad(functools.partial(loss, whole)))(*inputs)
+    on_host = [aval.memory_space == jax.memory.Space.Host for aval in traced.out_avals]
     again = _computes_again(backward.jaxpr)
     ahead, both = list(_products(traced.jaxpr)), list(_products(backward.jaxpr))
 
@@ -278,7 +279,7 @@ def work(
         flops=flops(both, in_kernel=False),
         kernel_flops=flops(both, in_kernel=True),
         forward_kernel_flops=flops(ahead, in_kernel=True),
-        kept=sizes.all_kept(kept, traced.out_avals),
+        kept=sizes.all_kept(kept, on_host[1:]),  # the first is the loss
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
         gathers_again=again,
         looped=(looped(in_kernel=False), looped(in_kernel=True)),
@@ -384,15 +385,12 @@ class _Sizes:
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
         self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n or size == 0 for size in taken))
 
-    def all_kept(self, tree: Any, avals: Sequence[Any] = ()) -> tuple[Kept, ...]:
-        """Describes the kept arrays, each once; the last of `avals` say in which memory they are."""
-        kept = jax.tree.leaves(tree)
-        found = map(self.kept, kept)
-        places = [a.memory_space == jax.memory.Space.Host for a in avals[len(avals) - len(kept) :]] or [False] * len(
-            kept
-        )
-        described = (k._replace(on_host=on_host) for k, on_host in zip(found, places, strict=True) if k)
-        return tuple(_distinct(described))
+    def all_kept(self, tree: Any, on_host: Sequence[bool] | None = None) -> tuple[Kept, ...]:
+        """Describes the kept arrays, each once; `on_host` says which are in the memory of the host (None: none)."""
+        arrays = jax.tree.leaves(tree)
+        places = on_host or [False] * len(arrays)
+        pairs = zip(map(self.kept, arrays), places, strict=True)
+        return tuple(_distinct(k._replace(on_host=is_there) for k, is_there in pairs if k))
 
     def kept(self, leaf: Any) -> Kept | None:
         """Describes a kept array; None for parameters, which are there anyway, and for small arrays."""

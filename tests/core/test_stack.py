@@ -10,6 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
+from core.errors import UserError
 from core.parameters import ParamSpec
 
 # B batch 4, D width 3, L layers 5.
@@ -90,6 +91,18 @@ def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
     got, got_grad = jax.value_and_grad(value)(params, by_loop)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got_grad, want_grad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("query",), r"OnHost.on_host = 'query': expected a tuple of checkpoint names"),
+        ((("a", "b"), ("b",)), r"\['b'\] are on the host and on the device"),
+    ],
+)
+def test_names_for_the_host_are_checked(arguments, message):
+    with pytest.raises(UserError, match=message):
+        stack.OnHost(*arguments)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

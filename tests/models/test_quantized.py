@@ -4,16 +4,18 @@ import dataclasses
 import sys
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from core import slices
 from core.errors import UserError
-from models import agreement_subjects, quantized
+from models import agreement_subjects, lora, quantized
 from parallel import analysis, compiled, strategies
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
+from parallel.planning import model_trace
 from tasks import streams
 
 MODEL = dataclasses.replace(agreement_subjects.MODEL, quantization="int8")
@@ -85,11 +87,8 @@ def on_one_device():
     "layout", [n if n == "fsdp_tensor" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
 )
 def test_layouts_agree(layout, on_one_device):
-    """A sum in another order moves some values over a boundary of rounding: 1e-3 after steps, the loss before 1e-6."""
-    found = losses(bind(LAYOUTS[layout]))
-    print(layout, np.abs(found / on_one_device - 1))
-    np.testing.assert_allclose(found[0], on_one_device[0], rtol=1e-4)
-    np.testing.assert_allclose(found, on_one_device, rtol=1e-3)
+    """A sum in another order moves some values over a boundary of rounding: measured up to 1.1e-4."""
+    np.testing.assert_allclose(losses(bind(LAYOUTS[layout])), on_one_device, rtol=3e-4)
 
 
 def test_training_follows_the_usual_products(on_one_device):
@@ -98,11 +97,51 @@ def test_training_follows_the_usual_products(on_one_device):
     np.testing.assert_allclose(on_one_device, usual, rtol=0.01)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"remat": "dots"}, {"dtype": "bfloat16"}, {"lora": lora.Lora(rank=2, alpha=4.0, targets=("query", "down"))}],
+)
+def test_gradients_with_other_settings_follow_the_usual_products(changes):
+    model = dataclasses.replace(MODEL, **changes)
+    usual = dataclasses.replace(model, quantization="none")
+    (batch,) = agreement_subjects.batches_for(agreement_subjects.MODEL, steps=1)
+    params = model.init(jax.random.key(0), batch)
+
+    def gradient(model):
+        def loss(params):
+            _, out = model.loss(params, (), jax.random.key(1), batch, is_training=True)
+            return out.loss_sum / out.weight_sum
+
+        return jax.flatten_util.ravel_pytree(jax.jit(jax.grad(loss))(params))[0].astype(jnp.float32)
+
+    got, want = gradient(model), gradient(usual)
+    assert 0 < jnp.linalg.norm(got - want) / jnp.linalg.norm(want) < 0.1
+
+
+def test_dots_saves_products_in_int8():
+    def kept(remat):
+        model = dataclasses.replace(MODEL, remat=remat)
+        known = model_trace.trace(
+            model,
+            agreement_subjects.OPTIMIZER,
+            streams.batch_spec(agreement_subjects.ROWS, length=agreement_subjects.LENGTH),
+            slice=slices.get("v4-16"),
+            remats=[remat],
+        )
+        return known.works[remat]
+
+    assert kept("full").row_bytes < kept("dots").row_bytes
+    assert kept("dots").flops < kept("full").flops
+
+
 @pytest.mark.compiled("v5p-8")
 def test_integers_are_gathered_and_multiplied(pinned_compiler):
     program = bind(strategies.fsdp(), "v5p-8", devices=compiled.devices_of(slices.get("v5p-8")))
     figures = analysis.analyze(program)
-    assert "s8" in {c.dtype for c in figures.collectives if c.kind == "all-gather"}
+    gathered = [c for c in figures.collectives if c.kind == "all-gather" and c.loops]
+    matrices = [c for c in gathered if c.payload_bytes >= MODEL.embed_dim * MODEL.num_kv_heads * MODEL.head_width]
+    assert len(matrices) == 2 * 7  # forward and backward
+    assert {c.dtype for c in matrices} == {"s8"}
     assert any("convolution" in line and "s32[" in line for line in figures.compiled.hlo.splitlines())
 
 

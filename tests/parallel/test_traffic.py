@@ -186,19 +186,21 @@ ENTRY %main (x: bf16[1,8,128], y: f32[8], i: s32[]) -> f32[8] {
   %f = (bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(5)}, bf16[1,8,128]{2,1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%e)
   %g = bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(5)} copy-done(%f)
   %h = bf16[1,8,128]{1,2,0:T(8,128)(2,1)} copy(%e)
+  %k = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} copy(%g)
   ROOT %r = f32[8]{0} add(%z, %z)
 }
 """  # noqa: E501 (as the compiler writes them)
 
 
 def test_copies_between_chip_and_host_are_listed_with_what_they_move():
-    """Out while something runs; back; out again in one copy. A copy on the chip is not listed."""
+    """Out while something runs; back; out and back again as copies. A copy on the chip is not listed."""
     found = [(c.kind, c.network, c.wire_bytes, c.is_overlapped, c.cycles_beside) for c in collectives(TO_HOST)]
     moved = 8 * 128 * 2
     assert found == [
         ("to host", "PCIe", moved, True, 9),
         ("from host", "PCIe", moved, False, 0),
         ("to host", "PCIe", moved, False, 0),
+        ("from host", "PCIe", moved, False, 0),
     ]
 
 

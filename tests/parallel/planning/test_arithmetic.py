@@ -50,8 +50,13 @@ def test_what_is_saved_on_the_host_takes_pcie_and_no_hbm(trace_of):
     assert not [axis for axis in kept.time.traffic if axis.network == "PCIe"]
     assert moved.hbm["saved activations"] == pytest.approx(full.hbm["saved activations"], rel=0.01)
     freed = kept.hbm["saved activations"] - moved.hbm["saved activations"]
-    assert freed == pytest.approx(host.wire_bytes / 2)
+    assert host.wire_bytes == pytest.approx(2 * freed)
     assert moved.time.compute == kept.time.compute < full.time.compute
+    assert (moved.host_bytes, kept.host_bytes) == (freed, 0)
+    arithmetic.check_fits(moved, known.slice)
+    many = moved._replace(host_bytes=1.1 * known.slice.chip.host_memory_bytes)
+    with pytest.raises(Refused, match=r"keeps 104\.2 GiB for each chip on its host, which has 94\.8"):
+        arithmetic.check_fits(many, known.slice)
 
 
 @pytest.mark.covers("X05")
