@@ -109,7 +109,8 @@ class DecoderConfig:
         "attention_and_up", "attention", "attention_on_host" (as "attention", in the memory of the host), "dots",
         "halves", "full" (saves least); see `REMAT`. Pipelines always use "full".
       quantization: "none" or "int8": the products of attention and dense feed-forward layers are computed in int8,
-        with rounding errors of about 1 % each; see `models.quantized`. Faster on v5p and v6e, not on v4 and v5e.
+        with rounding errors of about 1 % each; see `models.quantized`. Predicted to be faster on v5p and v6e, not on v4
+        and v5e.
       dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).

@@ -1,4 +1,4 @@
-"""Matrix products in int8, by qwix: v5e, v5p and v6e multiply integers at twice the speed of bfloat16.
+"""Matrix products in int8, by qwix: the peak of v5e, v5p and v6e is twice that of bfloat16.
 
 Each row of activations and each output column of a weight is scaled by its largest absolute value to integers from
 -128 to 127 (symmetric, computed anew in every step); the products are summed in int32. The gradient of the activations

@@ -209,8 +209,8 @@ def remat_of(model: Model) -> str | None:
 def remats(model: Model) -> list[str | None]:
     """Returns the choices of `remat` that the model lists and accepts; [None] if it offers no choice.
 
-    One that saves arrays on the host is among them only if it is the model's own: the bandwidth of PCIe is assumed
-    (`links.PCIE_BYTES_PER_SECOND`), and it never wins where HBM suffices.
+    One that saves arrays on the host is among them only if it is the model's own: the bandwidth of PCIe, on
+    which its predicted time depends, is assumed (`links.PCIE_BYTES_PER_SECOND`).
     """
     if (owner := wrappers.field_owner(model, "remat")) is None:
         return [None]

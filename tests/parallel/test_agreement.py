@@ -14,6 +14,7 @@ from core.stack import layer_stack
 from models import attention, losses
 from models.agreement_subjects import MODEL, random_batches
 from parallel import accumulation, agreement, partitioner, strategies
+from tests.haiku_model import HaikuModel
 from tests.lab.subjects import bind
 
 CASES = {
@@ -116,17 +117,8 @@ def test_entries_that_are_not_finite_do_not_agree(value):
 
 
 @dataclasses.dataclass(frozen=True)
-class Biased:
+class Biased(HaikuModel):
     """One layer of attention with biases that start at zero; the gradient of the keys' is zero but for rounding."""
-
-    def init(self, rng, batch):
-        return hk.transform(self._loss).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._loss).apply(params, rng, batch)
 
     def _loss(self, batch):
         vocab, init = MODEL.stored_vocab_size, hk.initializers.RandomNormal(0.1)

@@ -161,11 +161,12 @@ def wrapped(wrapper):
     return Generator(program, params)
 
 
-def test_a_model_without_a_cache_gives_the_same_ids(monkeypatch):
-    want = generator_of("qwen2").generate([[5, 17, 3], [9]], max_tokens=7)
+@pytest.mark.parametrize("changes", [{}, {"quantization": "int8"}], ids=["usual", "int8"])
+def test_a_model_without_a_cache_gives_the_same_ids(changes, monkeypatch):
+    want = generator_of("qwen2", **changes).generate([[5, 17, 3], [9]], max_tokens=7)
     asked = decoding.can
     monkeypatch.setattr(decoding, "can", lambda value, a: a.__name__ != "ExtendsCache" and asked(value, a))
-    recomputing = generator_of("qwen2")
+    recomputing = generator_of("qwen2", **changes)
     assert isinstance(recomputing._decoder.model, decoding.Recomputing)
     assert [c.ids for c in recomputing.generate([[5, 17, 3], [9]], max_tokens=7)] == [c.ids for c in want]
     with pytest.raises(UserError, match="need 17 positions, and the model has 16"):

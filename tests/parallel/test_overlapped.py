@@ -18,6 +18,7 @@ from models import agreement_subjects, experts
 from parallel import ring_reduction, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams
+from tests.haiku_model import HaikuModel
 
 MODEL = agreement_subjects.MODEL
 LATE, USUAL = strategies.fsdp(overlap_reduction=True), strategies.fsdp()
@@ -94,23 +95,16 @@ def loops(jaxpr):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class Stack(HaikuModel):
     """Layers `tanh(x w)` of rows [B, D], and ways to go wrong; rows: of the batch in the stack, None: all."""
+
+    draws = True
 
     stacked: bool = False
     integers: bool = False
     scaled: bool = False
     drops: bool = False
     rows: int | None = None
-
-    def init(self, rng, batch):
-        return hk.transform(self._loss).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._loss).apply(params, rng, batch)
 
     def _loss(self, batch):
         def block(x, side):

@@ -14,6 +14,7 @@ from core.stack import layer_stack
 from models import losses
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
+from tests.haiku_model import HaikuModel
 
 ROWS, LENGTH, VOCAB, WIDTH, STEPS = 16, 6, 24, 8, 3
 SPEC = {k: Field((ROWS, LENGTH), jnp.int32, ("batch", "length")) for k in ("inputs", "targets")}
@@ -22,23 +23,16 @@ SPEC["weights"] = Field((ROWS, LENGTH), jnp.float32, ("batch", "length"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropping:
+class Dropping(HaikuModel):
     """Two layers with dropout.
 
     Attributes:
       draw: "by row" as it should be, others by the shape of what is here; "one for the step" of no row at all.
     """
 
+    draws = True
+
     draw: str = "by row"
-
-    def init(self, rng, batch):
-        return hk.transform(self._loss).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._loss).apply(params, rng, batch)
 
     def _loss(self, batch):
         init = hk.initializers.RandomNormal(0.5)

@@ -15,6 +15,7 @@ from models import agreement_subjects, losses, transformer
 from parallel import accumulation, partitioner, recording, strategies
 from parallel import first_difference as bisect
 from parallel.recording import key
+from tests.haiku_model import HaikuModel
 
 PLANTED = '''
 """A feed-forward layer that forgets to add up over `tensor`; right wherever that axis is 1."""
@@ -331,17 +332,8 @@ def test_missing_gradient_sums_are_found_after_an_equal_loss(fsdp, monkeypatch):
     assert found.tensor in ("unembedding", "final_norm")
 
 
-class Bigram:
+class Bigram(HaikuModel):
     """A model without a stack and without logits: a table of next tokens."""
-
-    def init(self, rng, batch):
-        return hk.transform(self._loss).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def _loss(self, batch):
         table = logical.param("table", (203, 256), ("embed", "vocab"), hk.initializers.RandomNormal())

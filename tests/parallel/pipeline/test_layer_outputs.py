@@ -16,6 +16,7 @@ from core.stack import Tail, haiku_tail, layer_stack
 from core.types import LossOutput
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
+from tests.haiku_model import HaikuModel
 
 ROWS, WIDTH, HIDDEN = 8, 8, 12
 SPEC = {"x": Field((ROWS, WIDTH), np.float32, ("batch", None)), "scale": Field((ROWS,), np.float32, ("batch",))}
@@ -27,7 +28,7 @@ MAKE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class Scored(HaikuModel):
     """Layers with an auxiliary loss, whose stream has scores of rows, and that read a scale and a number of their own.
 
     Attributes:
@@ -41,15 +42,6 @@ class Scored:
     pattern: tuple[str, ...] | None = None
     tail: str = "params"
     group: int = 1
-
-    def init(self, rng, batch):
-        return hk.transform(self._loss).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def _block(self, x, side, layer_in, *, kind="local"):
         if self.group == 1:

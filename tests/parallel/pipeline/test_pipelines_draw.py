@@ -14,6 +14,7 @@ from core.stack import Tail, layer_stack
 from models import losses
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
+from tests.haiku_model import HaikuModel
 
 ROWS, LENGTH, VOCAB, WIDTH = 8, 6, 24, 8
 SPEC = {k: Field((ROWS, LENGTH), jnp.int32, ("batch", "length")) for k in ("inputs", "targets")}
@@ -21,17 +22,10 @@ SPEC["weights"] = Field((ROWS, LENGTH), jnp.float32, ("batch", "length"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropping:
+class Dropping(HaikuModel):
     """Four layers with dropout and a tail."""
 
-    def init(self, rng, batch):
-        return hk.transform(self._loss).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._loss).apply(params, rng, batch)
+    draws = True
 
     def _loss(self, batch):
         table = logical.param("embedding", (VOCAB, WIDTH), ("vocab", "embed"), hk.initializers.RandomNormal(0.5))

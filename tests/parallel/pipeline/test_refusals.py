@@ -15,13 +15,14 @@ from core.types import LossOutput
 from models import agreement_subjects, transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
+from tests.haiku_model import HaikuModel
 
 ROWS, WIDTH = 16, 8
 SPEC = {"x": Field((ROWS, 4, WIDTH), jnp.float32, ("batch", "length", None))}
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(HaikuModel):
     """Layers `tanh(x w)`, in a stack or not, and ways to go wrong.
 
     Attributes:
@@ -39,15 +40,6 @@ class Linear:
     side_rows: int = ROWS
     halved: bool = False
     tail: str = ""
-
-    def init(self, rng, batch):
-        return hk.transform(self._loss).init(rng, batch)
-
-    def init_carry(self, batch):
-        return ()
-
-    def loss(self, params, carry, rng, batch, *, is_training):
-        return carry, hk.transform(self._loss).apply(params, None, batch)
 
     def _loss(self, batch):
         def block(x, side):
