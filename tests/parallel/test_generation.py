@@ -161,7 +161,9 @@ def wrapped(wrapper):
     return Generator(program, params)
 
 
-@pytest.mark.parametrize("changes", [{}, {"quantization": "int8"}], ids=["usual", "int8"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"quantization": "int8"}, marks=pytest.mark.slow)], ids=["usual", "int8"]
+)
 def test_a_model_without_a_cache_gives_the_same_ids(changes, monkeypatch):
     want = generator_of("qwen2", **changes).generate([[5, 17, 3], [9]], max_tokens=7)
     asked = decoding.can

@@ -52,21 +52,21 @@ def trained(tables, **options):
 
 
 MIXTURE = dataclasses.replace(MODEL, experts=experts.Experts(number=4, top_k=2, capacity=1.0, balance=0.1))
-SLOW = (
-    {"model": dataclasses.replace(MODEL, remat="full")},
-    {"model": dataclasses.replace(MODEL, remat="projections"), "accum_steps": 2},
-    {"gather_once": True, "accum_steps": 2},
-)
+CASES = {
+    "frozen and summed outputs": {
+        "frozen": ("layers/*query", "embedding"),
+        "frozen_dtype": "float32",
+        "model": MIXTURE,
+    },
+    "full": {"model": dataclasses.replace(MODEL, remat="full")},
+    "on host": {"model": dataclasses.replace(MODEL, remat="attention_on_host")},
+    "accumulated": {"model": dataclasses.replace(MODEL, remat="projections"), "accum_steps": 2},
+    "gathered once": {"gather_once": True, "accum_steps": 2},
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"frozen": ("layers/*query", "embedding"), "frozen_dtype": "float32", "model": MIXTURE},
-        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
-    ],
-    ids=["frozen and summed outputs", "full", "accumulated", "gathered once"],
-)
+@pytest.mark.slow  # tests/parallel/test_agreement.py has a quick one
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_steps_are_those_of_the_usual_strategy(options):
     late, usual = trained(LATE, **options), trained(USUAL, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7), late, usual)

@@ -204,6 +204,7 @@ def test_copies_between_chip_and_host_are_listed_with_what_they_move():
     ]
 
 
+@pytest.mark.slow  # the tests of the text above and of arithmetic are quick
 @pytest.mark.compiled("v4-8")
 def test_what_is_saved_on_the_host_crosses_pcie_twice_and_frees_memory():
     """Queries, keys, values and outputs of attention, of two layers; they leave and return beside other work."""
