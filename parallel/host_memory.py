@@ -43,8 +43,13 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
         )
 
 
-def per_host(program: Program, task: Task, *, eval_batches: int) -> dict[str, int]:
-    """Returns the bytes that the host with the most rows needs at the same time, by purpose."""
+def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: float = 0) -> dict[str, int]:
+    """Returns the bytes that the host with the most rows needs at the same time, by purpose.
+
+    Args:
+      program, task, eval_batches: what runs.
+      saved_bytes: activations that each chip keeps in the memory of its host (`core.stack.OnHost`).
+    """
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
     held_out_rows_end = can(task, SizesEvaluation)  # then EVAL_BATCHES may be far more than the task has
@@ -52,6 +57,7 @@ def per_host(program: Program, task: Task, *, eval_batches: int) -> dict[str, in
         "batches": _ASSEMBLED * rows * row_bytes,
         "row numbers": rows * _ROW_NUMBER_BYTES,
         "evaluation": 0 if held_out_rows_end else eval_batches * rows * row_bytes,
+        "saved activations": int(saved_bytes * program.partitioner.slice.chips_per_host),
         "a checkpoint": report.totals(program).whole // program.partitioner.slice.hosts,
     }
 
@@ -88,7 +94,9 @@ def problem(
         cuts = program.accum_steps * (schedule.num_microbatches if schedule else 1)
         unit = math.lcm(cuts * program.partitioner.row_shards, task.num_streams)
         fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
-        if need["evaluation"] > need["batches"]:
+        if 2 * need.get("saved activations", 0) > total:
+            fix += ", or raise ACCUM_STEPS, or let the model save less on the host (remat)"
+        elif need["evaluation"] > need["batches"]:
             fix += f", or EVAL_BATCHES (now {eval_batches}) lower"
     return f"{what}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
 

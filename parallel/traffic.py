@@ -26,8 +26,9 @@ import jax
 import numpy as np
 
 from core.errors import UserError
-from parallel.hlo import dataflow, executions, program, replica_groups
+from parallel.hlo import dataflow, executions, host_copies, replica_groups
 from parallel.hlo.executions import Branch, Executed, Loop
+from parallel.hlo.host_copies import HostCopy
 from parallel.hlo.program import Array, Computation, Instruction, Module
 
 
@@ -146,8 +147,8 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
             found.append(_collective(module, executed, kind, grid))
         elif kind == "send" and _between_slices(executed.instruction):
             found.append(_dcn_collective(executed, grid))
-        elif kind in _HOST_COPIES and (copy := _host_copy(module, executed)):
-            found.append(copy)
+        elif copy := host_copies.find(executed):
+            found.append(_host_copy(module, executed, copy))
     return found
 
 
@@ -203,29 +204,17 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
     )
 
 
-_HOST_COPIES = {"copy": None, "dynamic-slice": "from host", "dynamic-update-slice": "to host"}
-
-
-def _host_copy(module: Module, executed: Executed) -> Collective | None:
-    """Returns a copy between the memories of the chip and of its host; None for other copies and for their ends."""
-    at, computation = executed.instruction, executed.computation
-    types = [at.type, *(computation[name].type for name in at.operands if name in computation)]
-    places = [placed for text in types for placed in program.placed_arrays(text) if placed[0].dims]
-    on_chip = [array for array, on_host in places if not on_host]
-    if not on_chip or len(on_chip) == len(places):
-        return None
-    moved = min(on_chip, key=lambda array: array.bytes)  # of an update of an array on the host, the part that changes
-    _, ends_on_host = places[0]  # the destination of a copy is written first
-    kind = _HOST_COPIES[executions.base_opcode(at)] or ("to host" if ends_on_host else "from host")
+def _host_copy(module: Module, executed: Executed, copy: HostCopy) -> Collective:
+    at = executed.instruction
     beside = dataflow.beside(module, executed)
     cycles = sum(i.estimated_cycles or 0 for i in beside)
     return Collective(
         name=at.name,
-        kind=kind,
-        arrays=(moved,),
+        kind=copy.direction,
+        arrays=(copy.array,),
         times=executed.times,
-        payload_bytes=moved.bytes,
-        wire_bytes=moved.bytes,
+        payload_bytes=copy.array.bytes,
+        wire_bytes=copy.array.bytes,
         group_size=1,
         axes=("host",),
         network="PCIe",

@@ -3,6 +3,7 @@
 The environment is set before anything imports jax; nothing here imports it, so that tests which need no jax stay quick.
 """
 
+import gc
 import os
 import pathlib
 import re
@@ -21,6 +22,13 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["NO_GCE_CHECK"] = "true"  # google.auth reads it when it is imported
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish():
+    """Modules stay until the end: the garbage collector need not visit them. That saves a twentieth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 class HostResult(NamedTuple):

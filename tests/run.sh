@@ -45,4 +45,5 @@ else
   $python -m ruff check --quiet .
   $python -m mypy --no-error-summary
 fi
-exec $python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+# Two cores; a third process uses them while tests wait for hosts.
+exec $python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

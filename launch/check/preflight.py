@@ -8,7 +8,7 @@ network in a dry run, are listed in a note: they count neither as present nor as
 import argparse
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 
@@ -28,6 +28,9 @@ from launch.runs import smoke, warm_start
 from parallel import host_memory, mesh, report, strategy
 from parallel.partitioner import Program
 from tasks.ids import ReadsFile
+
+if TYPE_CHECKING:
+    from parallel.planning.arithmetic import Estimate
 
 HELP = "find all mistakes that can be found without a device: configuration, layout, data, run directory"
 EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
@@ -87,8 +90,7 @@ def check(
     if program is not None:
         if initial := _initial_parameters(meant, program, run_dir, hosts):
             findings.append(initial)
-        findings.append(_memory(program, with_activations=not smoked and hosts != "simulated"))
-        findings.append(_host_memory(meant, program, hosts))
+        findings += _memory(meant, program, hosts, with_activations=not smoked and hosts != "simulated")
     return Checked(tuple(findings), experiment, program)
 
 
@@ -102,8 +104,7 @@ def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
     """Checks a phase after the first."""
     found: list[Finding] = []
     if bound := _attempt("layout", lambda: _bind(span.experiment, smoked=smoked), found):
-        found.append(_memory(bound[1], with_activations=not smoked and hosts != "simulated"))
-        found.append(_host_memory(*bound, hosts))
+        found += _memory(*bound, hosts, with_activations=not smoked and hosts != "simulated")
     found += _data_of(span, smoked=smoked, hosts=hosts)
     return [finding._replace(name=f"{finding.name} of phase {span.number}") for finding in found]
 
@@ -215,10 +216,29 @@ def _is_visible(place: str, hosts: Hosts) -> bool:
     return not place.startswith("hf://") and not _is_unseen(place, hosts, is_vocabulary=True)
 
 
-def _memory(program: Program, *, with_activations: bool) -> Finding:
+def _memory(experiment: Experiment, program: Program, hosts: Hosts, *, with_activations: bool) -> list[Finding]:
+    """Checks the memory of a chip and that of a host."""
+    estimate: Estimate | str = ""
+    fits = report.totals(program).everything <= program.partitioner.slice.chip.usable_hbm_bytes
+    if fits and with_activations and program.partitioner.slice.is_tpu:
+        from parallel.planning import arithmetic  # slow to import, and only needed here
+
+        try:
+            estimate = arithmetic.estimate(*arithmetic.place(program))
+        except Exception as error:  # an estimate refuses nothing: it traces a model of any author
+            estimate = f"{type(error).__name__}: {error}"
+    saved_bytes = 0.0 if isinstance(estimate, str) else estimate.host_bytes
+    return [_chip_memory(program, estimate), _host_memory(experiment, program, hosts, saved_bytes=saved_bytes)]
+
+
+def _chip_memory(program: Program, estimate: "Estimate | str") -> Finding:
     """Checks a chip's memory: the state, which is exact, and an estimate of activations.
 
     The estimate is up to 1.13 times the compiler's figure, so on its own it fails only above `_SURELY_TOO_MUCH`.
+
+    Args:
+      program: what runs.
+      estimate: of a step; or why there is none, empty if none is wanted.
     """
     have, state_bytes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program).everything
     state = f"state {state_bytes / GIB:.3g} GiB"
@@ -226,19 +246,13 @@ def _memory(program: Program, *, with_activations: bool) -> Finding:
     more_chips = "Split it over more chips (fsdp, tensor) or take a larger slice."
     if state_bytes > have:
         return Finding("memory", False, f"{state} {of}; activations not counted). {more_chips}")
-    if not with_activations or not program.partitioner.slice.is_tpu:
-        return Finding("memory", True, f"{state} {of}; activations not counted)")
-    from parallel.planning import arithmetic  # slow to import, and only needed here
-
-    try:
-        found = arithmetic.estimate(*arithmetic.place(program))
-    except Exception as error:  # an estimate refuses nothing: it traces a model of any author
-        why = f"{type(error).__name__}: {error}"
-        return Finding("memory", True, f"{state} {of}; activations not estimated: {why})", is_note=True)
-    said = f"{state}, {found.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
-    if found.peak_bytes <= have:
+    if isinstance(estimate, str):
+        why = f"activations not estimated: {estimate}" if estimate else "activations not counted"
+        return Finding("memory", True, f"{state} {of}; {why})", is_note=bool(estimate))
+    said = f"{state}, {estimate.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
+    if estimate.peak_bytes <= have:
         return Finding("memory", True, said)
-    if found.peak_bytes <= _SURELY_TOO_MUCH * have:
+    if estimate.peak_bytes <= _SURELY_TOO_MUCH * have:
         return Finding("memory", True, f"{said}; launch/run report --compile decides whether it fits", is_note=True)
     advice = (
         f"BATCH_SIZE = {batch_size(program.spec):,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more."
@@ -246,15 +260,15 @@ def _memory(program: Program, *, with_activations: bool) -> Finding:
     return Finding("memory", False, f"{said}. {advice} {more_chips}")
 
 
-def _host_memory(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
+def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, *, saved_bytes: float) -> Finding:
     """Checks the memory of one host, or of this machine if it simulates all hosts."""
     slice_, task, evaluated = program.partitioner.slice, experiment.task, {"eval_batches": experiment.eval_batches}
     if hosts == "simulated" or slice_.generation == "cpu":
         need, have = host_memory.simulated(program, task, **evaluated), host_memory.available_bytes()
         whose = "this machine"
     else:
-        need, have = host_memory.per_host(program, task, **evaluated), slice_.host_memory_bytes
-        whose = f"a host of {slice_.name}"
+        need = host_memory.per_host(program, task, **evaluated, saved_bytes=saved_bytes)
+        have, whose = slice_.host_memory_bytes, f"a host of {slice_.name}"
     problem = host_memory.problem(need, program, task, **evaluated, have_bytes=have, whose=whose)
     said = f"{sum(need.values()) / GIB:.3g} GiB at least of {have / GIB:.4g} of {whose}"
     return Finding("host memory", not problem, problem or said)

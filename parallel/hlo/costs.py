@@ -10,7 +10,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from parallel.hlo import executions
+from parallel.hlo import executions, host_copies
 from parallel.hlo.executions import Executed, Loop
 from parallel.hlo.program import Instruction
 
@@ -57,7 +57,7 @@ class Costs(NamedTuple):
       custom_calls: executions of other custom calls, by target.
       loops: every loop, once per place.
       unknown: executions by opcode that this module does not know.
-      unpriced: executions by opcode without an estimate; neither collectives nor kernels.
+      unpriced: executions by opcode without an estimate; neither collectives, copies to or from a host, nor kernels.
     """
 
     cycles: Mapping[str, int]
@@ -95,7 +95,7 @@ def summarize(run: Sequence[Executed]) -> Costs:
             continue
         if at.estimated_cycles is not None:
             cycles[_kind(at)] += executed.cycles
-        elif _takes_time(at) and id(at) not in communicating:
+        elif _takes_time(at) and id(at) not in communicating and not host_copies.find(executed):
             unpriced[_kind(at)] += times
     return Costs(
         cycles={kind: count for kind, count in cycles.most_common() if count},

@@ -12,7 +12,7 @@ from core import logical, optimizers, slices
 from models import experts, transformer
 from parallel import analysis, compiled, partitioner, strategies, strategy, traffic
 from parallel.agreement import EXAMPLES
-from parallel.hlo import dataflow, executions, program, replica_groups
+from parallel.hlo import costs, dataflow, executions, program, replica_groups
 from tasks import streams
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -202,6 +202,8 @@ def test_copies_between_chip_and_host_are_listed_with_what_they_move():
         ("to host", "PCIe", moved, False, 0),
         ("from host", "PCIe", moved, False, 0),
     ]
+    without = costs.summarize(executions.walk(program.parse(TO_HOST))).unpriced
+    assert without == {"copy": 1, "add": 1}  # that on the chip; and the sum, whose estimate this text leaves out
 
 
 @pytest.mark.slow  # the tests of the text above and of arithmetic are quick

@@ -187,6 +187,22 @@ def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypa
     assert "BATCH_SIZE = 131,072: lower it, raise ACCUM_STEPS" in found["memory"].detail
 
 
+def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path):
+    """Of 7B with 32 layers: 64 MiB a row and layer, for 8 rows a chip at a time and 4 chips."""
+    moved = ["from models import transformer", "transformer.Transformer.remat = 'attention_on_host'"]
+    rows = ["BATCH_SIZE = 1024", "ACCUM_STEPS = 8"]
+    kept, fits, too_many = (
+        preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts="shipped to")
+        for bindings in (rows, [*moved, *rows], [*moved, *rows[:1]])
+    )
+    needs = [{finding.name: finding for finding in found.findings}["host memory"].detail for found in (kept, fits)]
+    without, with_saved = (float(text.split(" GiB at least of 379 ")[0]) for text in needs)
+    assert with_saved - without == pytest.approx(32 * 64 / 1024 * 8 * 4, rel=0.01)
+    (refused,) = [finding for finding in too_many.findings if finding.name == "host memory" and not finding.ok]
+    assert "saved activations 514.0 GiB" in refused.detail
+    assert "raise ACCUM_STEPS, or let the model save less on the host (remat)" in refused.detail
+
+
 def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     experiment = loader.load(QUICKSTART).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
