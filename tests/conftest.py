@@ -44,6 +44,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_programs_of_other_files():
+    """Compiled programs are dropped after each file; a process would grow to 5 GiB."""
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _whole_errors(monkeypatch):
     """An error is one line, so that a test can look for its words."""
