@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from core import logical, optimizers, wrappers
 from core.batches import BatchSpec, batch_shapes, row_length
@@ -262,9 +261,8 @@ def work(
     traced, (_, kept) = jax.make_jaxpr(functools.partial(forward, whole), return_shape=True)(*inputs)
     backward = jax.make_jaxpr(jax.grad(functools.partial(loss, whole)))(*inputs)
     on_host = [aval.memory_space == jax.memory.Space.Host for aval in traced.out_avals]
-    used, _ = dce_jaxpr(backward.jaxpr, [True] * len(backward.jaxpr.outvars))  # a rule may have a gradient nobody reads
-    again = _computes_again(used)
-    ahead, both = list(_products(traced.jaxpr)), list(_products(used))
+    again = _computes_again(backward.jaxpr)
+    ahead, both = list(_products(traced.jaxpr)), list(_products(backward.jaxpr))
 
     if chooses and in_chunks is None:
         chunked: Any = wrappers.with_field(model, "loss_chunk", row_length(spec))

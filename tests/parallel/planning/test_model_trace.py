@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from core import optimizers, slices
-from models import experts, lora, transformer
+from models import experts, transformer
 from parallel.planning import model_trace
 from tasks import streams
 
@@ -96,13 +96,3 @@ def test_choices_of_equal_work_are_one(seven_b):
     equal = dataclasses.replace(seven_b, works={"none": one, "dots": other, "full": other})
     assert equal.distinct_remats("none") == ("none", "dots")
     assert equal.distinct_remats("full") == ("full", "none")
-
-
-def test_gradients_that_a_rule_computes_for_nobody_are_not_counted(trace_of):
-    """The rule of products in int8 has a gradient of the matrix, which is frozen under LoRA."""
-    adapted = transformer.preset("7b", num_layers=2, lora=lora.Lora(rank=8, alpha=16.0, targets=lora.TARGETS))
-    plain, integers = (
-        trace_of(dataclasses.replace(adapted, quantization=choice), remats=["projections"])
-        for choice in ("none", "int8")
-    )
-    assert integers.works["projections"].flops == plain.works["projections"].flops
