@@ -24,8 +24,10 @@ if [[ ${1:-} == lab ]]; then
 fi
 
 selection=(-m "not slow")
+processes=3  # on two cores: the third works while tests of the others wait for hosts
 if ((with_slow)); then
   selection=()
+  processes=2  # large programs are compiled, each in several GiB
 else  # less optimized machine code, without fusion emitters, is compiled in a third of the time; --all runs what users run
   export XLA_FLAGS="${XLA_FLAGS:-} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
   [[ ${RENGA_NEWEST:-} == 1 ]] || XLA_FLAGS+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag
@@ -45,5 +47,4 @@ else
   $python -m ruff check --quiet .
   $python -m mypy --no-error-summary
 fi
-# Two cores; a third process uses them while tests wait for hosts.
-exec $python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+exec $python -m pytest -n $processes --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
