@@ -1,4 +1,4 @@
-"""Checks that a host has enough memory for a run: batches, evaluation, a checkpoint, and simulated chips.
+"""Checks that a host has enough memory for a run: batches, evaluation, activations, a checkpoint, simulated chips.
 
 The estimate is a lower bound: a run that exceeds the memory cannot work, and one that fits may still fail, because the
 data pipeline, the compiler and the program itself are not counted.
@@ -43,7 +43,7 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
         )
 
 
-def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: float = 0) -> dict[str, int]:
+def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: float) -> dict[str, int]:
     """Returns the bytes that the host with the most rows needs at the same time, by purpose.
 
     Args:
@@ -64,7 +64,7 @@ def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: fl
 
 def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, int]:
     """Returns the bytes that a simulation of all hosts and chips of a slice needs at the same time, by purpose."""
-    slice_, own = program.partitioner.slice, per_host(program, task, eval_batches=eval_batches)
+    slice_, own = program.partitioner.slice, per_host(program, task, eval_batches=eval_batches, saved_bytes=0)
     sizes = report.totals(program)
     batch = batch_size(program.spec) * _row_bytes(program)
     return {
@@ -89,13 +89,15 @@ def problem(
         fix = "take more hosts or a smaller model; --smoke uses a tiny model with the same slice, mesh and strategy"
     else:
         what = f"BATCH_SIZE = {batch_size(program.spec):,} rows of {_row_bytes(program):,} bytes"
+        saved = need.get("saved activations", 0)
+        what += " and the activations that are saved on the host" if saved else ""
         rows = int(batch_size(program.spec) * (have_bytes - fixed) / (total - fixed))
         schedule = program.partitioner.pipeline
         cuts = program.accum_steps * (schedule.num_microbatches if schedule else 1)
         unit = math.lcm(cuts * program.partitioner.row_shards, task.num_streams)
         fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
-        if 2 * need.get("saved activations", 0) > total:
-            fix += ", or raise ACCUM_STEPS, or let the model save less on the host (remat)"
+        if total - saved <= have_bytes:
+            fix += ", raise ACCUM_STEPS, or let the model save less on the host (remat)"
         elif need["evaluation"] > need["batches"]:
             fix += f", or EVAL_BATCHES (now {eval_batches}) lower"
     return f"{what}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
@@ -104,10 +106,13 @@ def problem(
 def require(program: Program, task: Task, *, eval_batches: int) -> None:
     """Checks that this machine's free memory suffices for one host of a run.
 
+    Activations that the model saves on the host are not counted: to estimate them takes a trace, which the preflight
+    makes before a run starts.
+
     Raises:
       UserError: it does not; gives both sizes and the setting to change.
     """
-    need, have = per_host(program, task, eval_batches=eval_batches), available_bytes()
+    need, have = per_host(program, task, eval_batches=eval_batches, saved_bytes=0), available_bytes()
     if said := problem(need, program, task, eval_batches=eval_batches, have_bytes=have, whose="this host"):
         raise UserError(said)
 

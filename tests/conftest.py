@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_finish():
-    """Modules stay until the end: the garbage collector need not visit them. That saves a twentieth of the time."""
+    """Collects garbage rarely, and never visits the modules, which stay until the end: this saves 5 % of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

@@ -90,7 +90,7 @@ def check(
     if program is not None:
         if initial := _initial_parameters(meant, program, run_dir, hosts):
             findings.append(initial)
-        findings += _memory(meant, program, hosts, with_activations=not smoked and hosts != "simulated")
+        findings += _memories(meant, program, hosts, with_activations=not smoked and hosts != "simulated")
     return Checked(tuple(findings), experiment, program)
 
 
@@ -104,7 +104,7 @@ def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
     """Checks a phase after the first."""
     found: list[Finding] = []
     if bound := _attempt("layout", lambda: _bind(span.experiment, smoked=smoked), found):
-        found += _memory(*bound, hosts, with_activations=not smoked and hosts != "simulated")
+        found += _memories(*bound, hosts, with_activations=not smoked and hosts != "simulated")
     found += _data_of(span, smoked=smoked, hosts=hosts)
     return [finding._replace(name=f"{finding.name} of phase {span.number}") for finding in found]
 
@@ -216,29 +216,27 @@ def _is_visible(place: str, hosts: Hosts) -> bool:
     return not place.startswith("hf://") and not _is_unseen(place, hosts, is_vocabulary=True)
 
 
-def _memory(experiment: Experiment, program: Program, hosts: Hosts, *, with_activations: bool) -> list[Finding]:
+def _memories(experiment: Experiment, program: Program, hosts: Hosts, *, with_activations: bool) -> list[Finding]:
     """Checks the memory of a chip and that of a host."""
-    estimate: Estimate | str = ""
-    fits = report.totals(program).everything <= program.partitioner.slice.chip.usable_hbm_bytes
-    if fits and with_activations and program.partitioner.slice.is_tpu:
-        from parallel.planning import arithmetic  # slow to import, and only needed here
-
-        try:
-            estimate = arithmetic.estimate(*arithmetic.place(program))
-        except Exception as error:  # an estimate refuses nothing: it traces a model of any author
-            estimate = f"{type(error).__name__}: {error}"
-    saved_bytes = 0.0 if isinstance(estimate, str) else estimate.host_bytes
-    return [_chip_memory(program, estimate), _host_memory(experiment, program, hosts, saved_bytes=saved_bytes)]
+    wanted = with_activations and program.partitioner.slice.is_tpu
+    estimate, why_not = _estimate(program) if wanted else (None, "")
+    return [_memory(program, estimate, why_not), _host_memory(experiment, program, hosts, estimate)]
 
 
-def _chip_memory(program: Program, estimate: "Estimate | str") -> Finding:
+def _estimate(program: Program) -> "tuple[Estimate | None, str]":
+    """Returns the estimate of a step; or None, and why there is none."""
+    from parallel.planning import arithmetic  # slow to import, and only needed here
+
+    try:
+        return arithmetic.estimate(*arithmetic.place(program)), ""
+    except Exception as error:  # an estimate refuses nothing: it traces a model of any author
+        return None, f"activations not estimated: {type(error).__name__}: {error}"
+
+
+def _memory(program: Program, estimate: "Estimate | None", why_not: str) -> Finding:
     """Checks a chip's memory: the state, which is exact, and an estimate of activations.
 
     The estimate is up to 1.13 times the compiler's figure, so on its own it fails only above `_SURELY_TOO_MUCH`.
-
-    Args:
-      program: what runs.
-      estimate: of a step; or why there is none, empty if none is wanted.
     """
     have, state_bytes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program).everything
     state = f"state {state_bytes / GIB:.3g} GiB"
@@ -246,9 +244,8 @@ def _chip_memory(program: Program, estimate: "Estimate | str") -> Finding:
     more_chips = "Split it over more chips (fsdp, tensor) or take a larger slice."
     if state_bytes > have:
         return Finding("memory", False, f"{state} {of}; activations not counted). {more_chips}")
-    if isinstance(estimate, str):
-        why = f"activations not estimated: {estimate}" if estimate else "activations not counted"
-        return Finding("memory", True, f"{state} {of}; {why})", is_note=bool(estimate))
+    if estimate is None:
+        return Finding("memory", True, f"{state} {of}; {why_not or 'activations not counted'})", is_note=bool(why_not))
     said = f"{state}, {estimate.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
     if estimate.peak_bytes <= have:
         return Finding("memory", True, said)
@@ -260,17 +257,20 @@ def _chip_memory(program: Program, estimate: "Estimate | str") -> Finding:
     return Finding("memory", False, f"{said}. {advice} {more_chips}")
 
 
-def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, *, saved_bytes: float) -> Finding:
+def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimate: "Estimate | None") -> Finding:
     """Checks the memory of one host, or of this machine if it simulates all hosts."""
     slice_, task, evaluated = program.partitioner.slice, experiment.task, {"eval_batches": experiment.eval_batches}
+    without = ""
     if hosts == "simulated" or slice_.generation == "cpu":
         need, have = host_memory.simulated(program, task, **evaluated), host_memory.available_bytes()
         whose = "this machine"
     else:
+        saved_bytes = 0.0 if estimate is None else estimate.host_bytes
+        without = "; activations saved on the host not counted" if estimate is None else ""
         need = host_memory.per_host(program, task, **evaluated, saved_bytes=saved_bytes)
         have, whose = slice_.host_memory_bytes, f"a host of {slice_.name}"
     problem = host_memory.problem(need, program, task, **evaluated, have_bytes=have, whose=whose)
-    said = f"{sum(need.values()) / GIB:.3g} GiB at least of {have / GIB:.4g} of {whose}"
+    said = f"{sum(need.values()) / GIB:.3g} GiB at least of {have / GIB:.4g} of {whose}{without}"
     return Finding("host memory", not problem, problem or said)
 
 

@@ -79,9 +79,7 @@ def summarize(run: Sequence[Executed]) -> Costs:
     calls: collections.Counter[str] = collections.Counter()
     unknown: collections.Counter[str] = collections.Counter()
     unpriced: collections.Counter[str] = collections.Counter()
-    communicating = {
-        id(w) for e in run for w in e.wrappers if executions.base_opcode(e.instruction) in executions.COLLECTIVES
-    }
+    communicating = {id(i) for e in run if _is_transfer(e) for i in (*e.wrappers, e.instruction)}
     for executed in run:
         at, times = executed.instruction, executed.times
         kind = executions.base_opcode(at)
@@ -95,7 +93,7 @@ def summarize(run: Sequence[Executed]) -> Costs:
             continue
         if at.estimated_cycles is not None:
             cycles[_kind(at)] += executed.cycles
-        elif _takes_time(at) and id(at) not in communicating and not host_copies.find(executed):
+        elif _takes_time(at) and id(at) not in communicating:
             unpriced[_kind(at)] += times
     return Costs(
         cycles={kind: count for kind, count in cycles.most_common() if count},
@@ -105,6 +103,11 @@ def summarize(run: Sequence[Executed]) -> Costs:
         unknown=dict(sorted(unknown.items())),
         unpriced={kind: count for kind, count in sorted(unpriced.items()) if count},
     )
+
+
+def _is_transfer(executed: Executed) -> bool:
+    kind = executions.base_opcode(executed.instruction)
+    return kind in executions.COLLECTIVES or host_copies.find(executed) is not None
 
 
 def _takes_time(at: Instruction) -> bool:

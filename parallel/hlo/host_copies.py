@@ -6,12 +6,18 @@ from parallel.hlo import executions, program
 from parallel.hlo.executions import Executed
 from parallel.hlo.program import Array
 
-# Opcodes that copy, and the direction that they imply; a `copy` goes both ways.
+# Opcodes that copy, and the direction that they imply. Slices are listed with one because the type of an asynchronous
+# start names its operands before its result; a `copy` goes both ways, and names its destination first.
 _DIRECTIONS = {"copy": None, "dynamic-slice": "from host", "dynamic-update-slice": "to host"}
 
 
 class HostCopy(NamedTuple):
-    """What is copied: `direction` is `to host` or `from host`, `array` the part that moves."""
+    """A copy between the memories.
+
+    Attributes:
+      direction: `to host` or `from host`.
+      array: the array that is copied; of a slice or an update, that part.
+    """
 
     direction: str
     array: Array
@@ -28,5 +34,5 @@ def find(executed: Executed) -> HostCopy | None:
     if not on_chip or len(on_chip) == len(places):
         return None
     moved = min(on_chip, key=lambda array: array.bytes)  # of an update of an array on the host, the part that changes
-    _, ends_on_host = places[0]  # the destination of a copy is written first
+    _, ends_on_host = places[0]
     return HostCopy(_DIRECTIONS[opcode] or ("to host" if ends_on_host else "from host"), moved)

@@ -206,6 +206,29 @@ def test_copies_between_chip_and_host_are_listed_with_what_they_move():
     assert without == {"copy": 1, "add": 1}  # that on the chip; and the sum, whose estimate this text leaves out
 
 
+FUSED_TO_HOST = """
+%update (k: bf16[4,8,128], x: bf16[1,8,128], i: s32[]) -> bf16[4,8,128] {
+  %k = bf16[4,8,128]{2,1,0:S(5)} parameter(0)
+  %x = bf16[1,8,128]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %d = bf16[4,8,128]{2,1,0:S(5)} dynamic-update-slice(%k, %x, %i)
+}
+
+ENTRY %main (k: bf16[4,8,128], x: bf16[1,8,128], i: s32[]) -> bf16[4,8,128] {
+  %k = bf16[4,8,128]{2,1,0:S(5)} parameter(0)
+  %x = bf16[1,8,128]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %f = bf16[4,8,128]{2,1,0:S(5)} fusion(%k, %x, %i), kind=kLoop, calls=%update
+}
+"""
+
+
+def test_a_fusion_that_copies_to_the_host_is_traffic_and_nothing_else():
+    (found,) = collectives(FUSED_TO_HOST)
+    assert (found.kind, found.network, found.wire_bytes) == ("to host", "PCIe", 8 * 128 * 2)
+    assert not costs.summarize(executions.walk(program.parse(FUSED_TO_HOST))).unpriced
+
+
 @pytest.mark.slow  # the tests of the text above and of arithmetic are quick
 @pytest.mark.compiled("v4-8")
 def test_what_is_saved_on_the_host_crosses_pcie_twice_and_frees_memory():

@@ -1,5 +1,6 @@
 """The preflight of data and run directory for each location of the hosts; it writes nothing."""
 
+import re
 import subprocess
 
 import pytest
@@ -11,6 +12,7 @@ from launch.check import preflight
 from launch.config import loader
 from launch.hosts import workstation
 from parallel import host_memory, mesh
+from parallel.planning import arithmetic
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"
 
@@ -187,26 +189,40 @@ def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypa
     assert "BATCH_SIZE = 131,072: lower it, raise ACCUM_STEPS" in found["memory"].detail
 
 
-def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path):
-    """Of 7B with 32 layers: 64 MiB a row and layer, for 8 rows a chip at a time and 4 chips."""
+def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path, monkeypatch):
+    """Valkyrie-7B saves 64 MiB per layer and row. A chip has 8 of the 1,024 rows at a time, without accumulation 64."""
     moved = ["from models import transformer", "transformer.Transformer.remat = 'attention_on_host'"]
     rows = ["BATCH_SIZE = 1024", "ACCUM_STEPS = 8"]
-    kept, fits, too_many = (
-        preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts="shipped to")
-        for bindings in (rows, [*moved, *rows], [*moved, *rows[:1]])
-    )
-    needs = [{finding.name: finding for finding in found.findings}["host memory"].detail for found in (kept, fits)]
-    without, with_saved = (float(text.split(" GiB at least of 379 ")[0]) for text in needs)
-    assert with_saved - without == pytest.approx(32 * 64 / 1024 * 8 * 4, rel=0.01)
-    (refused,) = [finding for finding in too_many.findings if finding.name == "host memory" and not finding.ok]
-    assert "saved activations 514.0 GiB" in refused.detail
-    assert "raise ACCUM_STEPS, or let the model save less on the host (remat)" in refused.detail
+
+    def host_memory_of(*bindings):
+        where = {"slice_name": "v4-32", "run_dir": str(tmp_path), "hosts": "shipped to"}
+        found = preflight.check(VALKYRIE, bindings=bindings, **where).findings
+        return next(finding for finding in found if finding.name == "host memory")
+
+    kept, saved = host_memory_of(*rows), host_memory_of(*moved, *rows)
+    assert kept.ok
+    assert saved.ok
+    without, with_saved = (float(found.detail.split(" GiB at least of 379 ")[0]) for found in (kept, saved))
+    per_row = 32 * 64 / 1024  # GiB, in 32 layers
+    assert with_saved - without == pytest.approx(8 * per_row * 4, rel=0.01)  # of 4 chips
+
+    refused = host_memory_of(*moved, rows[0])
+    assert not refused.ok
+    assert "bytes and the activations that are saved on the host: needs" in refused.detail
+    (counted,) = re.findall(r"saved activations ([\d.]+) GiB", refused.detail)
+    assert float(counted) == pytest.approx(64 * per_row * 4, rel=0.01)
+    assert ", raise ACCUM_STEPS, or let the model save less on the host (remat)" in refused.detail
+
+    monkeypatch.setattr(arithmetic, "place", lambda program: 1 / 0)
+    unknown = host_memory_of(*moved, rows[0])
+    assert unknown.ok
+    assert unknown.detail.endswith("of a host of v4-32; activations saved on the host not counted")
 
 
 def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     experiment = loader.load(QUICKSTART).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
-    need = host_memory.per_host(program, experiment.task, eval_batches=8)
+    need = host_memory.per_host(program, experiment.task, eval_batches=8, saved_bytes=0)
     assert need["batches"] == 2 * 16 * 128 * 5 * 4  # two copies of 16 rows of 5 fields
     assert need["evaluation"] == 8 * 16 * 128 * 5 * 4
     monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()))
