@@ -222,6 +222,17 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+def constrain_stored(x: jax.Array, axes: Axes) -> jax.Array:
+    """Constrains the sharding of a parameter by the strategy's table of stored parameters, over automatic mesh axes.
+
+    Returns `x` unchanged without a strategy.
+    """
+    tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
+    if tables is None or mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes, tables.params, keep=automatic_axes().__contains__))
+
+
 def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes: Mapping[str, int]) -> None:
     for size, name, entry in zip(shape, axes.names, spec, strict=True):
         count = shards(entry, sizes)

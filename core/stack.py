@@ -195,7 +195,7 @@ class OnHost:
 
 
 Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is saved, on the device or also on the host
-UNROLLED = 12  # most layers that `cpu_runner` runs without a loop
+UNROLLED = 12  # most layers of a stack that is small (`LayerFn.is_small`)
 
 
 def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -212,17 +212,6 @@ def unrolled_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Ta
     It takes longer to compile, and does not copy the weights of each layer from the stacked array.
     """
     return _run_in_order(fn, stacked, x, side, tail, unrolls=True)
-
-
-def cpu_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
-    """Runs a small stack (`LayerFn.is_small`) without a loop, and others with a scan.
-
-    On CPUs a loop copies what each layer saves for the backward pass to stacked arrays and reads them back. Without
-    one the step of six layers took 0.89 of the time, with 11 % more memory. The time of compilation grows with the
-    layers. Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory (290 instead of
-    74 MiB for six layers of width 128).
-    """
-    return _run_in_order(fn, stacked, x, side, tail, unrolls=fn.is_small)
 
 
 def _run_in_order(

@@ -27,7 +27,7 @@ from core.parameters import Specs
 from core.slices import Slice
 from core.step import TrainState
 from core.types import Batch, DataLayout, Model, Params
-from parallel import accumulation, compiler_options, mesh, strategy
+from parallel import accumulation, compiler_options, cpu_runner, mesh, strategy
 from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule
 
@@ -64,10 +64,10 @@ class Partitioner:
         if tables.overlap_reduction and self.row_shards > 1:
             from parallel import overlapped  # of no use to other strategies
 
-            otherwise = stack.cpu_runner if is_cpu else stack.scan_runner
+            otherwise = cpu_runner.cpu_runner if is_cpu else stack.scan_runner
             return overlapped.runner(tables.param_rules, tables.activation_rules, otherwise=otherwise)
         if self.pipeline is None:
-            return stack.cpu_runner if is_cpu else None
+            return cpu_runner.cpu_runner if is_cpu else None
         from parallel.pipeline import runner  # of no use without a pipeline
 
         return runner.runner(self.pipeline, tables.param_rules, tables.activation_rules)

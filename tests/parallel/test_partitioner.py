@@ -1,6 +1,7 @@
 """A strategy bound to devices: rows of a host, their placement, and errors before any array exists."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -177,6 +178,17 @@ def test_a_few_layers_run_without_a_loop_on_cpus(slice_name, changes, loops):
     with bound.tracing():
         traced = program.jitted_train_step.trace(program.abstract_state, program.abstract_batch)
     assert str(traced.jaxpr).count("scan[") == loops
+
+
+def test_without_a_loop_the_weights_of_a_layer_are_gathered_as_the_layer_reads_them():
+    """XLA copied slices [1, ...] of the stack once more after it had gathered them."""
+    bound = bind(FSDP, "cpu:2", jax.devices()[:2])
+    program = bound.program(dataclasses.replace(TINY, num_layers=2), ADAMW, batch_spec(4), seed=0)
+    with bound.tracing():
+        text = program.jitted_train_step.lower(program.abstract_state, program.abstract_batch).compile().as_text()
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", text)
+    assert len(gathered) >= 14  # seven matrices of each layer
+    assert not [shape for shape in gathered if shape.startswith("1,")]
 
 
 @pytest.mark.covers("T04")
