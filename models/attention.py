@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from core import logical
 from core.errors import UserError
+from core.platforms import by_platform
 from models import cudnn_attention, ring_attention
 from models import prefix as prefixes
 from models.prefix import Prefix
@@ -117,7 +118,7 @@ def _computed(choice: str, operands: tuple[Any, ...], *, tiles: Tiles, **options
         kernels["cuda"] = by_cudnn
     if choice == "plain" or not kernels:
         return by_products(*operands)
-    return jax.lax.platform_dependent(*operands, **kernels, default=by_products)
+    return by_platform(*operands, **kernels, default=by_products)
 
 
 def on_gpus(
@@ -187,7 +188,7 @@ def _around_ring(
         return form(by_products)(q, k, v, segment_ids)
     if choice == "splash":
         return form(by_kernel)(q, k, v, segment_ids)
-    return jax.lax.platform_dependent(q, k, v, segment_ids, tpu=form(by_kernel), default=form(by_products))
+    return by_platform(q, k, v, segment_ids, tpu=form(by_kernel), default=form(by_products))
 
 
 def plain(
@@ -294,7 +295,7 @@ def cached(
     operands = (q, seen, slots, start, padding)
     if q.shape[1] == 1:
         return by_products(*operands), after
-    return jax.lax.platform_dependent(*operands, cpu=by_blocks, default=by_products), after
+    return by_platform(*operands, cpu=by_blocks, default=by_products), after
 
 
 def _visible(slots: jax.Array, start: jax.Array, padding: jax.Array, *, length: int, window: int | None) -> jax.Array:

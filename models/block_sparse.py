@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from core import logical, units
 from core.errors import UserError, check_integer
+from core.platforms import by_platform
 from models import attention, ring_attention
 from models.attention import KeysAndValues
 from models.splash_tiles import LANES, Tiles, largest
@@ -195,7 +196,7 @@ def attend(
         return by_kernel(*operands)
     if choice == "plain" or not fits:
         return by_products(*operands)
-    return jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_products)
+    return by_platform(*operands, tpu=by_kernel, default=by_products)
 
 
 def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) -> bool:

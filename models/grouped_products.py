@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from core.platforms import by_platform
+
 _TILES = (512, 256, 128)  # rows of a tile of the TPU kernel; the first that divides is taken
 _WIDTH_BYTES = 2048  # the largest other dimensions of a tile; wider tiles exceed the vector memory of v4
 
@@ -27,7 +29,7 @@ def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.
     Returns:
       [S, F]; without meaning in rows that belong to no group.
     """
-    return jax.lax.platform_dependent(x, matrices, sizes, tpu=by_kernel, default=jax.lax.ragged_dot)
+    return by_platform(x, matrices, sizes, tpu=by_kernel, default=jax.lax.ragged_dot)
 
 
 def by_kernel(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, optimizers, random_bits, stack, step, units
+from core import logical, optimizers, platforms, random_bits, stack, step, units
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError, named_model
 from core.optimizers import Optimizer
@@ -55,8 +55,13 @@ class Partitioner:
         """Context in which a model is traced with this mesh and these tables."""
         tables = self.strategy
         run = stack.use_runner(self._runner) if self._runner else contextlib.nullcontext()
-        with jax.set_mesh(self.mesh), logical.sharding_rules(tables.activation_rules, tables.param_rules), run:
+        rules = logical.sharding_rules(tables.activation_rules, tables.param_rules)
+        with jax.set_mesh(self.mesh), rules, run, self.platform_context():
             yield
+
+    def platform_context(self) -> contextlib.AbstractContextManager:
+        """Context in which slices of CPUs trace what CPUs run alone; simulated TPU slices trace what TPUs run too."""
+        return platforms.use("cpu" if self.slice.generation == "cpu" else None)
 
     @functools.cached_property
     def _runner(self) -> stack.Runner | None:  # created once, because it is part of the cache key of every trace
@@ -248,7 +253,8 @@ class Program:
 
     @functools.cached_property
     def _params(self) -> tuple[Any, Specs]:
-        return logical.abstract_init(self._created, jax.random.key(self.seed), batch_shapes(self.spec))
+        with self.partitioner.platform_context():
+            return logical.abstract_init(self._created, jax.random.key(self.seed), batch_shapes(self.spec))
 
     def _created(self, rng: jax.Array, batch: Batch) -> Params:
         return logical.frozen(self.model.init(rng, batch), self.frozen, self.frozen_dtype)

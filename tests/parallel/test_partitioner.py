@@ -191,6 +191,16 @@ def test_without_a_loop_the_weights_of_a_layer_are_gathered_as_the_layer_reads_t
     assert not [shape for shape in gathered if shape.startswith("1,")]
 
 
+@pytest.mark.parametrize(("slice_name", "traced_for_tpus"), [("cpu:1", False), ("v4-8", True)])
+def test_a_simulated_slice_traces_the_kernels_of_tpus_and_a_slice_of_cpus_does_not(slice_name, traced_for_tpus):
+    bound = bind(FSDP, slice_name, jax.devices()[: 1 if slice_name == "cpu:1" else 4])
+    model = dataclasses.replace(TINY, num_heads=1, num_kv_heads=1, head_dim=128)
+    program = bound.program(model, ADAMW, batch_spec(4, length=128), seed=0)
+    with bound.tracing():
+        traced = program.jitted_train_step.trace(program.abstract_state, program.abstract_batch)
+    assert ("pallas_call" in str(traced.jaxpr)) == traced_for_tpus
+
+
 @pytest.mark.covers("T04")
 def test_a_loop_without_rematerialization_saves_no_copy_of_the_weights():
     bound = bind(FSDP, "v4-8", jax.devices()[:4])
