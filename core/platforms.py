@@ -13,8 +13,8 @@ def use(platform: str | None) -> contextlib.AbstractContextManager:
     """Context in which `by_platform` traces the implementation for one platform alone.
 
     Args:
-      platform: JAX's name, such as `cpu`. None: implementations for every platform are traced. Simulated TPUs need
-        this, so that a rehearsal finds what cannot be traced for TPUs.
+      platform: as in `core.slices.Chip.platform`: `tpu`, `cuda` or `cpu`. None: implementations for every platform
+        are traced. Simulated TPU slices need this, so that a rehearsal finds what cannot be traced for TPUs.
     """
     return _platform(platform)
 
@@ -22,7 +22,8 @@ def use(platform: str | None) -> contextlib.AbstractContextManager:
 def by_platform(*operands: Any, default: Callable[..., Any], **implementations: Callable[..., Any]) -> Any:
     """Calls the implementation for the platform in use; if none is, as `jax.lax.platform_dependent`.
 
-    `jax.lax.platform_dependent` traces every implementation: half of the time to trace a small decoder.
+    `jax.lax.platform_dependent` traces every implementation. With one alone, the step of a decoder with six layers
+    was traced in 0.6 instead of 1.0 s.
     """
     if _platform.value is None:
         return jax.lax.platform_dependent(*operands, **implementations, default=default)

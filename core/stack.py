@@ -206,13 +206,6 @@ def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail |
     return _run_in_order(fn, stacked, x, side, tail, unrolls=False)
 
 
-def _shapes_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
-    """Runs no layer, for initialization, which reads the shapes of results alone: returns x, and zeros as outputs."""
-    every = jax.tree.map(lambda a: jnp.zeros((len(fn.kinds), *a.shape), a.dtype), fn.outputs.stacked)
-    out = Outputs(fn.zero_sums(), every)
-    return x if tail is None else tail.fn(tail.params, x, side, out.summed), out
-
-
 def unrolled_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
     """Runs the layers without a loop, on all rows together.
 
@@ -260,8 +253,8 @@ def scan_layers(
     def unrolled(carry: Any, layers: Any, kinds: Sequence[Kind], *, in_loop: bool) -> tuple[Any, Any]:
         outs = []
         for i, kind in enumerate(kinds):
-            take = functools.partial(jax.lax.index_in_dim, index=i, keepdims=False)  # is traced faster than a[i]
-            layer = jax.tree.map(take, layers)
+            # Traced faster than a[i].
+            layer = jax.tree.map(lambda a, i=i: jax.lax.index_in_dim(a, i, keepdims=False), layers)
             carry, out = step(carry, layer, kind, in_loop=in_loop)
             outs.append(out)
         return carry, jax.tree.map(lambda *each: jnp.stack(each), *outs)
@@ -432,7 +425,7 @@ def layer_stack(
         params = _stacked_params(one.init, name, kinds, arguments, group)
         stacked = Layer(params, _grouped(_layer_keys(num_layers), group), layer_in)
         fn = _layer_fn(one, remat, kinds, stacked, arguments, group)
-        run = _shapes_runner if hk.running_init() else _runner.value
+        run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
         last = tail and _checked_tail(tail, like_x, like_side, fn.outputs.summed, outputs)
         result, out = run(fn, stacked, x, side, last)
         return result if outputs is None else (result, _join(_ungrouped(out, group), outputs))

@@ -49,6 +49,7 @@ def of_modules(names: Iterable[str]) -> dict[str, str]:
     return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_versioned(f)}
 
 
+@functools.cache
 def _is_versioned(file: Path) -> bool:
     """Returns whether a file is ours or an installed package's, whose versions are recorded separately."""
     ours = (_WORKSPACE / name for name in ("core", "launch", "models", "parallel", "renga", "tasks"))

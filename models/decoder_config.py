@@ -27,6 +27,7 @@ _ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
 REMAT: Mapping[str, stack.Remat] = {
     "none": "none",  # saves whatever the derivatives need, but weights as stored
     "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
+    "attention_and_mlp": (*_ATTENTION, "gate", "up"),  # 166 MiB, 1/12: all but attention's output projection
     "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
     "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
     "attention_on_host": stack.OnHost(on_host=_ATTENTION[1:], on_device=("norm",)),  # as attention; 64 MiB on the host
@@ -106,8 +107,8 @@ class DecoderConfig:
       tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
         of 1.
       remat: what the backward pass saves and does not recompute: "none" (saves all it needs), "projections",
-        "attention_and_up", "attention", "attention_on_host" (as "attention", in the memory of the host), "dots",
-        "halves", "full" (saves least); see `REMAT`. Pipelines always use "full".
+        "attention_and_mlp", "attention_and_up", "attention", "attention_on_host" (as "attention", in the memory of the
+        host), "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always use "full".
       quantization: "none" or "int8": the products of attention and dense feed-forward layers are computed in int8,
         with rounding errors of about 1 % each; see `models.quantized`. Predicted to be faster on v5p and v6e, not on v4
         and v5e.

@@ -60,7 +60,7 @@ class Partitioner:
             yield
 
     def platform_context(self) -> contextlib.AbstractContextManager:
-        """Context in which slices of CPUs trace what CPUs run alone; simulated TPU slices trace what TPUs run too."""
+        """Context in which slices of CPUs trace only implementations for CPUs; others, also simulated, trace all."""
         return platforms.use("cpu" if self.slice.generation == "cpu" else None)
 
     @functools.cached_property

@@ -168,7 +168,11 @@ def load(
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
     """Returns the macros that a file declares."""
-    text = (sources.WORKSPACE / defaults).read_text(encoding="utf-8")
+    return _macros((sources.WORKSPACE / defaults).read_text(encoding="utf-8"))
+
+
+@functools.cache  # plans ask for each of a thousand candidates
+def _macros(text: str) -> frozenset[str]:
     return frozenset(b.name for b in parse(text).bindings if b.is_macro)
 
 

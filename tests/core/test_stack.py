@@ -76,23 +76,6 @@ def test_scan_is_the_composition_of_the_layers():
     np.testing.assert_allclose(network().apply(params, None, X, SIDE), want, atol=1e-6)
 
 
-def test_initialization_runs_a_block_once_and_not_the_layers():
-    runs = []
-
-    def block(x, side):
-        jax.debug.callback(lambda: runs.append("layer"))
-        return Layer()(x, side)
-
-    tail = stack.Tail(lambda scale, x, side: jnp.sum(scale * x), jnp.float32(2.0))
-    net = hk.transform(lambda x, side: stack.layer_stack(block, LAYERS, tail=tail)(x, side))
-    params = net.init(KEY, X, SIDE)
-    jax.effects_barrier()
-    assert len(runs) == 1
-    assert np.shape(net.apply(params, None, X, SIDE)) == ()
-    jax.effects_barrier()
-    assert len(runs) == 1 + LAYERS
-
-
 @pytest.mark.parametrize(
     "remat",
     [*stack.REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names"), stack.OnHost(("activation",))],

@@ -111,12 +111,12 @@ def test_flops_of_a_step_by_hand():
 
 @pytest.mark.covers("L05")
 def test_seven_billion_at_sixty_four_rows_reach_their_shares_of_the_peak():
-    """Predicted for v4-32: 60 % with all traffic hidden and 50 % with none, in what a chip has."""
+    """Predicted for v4-32: 69 % with all traffic hidden and 57 % with none, in what a chip has."""
     found = golden.read("valkyrie_7b_64_rows")
     experiment, _ = loaded("gin/valkyrie_7b_64_rows.gin")
     assert (experiment.slice, experiment.tokens_per_step) == ("v4-32", 64 * 2048)
-    assert found["predicted"]["mfu"]["hidden"] >= 0.60
-    assert found["predicted"]["mfu"]["exposed"] >= 0.50
+    assert found["predicted"]["mfu"]["hidden"] >= 0.69
+    assert found["predicted"]["mfu"]["exposed"] >= 0.57
     assert found["memory"]["peak_bytes"] < slices.get("v4-32").chip.usable_hbm_bytes
 
 

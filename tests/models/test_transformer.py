@@ -205,6 +205,7 @@ def test_remat_changes_nothing(params, remat):
 PRODUCTS_AGAIN = {  # of a layer: projections to queries, keys (both turned), values, from heads; gate, up
     "none": 0,
     "projections": 0,
+    "attention_and_mlp": 1,
     "attention_and_up": 1,
     "attention": 3,
     "attention_on_host": 3,
@@ -300,7 +301,7 @@ def test_flops_of_the_7b():
         ({"query_scale": math.nan}, r"Transformer.query_scale = nan: expected a finite number above 0"),
         ({"rope_theta": math.inf}, r"Transformer.rope_theta = inf: expected a finite number above 0"),
         ({"embed_dim": 66}, "does not divide over num_heads = 4"),
-        ({"remat": "half"}, "expected one of none, projections, attention_and_up, attention, attention_on_host, dots"),
+        ({"remat": "half"}, "expected one of none, projections, attention_and_mlp, attention_and_up, attention, atten"),
         ({"dtype": "float16"}, "expected one of bfloat16, float32"),
         ({"num_layers": 0}, "expected at least 1"),
     ],

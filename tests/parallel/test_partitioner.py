@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec
 
 from core import optimizers, slices, stack
 from models.agreement_subjects import random_batches
+from models.experts import Experts
+from models.lora import Lora
+from models.s5 import S5
 from models.transformer import Transformer, preset
 from parallel import agreement, strategies
 from parallel.partitioner import Partitioner
@@ -21,6 +24,10 @@ TINY = Transformer(
 )
 # Measured on two kinds of processors: by how much gradients, losses, parameters and optimizer state differ.
 ULP_WITHOUT_LOOP = (5, 1, 1, 6.5)
+ULP_OF_LORA = (5, 1, 13, 6.5)  # its second matrix is zero at first, and AdamW divides its small gradients by their size
+EXPERTS, LORA = Experts(number=4, top_k=2, balance=0.1), Lora(rank=2, alpha=4.0, targets=("query", "down"))
+GROUP = {"mixer": ("s5", "attention"), "feed_forward": ("mlp", "s5"), "s5": S5(states=8, chunk=4)}
+KINDS = {"window": 4, "pattern": ("local", "local", "global")}
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 
 
@@ -222,13 +229,23 @@ def test_a_loop_without_rematerialization_saves_no_copy_of_the_weights():
     assert set(kept) <= set(traced.invars)
 
 
-def test_layers_without_a_loop_give_the_numbers_of_the_loop():
-    model = dataclasses.replace(TINY, num_layers=2, dtype="float32")
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [
+        ({}, ULP_WITHOUT_LOOP),
+        pytest.param({"experts": EXPERTS}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="experts"),
+        pytest.param({"lora": LORA}, ULP_OF_LORA, marks=pytest.mark.slow, id="lora"),
+        pytest.param({"num_layers": 4, **GROUP}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="group"),
+        pytest.param({"num_layers": 4, **KINDS}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="kinds"),
+    ],
+)
+def test_layers_without_a_loop_give_the_numbers_of_the_loop(changes, measured):
+    model = dataclasses.replace(TINY, **{"num_layers": 2, "dtype": "float32", **changes})
     data = list(random_batches(model.vocab_size, steps=2))
     on_cpus, simulated = (
         agreement.run(subjects.bind(model, agreement.Example(name, FSDP), data[0]), data) for name in ("cpu:4", "v4-8")
     )
-    found, limits = agreement.compare(on_cpus, simulated), agreement.limits(ULP_WITHOUT_LOOP)
+    found, limits = agreement.compare(on_cpus, simulated), agreement.limits(measured)
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
 
 
