@@ -100,8 +100,9 @@ def run(args: argparse.Namespace) -> int:
     slice_ = machine.local() if args.target == flags.LOCAL else slices.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
-    exclusive = ("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("restarts", "smoke")
-    for one, other in (*exclusive, ("tune", "restarts"), ("tune", "steps"), ("tune", "check"), ("tune", "smoke")):
+    exclusive = [("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("smoke", "steps")]
+    exclusive += [("restarts", "smoke"), *(("tune", other) for other in ("restarts", "steps", "check", "smoke"))]
+    for one, other in exclusive:
         if getattr(args, one) and getattr(args, other):
             raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
     place = tpu_host.look()

@@ -169,6 +169,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
     if args.analyze and args.smoke:
         raise UserError("--analyze reads the scores of runs, and smoke runs have none: remove --smoke")
+    if args.smoke and args.steps:
+        raise UserError("--smoke and --steps exclude each other: a smoke run has 20 steps")
     if runs and not args.simulate and not tpu_host.look().on_tpu_host:
         raise UserError(
             f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from core import distributed, metrics, paths, published_files, slices, versions
 from core.checkpoints import steps
+from core.errors import UserError
 from core.health import exit_codes
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; if the run fails, notes the cause for the process that started it."""
+    if args.smoke and args.steps:
+        raise UserError("--smoke and --steps exclude each other: a smoke run has 20 steps")
     noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if environment.read("RENGA_NOTES"):
         from launch.hosts import alerts

@@ -91,9 +91,9 @@ def test_the_error_without_a_place_to_run_names_the_three_ways_and_the_evidence(
 def test_a_tpu_host_becomes_its_train_process(place):
     place(TPU_HOST)
     with pytest.raises(Became) as became:
-        cli.main(["pod", "v4-32", "x.gin", "--gin", "A = 1", "--gin", "B = 2", "--steps", "5", "--smoke"])
+        cli.main(["pod", "v4-32", "x.gin", "--gin", "A = 1", "--gin", "B = 2", "--steps", "5"])
     (argv,) = became.value.args
-    assert argv == ["train", "x.gin", "--slice", "v4-32", "--gin", "A = 1", "--gin", "B = 2", "--steps", "5", "--smoke"]
+    assert argv == ["train", "x.gin", "--slice", "v4-32", "--gin", "A = 1", "--gin", "B = 2", "--steps", "5"]
 
 
 def test_a_tpu_host_of_another_slice_is_refused(place, capsys):
@@ -309,6 +309,7 @@ def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
         (["v4-32", "x.gin", "--simulate", "--tune", "--steps", "9"], "--tune and --steps exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--tune", "--restarts", "1"], "--tune and --restarts exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--tune", "--smoke"], "--tune and --smoke exclude each other"),
+        (["v4-32", "x.gin", "--simulate", "--smoke", "--steps", "9"], "--smoke and --steps exclude each other"),
         (["v4-32", "x.gin", "--check", "--tune"], "--tune and --check exclude each other"),
         (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--seconds", "5"], "v4-32 x.gin does not use --seconds"),
         (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--spot"], "does not use --spot"),

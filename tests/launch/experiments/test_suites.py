@@ -148,11 +148,12 @@ def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
 
 def test_the_command_of_an_experiment(suite):
     entry = suite(seeds=2).entries[1]
-    mode = suites.Mode(simulate=True, smoke=True, steps=7)
+    mode = suites.Mode(simulate=True, steps=7)
     assert mode.command(entry)[1:] == [
         *("-m", "launch", "pod", "v4-8", entry.path, "--run-dir", entry.run_dir),
-        *("--gin", "SEED = 1", "--steps", "7", "--simulate", "--smoke"),
+        *("--gin", "SEED = 1", "--steps", "7", "--simulate"),
     ]
+    assert suites.Mode(smoke=True).command(entry)[-1] == "--smoke"
     assert mode.last_step(entry) == 4
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from core.health import exit_codes
+from launch import __main__ as cli
 from launch import environment
 from launch.config import loader
 
@@ -43,3 +45,10 @@ def test_a_smoke_run_can_be_repeated(launch, tmp_path):
 def test_valkyrie_7b_smokes_on_four_hosts(launch, tmp_path):
     said = launch("pod", "v4-32", "gin/valkyrie_7b.gin", "--simulate", "--smoke", "--run-dir", str(tmp_path))
     assert "PASS  20 steps" in said
+
+
+def test_a_smoke_run_of_other_steps_is_refused(tmp_path, capsys):
+    words = ["--slice", "v4-8", "--run-dir", str(tmp_path / "run"), "--smoke", "--steps", "2"]
+    assert cli.main(["train", "gin/quickstart.gin", *words]) == exit_codes.USER_ERROR
+    assert "--smoke and --steps exclude each other: a smoke run has 20 steps" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
