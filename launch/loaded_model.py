@@ -166,6 +166,7 @@ def load(
     bindings: Sequence[str] = (),
     dtype: str | None = None,
     strategy: Strategy | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> LoadedModel:
     """Loads the model of a run, of one of its steps (RUN@STEP), or of the folder of a published model.
 
@@ -175,18 +176,20 @@ def load(
       bindings: override the configuration of a run; for a published model, gin/generation/folder.gin.
       dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16.
       strategy: overrides that of the run and of `bindings`; a published model is laid out by fsdp without either.
+      check: called before the parameters are read, when the modules that the configuration imports are imported.
 
     Raises:
       UserError: there is no such run, step or folder, it does not fit the model, or it is damaged.
     """
     published_files.use_copies(None)
     if published_files.is_published(text):
-        return _published(text, slice_name, bindings, dtype, strategy)
+        return _published(text, slice_name, bindings, dtype, strategy, check)
     if not steps.has_folder(text):
         raise UserError(published_files.unknown(text))
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)
     found = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name)
+    check()
     return load_step(found.config.build(), folder, slice_name=slice_name, strategy=strategy)
 
 
@@ -235,12 +238,18 @@ class Choice:
 
 
 def _published(
-    folder: str, slice_name: str | None, bindings: Sequence[str], dtype: str | None, strategy: Strategy | None
+    folder: str,
+    slice_name: str | None,
+    bindings: Sequence[str],
+    dtype: str | None,
+    strategy: Strategy | None,
+    check: Callable[[], object],
 ) -> LoadedModel:
     on_cpu = jax.devices()[0].platform == "cpu"
     given = f"FOLDER = {folder!r}\nCOMPUTE_DTYPE = {dtype or ('float32' if on_cpu else 'bfloat16')!r}\n"
     root = f"{Choice.__module__}.{Choice.__name__}"
     config = loader.load(_GIN, bindings=bindings, root=root, defaults=_GIN, between={"the command": given})
+    check()
     choice: Choice = config.build()
     model = choice.model
     vocabulary = vocabularies.tokenizer(folder)

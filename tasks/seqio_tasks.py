@@ -62,8 +62,8 @@ def _registered(name: str, where: str = "text.seqio.name") -> Any:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"registered are {', '.join(sorted(names)[:8]) or 'none'}"
         raise UserError(
-            f"{where}: no seqio task or mixture {name!r}; {hint} (the gin file must import the module that "
-            "registers it)"
+            f"{where}: no seqio task or mixture {name!r}; {hint}. Import the module that registers it, in the gin file "
+            "or with --gin 'import MODULE'"
         )
     found = seqio.get_mixture_or_task(name)
     if set(found.output_features) not in ({"targets"}, {"inputs", "targets"}):

@@ -48,7 +48,7 @@ _MESH_HEADER = "from __gin__ import dynamic_registration\nfrom parallel import s
 class Settings:
     """The imports and bindings of a configuration in canonical form."""
 
-    imports: Mapping[str, str]  # full names of modules, by the symbols that `bindings` use
+    imports: Mapping[str, str]  # full names of modules, by the symbols that `bindings` use if they use the module
     bindings: tuple[Binding, ...]  # macros, then parameters, each sorted by name
 
     @functools.cached_property
@@ -138,13 +138,13 @@ def load(
     if text is None and paths.is_remote(path):
         text = _content(str(path))
     reader = sources.Reader()
-    folder = _read(reader, str(path), text)
+    folders = (_read(reader, str(path), text), Path.cwd())
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
     if slice_name is not None:
         flags["--slice"] = f"SLICE = {slice_name!r}"
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
-    names = Names(reader, folders=(folder, Path.cwd()))
+    names = Names(reader, folders=folders)
     config = checks.Configuration(
         reader,
         names,
@@ -153,17 +153,17 @@ def load(
         declared=declared_macros(defaults),
     )
     problems, notes, kept = checks.check(config)
-    if found := dict.fromkeys(reader.problems + names.problems + problems):
+    if wrong := dict.fromkeys(reader.problems + names.problems + problems):
         position = {name: number for number, name in enumerate(reader.sources)}
-        in_reading_order = sorted(found, key=lambda p: (position.get(p.file, len(position)), p.line))
-        raise ConfigError(str(path), in_reading_order)
+        raise ConfigError(str(path), sorted(wrong, key=lambda p: (position.get(p.file, len(position)), p.line)))
     for bound in reader.bindings:
         if bound.name == "SLICE" and bound.file in flags and slice_name not in (None, bound.value):
             notes.append(f"{bound.place}: {bound} is left out, the SLICE argument chose {slice_name!r}")
     if mesh:
         said = " ".join(f"{name}={environment.read(name)}" for name in (_MESH, "TPU_AXIS_NAMES"))
         notes.insert(0, f"{said} bind {'; '.join(mesh)}, after the file and before --gin")
-    return LoadedConfig(*_canonical(kept), experiment=reader.experiment, notes=tuple(notes), _root=config.root)
+    imports, ordered = _canonical(kept, names.own_modules)
+    return LoadedConfig(imports, ordered, reader.experiment, tuple(notes), config.root)
 
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
@@ -206,12 +206,17 @@ def _content(path: str) -> str:
         raise ConfigError(path, [sources.unreadable(path, error)]) from error
 
 
-def _canonical(bindings: Iterable[Binding]) -> tuple[dict[str, str], tuple[Binding, ...]]:
-    """Returns the modules used by the bindings, by symbol, and the bindings in canonical order, with these symbols."""
+def _canonical(bindings: Iterable[Binding], own_modules: Iterable[str]) -> tuple[dict[str, str], tuple[Binding, ...]]:
+    """Returns modules by symbol, and the bindings in canonical order, with these symbols.
+
+    The modules are those that the bindings use, followed by the other modules of the user: importing one may be its
+    purpose, for example if it registers a seqio task.
+    """
     bindings = list(bindings)
     named = [*bindings, *(leaf for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))]
     symbols: dict[str, str] = {}
-    for module in sorted({x.target.module for x in named if x.target}):
+    used = {x.target.module for x in named if x.target}
+    for module in (*sorted(used), *sorted(set(own_modules) - used)):
         name = module.rpartition(".")[2]
         taken = {"gin", *symbols.values()}
         symbols[module] = next(s for s in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if s not in taken)

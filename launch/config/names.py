@@ -33,6 +33,7 @@ from launch.config.statements import (
 
 PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
 _EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
+_OURS = tuple(f"{package}." for package in (*PUBLIC_PACKAGES, f"{environment.PACKAGE}launch"))
 
 _Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import failed, which was reported
 
@@ -51,11 +52,13 @@ class Names:
     Attributes:
       problems: failed imports and unresolved names.
       unresolved: the unresolved names.
+      own_modules: full names of the user's modules that were imported.
     """
 
     def __init__(self, reader: Reader, *, folders: Iterable[Path]):
         self.problems: list[ConfigProblem] = []
         self.unresolved: list[str] = []
+        self.own_modules: set[str] = set()
         self._unclear, sources = reader.unclear, reader.sources
         self._constructors: dict[Any, Constructor] = {}
         self._public = _public_modules()
@@ -100,6 +103,8 @@ class Names:
             module, details = None, {"fix": f"give {shadowed.name} a name of its own"}
         if module and not (statement.is_from or statement.alias):
             module = sys.modules[name.split(".")[0]]
+        if module and not f"{name}.".startswith(_OURS):
+            self.own_modules.add(name)
         first = symbols.setdefault(symbol, module)
         if module and first not in (module, None):
             what = f"'{symbol}' is already the name of {first.__name__} in this file"

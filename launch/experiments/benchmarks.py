@@ -4,6 +4,7 @@ Unlike the evaluation on a run's own held-out data, it runs in one process, like
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,13 +33,10 @@ def run(args: argparse.Namespace) -> int:
     limit = args.rows if isinstance(args.rows, int) else None
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
     problems = _problems(args, limit) if args.humaneval is not None else []
-    if args.seqio is not None:
-        from tasks import seqio_tasks
-
-        seqio_tasks.require_metrics(args.seqio)
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
-    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin))
+    check = functools.partial(_require_metrics, args.seqio)
+    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin, check=check))
     print(scores.model.where)
     if tasks is not None:
         found: Mapping[str, Any] = {"tasks": lm_eval_tasks.evaluate(tasks, scores, limit=limit)}
@@ -86,6 +84,14 @@ def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[s
         return [one.ids for batch in batches for one in batch]
 
     return seqio_tasks.evaluate(name, most=limit, score=score, predict=predict)
+
+
+def _require_metrics(name: str | None) -> None:
+    """Checks that a registered task or mixture of seqio, if one is named, has metrics that can be computed."""
+    if name is not None:
+        from tasks import seqio_tasks
+
+        seqio_tasks.require_metrics(name)
 
 
 def _require_used(args: argparse.Namespace) -> None:

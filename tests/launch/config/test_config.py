@@ -243,6 +243,23 @@ def test_the_text_does_not_depend_on_how_the_modules_are_imported(bench):
     assert bench.load().text == plain
 
 
+def test_the_text_keeps_imports_that_only_register(bench):
+    plain = bench.load()
+    bench.write("registers/models.py", "import sys\nsys.registered = True")
+    bench.add("from registers import models as r\nimport registers_too")
+    bench.write("registers_too.py", "")
+    loaded = bench.load()
+    added = {"models2": "registers.models", "registers_too": "registers_too"}
+    assert loaded.imports == {**plain.imports, **added}
+    assert [str(b) for b in loaded.bindings] == [str(b) for b in plain.bindings]
+    bench.write("saved.gin", loaded.text)
+    for module in added.values():
+        del sys.modules[module]
+    assert bench.load(path="saved.gin").text == loaded.text
+    assert {*added.values()} <= sys.modules.keys()
+    assert bench.load("from core import units").text == loaded.text  # a module of ours registers nothing
+
+
 def test_the_bindings_are_data_with_their_places(bench):
     loaded = bench.load("strategies.fsdp.data = 2", "BATCH_SIZE = 4")
     found = {b.name: (b.value, b.place) for b in loaded.bindings}

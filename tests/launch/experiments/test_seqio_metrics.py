@@ -1,7 +1,8 @@
 """`launch/run evaluate --seqio`: the metrics that a registered task of seqio has, of predictions and of scores."""
 
 import json
-import shlex
+import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -114,9 +115,10 @@ def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered
 
 
 @pytest.mark.slow
-def test_a_run_is_scored_by_the_metrics_of_its_task(registered, tmp_path, capsys, monkeypatch):
-    """Trained for a few steps from its gin file, which imports the module."""
-    monkeypatch.setenv("PYTHONPATH", str(registered.__file__).rpartition("/")[0])
+def test_a_run_is_scored_by_the_metrics_of_its_task(tmp_path):
+    """Each command is a process: the module is on PYTHONPATH, and only the run's gin file imports it."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "own_sums.py").write_text(MODULE)
     gin = tmp_path / "sums.gin"
     gin.write_text(
         f"""from __gin__ import dynamic_registration
@@ -137,15 +139,30 @@ EVAL_BATCHES = 0
 PROMPT = ''
 """
     )
-    run_dir = tmp_path / "run"
-    arguments = f"pod v5e-1 {gin} --simulate --run-dir {run_dir}"
-    assert command.main(shlex.split(arguments)) == 0, capsys.readouterr()
-    capsys.readouterr()
-    out = tmp_path / "scores.json"
-    assert command.main(["evaluate", str(run_dir), "--seqio", "sums", "--rows", "8", "--json", str(out)]) == 0
+
+    def launch(*arguments):
+        path = os.pathsep.join([str(tmp_path / "modules"), str(environment.WORKSPACE)])
+        command = [*environment.COMMAND, *map(str, arguments)]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+
+    run_dir, out = tmp_path / "run", tmp_path / "scores.json"
+    trained = launch("pod", "v5e-1", gin, "--simulate", "--run-dir", run_dir)
+    assert trained.returncode == 0, trained.stderr
+    scored = launch("evaluate", run_dir, "--seqio", "sums", "--rows", "8", "--json", out)
+    assert scored.returncode == 0, scored.stderr
     found = json.loads(out.read_text())["tasks"]["sums"]
     assert 0 <= found["equal"] <= 1
     assert -50 < found["likelihood"] < 0
-    assert "likelihood" in capsys.readouterr().out
-    assert command.main(["evaluate", str(run_dir), "--seqio", "sums", "--samples", "2"]) == 2
+    assert "likelihood" in scored.stdout
+    assert launch("evaluate", run_dir, "--seqio", "nosuch").returncode == 2
+
+    (run_dir / "config.gin").write_text((run_dir / "config.gin").read_text().replace("import own_sums\n", ""))
+    lost = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")
+    assert (lost.returncode, "--gin 'import MODULE'" in " ".join(lost.stderr.split())) == (2, True)
+    again = launch("evaluate", run_dir, "--seqio", "sums", "--rows", "2", "--gin", "import own_sums")
+    assert again.returncode == 0, again.stderr
+
+
+def test_samples_belong_to_other_benchmarks(capsys):
+    assert command.main(["evaluate", "anything", "--seqio", "sums", "--samples", "2"]) == 2
     assert "--samples: of --humaneval, not of --seqio" in " ".join(capsys.readouterr().err.split())
