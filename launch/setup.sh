@@ -159,6 +159,7 @@ main() {
   exec 9>"$venv.lock"
   flock --nonblock 9 || { say "another set-up is running: waiting for it"; flock 9; }
   is_current && return
+  trap 'say "interrupted; the same command continues"; exit 130' INT  # pip handles Ctrl-C itself, and ends regularly
   : >"$log"
   local python version
   python=$(choose_python)

@@ -75,9 +75,7 @@ def folder_of(run: str) -> paths.Path:
     folder = folder if _is_folder_of_steps(folder) else folder / FOLDER
     if not folder.exists():
         what = "has no checkpoints" if folder.parent.exists() else "does not exist"
-        raise UserError(
-            f"the run {run!r} {what} (expected {folder}); give the --run-dir that it was trained with, local or gs://"
-        )
+        raise UserError(f"the run {run!r} {what} (expected {folder}); give a run directory, local or gs://")
     return folder
 
 

@@ -60,6 +60,11 @@ class Configuration:
         self._doubtful = [*names.unresolved, *((read | defined) - self.known), *misspelt, *unclear]
         self._by_node = _grouped(self.final, _node)
 
+    @property
+    def is_without_defaults(self) -> bool:
+        """Returns whether nothing is bound to the root because the file that does it is not included."""
+        return self.defaults not in self.reader.sources and not self.bound(self.root, ())
+
     def is_doubtful(self, name: str) -> bool:
         """Returns whether a name resembles an unresolved name, or a name in a statement with a syntax error."""
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
@@ -93,7 +98,9 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
     unused = [b for b in set_by_user if not is_used(b) and not config.is_doubtful(b.selector)]
     displaced = {b.order: choice for b, choice in _displaced(config, unused)}
     problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
-    if config.reader.complete:
+    if config.reader.complete and config.is_without_defaults:
+        problems.append(_without_defaults(config))
+    elif config.reader.complete:
         problems += [*faults, *(_no_effect(b) for b in unused if b.order not in displaced)]
     problems += _types(config, [b for b in config.final if b.order not in displaced])
     left_out = [(b, displaced[b.order]) for b in unused if b.order in displaced]
@@ -179,6 +186,18 @@ def _lacking(
         if Macro(REQUIRED) in leaves(expand(binding.value, config.macros)) and not config.is_doubtful(origin.name):
             what, fix = f"{origin.name} has no value", f"{origin.name} = … in {config.reader.experiment}"
             yield ConfigProblem(origin.file, origin.line, what, expected=_expected(target, name), fix=fix)
+
+
+def _without_defaults(config: Configuration) -> ConfigProblem:
+    """Returns the problem of an experiment that does not include the file which gives its root all values."""
+    needed = [name for name, parameter in config.root.parameters.items() if parameter.default is parameter.empty]
+    return ConfigProblem(
+        config.reader.experiment,
+        0,
+        f"this is not yet an experiment: {config.root} has no value for {', '.join(needed)}",
+        fix=f"begin with the line include '{config.defaults}', which has a value for each, and bind what differs below "
+        "it; gin/quickstart.gin is an example",
+    )
 
 
 def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:

@@ -25,6 +25,8 @@ DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 Statement = Binding | ImportStatement | IncludeStatement
 
 _ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhashable key of a dictionary: TypeError
+_FEW_ERRORS = 3  # syntax errors that gin text may have, even if they are most of its statements
+_OTHER_SIGN = re.compile(r"(?P<name>[\w./]+) *(?P<sign>:=?|==) *(?P<value>[^\s=].*)")  # as YAML and others write
 _IMPORTS = re.compile(r"(?:from\s+[\w.]+\s+)?import\s+[\w.]+\s*,")
 _EXPLANATIONS = {
     "Unable to parse value": (
@@ -103,11 +105,14 @@ class Reader:
         return found
 
     def _parsed(self, text: str, *, file: str) -> list[Statement]:
-        """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented."""
+        """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented.
+
+        A text of another kind, in which most pieces cannot be parsed, is one problem and has no statements.
+        """
         try:
             return parse(text)
         except _ERRORS:
-            found, lines = [], text.splitlines(keepends=True)
+            found, problems, lines = [], [], text.splitlines(keepends=True)
         starts = [i for i, line in enumerate(lines) if i == 0 or not re.match(r"[\s#)\]}]", line)]
         for start, end in itertools.pairwise([*starts, len(lines)]):
             piece = "".join(lines[start:end])
@@ -115,10 +120,13 @@ class Reader:
                 found += parse("\n" * start + piece)
             except _ERRORS as error:
                 self.unclear |= set(re.findall(r"[\w.]+", piece))
-                self.complete &= bool(re.match(r"[\w./]+\s*=", piece))
-                what, fix = _explanation(error, piece)
+                self.complete &= bool(re.match(r"[\w./]+\s*=", piece) or _OTHER_SIGN.match(piece))
                 line = min(getattr(error, "lineno", None) or start + 1, len(lines))
-                self.problems.append(ConfigProblem(file, line, what, actual=lines[line - 1].strip(), fix=fix))
+                what, fix = _explanation(error, piece, line=lines[line - 1].strip())
+                problems.append(ConfigProblem(file, line, what, actual=lines[line - 1].strip(), fix=fix))
+        if len(problems) > (max(_FEW_ERRORS, len(found)) if file.endswith(".gin") else _FEW_ERRORS):
+            self.complete, found, problems = False, [], [_not_gin(problems, statements=len(found))]
+        self.problems += problems
         return found
 
     def _include(self, statement: IncludeStatement, folder: Path, *, reading: tuple[str, ...]) -> None:
@@ -167,6 +175,14 @@ def missing_file(path: str, guess: Path | None, *, file: str, line: int = 0) -> 
 def unreadable(name: str, error: Exception) -> ConfigProblem:
     """Returns the problem that reports a file that cannot be read."""
     return ConfigProblem(name, 0, "the file cannot be read", actual=str(error), fix="a gin file is UTF-8 text")
+
+
+def _not_gin(problems: Sequence[ConfigProblem], *, statements: int) -> ConfigProblem:
+    """Returns the problem that reports a text that is not written in gin; its place is that of the first error."""
+    first, pieces = problems[0], len(problems) + statements
+    what = f"this is not gin text: {len(problems)} of its {pieces} statements cannot be read, this one first"
+    example = "an example of an experiment is gin/quickstart.gin"
+    return dataclasses.replace(first, what=what, fix="; ".join(filter(None, (first.fix, example))))
 
 
 def display(path: Path) -> str:
@@ -230,13 +246,17 @@ def _bound_elsewhere(statement: ImportStatement, *, file: str) -> ConfigProblem:
     )
 
 
-def _explanation(error: Exception, piece: str) -> tuple[str, str]:
-    """Explains a syntax error in the user's terms; returns the explanation and what to write instead."""
+def _explanation(error: Exception, piece: str, *, line: str) -> tuple[str, str]:
+    """Explains a syntax error of a statement on a line; returns the explanation and what to write instead."""
     message = str(error.args[0]) if error.args else str(error)
     if token := re.search(r"Failed to parse token '(.*)'", message, re.DOTALL):
         fix = "text goes in quotes, a constructor is written @module.name(), a macro %NAME"
         is_constant = token[1].lower() in ("true", "false", "none")
         return f"the value {token[1]} is not known", f"write {token[1].capitalize()}" if is_constant else fix
+    if written := _OTHER_SIGN.match(line):
+        return f"gin writes = between a name and its value, not {written['sign']}", "{name} = {value}".format_map(
+            written
+        )
     if _IMPORTS.match(piece):
         return "a gin import statement can import one module only", "write one import statement for each"
     if isinstance(error, tokenize.TokenError) or _stops_at_a_quote(error):

@@ -11,6 +11,7 @@ from typing import Any
 from core import units
 from core.errors import UserError
 
+MOST_SHOWN = 20  # problems in a message
 REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a macro to which the experiment must give a value
 
 
@@ -40,7 +41,7 @@ class ConfigProblem:
 
 
 class ConfigError(UserError):
-    """A configuration with mistakes; the message lists all of them.
+    """A configuration with mistakes; the message lists them, at most MOST_SHOWN.
 
     Attributes:
       problems: every mistake found, in the order in which the files were read.
@@ -49,7 +50,8 @@ class ConfigError(UserError):
     def __init__(self, experiment: str, problems: Sequence[ConfigProblem]):
         self.problems = tuple(problems)
         count = units.counted(len(problems), "mistake")
-        super().__init__("\n".join([f"{count} in the configuration {experiment}:", *map(str, problems)]))
+        listed = units.shortened([str(problem) for problem in problems], most=MOST_SHOWN)
+        super().__init__("\n".join([f"{count} in the configuration {experiment}:", *listed]))
 
 
 @dataclass(frozen=True, repr=False)

@@ -32,13 +32,19 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
     Raises:
       UserError: there is no run, or the bindings are wrong.
     """
-    folder = paths.resolve(run_dir)
-    if not (folder / CONFIG).exists():
+    is_of_hub = run_dir.startswith(published_files.HUB)
+    folder = paths.resolve("." if is_of_hub else run_dir)
+    if is_of_hub or not (folder / CONFIG).exists():
+        if is_of_hub or (folder / published_files.CONFIG).exists():
+            raise UserError(
+                f"{run_dir!r} is a published model, not a run. launch/run generate takes it, and launch/run evaluate "
+                "with --lm-eval, --humaneval or --seqio"
+            )
         if run_dir.endswith(".gin"):
             own = environment.run_directory(run_dir)
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
-        raise UserError(f"no run in {str(folder)!r}: {what}. Give the --run-dir that it was trained with")
+        raise UserError(f"no run in {str(folder)!r}: {what}. Give a run directory, such as runs/gin/quickstart")
     if (folder / CONFIG).read_text().startswith(_OF_PYTHON):
         raise UserError(
             f"{str(folder)!r} is a run of renga.Trainer; its {CONFIG} describes Python objects, which gin cannot build "

@@ -24,6 +24,7 @@ case "$1 $2" in
     [[ $3 == --version ]] && exit 0
     [[ $* == *--user*uv* ]] && { mkdir -p ~/.local/bin; cp "$(dirname "$0")/../spare/uv" ~/.local/bin/uv; exit; }
     echo "$*" >>"$HOME/pip_calls"
+    trap 'echo "ERROR: Operation cancelled by user"; exit 1' INT
     [[ -z $PIP_SECONDS ]] || printf 'Collecting jax\\n'
     sleep "${PIP_SECONDS:-0}"
     [[ -e $HOME/no_network ]] && { echo "ERROR: Could not find a version that satisfies jax"; exit 1; }
@@ -282,13 +283,27 @@ def test_two_simultaneous_setups_install_once(machine):
     assert len(machine.calls("pip")) == 1
 
 
-def test_an_interrupted_set_up_is_completed_by_the_next(machine):
-    machine.python("python3", "3.12.4")
-    first = machine.start(PIP_SECONDS="30")
+def installing(machine: Machine) -> subprocess.Popen:
+    process = machine.start(PIP_SECONDS="30")
     deadline = time.monotonic() + 10
     while not machine.calls("pip"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    return process
+
+
+def test_ctrl_c_says_that_the_set_up_was_interrupted(machine):
+    machine.python("python3", "3.12.4")
+    process = installing(machine)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert (process.returncode, "index" in said) == (130, False)
+    assert said.splitlines()[-1] == "set-up: interrupted; the same command continues"
+
+
+def test_an_interrupted_set_up_is_completed_by_the_next(machine):
+    machine.python("python3", "3.12.4")
+    first = installing(machine)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate(timeout=10)
     assert machine.setup()[0] == 0

@@ -637,9 +637,10 @@ def test_a_misspelt_macro_does_not_seem_missing_as_well(bench):
 
 def test_defaults_that_were_not_included(bench):
     bench.write("toy.gin", "LENGTH = 3\n")
-    found = [p.what for p in bench.problems()]
-    assert "LENGTH has no effect: nothing that the experiment uses reads LENGTH" in found
-    assert "experiment.Experiment has no value for 'strategy'" in found
+    assert bench.problem().fix.startswith("begin with the line include 'defaults.gin'")
+    bench.write("toy.gin", "# nothing yet\n")
+    problem = bench.problem()
+    assert (problem.place, "no value for strategy, model, batch_size" in problem.what) == ("toy.gin", True)
     bench.write("toy.gin", EXPERIMENT.replace("include 'defaults.gin'", "") + "    models.Decoder.depth = %LENGTH\n")
     assert any("%LENGTH is not defined" in p.what and "include 'defaults.gin'" in p.fix for p in bench.problems())
 
@@ -682,6 +683,34 @@ def test_a_file_that_is_not_text(bench):
     (bench.folder / "bad.gin").write_bytes(b"X = '\xff'")
     bench.add("include 'bad.gin'")
     assert bench.problem().file == "bad.gin"
+
+
+@pytest.mark.parametrize("sign", [":", ": ", " := ", " == "])
+def test_another_sign_than_gins_between_a_name_and_its_value(bench, sign):
+    bench.add(f"BATCH_SIZE{sign}64")
+    assert bench.problem().fix == "BATCH_SIZE = 64"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("README.md", "# Toy\n\nA toy.\n\n* one\n* two\n\nBATCH_SIZE = 4\n\nThe end\n"),
+        ("toy.yaml", "".join(f"{name}: 1\n" for name in "abcdef")),
+        ("toy.py", "import os\nimport sys\nimport re\nimport io\nimport abc\nx = 3\n" + "print(x)\n" * 4),
+    ],
+)
+def test_a_file_of_another_kind_is_one_problem(bench, name, text):
+    bench.write(name, text)
+    problem = bench.problem(path=name)
+    assert "not gin text" in problem.what
+    assert "gin/quickstart.gin" in problem.fix
+
+
+def test_a_message_shows_a_bounded_number_of_problems(bench):
+    bench.add("".join(f"BATCH_SIZ{i} = 3\n" for i in range(30)))
+    with pytest.raises(ConfigError, match=r"^30 mistakes in .*\n") as raised:
+        bench.load()
+    assert (len(raised.value.problems), str(raised.value).endswith("… and 10 more")) == (30, True)
 
 
 def test_a_file_that_is_indented_and_does_not_parse(bench):

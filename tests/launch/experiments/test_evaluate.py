@@ -152,6 +152,8 @@ def test_a_model_without_answers_is_not_judged(command, parrot, parrot_run, monk
     [
         (["{tmp}/nothing"], "no run in '{tmp}/nothing': there is no such folder"),
         (["{tmp}"], "no run in '{tmp}': it has no config.gin"),
+        (["{published}"], "'{published}' is a published model, not a run"),
+        (["hf://owner/name"], "'hf://owner/name' is a published model, not a run"),
         (["gin/quickstart.gin"], "is an experiment file; give the directory of its run, such as"),
         (["{run}", "--step", "7"], "--step 7: '{run}' has no complete checkpoint of that step; existing: 1, 2"),
         (["{run}", "--gin", "BATCHSIZE = 3"], "did you mean 'BATCH_SIZE'"),
@@ -169,7 +171,9 @@ def test_wrong_arguments_are_reported_before_anything_starts(command, monkeypatc
     (text / "checkpoints").mkdir(parents=True)
     shutil.copytree(parrot_run / "checkpoints", text / "checkpoints", dirs_exist_ok=True)
     (text / "config.gin").write_text(loader.load("gin/quickstart.gin").text)
-    names = {"run": parrot_run, "tmp": tmp_path, "text": text}
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text("{}")
+    names = {"run": parrot_run, "tmp": tmp_path, "text": text, "published": tmp_path / "published"}
     code, said = command("evaluate", *(word.format(**names) for word in argv))
     assert code == 2
     assert message.format(**names) in said
