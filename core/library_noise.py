@@ -3,7 +3,7 @@
 Each message is recognized by its exact words, never by its level or source, so that new or different messages are
 shown. Uses the standard library only, because `launch.hosts.host_output` imports this.
 
-Importing this module has no effect; `while_saving` filters only while its context is open.
+Importing this module has no effect; `while_saving` and `without_records` filter only while their context is open.
 """
 
 import contextlib
@@ -93,6 +93,20 @@ def holding_stderr() -> Iterator[Held]:
 def without(text: bytes) -> bytes:
     """Removes known harmless lines from a text, also if they were printed in the middle of another line."""
     return _ANY.sub(b"", text)
+
+
+@contextlib.contextmanager
+def without_records(pattern: str) -> Iterator[None]:
+    """Context in which absl log records are hidden whose message begins with a regular expression."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not re.match(pattern, str(record.msg))
+
+    logging.getLogger("absl").addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logging.getLogger("absl").removeFilter(is_shown)
 
 
 # Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well.

@@ -470,6 +470,16 @@ class Rehearses(Protocol):
         """Returns a small task of the same shapes that needs no existing files."""
 
 
+class TriesExamples(Protocol):
+    """A task that runs code of the user on its examples.
+
+    Enables: a check before a run that the code works on one example of each source.
+    """
+
+    def example_problems(self) -> list[str]:
+        """Reads one example of each source and split; returns a problem for each that fails."""
+
+
 class NamesFiles(Protocol):
     """A task that reads files.
 

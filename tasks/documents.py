@@ -178,6 +178,13 @@ class Corpus(Protocol):
         """Returns a hexadecimal hash, equal for sources that give the same documents in the same order."""
 
 
+class TriesExamples(Protocol):
+    """A `Corpus` whose examples are made by code of the user."""
+
+    def example_problems(self, length: int) -> list[str]:
+        """Makes one example of each source and split, for rows of `length` tokens; returns a problem for each error."""
+
+
 class MalformedDocument(UserError):
     """One document is invalid; those after it can be read."""
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from core import library_noise
 from core.errors import UserError
 from tasks.catalogue import tensorflow
 from tasks.documents import StreamSpec
@@ -30,6 +31,15 @@ from tasks.ids import before_end
 from tasks.streams import Stream
 
 _SAMPLES = ("The quick brown fox jumps over 13 lazy dogs.", "  x = [1, 2]\n", "naïve café, 你好")
+
+_SHOWN = 400  # characters of an error
+_HARMLESS = (
+    # The position of a stream includes the buffers in which its examples are shuffled, so a restart changes nothing.
+    r"Using an uncached FunctionDataset for training is not recommended since it often results in insufficient "
+    r"shuffling on restarts",
+    # A row has the task's output features only; others, such as texts before they are tokenized, are by-products.
+    r"Features not in `features_length` will be removed during packing",
+)
 
 _NAMES = {
     "inputs": "decoder_input_tokens",
@@ -165,6 +175,18 @@ class SeqioCorpus:
             ]
         return [f"text.seqio.name: {self.name} has no split {split!r}" for split in sorted(missing)]
 
+    def example_problems(self, length: int) -> list[str]:
+        """See `documents.TriesExamples`."""
+        tasks = _seqio().get_subtasks(_registered(self.name))
+        lengths = self.lengths(length)
+        found = (_example_problem(task, split, lengths) for task in tasks for split in ("train", "validation"))
+        return [f"text.seqio: {problem}" for problem in found if problem]
+
+    def lengths(self, length: int) -> dict[str, int]:
+        """Returns the most ids of each feature in a row of `length` tokens."""
+        inputs = {} if self.inputs_length is None else {"inputs": self.inputs_length}
+        return {**inputs, "targets": length - sum(inputs.values())}
+
     def describe(self) -> str:
         """See `Corpus`."""
         return f"text.seqio: {self.name}{f', inputs of up to {self.inputs_length} ids' if self.inputs_length else ''}"
@@ -183,9 +205,11 @@ class SeqioStream:
         self._iterator = iter(rows(corpus, spec))
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`. Raises UserError if the task fails."""
+        """See `streams.Stream`. Raises UserError if the task fails, or has no example for this stream."""
         try:
             return batch_of(next(self._iterator))
+        except StopIteration:
+            raise UserError(f"{self._where}: no example; use more examples, or a lower NUM_STREAMS") from None
         except self._tf.errors.OpError as error:
             raise UserError(f"{self._where}: {error.message.strip().splitlines()[0]}") from error
 
@@ -223,24 +247,39 @@ def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
 def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     """Returns the dataset of a stream: seqio's decoder features, each [R, T]."""
     tf, seqio = tensorflow(), _seqio()
-    inputs = {} if corpus.inputs_length is None else {"inputs": corpus.inputs_length}
-    lengths = {**inputs, "targets": spec.length - sum(inputs.values())}
-    examples = _registered(corpus.name).get_dataset(
-        lengths,
-        split=spec.split,
-        shuffle=spec.seed is not None,
-        seed=spec.seed,
-        num_epochs=None,
-        shard_info=seqio.ShardInfo(spec.index, spec.num_streams),
-        try_in_mem_cache=False,  # a cache would be saved with the position
-    )
-    packed = seqio.DecoderFeatureConverter(pack=True)(examples, lengths)
+    lengths = corpus.lengths(spec.length)
+    with library_noise.without_records("|".join(_HARMLESS)):
+        examples = _registered(corpus.name).get_dataset(
+            lengths,
+            split=spec.split,
+            shuffle=spec.seed is not None,
+            seed=spec.seed,
+            num_epochs=None,
+            shard_info=seqio.ShardInfo(spec.index, spec.num_streams),
+            try_in_mem_cache=False,  # a cache would be saved with the position
+        )
+        packed = seqio.DecoderFeatureConverter(pack=True)(examples, lengths)
     options = tf.data.Options()  # everything that tf.data prefetches is saved with the position
     options.deterministic = True
     options.autotune.enabled = False
     options.experimental_optimization.inject_prefetch = False
     options.threading.private_threadpool_size = 1
     return packed.batch(spec.rows, drop_remainder=True).prefetch(2).with_options(options)
+
+
+def _example_problem(task: Any, split: str, lengths: Mapping[str, int]) -> str:
+    """Reads the first example of a split of a seqio Task; returns what fails, or ''."""
+    if split not in task.splits:
+        return ""  # a mixture leaves out the tasks without the split
+    try:
+        examples = task.get_dataset(lengths, split=split, shuffle=False, num_epochs=1, try_in_mem_cache=False)
+        if next(iter(examples.take(1)), None) is not None:
+            return ""
+    except Exception as error:  # a source and its preprocessors are code of the user
+        said = " ".join(str(error).split())
+        shown = said if len(said) <= _SHOWN else f"… {said[-_SHOWN:]}"  # TensorFlow's messages end with the cause
+        return f"task {task.name} fails on the first example of its {split} split: {type(error).__name__}: {shown}"
+    return f"task {task.name} has no example in its {split} split: its source is empty, or its preprocessors leave none"
 
 
 def require_metrics(name: str) -> Any:

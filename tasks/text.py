@@ -18,7 +18,7 @@ from core.errors import UserError, check_integer, check_text
 from core.types import Batches, CountsTokens, DataLayout, can
 from tasks import streams, vocabularies
 from tasks.document_streams import DocumentSource
-from tasks.documents import Corpus, StreamSpec
+from tasks.documents import Corpus, StreamSpec, TriesExamples
 from tasks.ids import Encodes, FormatsChats, ReadsFile, Vocabulary
 from tasks.text_files import TextFiles, python_library
 
@@ -71,6 +71,10 @@ class TextTask:
     def problems(self) -> list[str]:
         """Returns the problems that can be found without opening the data, each with its fix."""
         return [*self.corpus.problems(), *self.vocabulary.problems()]
+
+    def example_problems(self) -> list[str]:
+        """See `core.types.TriesExamples`; empty for a source without code of the user."""
+        return self.corpus.example_problems(self.length) if can(self.corpus, TriesExamples) else []
 
     def named_files(self) -> tuple[str, ...]:
         """Returns patterns, files and folders as written by the user, for messages about files that cannot be read."""

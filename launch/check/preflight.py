@@ -18,7 +18,7 @@ from core.checkpoints import reading, steps
 from core.errors import UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
-from core.types import HasVocabulary, NamesFiles, can
+from core.types import HasVocabulary, NamesFiles, TriesExamples, can
 from launch import environment, findings, flags, terminal
 from launch.config import loader
 from launch.experiment import Experiment, Span, padding
@@ -275,7 +275,7 @@ def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimat
 
 
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "data") -> list[Finding]:
-    """Checks the task's files without reading documents."""
+    """Checks the task's files; reads no documents, but one example of each source that code of the user makes."""
     task = experiment.task
     named = tuple(task.named_files()) if can(task, NamesFiles) else ()
     vocabulary = task.vocabulary.path if can(task.vocabulary, ReadsFile) else ""
@@ -292,6 +292,8 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
         if hosts in _AWAY:
             shipped = [file for file in named if file not in unseen and not paths.is_remote(file)]
             problems += workstation.left_behind(shipped, workspace=environment.WORKSPACE)
+        elif not problems and can(task, TriesExamples):
+            problems = task.example_problems()
         notes = [Finding(name, True, f"not checked: {', '.join(unseen)}", is_note=True)] if unseen else []
         if vocabulary not in unseen and not problems:
             try:

@@ -105,3 +105,12 @@ def test_a_hook_that_was_put_over_ours_stays_and_gets_everything(monkeypatch):
     assert sys.unraisablehook is theirs
     theirs(closed := late_write("Event loop is closed"))
     assert passed_on == [closed]
+
+
+def test_records_are_hidden_by_their_words_while_the_context_is_open(caplog):
+    logger = logging.getLogger("absl")
+    with library_noise.without_records("Using an uncached"):
+        logger.warning("Using an uncached source of %s", "texts")
+        logger.warning("Using another source")
+    logger.warning("Using an uncached source of %s", "texts")
+    assert caplog.messages == ["Using another source", "Using an uncached source of texts"]
