@@ -76,6 +76,7 @@ def initialize(
     single_process: bool = False,
     description: str = "",
     addresses: Sequence[str] = (),
+    secret: str = "",
     watch: Limits | None = None,
     before_devices: Callable[[Cluster], None] = lambda cluster: None,
 ) -> Cluster:
@@ -83,13 +84,13 @@ def initialize(
 
     Args:
       coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster (a TPU slice).
-      process_index: index of this host, 0 to process_count - 1.
-      process_count: number of hosts.
+      process_index, process_count: index of this host, 0 to process_count - 1, and the number of hosts.
       local_cpu_devices: number of CPU devices of this process (simulation).
       timeout_seconds: how long to wait for all hosts.
       single_process: whether this process runs alone, without detecting or waiting for others.
       description: the configuration of this host; if hosts have different ones, the error shows the difference.
       addresses: addresses of all hosts by index, to name a missing one.
+      secret: known to the hosts of this start alone, and equal on all of them; other connections are ignored.
       watch: time limits for the monitoring between hosts (`core.health.heartbeat`); None: no monitoring.
       before_devices: called once all hosts are connected and have equal descriptions, before JAX's runtime starts and
         any device is initialized; an exception in it ends the start.
@@ -120,7 +121,7 @@ def initialize(
         cluster = _ALONE
         before_devices(cluster)
     else:
-        cluster = _meet(wanted, timeout_seconds, description=description, addresses=addresses, watch=watch)
+        cluster = _meet(wanted, timeout_seconds, description, addresses, secret, watch)
         before_devices(cluster)
         _join(cluster, timeout_seconds=timeout_seconds, heartbeat_seconds=_heartbeat_seconds(watch))
     _joined = cluster
@@ -158,7 +159,12 @@ def _detected(timeout_seconds: float) -> Cluster:
 
 
 def _meet(
-    wanted: Cluster | None, timeout_seconds: float, *, description: str, addresses: Sequence[str], watch: Limits | None
+    wanted: Cluster | None,
+    timeout_seconds: float,
+    description: str,
+    addresses: Sequence[str],
+    secret: str,
+    watch: Limits | None,
 ) -> Cluster:
     """Waits for all hosts, compares their descriptions, starts monitoring if `watch` is set."""
     if wanted is None:
@@ -173,6 +179,7 @@ def _meet(
         timeout_seconds=timeout_seconds,
         description=description,
         addresses=addresses,
+        secret=secret,
     )
     if watch:
         heartbeat.start(roll, limits=watch)
@@ -191,6 +198,8 @@ def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -
     index, count, coordinator = cluster
     host, port = rendezvous.split(coordinator)
     own_host = rendezvous.bindable(host) if index == 0 else host
+    if ":" in own_host:
+        own_host = f"[{own_host}]"
     jax.distributed.initialize(
         coordinator,
         num_processes=count,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from core import bookkeeping, paths
+from core import bookkeeping, foreign_json, paths
 from core.bookkeeping import Appender
 from core.errors import UserError
 
@@ -400,7 +400,7 @@ def read(run_dir: str) -> RunMetrics:
 
 def _parsed(line: str) -> Mapping[str, object]:
     try:
-        row = json.loads(line)
-    except ValueError:  # the run was interrupted while it wrote this line
+        row = foreign_json.loads(line, strict=False)
+    except foreign_json.MalformedError:  # the run was interrupted while it wrote this line
         return {}
     return row if isinstance(row, dict) else {}

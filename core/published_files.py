@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from core import paths
+from core import foreign_json, paths
 from core.errors import UserError
 
 CONFIG = "config.json"
@@ -66,14 +66,9 @@ def read_object(file: paths.Path) -> dict[str, Any]:
       UserError: the file is malformed.
     """
     try:
-        found = json.loads(file.read_text())
-    except (ValueError, IsADirectoryError) as error:  # also bytes that are not UTF-8
+        return foreign_json.load_object(file.read_bytes(), strict=False)
+    except (foreign_json.MalformedError, IsADirectoryError) as error:
         raise UserError(f"{file}: malformed JSON ({error}); download it again") from error
-    if not isinstance(found, dict):
-        raise UserError(
-            f"{file}: expected an object with keys and values, found {str(found)[:40]!r}; download it again"
-        )
-    return found
 
 
 def copy_of(text: str) -> paths.Path | None:
@@ -93,7 +88,9 @@ def _copies(run_dir: str) -> dict[str, paths.Path]:
     try:
         if not steps.complete(folder / steps.FOLDER) or not (folder / FOLDER / _LIST).exists():
             return {}
-        listed = json.loads((folder / FOLDER / _LIST).read_text())
+        listed = foreign_json.load_object((folder / FOLDER / _LIST).read_bytes())
+        if outside := [name for name in listed.values() if not (isinstance(name, str) and name.isdecimal())]:
+            raise foreign_json.MalformedError(f"{_LIST} names {outside[0]!r}, expected the number of a folder")
     except Exception as error:  # a bucket's client has exception types of its own
         raise UserError(f"cannot read the run directory {run_dir}: {_said(error)}") from error
     return {text: folder / FOLDER / name for text, name in listed.items()}

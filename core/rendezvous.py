@@ -6,123 +6,30 @@ index, the number of hosts that it expects and a description of its configuratio
 compares the descriptions, and tells every host that all are present, which are missing, or how they differ. Then it
 releases the port for JAX. The connections stay open for the heartbeat (`core.health.heartbeat`).
 
-Messages are JSON objects with a header: b"renga" | length, 4 bytes | JSON. Connections from other programs are
-recognized by the first five bytes and not read any further.
+Host 0 serves all connections at once. It ignores and counts those that do not share the secret of this start
+(`core.host_messages`): port scanners, hosts of another start, and hosts of another revision.
 """
 
 import collections
 import contextlib
 import difflib
 import errno
-import json
+import hashlib
+import selectors
 import socket
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from core import units
+from core import foreign_json, host_messages, units
 from core.errors import UserError
+from core.host_messages import Inbox, Stranger
 
-MAX_BYTES = 2**22  # the largest messages, descriptions of a run, have tens of KB
-
-_MAGIC = b"renga"
-_HEAD = struct.Struct(f">{len(_MAGIC)}sI")
 _RETRY_SECONDS = 0.1
-_HELLO_SECONDS = 2.0
+_HELLO_SECONDS = 5.0
 _PORT_SECONDS = 10.0
 _MOST_LINES = 20  # of a difference
-
-
-class Stranger(ValueError):
-    """The received bytes are not a message of this protocol."""
-
-
-class Inbox:
-    """Decodes messages from a stream of bytes that arrives in parts."""
-
-    def __init__(self):
-        self._pending = bytearray()
-
-    def add(self, piece: bytes) -> list[dict[str, Any]]:
-        """Returns the messages that this part completes. Raises Stranger for other bytes."""
-        self._pending += piece
-        messages = []
-        while (message := self._next()) is not None:
-            messages.append(message)
-        return messages
-
-    def missing_bytes(self) -> int:
-        """Returns how many bytes the current message still needs at least."""
-        if len(self._pending) < _HEAD.size:
-            return _HEAD.size - len(self._pending)
-        return _HEAD.size + _length(self._pending) - len(self._pending)
-
-    def _next(self) -> dict[str, Any] | None:
-        if self._pending and not _MAGIC.startswith(self._pending[: len(_MAGIC)]):
-            raise Stranger("not a message of this protocol")
-        if len(self._pending) < _HEAD.size:
-            return None
-        end = _HEAD.size + _length(self._pending)
-        if len(self._pending) < end:
-            return None
-        body = bytes(self._pending[_HEAD.size : end])
-        del self._pending[:end]
-        try:
-            message = json.loads(body)
-        except ValueError as error:
-            raise Stranger("not JSON") from error
-        if not isinstance(message, dict):
-            raise Stranger("not a JSON object")
-        return message
-
-
-def pack(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message."""
-    body = json.dumps(message).encode()
-    assert len(body) <= MAX_BYTES, f"a message of {len(body)} bytes; at most {MAX_BYTES}"
-    return _HEAD.pack(_MAGIC, len(body)) + body
-
-
-def send(connection: socket.socket, message: Mapping[str, Any], *, seconds: float) -> bool:
-    """Sends a message; returns False if the connection is closed, or blocked for `seconds`.
-
-    The connection is then shut down, because part of the message may have been sent.
-    """
-    packed = pack(message)
-    try:
-        connection.settimeout(seconds)
-        connection.sendall(packed)
-        return True
-    except OSError:
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # also ends reads on this side
-        return False
-
-
-def receive(connection: socket.socket, *, seconds: float) -> dict[str, Any] | None:
-    """Receives the next message, reading no bytes beyond it; None if none arrives in time.
-
-    Raises:
-      Stranger: the other side does not use this protocol.
-    """
-    inbox, deadline = Inbox(), time.monotonic() + seconds
-    with contextlib.suppress(OSError):
-        while True:
-            connection.settimeout(max(deadline - time.monotonic(), 0.01))
-            piece = connection.recv(min(inbox.missing_bytes(), 1 << 16))
-            if not piece:
-                return None
-            if found := inbox.add(piece):
-                return found[0]
-    return None
-
-
-def _length(pending: bytearray) -> int:
-    length = _HEAD.unpack_from(pending)[1]
-    if length > MAX_BYTES:
-        raise Stranger(f"{length} bytes")
-    return length
+_MOST_WAITING = 32  # connections that have not said hello yet; of more, the oldest is closed, and a host tries again
 
 
 class Roll(NamedTuple):
@@ -133,12 +40,14 @@ class Roll(NamedTuple):
       count: number of hosts.
       addresses: address of each host; "" if unknown.
       connections: on host 0, one to each other host, by index; on the others, `{0: the connection to host 0}`.
+      key: authenticates the messages of this start.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index
     count: int  # type: ignore[assignment]  # hides tuple.count
     addresses: tuple[str, ...]
     connections: Mapping[int, socket.socket]
+    key: bytes = b""
 
     def close(self) -> None:
         """Closes all connections."""
@@ -156,13 +65,14 @@ class _Call(NamedTuple):
     deadline: float
     description: str
     addresses: Sequence[str]
+    key: bytes
 
-    def missing(self, hosts: Sequence[int]) -> str:
-        """Returns the message that names the missing hosts."""
+    def missing(self, hosts: Sequence[int], *, also: str = "") -> str:
+        """Returns the message that names the missing hosts, with a sentence about what else was seen."""
         names = ", ".join(f"{i} ({a})" if (a := _known(self.addresses, i)) else f"{i}" for i in hosts)
         return (
             f"waited {self.timeout_seconds:g} s at {self.address} for {units.counted(self.count, 'host')}; "
-            f"missing: host {names}. "
+            f"missing: host {names}. {also}"
             "Read the end of each missing host's log; start the same command on every host."
         )
 
@@ -175,6 +85,7 @@ def answer(
     timeout_seconds: float,
     description: str = "",
     addresses: Sequence[str] = (),
+    secret: str = "",
 ) -> Roll:
     """Waits until all hosts are connected. Every host calls it: host 0 listens, the others connect to it.
 
@@ -185,6 +96,7 @@ def answer(
       timeout_seconds: how long to wait for all hosts.
       description: configuration of this host, which must be equal on all of them.
       addresses: addresses of all hosts by index, if known, to name a missing one.
+      secret: known to the hosts of this start alone, and equal on all of them.
 
     Raises:
       TimeoutError: some hosts are missing; names them, or host 0's address if host 0 is missing.
@@ -192,16 +104,23 @@ def answer(
         descriptions differ (raised on all hosts, with the difference).
     """
     deadline = time.monotonic() + timeout_seconds
-    call = _Call(address, index, count, timeout_seconds, deadline, description, addresses)
+    key = hashlib.sha256(secret.encode()).digest()
+    call = _Call(address, index, count, timeout_seconds, deadline, description, addresses, key)
     return _take(call) if index == 0 else _ask(call)
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits "HOST:PORT" into host and port. Raises UserError if it is malformed."""
+    """Splits "HOST:PORT" into host and port; an IPv6 host is in brackets. Raises UserError if it is malformed."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"the coordinator address is {address!r}; expected HOST:PORT, for example 10.0.0.2:8476")
-    return host.strip("[]"), int(port)
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if is_bracketed:
+        host = host[1:-1]
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+    if not host or not is_port or (":" in host) != is_bracketed:
+        raise UserError(
+            f"the coordinator address is {address!r}; expected HOST:PORT, for example 10.0.0.2:8476 or [fd00::2]:8476"
+        )
+    return host, int(port)
 
 
 def host_differences(texts: Sequence[str]) -> str:
@@ -250,28 +169,25 @@ class _Present(NamedTuple):
 
 
 def _take(call: _Call) -> Roll:
-    present: dict[int, _Present] = {}
     with contextlib.ExitStack() as unless_all_is_well:
-        with _listening(call.address, deadline=call.deadline) as listener:
-            while len(present) < call.count - 1 and (left := call.deadline - time.monotonic()) > 0:
-                listener.settimeout(left)
-                with contextlib.suppress(TimeoutError):
-                    connection, (there, *_) = listener.accept()
-                    unless_all_is_well.enter_context(connection)
-                    _admit(connection, there, present=present, count=call.count)
+        with _listening(call.address, deadline=call.deadline) as listener, _Door(listener, call) as door:
+            unless_all_is_well.callback(door.close_present)
+            present = door.admit_all()
         missing = [index for index in range(1, call.count) if index not in present]
         if missing:
-            _say_to_all(present, {"missing": call.missing(missing)})
-            raise TimeoutError(call.missing(missing))
+            message = call.missing(missing, also=door.about_strangers())
+            _say_to_all(present, {"missing": message}, call.key)
+            raise TimeoutError(message)
         texts = [call.description, *(present[index].description for index in range(1, call.count))]
         if differing := host_differences(texts):
-            _say_to_all(present, {"differing": differing})
+            _say_to_all(present, {"differing": differing}, call.key)
             raise UserError(_differing_message(differing))
         found = [split(call.address)[0], *(present[index].address for index in range(1, call.count))]
         known = [_known(call.addresses, index) or there for index, there in enumerate(found)]
-        _say_to_all(present, {"all here": known})
+        _say_to_all(present, {"all here": known}, call.key)
         unless_all_is_well.pop_all()
-    return Roll(0, call.count, tuple(known), {index: there.connection for index, there in present.items()})
+    connections = {index: there.connection for index, there in present.items()}
+    return Roll(0, call.count, tuple(known), connections, call.key)
 
 
 def _differing_message(differing: str) -> str:
@@ -287,7 +203,7 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
     give_up = min(deadline, time.monotonic() + _PORT_SECONDS)
     while True:
         try:
-            listener = socket.create_server((bindable(host), port), backlog=4096)
+            listener = socket.create_server((bindable(host), port), family=_family(host), backlog=4096)
             break
         except OSError as error:
             if time.monotonic() < give_up:  # the previous run may still be closing the port
@@ -303,7 +219,7 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
 
 def bindable(host: str) -> str:
     """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces, as behind NAT."""
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         try:
             probe.bind((host, 0))
         except socket.gaierror as error:
@@ -315,58 +231,179 @@ def bindable(host: str) -> str:
     return host
 
 
-def _admit(connection: socket.socket, address: str, *, present: dict[int, _Present], count: int) -> None:
-    try:
-        hello = receive(connection, seconds=_HELLO_SECONDS) or {}
-    except Stranger:
-        hello = {}
-    index, their_count, description = (hello.get(key) for key in ("host", "of", "description"))
-    if not (isinstance(index, int) and isinstance(their_count, int) and isinstance(description, str)):
-        connection.close()  # not one of our hosts, for example a port scanner
-        return
-    if their_count != count or not 0 < index < count:
-        send(connection, {"refused": count}, seconds=_HELLO_SECONDS)
-        return
-    if index in present:  # the host was restarted; an earlier process that still runs is told to end
-        send(present[index].connection, {"replaced": True}, seconds=_HELLO_SECONDS)
-    present[index] = _Present(connection, address, description)
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any]) -> None:
+class _Waiting(NamedTuple):
+    """A connection that has not said hello yet."""
+
+    connection: socket.socket
+    address: str
+    inbox: Inbox
+    until: float
+
+
+class _Door:
+    """Reads the first message of every connection, of all at once, and keeps the connections of the hosts."""
+
+    def __init__(self, listener: socket.socket, call: _Call):
+        self._listener, self._call = listener, call
+        self._present: dict[int, _Present] = {}
+        self._waiting: dict[socket.socket, _Waiting] = {}  # oldest first
+        self._strangers = 0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> "_Door":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for waiting in list(self._waiting):
+            self._turn_away(waiting)
+        self._selector.close()
+
+    def admit_all(self) -> dict[int, _Present]:
+        """Returns the other hosts by index: all of them, or those that are there at the deadline."""
+        while len(self._present) < self._call.count - 1 and (now := time.monotonic()) < self._call.deadline:
+            for late in [each for each in self._waiting.values() if each.until <= now]:
+                self._turn_away(late.connection)
+            until = min([self._call.deadline, *(each.until for each in self._waiting.values())])
+            for key, _ in self._selector.select(max(until - now, 0.0)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._waiting:
+                    self._read(self._waiting[key.fileobj])
+        return self._present
+
+    def close_present(self) -> None:
+        """Closes the connections of the hosts."""
+        for there in self._present.values():
+            there.connection.close()
+
+    def about_strangers(self) -> str:
+        """Returns a sentence about the connections that were ignored; empty if there were none."""
+        if not self._strangers:
+            return ""
+        return (
+            f"{units.counted(self._strangers, 'connection')} of other programs, or of hosts of another start or "
+            "revision, did not count. "
+        )
+
+    def _accept(self) -> None:
+        try:
+            connection, (address, *_) = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._free_a_descriptor(error)
+            return
+        connection.setblocking(False)
+        until = time.monotonic() + _HELLO_SECONDS
+        self._waiting[connection] = _Waiting(connection, address, Inbox(self._call.key), until)
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._waiting) > _MOST_WAITING:
+            self._turn_away(next(iter(self._waiting)))
+
+    def _free_a_descriptor(self, error: OSError) -> None:
+        if not self._waiting:
+            raise UserError(
+                f"host 0 cannot accept the connection of another host: {error}. It needs one open file for each of the "
+                f"{self._call.count} hosts: raise the limit (ulimit -n)"
+            ) from error
+        self._turn_away(next(iter(self._waiting)))
+
+    def _read(self, waiting: _Waiting) -> None:
+        try:
+            piece = waiting.connection.recv(1 << 16)
+            messages = waiting.inbox.add(piece)
+        except BlockingIOError:
+            return
+        except (OSError, Stranger):
+            piece, messages = b"", []
+        if messages:
+            self._admit(waiting, messages[0])
+        elif not piece:
+            self._turn_away(waiting.connection)
+
+    def _admit(self, waiting: _Waiting, hello: Mapping[str, Any]) -> None:
+        kinds = {"host": int, "of": int, "description": str}
+        if not all(foreign_json.is_a(hello.get(name), kind) for name, kind in kinds.items()):
+            self._turn_away(waiting.connection)
+            return
+        index, count, description = (hello[name] for name in kinds)
+        if count != self._call.count or not 0 < index < count:
+            self._send(waiting.connection, {"refused": self._call.count})
+            self._leave(waiting.connection)
+            waiting.connection.close()
+            return
+        self._leave(waiting.connection)
+        if index in self._present:  # the host was restarted; an earlier process that still runs is told to end
+            self._send(self._present[index].connection, {"replaced": True})
+            self._present[index].connection.close()
+        self._present[index] = _Present(waiting.connection, waiting.address, description)
+
+    def _send(self, connection: socket.socket, message: Mapping[str, Any]) -> None:
+        host_messages.send(connection, message, self._call.key, seconds=_HELLO_SECONDS)
+
+    def _leave(self, connection: socket.socket) -> None:
+        del self._waiting[connection]
+        self._selector.unregister(connection)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        self._leave(connection)
+        connection.close()
+        self._strangers += 1
+
+
+def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any], key: bytes) -> None:
     for there in present.values():  # a closed connection is noticed by its next user
-        send(there.connection, message, seconds=_HELLO_SECONDS)
+        host_messages.send(there.connection, message, key, seconds=_HELLO_SECONDS)
 
 
 # The others
 
 
 def _ask(call: _Call) -> Roll:
-    """Connects to host 0 and waits for its reply; retries until the deadline."""
+    """Connects to host 0 and waits for its reply; retries until the deadline, also when its name is not found yet."""
+    failure = "it does not answer as a host of this start"
     while time.monotonic() < call.deadline:
-        if answered := _hello(call):
-            connection, reply = answered
-            try:
-                addresses = _read_reply(reply, call)
-            except BaseException:
-                connection.close()
-                raise
-            return Roll(call.index, call.count, addresses, {0: connection})
+        try:
+            if answered := _hello(call):
+                return _answered(*answered, call)
+        except socket.gaierror as error:
+            failure = f"this host cannot look up the name: {error.strerror}"
+        except OSError as error:
+            failure = error.strerror or str(error)
         time.sleep(_RETRY_SECONDS)
-    raise TimeoutError(call._replace(addresses=[f"the coordinator at {call.address} gave no answer"]).missing([0]))
+    raise TimeoutError(call._replace(addresses=[f"the coordinator at {call.address}: {failure}"]).missing([0]))
+
+
+def _answered(connection: socket.socket, reply: Mapping[str, Any], call: _Call) -> Roll:
+    try:
+        addresses = _read_reply(reply, call)
+    except BaseException:
+        connection.close()
+        raise
+    return Roll(call.index, call.count, addresses, {0: connection}, call.key)
 
 
 def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
-    """Makes one attempt; returns the connection and host 0's reply, or None without a reply."""
-    with contextlib.ExitStack() as unless_all_is_well, contextlib.suppress(OSError, Stranger):
-        left = max(call.deadline - time.monotonic(), _RETRY_SECONDS)
+    """Makes one attempt; returns the connection and host 0's reply, or None without a reply.
+
+    Raises:
+      OSError: host 0 cannot be reached.
+    """
+    left = max(call.deadline - time.monotonic(), _RETRY_SECONDS)
+    with contextlib.ExitStack() as unless_all_is_well:
         connection = unless_all_is_well.enter_context(socket.create_connection(split(call.address), timeout=left))
         hello = {"host": call.index, "of": call.count, "description": call.description}
-        send(connection, hello, seconds=left)
+        host_messages.send(connection, hello, call.key, seconds=left)
         # Host 0 decides which hosts are missing; wait a little longer than it does.
-        reply = receive(connection, seconds=call.deadline - time.monotonic() + 2 * _HELLO_SECONDS)
-        if reply is not None:
-            unless_all_is_well.pop_all()
-            return connection, reply
+        seconds = call.deadline - time.monotonic() + 2 * _HELLO_SECONDS
+        with contextlib.suppress(Stranger):
+            if (reply := host_messages.receive(connection, call.key, seconds=seconds)) is not None:
+                unless_all_is_well.pop_all()
+                return connection, reply
     return None
 
 
@@ -374,8 +411,8 @@ def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
     """Returns the addresses of all hosts, or raises the error that host 0 reports."""
     this = f"host {call.index} of {call.count}"
     match reply:
-        case {"all here": addresses}:
-            return tuple(addresses)
+        case {"all here": [*addresses]}:
+            return tuple(map(str, addresses))
         case {"refused": count}:
             raise UserError(f"this is {this}, but host 0 at {call.address} has a job of {units.counted(count, 'host')}")
         case {"replaced": _}:

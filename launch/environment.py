@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from core import rendezvous
 from core.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ COMMAND = (sys.executable, "-m", f"{PACKAGE}launch")  # what launch/run starts
 
 NAMES = frozenset(
     """
-    RENGA_PYTHON RENGA_NEWEST RENGA_RUN_ROOT RENGA_SIMULATE RENGA_STEP_FILE RENGA_JOIN_SECONDS RENGA_TRACEBACK
-    RENGA_ALERT RENGA_NOTES TPU_NAME TPU_ZONE TPU_PROJECT TPU_MESH_CONFIG TPU_AXIS_NAMES JAX_COORDINATOR_ADDRESS
-    JAX_PROCESS_INDEX JAX_PROCESS_COUNT JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_COMPILATION_CACHE_DIR
-    XDG_CACHE_HOME HF_TOKEN WANDB_API_KEY WANDB_MODE TPU_WORKER_ID TPU_WORKER_HOSTNAMES TPU_ACCELERATOR_TYPE
-    MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_COORDINATOR_ADDRESS TPU_SKIP_MDS_QUERY
+    RENGA_PYTHON RENGA_NEWEST RENGA_RUN_ROOT RENGA_SIMULATE RENGA_STEP_FILE RENGA_JOIN_SECONDS RENGA_JOIN_SECRET
+    RENGA_TRACEBACK RENGA_ALERT RENGA_NOTES TPU_NAME TPU_ZONE TPU_PROJECT TPU_MESH_CONFIG TPU_AXIS_NAMES
+    JAX_COORDINATOR_ADDRESS JAX_PROCESS_INDEX JAX_PROCESS_COUNT JAX_PLATFORMS JAX_NUM_CPU_DEVICES
+    JAX_COMPILATION_CACHE_DIR XDG_CACHE_HOME HF_TOKEN WANDB_API_KEY WANDB_MODE TPU_WORKER_ID TPU_WORKER_HOSTNAMES
+    TPU_ACCELERATOR_TYPE MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_COORDINATOR_ADDRESS TPU_SKIP_MDS_QUERY
     ALLOW_MULTIPLE_LIBTPU_LOAD XLA_FLAGS LIBTPU_INIT_ARGS XLA_PYTHON_CLIENT_MEM_FRACTION
     XLA_PYTHON_CLIENT_PREALLOCATE CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NO_COLOR COLUMNS EPATH_USE_TF
     TOKENIZERS_PARALLELISM GLIBC_TUNABLES
@@ -67,8 +68,10 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     count = _integer("JAX_PROCESS_COUNT", minimum=1, environ=environ)
     if index >= count:
         raise UserError(f"JAX_PROCESS_INDEX={index} but JAX_PROCESS_COUNT={count}: expected 0 to {count - 1}")
-    if not coordinator.rpartition(":")[2].isdigit():
-        raise UserError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: expected HOST:PORT, such as 10.0.0.2:8476")
+    try:
+        rendezvous.split(coordinator)
+    except UserError as error:
+        raise UserError(f"JAX_COORDINATOR_ADDRESS: {error}") from error
     return ProcessLayout(coordinator, index, count)
 
 
@@ -77,6 +80,11 @@ def worker_addresses() -> tuple[str, ...]:
     names = (read("TPU_WORKER_HOSTNAMES") or "").split(",")
     slices_ = read("MEGASCALE_NUM_SLICES") or "1"
     return tuple(name.strip() for name in names if name.strip()) if slices_ == "1" else ()
+
+
+def join_secret() -> str:
+    """Returns the secret of this start (RENGA_JOIN_SECRET), or else the addresses that all hosts were given."""
+    return read("RENGA_JOIN_SECRET") or ",".join(worker_addresses())
 
 
 def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from core import units
+from core import foreign_json, units
 from core.batches import BatchSpec, Field, row_length
 from core.errors import UserError
 from core.types import DataLayout
@@ -156,13 +156,9 @@ def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
       UserError: the bytes are not such an object.
     """
     try:
-        found = json.loads(state)
-    except ValueError as error:
-        raise UserError(f"{state[:40]!r}... {_NO_POSITION}") from error
-    if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in kinds.items()):
-        expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in kinds.items())
-        raise UserError(f"{state[:40]!r}... {_NO_POSITION}; expected {expected}")
-    return found
+        return foreign_json.load_object(state, kinds)
+    except foreign_json.MalformedError as error:
+        raise UserError(f"{state[:40]!r}... {_NO_POSITION}: {error}") from error
 
 
 def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -201,11 +197,9 @@ def _differs(key: str, saved: Any, now: Any) -> str:
 def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
     header, newline, position = sealed.partition(b"\n")
     try:
-        saved = json.loads(header) if newline else None
-    except ValueError:
-        saved = None
-    if not isinstance(saved, dict):
-        raise UserError(f"{sealed[:40]!r}... {_NO_POSITION}")
+        saved = foreign_json.load_object(header if newline else b"")
+    except foreign_json.MalformedError as error:
+        raise UserError(f"{sealed[:40]!r}... {_NO_POSITION}: {error}") from error
     wrong = [_differs(key, saved.get(key), value) for key, value in identity.items() if saved.get(key) != value]
     if wrong:
         raise UserError(

@@ -20,14 +20,13 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths
+from core import foreign_json, paths
 from core.errors import UserError
 from tasks import permutation
 from tasks.document_streams import DocumentSource, DocumentStream
@@ -38,6 +37,7 @@ from tasks.streams import Stream
 COMPLETE, STARTED = "cache.json", "tokenizing.json"
 FORMAT = 2  # 1 had other counts of what was left out
 SPLITS = ("train", "validation")
+_ABOUT = {"format": int, "vocabulary": dict, "splits": dict, "dtype": str}  # of what is read of `cache.json`
 SHARD_TOKENS, BLOCK_TOKENS = 2**23, 2**13
 _SHARD_DOCUMENTS, _BLOCK_DOCUMENTS = 2**20, 2**10
 _BOUNDS = 256  # documents whose bounds are requested at a time
@@ -115,7 +115,7 @@ class TokenCache(DocumentSource):
         """The content of `cache.json`. Raises UserError if the cache is missing, incomplete or of another tokenizer."""
         folder = paths.resolve(self.path)
         try:
-            about = json.loads((folder / COMPLETE).read_text())
+            about = foreign_json.load_object((folder / COMPLETE).read_bytes(), _ABOUT)
         except FileNotFoundError as error:
             if (folder / STARTED).exists():
                 raise UserError(
@@ -125,7 +125,7 @@ class TokenCache(DocumentSource):
             raise UserError(
                 f"no token cache at {self.path!r} (no {COMPLETE}): write it with launch/run tokenize --out {self.path}"
             ) from error
-        except ValueError as error:
+        except foreign_json.MalformedError as error:
             raise UserError(f"{self.path}/{COMPLETE} is damaged: {error}; tokenize again") from error
         if about.get("format") not in (1, FORMAT):
             raise UserError(

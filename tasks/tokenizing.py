@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from core import paths, units
+from core import foreign_json, paths, units
 from core.errors import UserError
 from core.types import can
 from tasks import documents, near_duplicates, vocabularies
@@ -137,10 +137,10 @@ def _remove_state(folder: paths.Path) -> None:
 
 def _read(file: paths.Path) -> dict[str, Any] | None:
     try:
-        return json.loads(file.read_text())
+        return foreign_json.load_object(file.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except foreign_json.MalformedError as error:
         raise UserError(f"{file} is damaged: {error}; remove {file.parent}, and start again") from error
 
 

@@ -5,15 +5,14 @@ tensors' bytes (https://github.com/huggingface/safetensors). Local files are mem
 rows are read, each once. `core.checkpoints.published` writes files, with the safetensors library.
 """
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from core import paths, published_files, units
+from core import foreign_json, paths, published_files, units
 from core.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -78,16 +77,16 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
 def _indexed(folder: paths.Path) -> dict[str, Tensor]:
     """Returns the tensors that an index names, from the files that it names."""
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-        if wrong := [name for name in names if not isinstance(name, str)]:
-            raise TypeError(f"{wrong[0]!r} is not the name of a file")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = foreign_json.load_object((folder / INDEX).read_bytes(), {"weight_map": dict})["weight_map"]
+        if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
+            raise foreign_json.MalformedError(f"{wrong[0]!r} is not the name of a file")
+    except (foreign_json.MalformedError, IsADirectoryError) as error:
         raise UserError(
-            f"{folder / INDEX}: malformed ({type(error).__name__}: {error}); expected an object with weight_map, the "
-            "name of a file for each tensor. Download it again"
+            f"{folder / INDEX}: malformed ({error}); expected an object with weight_map, the name of a file for each "
+            "tensor. Download it again"
         ) from error
-    if outside := [name for name in names if "/" in name]:
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if "/" in name or name in ("", ".", "..")]:
         raise UserError(f"{folder / INDEX}: the file {outside[0]!r} is outside of the folder; download it again")
     if missing := [name for name in names if not (folder / name).exists()]:
         raise UserError(
@@ -104,44 +103,71 @@ def _indexed(folder: paths.Path) -> dict[str, Tensor]:
 
 
 def _header(file: paths.Path) -> dict[str, Tensor]:
-    """Reads the header of one file, and compares the size that it implies with the file's."""
+    """Reads the header of one file, and requires that its tensors fill the file exactly, each byte once."""
     size = file.stat().length
     try:
         length = int.from_bytes(paths.read_range(file, 0, min(8, size)), "little")
-        header = json.loads(paths.read_range(file, 8, min(8 + length, size)))
+        header = foreign_json.load_object(paths.read_range(file, 8, min(8 + length, size)))
         header.pop("__metadata__", None)
-        entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {
-            name: (str(entry["dtype"]), tuple(map(int, entry["shape"])), *_pair(entry["data_offsets"]))
-            for name, entry in header.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = {name: _entry(name, entry) for name, entry in header.items()}
+    except (foreign_json.MalformedError, IsADirectoryError) as error:
         raise UserError(f"{file}: not a safetensors file ({error}); download it again") from error
-    expected = 8 + length + max((end for *_, end in entries.values()), default=0)
+    expected = 8 + length + max((entry.end for entry in entries.values()), default=0)
     if size != expected:
         raise UserError(
             f"{file}: {size} bytes, expected {expected}: the file is truncated or damaged; download it again"
         )
-    unknown = {dtype for dtype, *_ in entries.values()} - _DTYPES.keys()
+    unknown = {entry.dtype for entry in entries.values()} - _DTYPES.keys()
     if unknown:
         raise UserError(
             f"{file}: tensors of dtype {', '.join(sorted(unknown))}; supported are {', '.join(_DTYPES)}. Quantized "
             "weights must be converted to float first"
         )
-    for name, (dtype, shape, start, end) in entries.items():
-        if start < 0 or end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
-            raise UserError(
-                f"{file}: {name} has {end - start} bytes, expected {math.prod(shape) * _DTYPES[dtype].itemsize} for "
-                f"{dtype} {list(shape)}: the header is damaged; download the file again"
-            )
+    _require_gapless(file, entries)
     return {
-        name: Tensor(file, _DTYPES[dtype], shape, 8 + length + start)
-        for name, (dtype, shape, start, _) in entries.items()
+        name: Tensor(file, _DTYPES[entry.dtype], entry.shape, 8 + length + entry.start)
+        for name, entry in entries.items()
     }
 
 
-def _pair(offsets: Sequence[int]) -> tuple[int, int]:
-    start, end = offsets
-    return int(start), int(end)
+class _Entry(NamedTuple):
+    """What a header says of a tensor; `start` and `end` are offsets after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _entry(name: str, entry: Any) -> _Entry:
+    """Parses what a header says of a tensor. Raises MalformedError."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]} if all(
+            foreign_json.is_a(number, int) and number >= 0 for number in (*shape, start, end)
+        ):
+            return _Entry(dtype, tuple(shape), start, end)
+    raise foreign_json.MalformedError(
+        f"{name}: {str(entry)[:80]}; expected a dtype, a shape and two data_offsets, in integers from 0 up"
+    )
+
+
+def _require_gapless(file: paths.Path, entries: Mapping[str, _Entry]) -> None:
+    """Requires that each tensor has the bytes of its shape, and that they follow one another without holes."""
+    at = 0
+    for name, (dtype, shape, start, end) in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        wanted = math.prod(shape) * _DTYPES[dtype].itemsize
+        if end - start != wanted:
+            raise UserError(
+                f"{file}: {name} has {end - start} bytes, expected {wanted} for {dtype} {list(shape)}: the header is "
+                "damaged; download the file again"
+            )
+        if start != at:
+            how = "overlaps the tensor before it" if start < at else "leaves unused bytes before it"
+            raise UserError(
+                f"{file}: {name} begins at byte {start}, expected {at}: it {how}, so the header is damaged; download "
+                "the file again"
+            )
+        at = end
 
 
 class Reader:

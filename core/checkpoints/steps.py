@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from core import paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core import distributed
+from core import distributed, foreign_json
 from core.errors import UserError
 
 FOLDER = "checkpoints"  # of a run directory
@@ -37,6 +37,7 @@ STREAMS_PART = "data"
 _FILE, _SUFFIX = "metadata", ".bin"
 _STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # keys added to the caller's
 _LEFT_OUT = "left_out"
+_KINDS: Mapping[str, foreign_json.Kind] = {_CHECKSUM: str, _CONTENT: dict, _STREAMS: (dict, list)}
 _DIGEST_BYTES = 32
 
 
@@ -191,7 +192,8 @@ def leftovers(directory: paths.Path) -> Iterator[Leftover]:
 
 def saved_at(step_folder: paths.Path) -> float:
     """Returns the time at which a complete step was committed, in seconds since 1970."""
-    return json.loads((step_folder / _COMPLETE_MARK).read_text())["commit_timestamp_nsecs"] / 1e9
+    mark = foreign_json.load_object((step_folder / _COMPLETE_MARK).read_text(), {"commit_timestamp_nsecs": int})
+    return mark["commit_timestamp_nsecs"] / 1e9
 
 
 def remove(folder: paths.Path) -> None:
@@ -297,17 +299,23 @@ def read(step_folder: paths.Path) -> Description:
     """Reads the metadata of a step, saved by this revision or an earlier one.
 
     Raises:
-      DamagedError: the checksum is wrong, or the metadata belongs to another step than the folder's name.
+      DamagedError: the file is not what was saved, or belongs to another step than the folder's name.
       Exception: of many types, if the file cannot be read.
     """
-    meta = json.loads((step_folder / PART / _FILE).read_text())
-    if meta.get(_CHECKSUM) != _checksum(meta) or not {_CONTENT, _STREAMS} <= meta.keys():
+    try:
+        meta = foreign_json.load_object((step_folder / PART / _FILE).read_bytes(), _KINDS)
+    except (foreign_json.MalformedError, IsADirectoryError) as error:
+        raise DamagedError(f"the description is not what was saved: {error}") from None  # this is the first cause
+    if meta[_CHECKSUM] != _checksum(meta):
         raise DamagedError("the description is not what was saved")
     if str(step := meta.get(_STEP, step_folder.name)) != step_folder.name and step_folder.name.isdecimal():
         raise DamagedError(f"the description belongs to step {step}")
     own = {k: v for k, v in meta.items() if k not in (_STEP, _CONTENT, _STREAMS, _CHECKSUM, _LEFT_OUT)}
     said = meta[_STREAMS] if isinstance(meta[_STREAMS], dict) else dict.fromkeys(meta[_STREAMS])
-    left_out = LeftOut(*(meta[_LEFT_OUT][field] for field in LeftOut._fields)) if _LEFT_OUT in meta else None
+    try:
+        left_out = LeftOut(*(meta[_LEFT_OUT][field] for field in LeftOut._fields)) if _LEFT_OUT in meta else None
+    except (TypeError, KeyError) as error:
+        raise DamagedError(f"the description of what was left out is not what was saved: {error!r}") from None
     return Description(own, meta[_CONTENT], said, left_out)
 
 

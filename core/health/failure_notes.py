@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core import foreign_json
 from core.health import exit_codes, heartbeat
 
+_NOTE: Mapping[str, foreign_json.Kind] = {"kind": str, "host": (int, type(None)), "message": str, "time": float}
 _LONGEST = 2000
 
 
@@ -37,8 +39,8 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     """Reads and deletes the notes, oldest first; malformed files are skipped."""
     notes = []
     for file in folder.glob("*.json"):
-        with contextlib.suppress(ValueError):
-            notes.append(json.loads(file.read_text()))
+        with contextlib.suppress(foreign_json.MalformedError):
+            notes.append(foreign_json.load_object(file.read_bytes(), _NOTE))
         file.unlink()
     return sorted(notes, key=lambda note: note["time"])
 

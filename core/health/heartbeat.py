@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from core import rendezvous, units
+from core import host_messages, units
 from core.health import exit_codes, failure_diagnosis, phase
 from core.health.failure_diagnosis import Limits, Numbers, Seen, Verdict
 from core.health.phase import Place
@@ -117,10 +117,10 @@ class _Watch(threading.Thread):
 
     def __init__(self, roll: Roll, limits: Limits):
         super().__init__(name="peers", daemon=True)
-        self._index, self._limits = roll.index, limits
+        self._index, self._limits, self._key = roll.index, limits, roll.key
         self._names = [f"host {i}" + f" ({there})" * bool(there) for i, there in enumerate(roll.addresses)]
         self._links = dict(roll.connections)
-        self._inboxes = {host: rendezvous.Inbox() for host in self._links}
+        self._inboxes = {host: host_messages.Inbox(roll.key) for host in self._links}
         self._heard_at = dict.fromkeys(self._links, time.monotonic())
         nowhere = Place(0, phase.JOINING, 0.0)
         self._seen = {i: Seen(self._names[i], nowhere) for i in sorted({self._index, *self._links})}
@@ -199,7 +199,7 @@ class _Watch(threading.Thread):
     def _send(self, message: Mapping[str, Any]) -> None:
         for host, link in self._links.items():
             if not self._seen[host].gone:
-                rendezvous.send(link, message, seconds=_SEND_SECONDS)
+                host_messages.send(link, message, self._key, seconds=_SEND_SECONDS)
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         if "stop" in message:
@@ -227,7 +227,7 @@ class _Watch(threading.Thread):
             link.settimeout(_SEND_SECONDS)
             piece = link.recv(1 << 16)
             messages = self._inboxes[host].add(piece)
-        except (OSError, rendezvous.Stranger):
+        except (OSError, host_messages.Stranger):
             piece, messages = b"", []
         self._heard_at[host] = time.monotonic()
         for message in messages:
@@ -301,7 +301,7 @@ class _Watch(threading.Thread):
             self._stacks[self._index] = stacks_of_all_threads()
         asked = {host: self._links[host] for host in verdict.hosts if host in self._links}
         for link in asked.values():
-            rendezvous.send(link, {"show stacks": True}, seconds=_SEND_SECONDS)
+            host_messages.send(link, {"show stacks": True}, self._key, seconds=_SEND_SECONDS)
         deadline = time.monotonic() + _STACKS_SECONDS
         while not self._stacks.keys() >= asked.keys() and time.monotonic() < deadline:
             self._listen(until=min(deadline, time.monotonic() + BEAT_SECONDS))

@@ -19,12 +19,13 @@ import json
 import os
 import pathlib
 import time
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
-from core import bookkeeping, distributed, paths, units
+from core import bookkeeping, distributed, foreign_json, paths, units
 from core.slices import GIB
 from core.training.trainer import Hook, StepReport
 
@@ -69,6 +70,9 @@ class Session:
             self.lost_steps += lost
 
 
+_KINDS = typing.get_type_hints(Session)
+
+
 def share(sessions: Sequence[Session]) -> float:
     """Returns the goodput: useful seconds divided by all seconds, 0 to 1."""
     idle = [later.started - s.seen for s, later in itertools.pairwise(sessions) if s.finished]
@@ -82,9 +86,10 @@ def read(run_dir: str) -> list[Session]:
     sessions = []
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
-            sessions.append(Session(**json.loads(line)))
-        except (ValueError, TypeError):
+            found = foreign_json.load_object(line, _KINDS)
+        except foreign_json.MalformedError:
             continue
+        sessions.append(Session(**{name: found[name] for name in _KINDS}))
     return sessions
 
 

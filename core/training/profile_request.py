@@ -10,7 +10,7 @@ import time
 import uuid
 from typing import Any
 
-from core import paths, units
+from core import foreign_json, paths, units
 from core.errors import UserError
 from core.training.profiling import ANSWER_NAME, REQUEST_NAME
 
@@ -47,8 +47,8 @@ def request(
         plan = _answer(folder, name, {"planned", "written", "over"}, within_seconds=taken_seconds)
     finally:
         if plan is None:  # removed, so that no later run accepts it
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # accepted at the last moment
-                if json.loads((folder / REQUEST_NAME).read_text())["id"] == name:
+            with contextlib.suppress(FileNotFoundError, foreign_json.MalformedError):  # accepted at the last moment
+                if foreign_json.load_object((folder / REQUEST_NAME).read_bytes(), {"id": str})["id"] == name:
                     (folder / REQUEST_NAME).unlink()
     if plan is None:
         raise UserError(
@@ -84,8 +84,8 @@ def _answer(folder: paths.Path, name: str, states: set[str], *, within_seconds: 
     """Waits for the run's answer to this request in one of `states`; None if it does not come in time."""
     deadline = time.monotonic() + within_seconds
     while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # while the file is being replaced
-            answer = json.loads((folder / ANSWER_NAME).read_text())
+        with contextlib.suppress(FileNotFoundError, foreign_json.MalformedError):  # while the file is being replaced
+            answer = foreign_json.load_object((folder / ANSWER_NAME).read_bytes(), {"id": str, "state": str})
             if answer["id"] == name and answer["state"] in states:
                 return answer
         time.sleep(_BUCKET_POLL_SECONDS if paths.is_remote(folder) else _POLL_SECONDS)

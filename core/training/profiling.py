@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core import distributed, paths, units
+from core import distributed, foreign_json, paths, units
 from core.training.trainer import Hook, StepReport
 
 PROFILES = ("tensorboard", "plugins", "profile")  # folder in the run directory, where TensorBoard looks
@@ -141,8 +141,9 @@ class Requests:
         self._looked_at = time.monotonic()
         if not self._request.exists():
             return
-        request = json.loads(self._request.read_text())
+        text = self._request.read_bytes()
         self._request.unlink()
+        request = foreign_json.load_object(text, {"id": str})
         (old, then), (step, now) = self._steps[0], self._steps[-1]
         step_seconds = max((now - then) / (step - old), 1e-3)
         found = window_of(

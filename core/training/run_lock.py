@@ -18,11 +18,12 @@ import pathlib
 import socket
 import threading
 import time
+import typing
 import uuid
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from core import bookkeeping, paths
+from core import bookkeeping, foreign_json, paths
 from core.errors import UserError
 from core.training import goodput
 from core.training.trainer import Hook
@@ -70,16 +71,20 @@ class Owner(NamedTuple):
     def parse(cls, text: str) -> Owner | None:
         """Parses the content of a lock; None if it names no owner."""
         try:
-            owner = cls(**json.loads(text))
-        except (ValueError, TypeError):
+            found = foreign_json.load_object(text, _KINDS)
+            datetime.datetime.fromtimestamp(found["started"], datetime.UTC)  # a time that can be shown
+        except (foreign_json.MalformedError, OverflowError, ValueError, OSError):
             return None
-        return owner if isinstance(owner.pid, int) and isinstance(owner.started, float) else None
+        return cls(**{name: found[name] for name in _KINDS})
 
     def is_alive(self) -> bool | None:
         """Returns whether the owner's process runs; None if that cannot be determined from this machine."""
         if not self.machine or self.machine != _machine():
             return None
         return goodput.start_ticks(self.pid) == self.ticks
+
+
+_KINDS = typing.get_type_hints(Owner)
 
 
 def _machine() -> str:

@@ -92,6 +92,7 @@ def join(
         single_process=layout.count is None and (bool(played) or slice_.hosts == 1),
         description=description,
         addresses=environment.worker_addresses(),
+        secret=environment.join_secret(),
         watch=limits,
         before_devices=before_devices,
         timeout_seconds=environment.join_seconds(),

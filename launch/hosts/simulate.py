@@ -11,6 +11,7 @@ stopped; the exit code is that of the host that failed first. No process outlive
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -75,7 +76,7 @@ def run(
         guard = stack.enter_context(_guard(scratch))
         hosts: list[HostProcess] = []
         stack.callback(_stop, hosts, grace_seconds=grace_seconds, requested=requested)
-        port = _free_port()
+        port, secret = _free_port(), secrets.token_hex()
         for index in range(slice_.hosts):
             home = Path(scratch) / f"host_{index}"
             for folder in (home, home / "tmp", home / "cache"):
@@ -85,7 +86,7 @@ def run(
                 log_path=log_directory / f"host_{index}.log",
                 name=f"host {index}",
                 step_file=home / "step",
-                env=_environment(slice_, index=index, port=port, home=home),
+                env=_environment(slice_, index=index, port=port, secret=secret, home=home),
                 to_terminal=index == 0,
                 start_new_session=True,
             )
@@ -97,7 +98,7 @@ def run(
     return 0 if culprit is None else _report(culprit)
 
 
-def _environment(slice_: slices.Slice, *, index: int, port: int, home: Path) -> dict[str, str]:
+def _environment(slice_: slices.Slice, *, index: int, port: int, secret: str, home: Path) -> dict[str, str]:
     """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files."""
     return {
         **environment.ON_CPUS,
@@ -105,6 +106,7 @@ def _environment(slice_: slices.Slice, *, index: int, port: int, home: Path) -> 
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(slice_.chips_per_host),
+        "RENGA_JOIN_SECRET": secret,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_PROCESS_INDEX": str(index),
         "JAX_PROCESS_COUNT": str(slice_.hosts),

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core import foreign_json
 from core.errors import UserError
 from tasks.puzzles.files import Split
+from tasks.streams import read_position
 
 FILLER = -1  # example index of the rows that fill the last batch of an evaluation
 _BATCHES_PER_ITERATION = 1000
@@ -90,11 +92,11 @@ class Shuffled:
     def restore(self, state: bytes) -> None:
         """Moves to a saved position. Raises UserError for bytes that are not a position."""
         try:
-            found = json.loads(state)
-            self._start(int(found["iteration"]))
+            found = foreign_json.load_object(state, {"iteration": int, "visit": int, "generator": dict})
+            self._start(found["iteration"])
             self._rng.bit_generator.state = _arrays(found["generator"])
-            self._visit = int(found["visit"])
-        except (ValueError, KeyError, TypeError) as error:
+            self._visit = found["visit"]
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError(f"{state[:60]!r}... is not a position in a puzzle dataset: {error}") from error
 
     def _start(self, iteration: int) -> None:
@@ -159,7 +161,7 @@ class InOrder:
 
     def restore(self, state: bytes) -> None:
         """Moves to a saved position."""
-        self._next = int(json.loads(state)["batches"])
+        self._next = read_position(state, batches=int)["batches"]
 
 
 def _plain(value: Any) -> Any:

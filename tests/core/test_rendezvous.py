@@ -1,11 +1,14 @@
 import contextlib
+import hashlib
+import hmac
+import re
 import socket
 import threading
 import time
 
 import pytest
 
-from core import rendezvous
+from core import host_messages, rendezvous
 
 
 @pytest.fixture
@@ -74,15 +77,16 @@ def test_the_host_that_would_run_something_else_is_named_by_all(address, odd):
 
 
 def test_connections_stay_open_when_another_process_uses_the_port(address):
-    hosts = [Host(address, index, 3) for index in range(3)]
+    hosts = [Host(address, index, 3, secret="s") for index in range(3)]
     assert finish(*hosts) == [None] * 3
     with socket.create_server(rendezvous.split(address)):
         zero, one, two = (host.roll for host in hosts)
         assert zero.addresses == two.addresses == ("127.0.0.1",) * 3
-        assert rendezvous.send(two.connections[0], {"word": "ü"}, seconds=1)
-        assert rendezvous.receive(zero.connections[2], seconds=1) == {"word": "ü"}
-        assert rendezvous.send(zero.connections[1], {"another": [1]}, seconds=1)
-        assert rendezvous.receive(one.connections[0], seconds=1) == {"another": [1]}
+        assert zero.key == one.key == two.key
+        assert host_messages.send(two.connections[0], {"word": "ü"}, two.key, seconds=1)
+        assert host_messages.receive(zero.connections[2], zero.key, seconds=1) == {"word": "ü"}
+        assert host_messages.send(zero.connections[1], {"another": [1]}, zero.key, seconds=1)
+        assert host_messages.receive(one.connections[0], one.key, seconds=1) == {"another": [1]}
     for host in hosts:
         host.roll.close()
 
@@ -91,7 +95,26 @@ def test_connections_stay_open_when_another_process_uses_the_port(address):
 def test_a_missing_coordinator_is_named_with_its_address(address):
     (error,) = finish(Host(address, 1, 2, seconds=0.4))
     assert isinstance(error, TimeoutError)
-    assert f"missing: host 0 (the coordinator at {address}" in str(error)
+    assert f"missing: host 0 (the coordinator at {address}: Connection refused)" in str(error)
+
+
+def test_a_name_that_cannot_be_looked_up_is_reported_by_the_host_that_cannot(monkeypatch):
+    def fails(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    (error,) = finish(Host("nobody.invalid:8476", 1, 2, seconds=0.4))
+    assert isinstance(error, TimeoutError)
+    assert "missing: host 0 (the coordinator at nobody.invalid:8476: this host cannot look up the name" in str(error)
+
+
+def test_hosts_meet_over_ipv6():
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        address = f"[::1]:{probe.getsockname()[1]}"
+    zero, one = Host(address, 0, 2), Host(address, 1, 2)
+    assert finish(zero, one) == [None, None]
+    assert one.roll.addresses == ("::1", "::1")
 
 
 def test_another_count_is_refused_at_once(address):
@@ -111,14 +134,72 @@ def test_two_hosts_with_one_index_are_reported(address):
     assert finish(zero, second, Host(address, 2, 3)) == [None] * 3
 
 
-def test_strangers_at_the_port_are_ignored(address):
-    zero = Host(address, 0, 2, seconds=5)
-    time.sleep(0.2)
-    with socket.create_connection(rendezvous.split(address)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+def authenticated(body, secret=""):
+    """The bytes of a message whose content is any bytes."""
+    key = hashlib.sha256(secret.encode()).digest()
+    return b"renga" + len(body).to_bytes(4, "big") + hmac.digest(key, body, "sha256") + body
+
+
+STRANGE = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "a part of the header": b"reng",
+    "too long": b"renga\xff\xff\xff\xff" + bytes(32),
+    "wrong code": b"renga" + (2).to_bytes(4, "big") + bytes(32) + b"{}",
+    "another secret": authenticated(b'{"host": 1, "of": 2, "description": ""}', "another start"),
+    "nested": authenticated(b"[" * 200_000),
+    "nested in an object": authenticated(b'{"host": ' + b"[" * 900 + b"]" * 900 + b"}"),
+    "no object": authenticated(b"[1]"),
+    "no utf-8": authenticated(b"\xff\xfe\x00"),
+    "true is no index": authenticated(b'{"host": true, "of": 2, "description": ""}'),
+    "a float is no index": authenticated(b'{"host": 1.0, "of": 2, "description": ""}'),
+    "infinite": authenticated(b'{"host": 1e999, "of": 2, "description": ""}'),
+    "no description": authenticated(b'{"host": 1, "of": 2}'),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_strangers_at_the_port_are_ignored(address, what):
+    zero = Host(address, 0, 2, seconds=20)
+    with connected(address) as stranger:
+        stranger.sendall(STRANGE[what])
+        stranger.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
     assert finish(zero, Host(address, 1, 2)) == [None, None]
+
+
+@contextlib.contextmanager
+def connected(address):
+    """A connection to host 0, which may not listen yet."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            with socket.create_connection(rendezvous.split(address)) as connection:
+                yield connection
+                return
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def test_silent_connections_do_not_delay_the_hosts(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_MOST_WAITING", 5)  # of 14: the oldest are closed
+    zero = Host(address, 0, 3, seconds=20)
+    with contextlib.ExitStack() as stack:
+        for _ in range(14):
+            stack.enter_context(connected(address))
+        began = time.monotonic()
+        assert finish(zero, Host(address, 2, 3), Host(address, 1, 3)) == [None] * 3
+        assert time.monotonic() - began < rendezvous._HELLO_SECONDS / 2
+
+
+def test_hosts_of_another_start_are_missing_and_counted(address):
+    zero, other = Host(address, 0, 2, seconds=0.8, secret="a"), Host(address, 1, 2, seconds=0.8, secret="b")
+    here, there = finish(zero, other)
+    assert isinstance(here, TimeoutError)
+    assert re.search(r"missing: host 1\. \d+ connections? of other programs, or of hosts of another start", str(here))
+    assert isinstance(there, TimeoutError)
+    assert "does not answer as a host of this start" in str(there)
 
 
 def test_a_port_in_use_is_reported(address):
@@ -128,7 +209,10 @@ def test_a_port_in_use_is_reported(address):
     assert "another run still active" in str(error)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", ":80", "host:0", "host:x", ""])
+@pytest.mark.parametrize(
+    "address",
+    ["10.0.0.1", ":80", "host:0", "host:x", "", "host:²", "host:99999999999", "::1:80", "[::1]", "[::1:80", "[]:80"],
+)
 def test_addresses_have_a_host_and_a_port(address):
     with pytest.raises(ValueError, match="expected HOST:PORT"):
         rendezvous.split(address)

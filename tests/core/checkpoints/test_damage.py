@@ -175,9 +175,17 @@ def test_a_run_whose_steps_are_all_damaged_does_not_start_afresh(saved, tmp_path
     assert {path.name for path in folder.iterdir()} == {"3", "7"}
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "7", '"x"', "{}", ""])
+@pytest.mark.parametrize("text", ["[]", "null", "7", '"x"', "{}", "", "[" * 200_000, '{"a": 1e400}'])
 def test_a_description_of_another_shape_is_damage(newest, text):
     assert newest(lambda folder: (folder / "meta" / "metadata").write_text(text))[0] == 3
+
+
+def test_a_folder_in_the_place_of_the_description_is_damage(newest):
+    def replaced(folder):
+        (folder / "meta" / "metadata").unlink()
+        (folder / "meta" / "metadata").mkdir()
+
+    assert newest(replaced)[0] == 3
 
 
 def test_a_damaged_step_can_be_saved_again(newest, tmp_path):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from core import rendezvous
+from core import host_messages
 from core.health import exit_codes, failure_diagnosis, heartbeat, phase
 from core.health.phase import Place
 from core.rendezvous import Roll
@@ -229,7 +229,7 @@ def test_a_frozen_host_zero_is_named_by_the_others_if_the_watchdog_only_reports(
     zero, one = socket.socketpair()
     with zero:
         watch = heartbeat._Watch(Roll(1, 2, ("10.0.0.3", "10.0.0.4"), {0: one}), limits)
-        rendezvous.send(zero, {"at": list(Place(17, phase.TRAINING, 0.0))}, seconds=1.0)
+        host_messages.send(zero, {"at": list(Place(17, phase.TRAINING, 0.0))}, b"", seconds=1.0)
         watch.start()
         time.sleep(1.6)
         watch.tell({"stop": True}).wait(5.0)  # from here on it listens no more
@@ -323,7 +323,7 @@ def test_the_stacks_of_a_thousand_hosts_fit_into_a_message():
     assert len(found) == 8
     assert found[0] == (list(range(990)), alike[0])
     assert found[1][0] == [990]
-    assert len(rendezvous.pack({"stacks of": found})) < rendezvous.MAX_BYTES
+    assert len(host_messages.pack({"stacks of": found}, b"")) < host_messages.MAX_BYTES
 
 
 def test_a_fault_of_the_watch_ends_the_process(run_hosts):
@@ -359,9 +359,9 @@ print("NOTED", *noted)
 def test_no_message_follows_a_partial_one():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert not rendezvous.send(ours, {"at": "x" * 2**21}, seconds=0.2)
-        assert not rendezvous.send(ours, {"at": 1}, seconds=0.2)
-        inbox = rendezvous.Inbox()
+        assert not host_messages.send(ours, {"at": "x" * 2**21}, b"", seconds=0.2)
+        assert not host_messages.send(ours, {"at": 1}, b"", seconds=0.2)
+        inbox = host_messages.Inbox(b"")
         while piece := theirs.recv(1 << 16):
             assert not inbox.add(piece)
         assert inbox.missing_bytes()

@@ -108,7 +108,12 @@ def test_an_owner_on_another_machine_that_renews_its_lock_is_alive(run_dir):
         acquire(run_dir, silent_seconds=20.0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": 1}', "\0\xff"])
+GOOD = {"host": "h", "pid": 1, "started": 1.0, "ticks": 1, "machine": "m", "token": "t"}
+BAD = ({"started": 1e300}, {"started": -1e18}, {"pid": True}, {"pid": "1"}, {"ticks": None}, {"host": ["h"]})
+BAD_OWNERS = [json.dumps(GOOD | change) for change in BAD]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": 1}', "\0\xff", "[" * 200_000, *BAD_OWNERS])
 def test_a_lock_without_an_owner_is_observed_and_taken_over(run_dir, text):
     run_dir.mkdir(parents=True)
     (run_dir / run_lock.FILE).write_text(text)
