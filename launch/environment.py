@@ -71,7 +71,8 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     try:
         rendezvous.split(coordinator)
     except UserError as error:
-        raise UserError(f"JAX_COORDINATOR_ADDRESS: {error}") from error
+        expected = "expected HOST:PORT, such as 10.0.0.2:8476 or [fd00::2]:8476"
+        raise UserError(f"JAX_COORDINATOR_ADDRESS={coordinator!r}: {expected}") from error
     return ProcessLayout(coordinator, index, count)
 
 

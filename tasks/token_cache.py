@@ -244,12 +244,13 @@ class _Documents:
     def move(self, position: Mapping[str, int]) -> None:
         """See `Chunks`."""
         self._number, self._id = position["document"], position["id"]
-        self._pieces = self._all_pieces(self._number, self._id)
+        self._pieces = self._all_pieces(self._number)
         self._requested: collections.deque[tuple[list[_Piece], Any]] = collections.deque()
         self._ahead = 0  # ids that are requested
         self._ready: Iterator[tuple[_Piece, np.ndarray]] = iter(())
         self._piece: tuple[_Piece, np.ndarray] | None = None  # of which a part was taken
-        self._crc: int | None = None if self._id else 0  # of this document so far; None if its begin was not read
+        self._skipped = self._id  # ids of the first document that are read again to check it, and not returned
+        self._crc = 0  # of this document so far
 
     def take(self, most: int) -> np.ndarray:
         """See `Chunks`. Raises UserError if the cache cannot be read, or differs from what was written."""
@@ -266,6 +267,19 @@ class _Documents:
         return np.concatenate(taken).astype(np.int32)
 
     def _next_piece(self) -> tuple[_Piece, np.ndarray]:
+        while True:
+            piece, ids = self._verified_piece()
+            skipped = min(self._skipped, len(ids))
+            self._skipped -= skipped
+            if skipped < len(ids):
+                return piece, ids[skipped:]
+            if piece.check is not None:
+                raise UserError(
+                    f"the token cache {self._cache.path!r}: the saved position is after id {self._id} of document "
+                    f"{piece.document}, which has fewer; is the checkpoint of another cache?"
+                )
+
+    def _verified_piece(self) -> tuple[_Piece, np.ndarray]:
         found = next(self._ready, None)
         if found is None:
             while self._ahead < AHEAD_TOKENS:
@@ -281,11 +295,10 @@ class _Documents:
         return found
 
     def _verify(self, piece: _Piece, ids: np.ndarray) -> None:
-        if self._crc is not None:
-            self._crc = zlib.crc32(np.ascontiguousarray(ids), self._crc)
+        self._crc = zlib.crc32(np.ascontiguousarray(ids), self._crc)
         if piece.check is None:
             return
-        if self._crc is not None and self._crc != piece.check:
+        if self._crc != piece.check:
             shards = {(at - 1) // SHARD_TOKENS for at in (piece.start + 1, piece.stop)}
             files = ", ".join(f"{self._spec.split}/tokens/c/{shard}" for shard in sorted(shards))
             raise UserError(
@@ -305,7 +318,7 @@ class _Documents:
         self._requested.append((pieces, self._arrays["tokens"][places].read()))
         self._ahead += size
 
-    def _all_pieces(self, number: int, skipped: int) -> Iterator[_Piece]:
+    def _all_pieces(self, number: int) -> Iterator[_Piece]:
         """Yields pieces endlessly; the bounds of the next documents are read ahead, too."""
         length = self._spec.length
         following = self._request_bounds(number)
@@ -320,10 +333,10 @@ class _Documents:
                 checks.tolist(),
                 strict=True,
             ):
-                for start in range(begin + skipped, end, length):
+                for start in range(begin, end, length):
                     is_last = start + length >= end
                     yield _Piece(number, document, start, min(start + length, end), check if is_last else None)
-                number, skipped = number + 1, 0
+                number += 1
 
     def _request_bounds(self, number: int) -> tuple[Any, ...]:
         """Requests where documents number … number + _BOUNDS of this stream begin and end, and their checks."""

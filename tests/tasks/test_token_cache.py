@@ -252,6 +252,29 @@ def test_what_was_changed_or_removed_later_is_named(cache, tmp_path):
         decoded(make_task(copy), "train")
 
 
+@pytest.mark.parametrize("changed", [3, 99, 100, 250])
+def test_a_change_anywhere_in_the_document_of_a_position_is_named(cache, tmp_path, changed):
+    copy = shutil.copytree(cache, tmp_path / "copy")
+    array = token_cache.array(paths.resolve(copy) / "train", "tokens", "uint16", writes=True)
+    task = make_task(copy)
+    reader = token_cache._Documents(task.corpus, StreamSpec("train", 0, 1, 1, LENGTH, None, task.vocabulary))
+    reader.move({"document": 0, "id": 100})  # of 306
+    assert task.vocabulary.decode(reader.take(300)) == TEXTS[0][99:]
+    array[changed] = 99
+    reader = token_cache._Documents(make_task(copy).corpus, StreamSpec("train", 0, 1, 1, LENGTH, None, task.vocabulary))
+    reader.move({"document": 0, "id": 100})
+    with pytest.raises(UserError, match="document 0 differs"):
+        reader.take(300)
+
+
+def test_a_position_beyond_its_document_is_an_error(cache):
+    task = make_task(cache)
+    reader = token_cache._Documents(task.corpus, StreamSpec("train", 0, 1, 1, LENGTH, None, task.vocabulary))
+    reader.move({"document": 0, "id": 5000})
+    with pytest.raises(UserError, match="after id 5000 of document 0, which has fewer"):
+        reader.take(1)
+
+
 def test_another_cache_at_the_same_place_is_refused_by_a_position(cache, tmp_path):
     rows = DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))
     state = make_task(cache).train(rows, seed=0).state()
@@ -416,22 +439,22 @@ def test_a_bucket_is_written_and_read(bucket, tmp_path, monkeypatch, refused):
     for key, value in bucket.environment.items():
         monkeypatch.setenv(key, value)
     data = write_lines(tmp_path / "a.jsonl", TEXTS[:100])
-    bucket.write("gs://texts/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
+    bucket.write(f"gs://texts/{refused}/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
     tokenize(tmp_path / "out", data)
     before = bucket.errors(refused)["refused"]
-    tokenize("gs://caches/out", "gs://texts/*.jsonl")
+    tokenize(f"gs://caches/{refused}", f"gs://texts/{refused}/*.jsonl")
     rows = DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))
     bucket.errors(refused, seconds=refused)
-    here, there = (make_task(at).train(rows, seed=2) for at in (tmp_path / "out", "gs://caches/out"))
+    here, there = (make_task(at).train(rows, seed=2) for at in (tmp_path / "out", f"gs://caches/{refused}"))
     for _ in range(4):
         ours, theirs = next(here), next(there)
         for key, values in ours.items():
             np.testing.assert_array_equal(theirs[key], values)
     assert (bucket.errors(0.0)["refused"] > before) == (refused > 0)
-    changed = token_cache.array(paths.resolve("gs://caches/out") / "train", "tokens", "uint16", writes=True)
+    changed = token_cache.array(paths.resolve(f"gs://caches/{refused}") / "train", "tokens", "uint16", writes=True)
     changed[1500] = 98
-    with pytest.raises(UserError, match=r"'gs://caches/out' is not what was written: .* train/tokens/c/1 was changed"):
-        decoded(make_task("gs://caches/out"), "train")
+    with pytest.raises(UserError, match=rf"'gs://caches/{refused}' is not what was written: .* train/tokens/c/1 was changed"):
+        decoded(make_task(f"gs://caches/{refused}"), "train")
 
 
 def test_a_dataset_of_the_hub_is_converted(tmp_path, monkeypatch):
