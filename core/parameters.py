@@ -114,7 +114,11 @@ Specs = Mapping[str, Mapping[str, ParamSpec]]  # of all parameters of a model
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Formats a key path as `layers/block/query` or `1/mu/layers/block/query`, without Haiku's `~`."""
+    """Formats a key path as `layers/block/query` or `1/mu/layers/block/query`, without Haiku's `~`.
+
+    The path of a parameter has the names of the stack (or tail) that it is in, of the Haiku modules around it, and its
+    own. A block that makes it outside of any module adds none: `layers/query`.
+    """
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path).replace("~/", "")
 
 

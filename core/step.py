@@ -123,7 +123,7 @@ def train_step(
     Returns:
       A pure function. Its metrics are, for this step: loss (the mean), learning_rate (of this update, even if it is
       skipped; absent if only the transformation knows it), gradient_norm (before clipping, over trained parameters),
-      weight (number of supervised items); and the model's own metrics as sums with weights, which may be 0.
+      weight (`LossOutput.weight_sum`); and the model's own metrics as sums with weights, which may be 0.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -159,9 +159,9 @@ def train_step(
 
 
 def _means(grads: Params, out: LossOutput) -> tuple[Params, jax.Array]:
-    """Divides the sums of gradients and losses by the number of supervised items."""
-    items = jnp.maximum(out.weight_sum, 1.0)
-    return jax.tree.map(lambda g: g / items, grads), out.loss_sum / items
+    """Divides the sums of gradients and losses by the sum of weights, which may be below 1; without weight, by 1."""
+    weight = jnp.where(out.weight_sum > 0, out.weight_sum, 1.0)
+    return jax.tree.map(lambda g: g / weight, grads), out.loss_sum / weight
 
 
 def _learning_rate(optimizer: Optimizer, state: TrainState, after: Any) -> dict[str, jax.Array]:

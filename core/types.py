@@ -34,7 +34,8 @@ class LossOutput(NamedTuple):
 
     Attributes:
       loss_sum: [], float32.
-      weight_sum: [], float32, the number of supervised items.
+      weight_sum: [], float32, the sum of the weights by which losses are multiplied: the number of supervised items if
+        all weights are 0 or 1.
       metrics: further metrics to report, by name.
       extras: inputs of the optimizer besides gradients: `{path of a table: rows that were used [N], int32}` for
         `core.optimizers.with_table`. Not summed over microbatches.

@@ -368,7 +368,8 @@ class AdaptedDecoder:
             after, read = self._read(adapter, memory, chunks)
             state, updates = rows(state, jax.lax.stop_gradient(read.signals), tokens > 0, key)
         else:
-            losses_ = self._losses(unembed, chunks.hidden, chunks) / jnp.maximum(tokens, 1) if reads else zeros
+            divisor = jnp.where(tokens > 0, tokens, 1)
+            losses_ = self._losses(unembed, chunks.hidden, chunks) / divisor if reads else zeros
             state, updates = rows(state, skipped.signals._replace(loss=losses_), tokens > 0, key)
 
             def run(memory: Any, chunks: Chunks) -> tuple[Any, Read]:

@@ -147,7 +147,8 @@ def interval(
     count = int(places.max()) + 1
     gains, tokens = (np.bincount(places, weights=values, minlength=count) for values in (theirs - ours, chunks.tokens))
     drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)  # [draws, count]
-    means = (drawn @ gains) / np.maximum(drawn @ tokens, 1)
+    weights = drawn @ tokens
+    means = (drawn @ gains) / np.where(weights > 0, weights, 1)
     low, high = np.percentile(means, _PERCENT)
     return float(np.sum(gains) / np.sum(tokens)), float(low), float(high)
 

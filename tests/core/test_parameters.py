@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import logical, optimizers, parameters
+from core import logical, optimizers, parameters, stack
 from core.logical import Axes
 from core.parameters import ParamSpec
 
@@ -281,3 +281,30 @@ def test_paths_of_any_tree_read_alike():
     tree = {"~": {"embedding": 0}, "layers/block": {"query": (1,)}, "outer/~/inner": {"w": 2}}
     paths = [parameters.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     assert paths == ["layers/block/query/0", "outer/inner/w", "embedding"]
+
+
+def test_a_path_has_the_names_of_stack_modules_and_parameter():
+    class Inner(hk.Module):
+        def __init__(self, name=None):
+            super().__init__(name)
+            self.linear = hk.Linear(3, name="linear")
+
+        def __call__(self, x):
+            return self.linear(x) * logical.param("gain", (3,), ("embed",), jnp.ones)
+
+    def block(x, side):
+        return Inner("inner")(x) + logical.param("offset", (3,), ("embed",), jnp.ones)
+
+    def head(x, side):
+        return jnp.sum(Inner("inner")(x) @ logical.param("out", (3, 2), ("embed", None), jnp.ones))
+
+    def model(x):
+        x = x @ logical.param("table", (3, 3), (None, "embed"), jnp.ones)
+        x = stack.layer_stack(block, 2, name="first")(Inner("inner")(x))
+        return stack.layer_stack(block, 2, tail=stack.haiku_tail(head, x))(x)
+
+    named = logical.named(model, {"*/w": (None, "embed"), "*/b": ("embed",)})
+    params, _ = logical.abstract_init(hk.transform(named).init, jax.random.key(0), jnp.ones((4, 3)))
+    modules = ("inner", "first/inner", "layers/inner", "tail/inner")
+    expected = {f"{module}/{name}" for module in modules for name in ("linear/w", "linear/b", "gain")}
+    assert set(parameters.names(params)) == expected | {"table", "first/offset", "layers/offset", "tail/out"}

@@ -163,8 +163,9 @@ def chosen(gate, found):
 
 
 @pytest.mark.slow
-def test_a_gate_by_loss_and_one_for_all_rows_skip(params):
-    given = batch()
+@pytest.mark.parametrize("scale", [1.0, 1 / 16])
+def test_a_gate_by_loss_and_one_for_all_rows_skip(params, scale):
+    given = batch() | {"weights": batch()["weights"] * scale}
     found = evaluate(MODEL, params, given).extras
     for gate, per_batch, rows in (
         (gates.LossThreshold(5.0), False, found["loss_skip"] / found["tokens"] > 5.0),
