@@ -20,12 +20,13 @@ from core.slices import GIB, Slice
 from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, TriesExamples, can
 from launch import environment, findings, flags, terminal
+from launch.check import chip_memory
 from launch.config import loader
 from launch.experiment import Experiment, Span, padding
 from launch.findings import Finding, is_ready
 from launch.hosts import workstation
 from launch.runs import smoke, warm_start
-from parallel import host_memory, mesh, report, strategy
+from parallel import host_memory, mesh, strategy
 from parallel.partitioner import Program
 from tasks.ids import ReadsFile
 
@@ -41,7 +42,6 @@ Hosts = Literal["here", "simulated", "shipped to", "dry run"]
 _AWAY = ("shipped to", "dry run")
 _INITIAL = "initial parameters"  # the name of a finding
 _CUSTOMARY_SPARE_IDS = 256
-_SURELY_TOO_MUCH = 2.0  # times what a chip has, by an estimate that the compiler does not always confirm
 _T = TypeVar("_T")
 
 
@@ -219,42 +219,8 @@ def _is_visible(place: str, hosts: Hosts) -> bool:
 def _memories(experiment: Experiment, program: Program, hosts: Hosts, *, with_activations: bool) -> list[Finding]:
     """Checks the memory of a chip and that of a host."""
     wanted = with_activations and program.partitioner.slice.is_tpu
-    estimate, why_not = _estimate(program) if wanted else (None, "")
-    return [_memory(program, estimate, why_not), _host_memory(experiment, program, hosts, estimate)]
-
-
-def _estimate(program: Program) -> "tuple[Estimate | None, str]":
-    """Returns the estimate of a step; or None, and why there is none."""
-    from parallel.planning import arithmetic  # slow to import, and only needed here
-
-    try:
-        return arithmetic.estimate(*arithmetic.place(program)), ""
-    except Exception as error:  # an estimate refuses nothing: it traces a model of any author
-        return None, f"activations not estimated: {type(error).__name__}: {error}"
-
-
-def _memory(program: Program, estimate: "Estimate | None", why_not: str) -> Finding:
-    """Checks a chip's memory: the state, which is exact, and an estimate of activations.
-
-    The estimate is up to 1.13 times the compiler's figure, so on its own it fails only above `_SURELY_TOO_MUCH`.
-    """
-    have, state_bytes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program).everything
-    state = f"state {state_bytes / GIB:.3g} GiB"
-    of = f"of {have / GIB:.4g} GiB per chip (arithmetic"
-    more_chips = "Split it over more chips (fsdp, tensor) or take a larger slice."
-    if state_bytes > have:
-        return Finding("memory", False, f"{state} {of}; activations not counted). {more_chips}")
-    if estimate is None:
-        return Finding("memory", True, f"{state} {of}; {why_not or 'activations not counted'})", is_note=bool(why_not))
-    said = f"{state}, {estimate.peak_bytes / GIB:,.2f} GiB with activations and gradients, {of}, not compiled)"
-    if estimate.peak_bytes <= have:
-        return Finding("memory", True, said)
-    if estimate.peak_bytes <= _SURELY_TOO_MUCH * have:
-        return Finding("memory", True, f"{said}; launch/run report --compile decides whether it fits", is_note=True)
-    advice = (
-        f"BATCH_SIZE = {batch_size(program.spec):,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more."
-    )
-    return Finding("memory", False, f"{said}. {advice} {more_chips}")
+    estimate, why_not = chip_memory.estimate(program) if wanted else (None, "")
+    return [chip_memory.check(program, estimate, why_not), _host_memory(experiment, program, hosts, estimate)]
 
 
 def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimate: "Estimate | None") -> Finding:

@@ -10,8 +10,10 @@ from rich.table import Table
 
 from core import slices, units
 from core.errors import UserError
+from core.health import exit_codes
 from core.slices import GIB
 from launch import flags, scaling, terminal
+from launch.check import chip_memory
 from launch.config import loader, sources
 from parallel import analysis, compiled, report, strategy, traffic
 from parallel.analysis import Analysis
@@ -220,44 +222,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables."""
+    """Prints the tables. Returns 1 if a program does not fit into the memory of a chip."""
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
     if args.scale_from:
         found = scaling.bindings(args.experiment, slice_name=args.slice, scale_from=args.scale_from, given=args.gin)
         print(f"as on {args.scale_from}, with the same work for each chip: {', '.join(found)}")
         args.gin = [*args.gin, *found]
-    written = _one_program(args) if args.strategies is None else _every_strategy(args)
+    written, fits = _one_program(args) if args.strategies is None else (_every_strategy(args), True)
     if args.json:
         args.json.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
-    return 0
+    return exit_codes.DONE if fits else exit_codes.FAILED
 
 
-def _one_program(args: argparse.Namespace) -> Any:
+def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
+    """Prints the report of each phase; returns the compiler's figures, and whether all phases fit into a chip."""
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
-    written = []
+    written, fits = [], True
     for span in config.build().spans():
         if span.count > 1:
             print(f"\n{span}, after step {span.first_step:,} to {span.last_step:,}\n")
         program = span.experiment.bind(compiled.devices_of(slices.get(span.experiment.slice)))
-        written.append(_described(program, is_compiled=bool(args.compile or args.json)))
-    return written if len(written) > 1 else written[0]
+        figures, is_fitting = _described(program, is_compiled=bool(args.compile or args.json))
+        written.append(figures)
+        fits &= is_fitting
+    return written if len(written) > 1 else written[0], fits
 
 
-def _described(program: Program, *, is_compiled: bool) -> Any:
-    """Prints the report of a program; returns the compiler's figures as JSON values, or None if it is not compiled."""
+def _described(program: Program, *, is_compiled: bool) -> tuple[Any, bool]:
+    """Prints the report of a program; returns the compiler's figures as JSON values, and whether it fits into a chip.
+
+    The figures are None if it is not compiled.
+    """
     print(report.table(program))
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")
     if schedule := program.partitioner.pipeline:
         print("\n" + drawing.text(schedule, stages=program.partitioner.shape["stage"]))
+    memory = chip_memory.check(program, *chip_memory.estimate(program))
+    terminal.say(f"\nmemory: {'' if memory.ok else 'DOES NOT FIT: '}{memory.detail}")
     if not is_compiled:
-        return None
+        return None, memory.ok
     found = analysis.analyze(program)
     show(found)
-    return analysis.as_json(program, found)
+    return analysis.as_json(program, found), True
 
 
 def _every_strategy(args: argparse.Namespace) -> Any:

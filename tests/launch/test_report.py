@@ -31,6 +31,23 @@ def test_strategies_are_found_from_every_folder(tmp_path, monkeypatch):
         assert compiled_report.bindings_of(choice) == [f"include '{choice}'"]
 
 
+@pytest.mark.parametrize(
+    ("bindings", "code", "words"),
+    [
+        ([], 0, "memory: state"),
+        # two tables of 128 columns with the state of AdamW: 48 GiB, or 12 per chip; then 192
+        (["VOCAB_SIZE = 16777216", "STRATEGY = @strategies.data_parallel()"], 1, "over all 4 of v4-8 the state is"),
+        (["VOCAB_SIZE = 67108864"], 1, "Take a larger slice: v4-8 has 4 chips"),
+    ],
+)
+def test_a_model_that_does_not_fit_says_by_how_much_and_what_to_change(capsys, bindings, code, words):
+    argv = ["report", "v4-8", "gin/quickstart.gin", *(word for one in bindings for word in ("--gin", one))]
+    assert cli.main(argv) == code
+    said = capsys.readouterr().out
+    assert words in said
+    assert ("DOES NOT FIT" in said, "GiB too much" in said) == (bool(code), bool(code))
+
+
 @pytest.mark.slow
 @pytest.mark.covers("M18")
 @pytest.mark.compiled("v4-8")
