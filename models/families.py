@@ -9,13 +9,14 @@ models/README.md has a table of the families, and of their differences from Llam
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from core import paths
 from core.errors import UserError
 from core.published_files import CONFIG, read_object
 from core.types import differing_settings
-from models import rope_settings
+from models import published_keys, rope_settings
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 from models.experts import Experts
 from models.rope_settings import LAYER_TYPES
@@ -48,20 +49,18 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise UserError(f"{where}: model_type = {kind!r} is not known; known are {', '.join(_FAMILIES)}")
-    text = config
+    family, text, problems = _FAMILIES[kind], config, []
     if kind == "gemma3":
         text = config.get("text_config")
         if not isinstance(text, Mapping):
             raise UserError(f"{where}: text_config = {text!r}: expected the configuration of the language model")
-        text = {**text, **{key: config[key] for key in ("tie_word_embeddings",) if key in config}}
-    family = _FAMILIES[kind]
-    found = {**family.keys, **text}
-    problems = [
-        f"{key} = {part[key]!r} is not supported (expected {neutral!r})"
-        for part in ((config, text) if text is not config else (config,))
-        for key, neutral in _REFUSED.items()
-        if part.get(key, neutral) not in (neutral, None)
-    ]
+        problems = published_keys.problems(config, _AROUND_GEMMA3)
+        if (inner := text.get("model_type", "gemma3_text")) != "gemma3_text":
+            problems.append(f"text_config has model_type = {inner!r}, expected 'gemma3_text'")
+        text = {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}  # the inner one is not read
+    aliases = {name: text[alias] for alias, name in family.aliases.items() if text.get(alias) is not None}
+    found = {**family.keys, **text, **aliases}
+    problems += published_keys.problems(text, {*family.keys, *family.aliases, *family.others})
     problems += [line for key in family.keys if (line := _problem(key, found[key], nullable=key in family.nullable))]
     if problems:
         raise UserError(f"{where} (model_type {kind}): " + "; ".join(problems))
@@ -86,19 +85,6 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
     return read_object(file)
 
 
-_REFUSED = {  # with the only supported value
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "use_bidirectional_attention": False,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "scale_attn_weights": True,
-    "add_cross_attention": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "router_jitter_noise": 0.0,
-}
 _TEXTS = {"hidden_act", "hidden_activation", "activation_function"}
 _NUMBERS = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
 _NUMBERS |= {"attn_logit_softcapping", "final_logit_softcapping"}
@@ -128,7 +114,9 @@ def _problem(key: str, value: Any, *, nullable: bool) -> str:
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
-    embed = config["n_embd"]
+    embed, heads = config["n_embd"], config["n_head"]
+    if embed % heads:
+        raise UserError(f"n_embd = {embed} is not a multiple of n_head = {heads}")
     return {
         "vocab_size": config["vocab_size"],
         "num_layers": config["n_layer"],
@@ -147,8 +135,11 @@ def _gpt2(config: Config) -> dict[str, Any]:
     }
 
 
-def _llama(config: Config, *, activation: str = "hidden_act", **other: Any) -> dict[str, Any]:
-    rope = rope_settings.read(config, "full_attention")
+def _llama(
+    config: Config, *, rope: rope_settings.Rope | None = None, activation: str = "hidden_act", **other: Any
+) -> dict[str, Any]:
+    theta, scaling = rope or rope_settings.of_all_layers(config)
+    _check_heads(config)
     return {
         "vocab_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],
@@ -160,35 +151,69 @@ def _llama(config: Config, *, activation: str = "hidden_act", **other: Any) -> d
         "norm_eps": config["rms_norm_eps"],
         "activation": known_activation(config[activation]),
         "max_positions": config["max_position_embeddings"],
-        "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": rope_settings.scaling(rope, config["max_position_embeddings"]),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
         "tied": config["tie_word_embeddings"],
         **other,
     }
 
 
-def _qwen(config: Config, **other: Any) -> dict[str, Any]:
-    if "sliding_attention" in (_layer_types(config) or ()):
+def _check_heads(config: Config) -> None:
+    """Checks the sizes of heads against one another, under their names in the file."""
+    heads, kv_heads, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if heads % (kv_heads or heads):
+        raise UserError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+    if width is None and config["hidden_size"] % heads:
+        raise UserError(f"hidden_size = {config['hidden_size']} is not a multiple of num_attention_heads = {heads}")
+    if (width or config["hidden_size"] // heads) % 2:
+        name = "head_dim" if width else "hidden_size / num_attention_heads"
+        raise UserError(f"{name} = {width or config['hidden_size'] // heads}: rotary embeddings need an even size")
+
+
+def _without_windows(config: Config, **other: Any) -> dict[str, Any]:
+    """Reads a family whose windows, if it has any, do not follow `layer_types`."""
+    if LOCAL in (_kinds(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return _llama(config, **other)
 
 
+def _mistral(config: Config) -> dict[str, Any]:
+    kinds = _kinds(config) or [GLOBAL if config["sliding_window"] is None else LOCAL] * config["num_hidden_layers"]
+    return _llama(config, **_windows(config, kinds))
+
+
+def _windows(config: Config, kinds: list[str]) -> dict[str, Any]:
+    """Returns the fields of a decoder whose layers are of these kinds."""
+    if LOCAL not in kinds:
+        return {}
+    if (window := config["sliding_window"]) is None:
+        raise UserError("sliding_window = null, but there are layers of the type sliding_attention: expected a number")
+    return {"window": window, "pattern": _shortest(kinds) if GLOBAL in kinds else ()}
+
+
 def _mixtral(config: Config) -> dict[str, Any]:
-    experts = Experts(number=config["num_local_experts"], top_k=config["num_experts_per_tok"])
-    return _llama(config, window=config["sliding_window"], experts=experts)
+    experts = Experts(number=config["num_local_experts"], top_k=_choices(config, "num_local_experts"))
+    return _without_windows(config, window=config["sliding_window"], experts=experts)
 
 
 def _qwen3_moe(config: Config) -> dict[str, Any]:
     experts = Experts(
-        number=config["num_local_experts"] or config["num_experts"],  # the names of transformers 5 and 4
-        top_k=config["num_experts_per_tok"],
+        number=config["num_experts"],
+        top_k=_choices(config, "num_experts"),
         mlp_dim=config["moe_intermediate_size"],
         normalized=config["norm_topk_prob"],
     )
     kinds = _feed_forwards(config)
-    return _qwen(
+    return _without_windows(
         config, qk_norm=True, experts=experts, **({} if set(kinds) == {"experts"} else {"feed_forward": kinds})
     )
+
+
+def _choices(config: Config, number: str) -> int:
+    """Returns the number of experts of a token, checked against that of all experts."""
+    if (top_k := config["num_experts_per_tok"]) > config[number]:
+        raise UserError(f"num_experts_per_tok = {top_k}, but {number} = {config[number]}: expected at most as many")
+    return top_k
 
 
 def _feed_forwards(config: Config) -> tuple[str, ...]:
@@ -208,6 +233,8 @@ def _feed_forwards(config: Config) -> tuple[str, ...]:
 
 
 def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    kinds = _kinds(config) or [LOCAL if (layer + 1) % period else GLOBAL for layer in range(layers)]
     return _llama(
         config,
         activation="hidden_activation",
@@ -215,41 +242,31 @@ def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
         post_norm=True,
         scaled_embedding=True,
         query_scale=config["query_pre_attn_scalar"] ** -0.5,
-        window=config["sliding_window"],
-        pattern=_gemma_pattern(config, period),
-        attention_softcap=config["attn_logit_softcapping"],
         logit_softcap=config["final_logit_softcapping"],
+        **_windows(config, kinds),
         **other,
     )
 
 
-def _gemma_pattern(config: Config, period: int) -> tuple[str, ...]:
-    types, layers = _layer_types(config), config["num_hidden_layers"]
+def _kinds(config: Config) -> list[str] | None:
+    """Returns the kind of each layer that `layer_types` names; None if the file leaves it out."""
+    types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if types is None:
-        return (LOCAL,) * (min(period, layers + 1) - 1) + (GLOBAL,)
+        return None
     kinds = {name: kind for kind, name in LAYER_TYPES.items()}
+    if not (isinstance(types, list) and all(isinstance(name, str) for name in types)):
+        raise UserError(f"layer_types = {json.dumps(types)}: expected a list of {' or '.join(kinds)}")
     if unknown := sorted(set(types) - set(kinds)):
         raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(kinds)}")
     if len(types) != layers:
         raise UserError(f"layer_types has {len(types)} entries, and num_hidden_layers = {layers}")
-    return _shortest([kinds[name] for name in types])
-
-
-def _layer_types(config: Config) -> list[str] | None:
-    found = config.get("layer_types")
-    if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
-        raise UserError(f"layer_types = {json.dumps(found)}: expected a list of {' or '.join(LAYER_TYPES.values())}")
-    return found
+    return [kinds[name] for name in types]
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
-    local = rope_settings.read(
-        {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None}, "sliding_attention"
-    )
-    if rope_settings.scaling(local, None) is not None:
-        raise UserError(f"rope_parameters of sliding_attention = {local}: expected no scaling")
-    theta = float(local["rope_theta"])
-    return _gemma(config, period=config["sliding_window_pattern"], qk_norm=True, local_rope_theta=theta)
+    rope, local_theta = rope_settings.of_each_type(config)
+    found = _gemma(config, period=config["sliding_window_pattern"], rope=rope, qk_norm=True)
+    return {**found, "local_rope_theta": local_theta} if "window" in found else found
 
 
 class _Family(NamedTuple):
@@ -260,11 +277,15 @@ class _Family(NamedTuple):
       keys: that are read, with the values that transformers gives absent ones; `...` if the key must be there. An
         absent `max_position_embeddings` is None, because rotary embeddings do not limit positions.
       nullable: keys that may be null.
+      others: keys that are read if they are there, or that transformers does not read in this family.
+      aliases: other names of keys; the value under the other name wins.
     """
 
     read: Callable[[Config], dict[str, Any]]
     keys: Config
     nullable: Collection[str]
+    others: Collection[str]
+    aliases: Mapping[str, str] = MappingProxyType({})
 
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -290,11 +311,10 @@ _GEMMA2 = {
     "final_logit_softcapping": 30.0,
 }
 _GEMMA3 = {
-    **_GEMMA2,
+    **{key: value for key, value in _GEMMA2.items() if key != "attn_logit_softcapping"},
     "rope_theta": 1e6,
     "rope_local_base_freq": 10000.0,
     "sliding_window_pattern": 6,
-    "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
 # Of the language model inside of one with images, published files leave out what is as in transformers.
@@ -324,7 +344,6 @@ _QWEN3_MOE = {
     **_LLAMA,
     "num_key_value_heads": 4,
     "num_experts": 128,
-    "num_local_experts": None,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
@@ -332,27 +351,56 @@ _QWEN3_MOE = {
     "mlp_only_layers": [],
 }
 _HEADS = {"num_key_value_heads", "head_dim", "max_position_embeddings"}
-_CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "max_position_embeddings"}
+_ROPE = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", "layer_types"}
+_GEMMA = _ROPE | {"hidden_act"}  # not read: `hidden_activation` is
+_GEMMA3_OTHERS = (_GEMMA - {"original_max_position_embeddings"}) | {"attn_logit_softcapping", "_sliding_window_pattern"}
+_QWEN = _ROPE | {"sliding_window", "max_window_layers"}  # of no use without `use_sliding_window`
+_CAPS = {"final_logit_softcapping", "max_position_embeddings", "sliding_window"}
 _FAMILIES: Mapping[str, _Family] = {
-    "gpt2": _Family(_gpt2, _GPT2, {"n_inner"}),
-    "llama": _Family(_llama, _LLAMA, _HEADS),
-    "mistral": _Family(
-        lambda config: _llama(config, window=config["sliding_window"]),
-        {**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
-        {*_HEADS, "sliding_window"},
+    "gpt2": _Family(
+        _gpt2,
+        _GPT2,
+        {"n_inner"},
+        {"n_ctx"},
+        {
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
     ),
-    "qwen2": _Family(lambda config: _qwen(config, bias="qkv"), {**_LLAMA, "num_key_value_heads": 32}, _HEADS),
+    "llama": _Family(_without_windows, _LLAMA, _HEADS, _ROPE),
+    "mistral": _Family(
+        _mistral, {**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096}, {*_HEADS, "sliding_window"}, _ROPE
+    ),
+    "qwen2": _Family(
+        lambda config: _without_windows(config, bias="qkv"), {**_LLAMA, "num_key_value_heads": 32}, _HEADS, _QWEN
+    ),
     "qwen3": _Family(
-        lambda config: _qwen(config, qk_norm=True),
+        lambda config: _without_windows(config, qk_norm=True),
         {**_LLAMA, "num_key_value_heads": 32, "head_dim": 128},
         _HEADS - {"head_dim"},
+        _QWEN,
     ),
-    "gemma2": _Family(lambda config: _gemma(config, period=2), _GEMMA2, _CAPS),
-    "gemma3_text": _Family(_gemma3, _GEMMA3, _CAPS),
-    "gemma3": _Family(_gemma3, _GEMMA3_NESTED, _CAPS),
-    "mixtral": _Family(_mixtral, _MIXTRAL, {*_HEADS, "sliding_window"}),
-    "qwen3_moe": _Family(_qwen3_moe, _QWEN3_MOE, {*_HEADS, "num_experts", "num_local_experts", "mlp_only_layers"}),
+    "gemma2": _Family(
+        lambda config: _gemma(config, period=2, attention_softcap=config["attn_logit_softcapping"]),
+        _GEMMA2,
+        {*_CAPS, "attn_logit_softcapping"},
+        _GEMMA,
+    ),
+    "gemma3_text": _Family(_gemma3, _GEMMA3, _CAPS, _GEMMA3_OTHERS),
+    # The model with images does not bound logits.
+    "gemma3": _Family(
+        lambda config: _gemma3({**config, "final_logit_softcapping": None}), _GEMMA3_NESTED, _CAPS, _GEMMA3_OTHERS
+    ),
+    "mixtral": _Family(_mixtral, _MIXTRAL, {*_HEADS, "sliding_window"}, _ROPE, {"num_experts": "num_local_experts"}),
+    "qwen3_moe": _Family(
+        _qwen3_moe, _QWEN3_MOE, {*_HEADS, "mlp_only_layers"}, _QWEN, {"num_local_experts": "num_experts"}
+    ),
 }
+# Keys beside the language model in a configuration of Gemma 3 with images; the weights of the images are not read.
+_AROUND_GEMMA3 = {"text_config", "tie_word_embeddings", "vision_config", "mm_tokens_per_image"}
+_AROUND_GEMMA3 |= {f"{token}_token_{kind}" for token in ("boi", "eoi", "image") for kind in ("id", "index")}
 
 
 def known_activation(name: str) -> str:
@@ -432,18 +480,20 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
         result["max_position_embeddings"] = model.max_positions
     if kind in ("mistral", "mixtral"):
         result["sliding_window"] = model.window
+    if kind.startswith("gemma") or (kind == "mistral" and GLOBAL in model.kinds):
+        result["layer_types"] = [LAYER_TYPES[model.kinds[i % len(model.kinds)]] for i in range(model.num_layers)]
     if model.experts is not None:
         result |= _experts_config(model, model.experts, kind)
     if kind.startswith("gemma"):
         result |= {
             "hidden_activation": _published(model.activation),
             "query_pre_attn_scalar": _whole(model.score_scale**-2),
-            "sliding_window": model.window,
-            "layer_types": [LAYER_TYPES[model.kinds[i % len(model.kinds)]] for i in range(model.num_layers)],
-            "attn_logit_softcapping": model.attention_softcap,
+            "sliding_window": model.window or 4096,  # without a window in any layer: transformers needs a number
             "final_logit_softcapping": model.logit_softcap,
         }
-    if kind == "gemma3_text":
+    if kind == "gemma2":
+        result["attn_logit_softcapping"] = model.attention_softcap
+    if kind == "gemma3_text" and model.local_rope_theta is not None:
         result["rope_local_base_freq"] = model.local_rope_theta
     return result
 

@@ -69,7 +69,8 @@ class Yarn:
       factor: extension of the context.
       original_length: context length before the extension.
       beta_fast, beta_slow: dimensions that turn more often than `beta_fast` times in the original context are kept,
-        those that turn less often than `beta_slow` times are divided.
+        those that turn less often than `beta_slow` times are divided. If `beta_fast` is less, the ramp between them
+        is reversed, as in transformers.
       sharpening: factor of cosines and sines; None: 0.1 ln(factor) + 1.
       truncate: whether the bounds between kept and divided dimensions are rounded outward to whole dimensions.
     """
@@ -97,7 +98,7 @@ class Yarn:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * half - 1)
-        divided = jnp.clip((jnp.arange(half) - low) / max(high - low, 0.001), 0.0, 1.0)
+        divided = jnp.clip((jnp.arange(half) - low) / ((high - low) or 0.001), 0.0, 1.0)
         return frequency / self.factor * divided + frequency * (1 - divided)
 
 

@@ -277,7 +277,7 @@ def test_a_configuration_is_written_as_it_was_read(name):
         ),
         ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
         ("llama2", {"scaled_embedding": True}, "scaled_embedding = False (here True)"),
-        ("mistral", {"pattern": ("local", "global")}, "nearest is mistral, which needs pattern = ()"),
+        ("mistral", {"rope_theta": 5.0, "logit_softcap": 3.0}, "the nearest is mistral, which needs logit_softcap"),
         ("qwen3", {"window": 5}, "nearest is qwen3, which needs window = None (here 5)"),
         ("gpt2", {"head_dim": 8}, "nearest is gpt2, which needs head_dim = None (here 8)"),
         ("llama2", {"attention": "none"}, "needs attention = 'auto' (here 'none')"),
