@@ -19,6 +19,10 @@ class UserError(ValueError):
     """
 
 
+class UnreachableError(UserError):
+    """A service cannot be reached when it is first used; a restart can help, so its exit code is one of its own."""
+
+
 @contextlib.contextmanager
 def named_model(model: Any, spec: Mapping[str, Any]) -> Iterator[None]:
     """Context for tracing a model with batches of `spec`; converts its exceptions to UserError.

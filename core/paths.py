@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 
 os.environ["EPATH_USE_TF"] = "0"  # must be set before etils is imported
 
@@ -25,6 +25,7 @@ from etils import epath
 # Listings of a bucket are not cached, so that changes by other hosts are seen at once.
 for _protocol in ("gcs", "gs"):
     fsspec.config.conf.setdefault(_protocol, {})["use_listings_cache"] = False
+    fsspec.register_implementation(_protocol, f"{__package__}.buckets.Buckets", clobber=True)
 
 Path = epath.Path
 
@@ -131,6 +132,8 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
             probe.write_text(" " * _PROBE_BYTES)
         finally:
             probe.unlink(missing_ok=True)
+    except UnreachableError:
+        raise
     except Exception as error:  # a bucket's client has exception types of its own
         fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
         if no_room(error):

@@ -1,7 +1,8 @@
 """`python -m launch COMMAND …`: imports the module of one command and runs it.
 
 The module has `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and `run(args) -> int`. A
-`core.errors.UserError` is printed as its message alone, and the exit code is 2 (launch/README.md has all exit codes).
+`core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if gs:// cannot be reached
+(launch/README.md has all exit codes).
 Any other exception, including a plain ValueError, is printed with its traceback, and the exit code is 13; 1 is a
 regular result of some commands, such as "these checkpoints differ".
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.health import exit_codes, heartbeat
 from launch import environment, terminal
 
@@ -109,7 +110,7 @@ def _command(argv: Sequence[str]) -> int:
 def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
     """Parses `argv` for the command in a module with HELP, EXAMPLE, add_arguments and run, and runs it.
 
-    Returns the command's exit code; 2 after a UserError, whose message is printed, and 130 after Ctrl-C. Other
+    Returns the command's exit code; 2 or 19 after a UserError, whose message is printed, and 130 after Ctrl-C. Other
     exceptions are left to the caller.
     """
     try:
@@ -119,8 +120,9 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
     except UserError as error:
         terminal.print_traceback(error)
         print(terminal.wrapped("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
-        heartbeat.leave(exit_codes.USER_ERROR, f"error: {next(iter(str(error).splitlines()), '')}")
-        return exit_codes.USER_ERROR
+        code = exit_codes.UNREACHABLE if isinstance(error, UnreachableError) else exit_codes.USER_ERROR
+        heartbeat.leave(code, f"error: {next(iter(str(error).splitlines()), '')}")
+        return code
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
 

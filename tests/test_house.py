@@ -46,7 +46,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "tensorstore": ("core/checkpoints/", "tasks/"),
     "etils": ("core/paths.py",),
     "fsspec": ("core/paths.py",),
-    "gcsfs": ("core/paths.py",),
+    "gcsfs": ("core/buckets.py",),
     "tensorboardX": ("core/metrics.py",),
     "wandb": ("core/metrics.py",),
     "jax.distributed": ("core/distributed.py",),

@@ -14,6 +14,7 @@ PEER_LOST = 15
 DIVERGED = 16
 NON_FINITE = 17
 RUN_DIRECTORY_LOST = 18
+UNREACHABLE = 19
 INTERRUPTED = 130  # 128 + SIGINT, as in shells; likewise below
 JAX_ABORTED = 134
 PREEMPTED = 143
@@ -53,6 +54,7 @@ ENDINGS: dict[int, Ending] = {
     RUN_DIRECTORY_LOST: Ending(
         "the run directory was deleted, or taken over by another launch, during the run; host 0 says which", False
     ),
+    UNREACHABLE: Ending("gs:// cannot be reached from this machine; the message gives the reason", True),
     INTERRUPTED: Ending("stopped by Ctrl-C", False),
     JAX_ABORTED: Ending("JAX aborted this process because another one was lost; read that host's log first", True),
     PREEMPTED: Ending(

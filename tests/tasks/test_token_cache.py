@@ -453,7 +453,9 @@ def test_a_bucket_is_written_and_read(bucket, tmp_path, monkeypatch, refused):
     assert (bucket.errors(0.0)["refused"] > before) == (refused > 0)
     changed = token_cache.array(paths.resolve(f"gs://caches/{refused}") / "train", "tokens", "uint16", writes=True)
     changed[1500] = 98
-    with pytest.raises(UserError, match=rf"'gs://caches/{refused}' is not what was written: .* train/tokens/c/1 was changed"):
+    with pytest.raises(
+        UserError, match=rf"'gs://caches/{refused}' is not what was written: .* train/tokens/c/1 was changed"
+    ):
         decoded(make_task(f"gs://caches/{refused}"), "train")
 
 
