@@ -364,6 +364,19 @@ class DescribesEvaluation(Protocol):
         """Describes the rows that an evaluation scores; it scores at most `most` rows, or all if `most` is None."""
 
 
+class FramesTexts(Protocol):
+    """A task of texts, which knows how its rows begin and end.
+
+    Enables: prompts that begin as its rows do, and exports with the ids that end its texts.
+    """
+
+    def begins_with_bos(self) -> bool:
+        """Returns whether a text begins with the begin-of-text id of the vocabulary."""
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Returns the ids that end a text."""
+
+
 class CountsTokens(Protocol):
     """A task that may know the size of its training data.
 

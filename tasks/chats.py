@@ -1,8 +1,9 @@
 """Reads conversations for fine-tuning from JSON lines; only the assistant's answers are supervised.
 
 A line has `messages`, a list of {"role": "user", "content": "…"}, formatted by the chat template of the vocabulary's
-folder; or `prompt` and `completion`, two texts that are joined as they are and followed by the end-of-document id. Only
-the tokens of the assistant's messages, with the marker that ends each, or of the completion have weight 1.
+folder, which also gets `tools` and `documents` if the line has them; or `prompt` and `completion`, two texts that are
+joined as they are and followed by the end-of-document id. Only the tokens of the assistant's messages, with the marker
+that ends each, or of the completion have weight 1. A template with `{% generation %}` tags decides this itself.
 
   line -> text, answers (ranges of characters) -> ids, weights -> segment of at most T ids -> packed rows [R, T]
 
@@ -13,10 +14,11 @@ one window again.
 R: rows per element of a stream. T: tokens per row.
 """
 
+import contextlib
 import dataclasses
-import datetime
 import functools
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,14 +28,14 @@ import numpy as np
 from core import paths, units
 from core.errors import UserError
 from tasks import documents, packing, text_formats
+from tasks.chat_answers import ASSISTANT, formatted
 from tasks.documents import VALIDATION_PERCENT, File, StreamSpec, list_files, pattern_problems, validation_names
 from tasks.ids import ChatVocabulary
 from tasks.streams import Stream
 
 WINDOW_ROWS = 64
+_MOST_TRIED = 1000  # lines among which a check looks for a conversation
 ROLES = ("system", "developer", "user", "assistant", "tool")
-DATE = datetime.date(2024, 7, 26)  # for templates that print today's: the one that Llama 3's has without a clock
-_ANSWERS = "assistant"
 
 
 class Chat(NamedTuple):
@@ -42,11 +44,14 @@ class Chat(NamedTuple):
     Attributes:
       where: `file:line`, for messages.
       messages: the messages; empty if the line has a prompt and a completion.
+      tools, documents: for the chat template; None if the line has none.
       prompt, completion: two texts; empty if the line has messages.
     """
 
     where: str
     messages: tuple[Mapping[str, str], ...] = ()
+    tools: list[Mapping[str, Any]] | None = None
+    documents: list[Mapping[str, Any]] | None = None
     prompt: str = ""
     completion: str = ""
 
@@ -121,6 +126,13 @@ class ChatFiles:
         if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
             found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < self.num_streams]
         return found
+
+    def first_conversation(self) -> Chat | None:
+        """Returns the first line with messages; None if there is none among the first ones, or the files are remote."""
+        if any(map(paths.is_remote, (*self.train, *self.validation))):
+            return None
+        found = (line.chat() for line in self.lines("train")[:_MOST_TRIED])
+        return next((chat for chat in found if chat.messages), None)
 
     def _too_few(self, split: str) -> str:
         counted = units.counted(len(self._splits[split]), "conversation")
@@ -213,7 +225,8 @@ def read_chat(path: str, number: int, line: bytes) -> Chat | None:
         return None
     keys = set(record) if isinstance(record, dict) else set()
     if "messages" in keys:
-        return Chat(where, messages=_messages(record["messages"], where))
+        given = {key: _objects(record.get(key), f"{where}: {key}") for key in ("tools", "documents")}
+        return Chat(where, _messages(record["messages"], where), **given)
     if {"prompt", "completion"} <= keys:
         for key in ("prompt", "completion"):
             if not isinstance(record[key], str) or (key == "completion" and not record[key].strip()):
@@ -228,7 +241,10 @@ def read_chat(path: str, number: int, line: bytes) -> Chat | None:
 def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
     """Converts a conversation to ids and weights. Raises UserError if the chat template refuses it."""
     if chat.messages:
-        text, answers = _formatted(chat, vocabulary)
+        try:
+            text, answers = formatted(chat.messages, vocabulary, tools=chat.tools, documents=chat.documents)
+        except UserError as error:
+            raise UserError(f"{chat.where}: {error}") from error
         before, after = [], []
     else:
         text, answers = chat.prompt + chat.completion, [(len(chat.prompt), len(chat.prompt + chat.completion))]
@@ -240,32 +256,6 @@ def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
     return packing.Segment(array[:-1], array[1:], weights[1:])
 
 
-def _formatted(chat: Chat, vocabulary: ChatVocabulary) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the formatted text and the range of characters of each answer, with the marker that ends it."""
-    messages, answers = chat.messages, []
-    try:
-        text = vocabulary.chat(messages, add_generation_prompt=False, date=DATE)
-        if text.split() == "".join(f" {message['content']} " for message in messages).split():
-            raise UserError(
-                "the chat template shows the contents of messages without their roles, so that a model could not tell "
-                "questions from answers; correct the chat_template of the folder"
-            )
-        for index, message in enumerate(messages):
-            if message["role"] != _ANSWERS:
-                continue
-            before = vocabulary.chat(messages[:index], add_generation_prompt=True, date=DATE)
-            until = vocabulary.chat(messages[: index + 1], add_generation_prompt=False, date=DATE)
-            if not until.startswith(before) or not text.startswith(until):
-                raise UserError(
-                    f"the chat template formats message {index + 1} differently when others follow it, so its tokens "
-                    "cannot be found; write one line per answer, with the messages before it"
-                )
-            answers.append((len(before), len(until.rstrip())))
-    except UserError as error:
-        raise UserError(f"{chat.where}: {error}") from error
-    return text, answers
-
-
 def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
     """Returns checked messages. Raises UserError for an unknown role, an empty answer, or no answer at all."""
     messages = found if isinstance(found, list) else []
@@ -275,7 +265,7 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
             raise UserError(f"{where}: message {number} has the role {role!r}, expected one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise UserError(f"{where}: message {number} has the content {str(content)[:40]!r}, expected text")
-        if role == _ANSWERS and (number == 1 or not content.strip()):
+        if role == ASSISTANT and (number == 1 or not content.strip()):
             wrong = "is an answer without a question" if number == 1 else "is an empty answer"
             raise UserError(f"{where}: message {number} {wrong}; correct the line, or remove it")
         if unknown := sorted(set(message) - {"role", "content"}):
@@ -283,9 +273,20 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
                 f"{where}: message {number} has {unknown}, which would be dropped: expected role and content"
             )
         documents.encoded(content, where=where)
-    if not any(message["role"] == _ANSWERS for message in messages):
+    if not any(message["role"] == ASSISTANT for message in messages):
         raise UserError(f"{where}: {units.counted(len(messages), 'message')} without an answer of the assistant")
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+
+
+def _objects(found: Any, where: str) -> list[Mapping[str, Any]] | None:
+    """Returns a checked list of objects, which may be written as text; or None. Raises UserError for anything else."""
+    read = found
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError):
+            read = json.loads(found)
+    if read is None or (isinstance(read, list) and all(isinstance(one, dict) for one in read)):
+        return read
+    raise UserError(f"{where} is {json.dumps(found)[:40]}, expected a list of objects")
 
 
 def _lines(files: Sequence[File]) -> Iterator[_Line]:

@@ -3,7 +3,7 @@
 import datetime
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from core.errors import UserError
 
@@ -85,7 +85,13 @@ class FormatsChats(Protocol):
     """A vocabulary with a chat template."""
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, date: datetime.date | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        date: datetime.date | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
     ) -> str:
         """Formats a conversation.
 
@@ -93,6 +99,22 @@ class FormatsChats(Protocol):
           messages: each with a role and its content.
           add_generation_prompt: whether the text ends where the next answer begins.
           date: for templates that print the date; None: today.
+          tools: descriptions of functions that the model may call, as JSON schemas.
+          documents: what the model may quote, each with a title and a text.
+        """
+
+    def marked_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        date: datetime.date | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """Formats a conversation as `chat` does, without a prompt for an answer.
+
+        Returns:
+          The text and the ranges of characters that the template marks as answers; None if it does not mark them.
         """
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -100,7 +122,18 @@ class FormatsChats(Protocol):
 
 
 class ChatVocabulary(Vocabulary, FormatsChats, Protocol):
-    """The vocabulary methods that convert a conversation to ids."""
+    """The vocabulary methods that convert a conversation to ids.
+
+    Attributes:
+      added_ids: special and added tokens, which a text has only where they are written in it.
+      turn_ends: the ids that end an answer in the format of the chat template; may be empty.
+    """
+
+    added_ids: frozenset[int]
+    turn_ends: tuple[int, ...]
+
+    def token_of(self, token_id: int) -> str:
+        """Returns a token as it is written, such as <|im_end|>."""
 
     @property
     def begins_with_bos(self) -> bool:

@@ -10,7 +10,7 @@ T: tokens per row. S: number of streams.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core import units
 from core.batches import BatchSpec
@@ -19,8 +19,11 @@ from core.types import Batches, CountsTokens, DataLayout, can
 from tasks import streams, vocabularies
 from tasks.document_streams import DocumentSource
 from tasks.documents import Corpus, StreamSpec, TriesExamples
-from tasks.ids import Encodes, FormatsChats, ReadsFile, Vocabulary
+from tasks.ids import ChatVocabulary, Encodes, FormatsChats, ReadsFile, Vocabulary
 from tasks.text_files import TextFiles, python_library
+
+if TYPE_CHECKING:
+    from tasks.chats import ChatFiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,7 @@ class TextTask:
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def example_problems(self) -> list[str]:
-        """See `core.types.TriesExamples`; empty for a source without code of the user."""
+        """See `core.types.TriesExamples`; empty where no code of the user makes examples."""
         return self.corpus.example_problems(self.length) if can(self.corpus, TriesExamples) else []
 
     def named_files(self) -> tuple[str, ...]:
@@ -87,6 +90,14 @@ class TextTask:
             f"{self.corpus.describe()}; {self.vocabulary.describe()}; length {self.length}, "
             f"{units.counted(self.num_streams, 'stream')}"
         )
+
+    def begins_with_bos(self) -> bool:
+        """See `core.types.FramesTexts`."""
+        return True
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """See `core.types.FramesTexts`."""
+        return (self.vocabulary.eos_id,)
 
     def train_tokens(self) -> int | None:
         """Returns the number of tokens of the training split of a token cache; None for other sources."""
@@ -109,6 +120,43 @@ class TextTask:
             open_stream=open_stream,
             identity={"source": source, "vocabulary": vocabulary, "split": split, "seed": seed, "packing": 2},
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTask(TextTask):
+    """A `TextTask` of conversations, which are formatted by the chat template of the vocabulary."""
+
+    corpus: "ChatFiles"
+    vocabulary: ChatVocabulary
+
+    def example_problems(self) -> list[str]:
+        """See `core.types.TriesExamples`: the chat template is tried on the first conversation."""
+        from tasks import chats
+
+        if chat := self.corpus.first_conversation():
+            try:
+                chats.segment(chat, self.vocabulary)
+            except UserError as error:
+                return [f"text.chats: {error}"]
+        return []
+
+    def describe(self) -> str:
+        """See `TextTask`."""
+        if self.vocabulary.problems():
+            return super().describe()
+        ends = ", ".join(map(self.vocabulary.token_of, self.vocabulary.turn_ends))
+        if not ends and (self.corpus.problems() or not self.corpus.first_conversation()):
+            return super().describe()
+        none = "no token, so generation does not stop after them: let the chat_template write eos_token there"
+        return f"{super().describe()}; answers end with {ends or none}"
+
+    def begins_with_bos(self) -> bool:
+        """See `core.types.FramesTexts`: a chat template writes the begin-of-text id itself."""
+        return self.vocabulary.begins_with_bos
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """See `core.types.FramesTexts`: also the ids that end an answer in the chat template."""
+        return tuple(dict.fromkeys([self.vocabulary.eos_id, *self.vocabulary.turn_ends]))
 
 
 def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | None = None) -> TextTask:
@@ -162,8 +210,8 @@ def chats(
 
     Args:
       train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://), also compressed. Each line has `messages`
-        (a list of `role` and `content`), formatted by the chat template of the vocabulary's folder, or `prompt` and
-        `completion`.
+        (a list of `role` and `content`), formatted by the chat template of the vocabulary's folder, with `tools` and
+        `documents` for the template if it needs them; or `prompt` and `completion`.
         `problems` reports None.
       validation: one or more patterns. Default: about 5 % of the lines, chosen by hash.
       length: tokens per row. Longer conversations are cut, and counted.
@@ -180,7 +228,7 @@ def chats(
     from tasks.chats import ChatFiles
 
     corpus = ChatFiles(_patterns(train, "chats.train"), _patterns(validation, "chats.validation"), num_streams)
-    return _task("chats", corpus, (length, num_streams, vocabulary))
+    return _task("chats", corpus, (length, num_streams, vocabulary), kind=ChatTask)
 
 
 def tfds(
@@ -364,7 +412,9 @@ def _patterns(value: Any, name: str) -> tuple[str, ...]:
     return patterns
 
 
-def _task(name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None]) -> TextTask:
+def _task(
+    name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None], *, kind: type[TextTask] = TextTask
+) -> TextTask:
     length, num_streams, vocabulary = common
     check_integer(length, where=f"text.{name}.length", least=2)
     check_integer(num_streams, where=f"text.{name}.num_streams", least=1)
@@ -373,4 +423,4 @@ def _task(name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None])
         raise UserError(
             f"text.{name}.vocabulary is {vocabulary!r}, expected one of vocabularies, e.g. @vocabularies.bytes()"
         )
-    return TextTask(corpus=corpus, vocabulary=vocabulary, length=length, num_streams=num_streams)
+    return kind(corpus=corpus, vocabulary=vocabulary, length=length, num_streams=num_streams)

@@ -4,19 +4,23 @@ Text is converted by the tokenizers library, which transformers uses too, so ids
 Id 0 is an ordinary token.
 """
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from core import paths, published_files, units
 from core.errors import UserError
 from core.published_files import CONFIG, TOKENIZER
+from tasks import chat_answers
+from tasks.chat_templates import ChatTemplate, Message, Range
 from tasks.ids import before_end
 
-Message = Mapping[str, str]  # {"role": "user", "content": "…"}
+# Special tokens that templates know by name.
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class FolderTokenizer:
@@ -65,12 +69,13 @@ class FolderTokenizer:
     @functools.cached_property
     def _settings(self) -> dict[str, tuple[Any, str]]:
         """The settings of the folder, each with the file that it is from; later files override earlier ones."""
+        names = [CONFIG, "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"]
+        read = {n: published_files.read_object(self.folder / n) for n in names if (self.folder / n).exists()}
+        if "added_tokens_decoder" not in read.get(names[-1], {}):
+            names[-2:] = reversed(names[-2:])  # a folder of before, whose map overrides
         found: dict[str, tuple[Any, str]] = {}
-        for name in (CONFIG, "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
-            file = self.folder / name
-            if file.exists():
-                settings = published_files.read_object(file)
-                found |= {key: (value, name) for key, value in settings.items() if value is not None}
+        for name in names:
+            found |= {key: (value, name) for key, value in read.get(name, {}).items() if value is not None}
         return found
 
     def _setting(self, key: str, *, expected: str, fits: Callable[[Any], bool]) -> Any:
@@ -112,10 +117,14 @@ class FolderTokenizer:
     def size(self) -> int:
         """See `Vocabulary`. Includes added tokens, unless the folder's model has no embedding for them."""
         rows = self._embedded_ids
-        beyond = {i for i in self._ids if i >= rows}
-        if beyond <= self._tokenizer.get_added_tokens_decoder().keys():
+        if {i for i in self._ids if i >= rows} <= self.added_ids:
             return min(max(self._ids) + 1, rows)
         return max(self._ids) + 1  # larger than the model: to be refused
+
+    @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        """See `ChatVocabulary`."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
 
     @functools.cached_property
     def _ids(self) -> frozenset[int]:
@@ -146,10 +155,19 @@ class FolderTokenizer:
         found = self._id("bos")
         return self.eos_id if found is None else found
 
+    @functools.cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """See `ChatVocabulary`. Empty without a chat template."""
+        return chat_answers.turn_ends(self)
+
+    def token_of(self, token_id: int) -> str:
+        """See `ChatVocabulary`."""
+        return str(self._tokenizer.id_to_token(token_id))
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids after which generation ends: the end of a document, and those of `generation_config.json`."""
-        return tuple(dict.fromkeys([self.eos_id, *self._listed_ids("eos")]))
+        """Ids that end generation: the end of a document, those of `generation_config.json`, and ends of answers."""
+        return tuple(dict.fromkeys([self.eos_id, *self._listed_ids("eos"), *self.turn_ends]))
 
     @property
     def begins_with_bos(self) -> bool:
@@ -194,48 +212,89 @@ class FolderTokenizer:
         return self._tokenizer.decode(before_end(ids, self), skip_special_tokens=True)
 
     def chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: datetime.date | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        date: datetime.date | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Formats a conversation by the folder's chat template.
+        """Formats a conversation by the folder's chat template, as `apply_chat_template` of transformers does.
 
         Args:
           messages: each with a role ("system", "user", "assistant") and its content.
           add_generation_prompt: whether the text ends where the assistant's answer begins.
           date: of templates that print the date; None: today.
+          tools: descriptions of functions that the model may call, as JSON schemas.
+          documents: what the model may quote, each with a title and a text.
 
         Raises:
           UserError: the folder has no chat template, or the template refuses the conversation.
         """
+        template = self._template("tool_use" if tools is not None else None)
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
+        with self._refusing():
+            return template.render(messages, now=_now(date), **variables, **self._named_tokens)
+
+    def marked_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        date: datetime.date | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, list[Range]] | None:
+        """Formats a conversation without a prompt for an answer, and finds what its template marks as answers.
+
+        Args:
+          messages, date, tools, documents: as in `chat`.
+
+        Returns:
+          The text, and the ranges of characters within `{% generation %}` tags; None if the template has no such tags.
+
+        Raises:
+          UserError: as `chat`, or the place of a tag in the text is not known.
+        """
+        template = self._template("tool_use" if tools is not None else None)
+        if not template.marks_answers:
+            return None
+        variables = {"add_generation_prompt": False, "tools": tools, "documents": documents}
+        with self._refusing():
+            return template.marked(messages, now=_now(date), **variables, **self._named_tokens)
+
+    @property
+    def _named_tokens(self) -> dict[str, str]:
+        """The special tokens that the folder names; a template finds the others undefined."""
+        return {name: text for name in _NAMED if (text := self.token(name)) is not None}
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns errors of a template, which is a program and can fail like one, into UserErrors."""
         import jinja2
 
-        day = datetime.datetime.now().astimezone() if date is None else date
         try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                strftime_now=day.strftime,
-                **{name: self.token(name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
-            )
-        except Exception as error:  # a template is a program, and can fail like one
+            yield
+        except Exception as error:
             said = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             raise UserError(f"{self.path}: the chat template refuses this conversation: {said}") from error
 
-    @functools.cached_property
-    def _template(self) -> Any:
-        """The compiled chat template."""
+    @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
+    def _template(self, name: str | None) -> ChatTemplate:
+        """Returns the compiled chat template with a name; the default one if there is none with the name."""
         import jinja2
 
         file = self.folder / "chat_template.jinja"
-        template = _read_text(file) if file.exists() else self._template_setting()
-        if template is None:
+        source = _read_text(file) if file.exists() else self._template_setting(name)
+        if source is None:
             raise UserError(f"{self.path} has no chat template: it is not a model for chats; leave --chat out")
         try:
-            return _environment().from_string(template)
+            return ChatTemplate(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self.path}: the chat template is malformed: line {error.lineno}: {error}") from error
 
-    def _template_setting(self) -> str | None:
-        """Returns the chat template of `tokenizer_config.json`; of several, that with the name "default"."""
+    def _template_setting(self, name: str | None) -> str | None:
+        """Returns the chat template of `tokenizer_config.json`; of several, that with the name, or "default"."""
 
         def is_named(entry: Any) -> bool:
             return isinstance(entry, Mapping) and all(isinstance(entry.get(k), str) for k in ("name", "template"))
@@ -246,7 +305,8 @@ class FolderTokenizer:
         expected = "text, or a list of objects with name and template"
         found = self._setting("chat_template", expected=expected, fits=fits)
         if isinstance(found, list):
-            return {entry["name"]: entry["template"] for entry in found}.get("default")
+            templates = {entry["name"]: entry["template"] for entry in found}
+            return templates.get(name or "default", templates.get("default"))
         return found
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
@@ -278,18 +338,5 @@ def _read_text(file: paths.Path) -> str:
         raise UserError(f"{file} is malformed: {error}; download it again") from error
 
 
-def _environment() -> Any:
-    """Returns the environment in which chat templates run, as in transformers: sandboxed, without access to files."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals |= {"raise_exception": refuse}
-    return environment
+def _now(date: datetime.date | None) -> datetime.date:
+    return datetime.datetime.now().astimezone().replace(tzinfo=None) if date is None else date

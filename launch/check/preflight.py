@@ -258,7 +258,8 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
         if hosts in _AWAY:
             shipped = [file for file in named if file not in unseen and not paths.is_remote(file)]
             problems += workstation.left_behind(shipped, workspace=environment.WORKSPACE)
-        elif not problems and can(task, TriesExamples):
+        is_here = hosts not in _AWAY or (named and not unseen)  # what is not named may only be on the hosts
+        if is_here and not problems and can(task, TriesExamples):
             problems = task.example_problems()
         notes = [Finding(name, True, f"not checked: {', '.join(unseen)}", is_note=True)] if unseen else []
         if vocabulary not in unseen and not problems:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import pathlib
+import re
 import shutil
 import tracemalloc
 
@@ -204,6 +205,73 @@ def test_too_few_conversations_are_refused_before_a_run(tmp_path, chat_file, tok
     assert "4 conversations for validation and 8 streams; set NUM_STREAMS lower" in problem
     (tmp_path / "held_out.jsonl").write_text("\n".join(json.dumps({"messages": ask(n)}) for n in range(9)))
     assert make_task(chat_file, tokenizer, num_streams=8, validation=str(tmp_path / "held_out.jsonl")).problems() == []
+
+
+def with_template(folder, template):
+    shutil.copytree(FOLDER, folder)
+    settings = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return vocabularies.tokenizer(str(folder))
+
+
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}"
+    "{% generation %}{{ m.content }}!\n{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_with_marks_decides_what_is_learned(tmp_path):
+    tokenizer = with_template(tmp_path / "a", MARKED)
+    segment = chats.segment(chats.Chat("f:1", tuple(ask(3))), tokenizer)
+    learned = tokenizer.decode(segment.targets[segment.weights > 0].tolist())
+    assert learned == "Yes!\n"  # the last answer alone, with what follows it
+    nothing = with_template(tmp_path / "b", MARKED.replace("loop.last", "false"))
+    with pytest.raises(UserError, match=r"f:1: .*they mark nothing of this conversation"):
+        chats.segment(chats.Chat("f:1", tuple(ask(3))), nothing)
+
+
+def test_a_template_gets_the_tools_and_documents_of_its_line(tmp_path):
+    template = "{% if tools %}{{ tools[0].name }}{% endif %}{{ documents | length if documents is not none }}"
+    tokenizer = with_template(tmp_path / "a", f"{template}{MARKED}")
+
+    def text(**given):
+        chat = chats.read_chat("f", 1, json.dumps({"messages": ask(1)[:2], **given}).encode())
+        return "".join(map(tokenizer.token_of, chats.segment(chat, tokenizer).inputs[:9]))
+
+    plain = text()
+    assert plain.startswith("<user")
+    assert text(tools=[{"name": "now"}], documents=[{}, {}]).startswith("now2<")
+    assert text(tools='[{"name": "now"}]').startswith("now<")
+    assert text(tools=None, documents=None) == plain
+    for wrong in ("now", {}, [3], "[3]"):
+        with pytest.raises(UserError, match=r"f:1: tools is .*, expected a list of objects"):
+            text(tools=wrong)
+
+
+def test_the_chat_template_is_tried_before_a_run(tmp_path, chat_file, tokenizer):
+    assert make_task(chat_file, tokenizer).example_problems() == []
+    assert make_task(chat_file, tokenizer).describe().endswith("; answers end with <|im_end|>")
+    broken = {
+        "{{ raise_exception('no thanks') }}": "a.jsonl:2: .*refuses this conversation: no thanks",
+        "{% if %}": "a.jsonl:2: .*malformed",
+        "{{ messages | length }}: {{ messages[0].content }}": "a.jsonl:2: .*formats message 2 differently",
+    }
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + json.dumps({"messages": ask(1)}))
+    given = {"num_streams": 1, "validation": str(chat_file)}
+    for number, (template, told) in enumerate(broken.items()):
+        task = make_task(tmp_path / "a.jsonl", with_template(tmp_path / str(number), template), **given)
+        (problem,) = task.example_problems()
+        assert re.search(told, problem)
+    endless = make_task(tmp_path / "a.jsonl", with_template(tmp_path / "c", MARKED.replace("!", "")), **given)
+    assert endless.example_problems() == []
+    assert "answers end with no token" in endless.describe()
+
+
+def test_without_a_chat_template_prompts_and_completions_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    task = make_task(tmp_path / "a.jsonl", with_template(tmp_path / "b", None), num_streams=1, validation="")
+    assert task.stop_ids() == (2,)
+    assert "answers end" not in task.describe()
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused(tokenizer, monkeypatch):

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from core.errors import UserError
-from tasks import tokenizer_folders, vocabularies
+from tasks import chat_templates, vocabularies
 from tasks.ids import decode_continuation
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "tokenizers"
@@ -117,8 +117,8 @@ def test_a_chat_template_is_read_and_compiled_once(tmp_path, monkeypatch):
     shutil.copytree(HERE / "bpe", tmp_path / "bpe")
     template = tmp_path / "bpe" / "chat_template.jinja"
     template.write_text("{{ messages[0].content }} on {{ strftime_now('%d %b %Y') }}")
-    compiled, environment = [], tokenizer_folders._environment
-    monkeypatch.setattr(tokenizer_folders, "_environment", lambda: compiled.append(1) or environment())
+    compiled, environment = [], chat_templates._environment
+    monkeypatch.setattr(chat_templates, "_environment", lambda: compiled.append(1) or environment())
     tokenizer = vocabularies.tokenizer(str(tmp_path / "bpe"))
     ask = [{"role": "user", "content": "Hi"}]
     assert tokenizer.chat(ask, date=datetime.date(2024, 2, 29)) == "Hi on 29 Feb 2024"

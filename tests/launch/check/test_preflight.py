@@ -1,5 +1,7 @@
 """The preflight of data and run directory for each location of the hosts; it writes nothing."""
 
+import json
+import pathlib
 import re
 import subprocess
 
@@ -95,6 +97,19 @@ def test_a_bucket_of_data_is_noted_where_the_vocabulary_was_read(tmp_path):
     bindings += ["text.files.length = %LENGTH", "text.files.num_streams = %NUM_STREAMS"]
     found = preflight.check(QUICKSTART, bindings=bindings, run_dir=str(tmp_path), hosts="simulated")
     assert [f.detail for f in found.findings if f.is_note] == ["not checked: gs://bucket/*.txt"]
+
+
+def test_a_chat_template_is_tried_on_a_conversation(tmp_path):
+    """The folder's template knows no role "tool"."""
+    folder = pathlib.Path("tests/tasks/fixtures/tokenizers/bpe").resolve()
+    for role in ("user", "tool"):
+        messages = [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]
+        (tmp_path / f"{role}.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 2)
+        bindings = ["include 'gin/tasks/chats.gin'", f"VOCABULARY = '{folder}'", "NUM_STREAMS = 2", "VOCAB_SIZE = 400"]
+        bindings += [f"{name} = '{tmp_path}/{role}.jsonl'" for name in ("DATA", "VALIDATION_DATA")]
+        found = check(run_dir=tmp_path, bindings=bindings, hosts="simulated")["data"]
+        assert found.ok == (role == "user")
+        assert ("answers end with <|im_end|>" if found.ok else "tool.jsonl:1: ") in found.detail
 
 
 def test_a_vocabulary_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch):

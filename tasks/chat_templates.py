@@ -1,0 +1,162 @@
+"""Renders chat templates, with the variables, filters and tags that `apply_chat_template` of transformers has.
+
+A template is a program from elsewhere: it runs in jinja2's immutable sandbox, and sees text, numbers, lists and
+dictionaries alone.
+"""
+
+import contextvars
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
+Range = tuple[int, int]  # the first character, and the one after the last
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, in the order in which they are read
+
+_blocks: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("blocks", default=None)
+_marks: contextvars.ContextVar[list[tuple[int, str]]] = contextvars.ContextVar("marks")
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Attributes:
+      marks_answers: whether it has `{% generation %}` tags, which mark what the assistant writes.
+    """
+
+    def __init__(self, source: str):
+        """Raises jinja2.TemplateSyntaxError for a malformed template."""
+        environment = _environment()
+        self._template = environment.from_string(source)
+        self.marks_answers = bool(environment.marks)
+
+    def render(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> str:
+        """Formats a conversation.
+
+        Args:
+          messages: each with a role and its content; keys with the value None are left out.
+          now: what `strftime_now` formats.
+          **variables: of the template; one that is not given is undefined in it, and one that is None is not.
+        """
+        return "".join(self._blocks(messages, now, variables))
+
+    def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
+        """Formats a conversation as `render`, and returns the ranges of characters that `{% generation %}` tags mark.
+
+        Raises:
+          jinja2.TemplateError: a tag is inside a macro or a block whose text is put elsewhere.
+        """
+        blocks: list[str] = []
+        marks: list[tuple[int, str]] = []
+        tokens = _blocks.set(blocks), _marks.set(marks)
+        try:
+            for block in self._blocks(messages, now, variables):
+                blocks.append(block)
+        finally:
+            _blocks.reset(tokens[0])
+            _marks.reset(tokens[1])
+        text = "".join(blocks)
+        for start, inside in marks:
+            if not text.startswith(inside, start):
+                import jinja2
+
+                raise jinja2.TemplateError(
+                    "{% generation %} is inside a macro, {% set %} or {% filter %}, where its place in the text is not "
+                    "known; write it around the text itself"
+                )
+        return text, [(start, start + len(inside)) for start, inside in marks]
+
+    def _blocks(self, messages: Sequence[Message], now: datetime.date, variables: Mapping[str, Any]) -> Any:
+        return self._template.generate(
+            **{"tools": None, "documents": None, **variables},
+            messages=[_without_none(message) for message in messages],
+            strftime_now=now.strftime,
+        )
+
+
+def _without_none(message: Message) -> dict[str, Any]:
+    """Returns the keys of a message that have values, its reasoning also under the names that templates read."""
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+
+def _environment() -> Any:
+    """Returns the environment of a template; `marks` has a line number for each `{% generation %}` tag compiled."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """The tags `{% generation %}` … `{% endgeneration %}`."""
+
+        tags = {"generation"}  # noqa: RUF012 (as in the base class)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            environment.marks.append(line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller: Any) -> str:
+            inside = caller()
+            if (blocks := _blocks.get()) is not None:
+                _marks.get().append((sum(map(len, blocks)), inside))
+            return inside
+
+    environment: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.marks = []
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _refuse, "dict": _Dict(), "namespace": _namespace()}
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter `tojson`; jinja2's own escapes characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+class _Dict:
+    """`dict` of a template, without the attributes of a class."""
+
+    def __call__(self, *values: Any, **items: Any) -> dict[Any, Any]:
+        return dict(*values, **items)
+
+    def fromkeys(self, *values: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*values)
+
+
+def _namespace() -> Any:
+    """Returns `namespace` of a template, which has no names that begin with an underscore."""
+    import jinja2
+
+    def check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"namespace: the name {name!r} begins with an underscore; rename it")
+
+    class Namespace(jinja2.utils.Namespace):
+        def __init__(*given: Any, **items: Any):
+            self, *values = given  # so that an item may be called `self`
+            attributes = dict(*values, **items)
+            for name in attributes:
+                check(name)
+            jinja2.utils.Namespace.__init__(self, attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check(name)
+            super().__setitem__(name, value)
+
+    return Namespace
