@@ -153,7 +153,7 @@ def whole(tokenizer):
     [
         ("tokenizer.json", b"\xff", "/tokenizer.json is malformed: .*download it again"),
         ("tokenizer_config.json", b"{", "/tokenizer_config.json: malformed JSON .*download it again"),
-        ("generation_config.json", b"[1]", "/generation_config.json: expected an object with keys and values"),
+        ("generation_config.json", b"[1]", "/generation_config.json: malformed JSON .expected an object"),
         ("config.json", b"\xff", "/config.json: malformed JSON"),
         (
             "tokenizer_config.json",
