@@ -41,6 +41,7 @@ TIMEOUT_SECONDS = 300
 
 _MAX_TEXT_BYTES = 2**21  # the coordination service limits messages to 4 MiB
 _NONCE_FILE = ".shared"
+_INTERRUPTED = "interrupted"
 _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
 
 _UNCONNECTED = "Gloo context initialization failed"
@@ -368,8 +369,22 @@ def _sees(file, nonce: str) -> bool:
     return False
 
 
+def interrupt() -> None:
+    """Makes `preempted` return True on all hosts, because of Ctrl-C on this one. Can be called from any thread."""
+    post(f"{_INTERRUPTED}/{process_index()}", "Ctrl-C")
+    if _joined in (None, _ALONE):
+        _sigterm_received.set()
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)  # JAX tells the others
+
+
+def is_interrupted() -> bool:
+    """Returns on all hosts that are `preempted` whether the reason is Ctrl-C on one of them, and not SIGTERM."""
+    return bool(posted(_INTERRUPTED))
+
+
 def preempted(step: int) -> bool:
-    """Returns True on all hosts if they should stop after `step` because one of them received SIGTERM.
+    """Returns True on all hosts if they should stop after `step`, because of SIGTERM or `interrupt` on one of them.
 
     Must be called at every step on every host: the hosts agree on a step that none of them has passed.
     """

@@ -131,7 +131,7 @@ def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
     if not steps:
         raise UserError(
             f"the run in {run_dir!r} has no complete checkpoint: one is saved every CHECKPOINT_INTERVAL steps, when "
-            "the run is preempted (SIGTERM), and at its end"
+            "the run is preempted (SIGTERM) or interrupted (Ctrl-C), and at its end"
         )
     if step is not None and step not in steps:
         existing = ", ".join(map(str, steps))

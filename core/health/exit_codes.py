@@ -55,7 +55,11 @@ ENDINGS: dict[int, Ending] = {
         "the run directory was deleted, or taken over by another launch, during the run; host 0 says which", False
     ),
     UNREACHABLE: Ending("gs:// cannot be reached from this machine; the message gives the reason", True),
-    INTERRUPTED: Ending("stopped by Ctrl-C", False),
+    INTERRUPTED: Ending(
+        "stopped by Ctrl-C: a run saved a checkpoint, unless Ctrl-C came twice or it had trained no step; the same "
+        "command resumes",
+        False,
+    ),
     JAX_ABORTED: Ending("JAX aborted this process because another one was lost; read that host's log first", True),
     PREEMPTED: Ending(
         "preempted (SIGTERM): saved a checkpoint, unless it had not joined the others yet; the same command resumes",

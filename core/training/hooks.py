@@ -259,13 +259,22 @@ class SaveParams(Hook):
 
 
 class PreemptedError(RuntimeError):
-    """The run was preempted after saving a checkpoint, and can be resumed."""
+    """The run was preempted, or interrupted by Ctrl-C, and can be started again.
+
+    Attributes:
+      exit_code: that of the process.
+    """
 
     ends_without_save = True
 
+    def __init__(self, what: str, *, interrupted: bool):
+        """Takes what was saved and how to continue, and whether the reason is Ctrl-C instead of SIGTERM."""
+        super().__init__(f"{'interrupted (Ctrl-C)' if interrupted else 'preempted (SIGTERM)'}: {what}")
+        self.exit_code = exit_codes.INTERRUPTED if interrupted else exit_codes.PREEMPTED
+
 
 class StopWhenPreempted(Hook):
-    """Ends the run at a step that all hosts agree on after one of them was preempted. Must follow `Save`."""
+    """Ends the run at a step that all hosts agree on after one was preempted or interrupted. Must follow `Save`."""
 
     def __init__(self, preempted: Callable[[int], bool]):
         """Takes `preempted(step)`, which is called once per step on every host and returns the same on all."""
@@ -284,7 +293,10 @@ class StopWhenPreempted(Hook):
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Raises PreemptedError; the state has been saved."""
         del state
-        raise PreemptedError(f"preempted (SIGTERM): saved a checkpoint at step {step}; run the same command to resume")
+        raise PreemptedError(
+            f"saved a checkpoint at step {step}; run the same command to resume",
+            interrupted=distributed.is_interrupted(),
+        )
 
 
 class NoteStep(Hook):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from core.health import phase
+from core.health import interrupt, phase
 from core.step import STATISTICS, Metrics, TrainState, UpdateStatistics
 from core.types import Batch, WeightedSum
 
@@ -208,6 +208,7 @@ class _Loop:
         with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
             self._state, metrics = train_step(self._state, batch)
         self._step, self._is_between_steps = step, True
+        interrupt.trained()
         self._last = _Dispatched(step, metrics, self._batches.input_wait_seconds)
         return self._last
 

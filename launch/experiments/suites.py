@@ -224,15 +224,15 @@ class Suite:
         that process running.
 
         Returns:
-          0 if all are done, 1 if any failed, 143 if a run was preempted (the rest is not started), or the exit code of
-          a signal that stopped the suite.
+          0 if all are done, 1 if any failed, 143 or 130 if a run was preempted or interrupted (the rest is not
+          started), or the exit code of a signal that stopped the suite.
         """
         for entry in self.entries:
             if self.status[entry.id] != "waiting":
                 self._print(entry)
                 continue
             code = self._run(entry, requested)
-            if requested or code == exit_codes.PREEMPTED:
+            if requested or code in (exit_codes.PREEMPTED, exit_codes.INTERRUPTED):
                 return requested[0] if requested else code
         return int(any(self.failed(entry) for entry in self.entries))
 

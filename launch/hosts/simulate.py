@@ -30,6 +30,7 @@ from launch.hosts.host_output import HostProcess
 
 WORDS_SECONDS = 3.0  # for the other hosts to report the failure themselves
 _POLL_SECONDS = 0.05
+_STOPPED = {exit_codes.PREEMPTED: ("preempted", "SIGTERM"), exit_codes.INTERRUPTED: ("interrupted", "SIGINT")}
 _CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.JAX_ABORTED)  # of what happened to another host
 # Reads session numbers until `over`; if its input ends before that, kills them and removes the folder it was given.
 _GUARD = """
@@ -129,24 +130,28 @@ def _wait(hosts: Sequence[HostProcess], requested: Sequence[int], *, words_secon
         if failed:
             until = min(until, time.monotonic() + words_seconds)
     causes = [host for host in failed if exit_codes.of_process(host.returncode) not in _CONSEQUENCES]
-    own = [host for host in causes if host.returncode != exit_codes.PREEMPTED]
+    own = [host for host in causes if host.returncode not in _STOPPED]
     return next(iter(own or causes or failed), None)
 
 
 def _stop(hosts: Sequence[HostProcess], *, grace_seconds: float, requested: Sequence[int]) -> None:
-    """Ends every session with all its processes: SIGTERM, a grace period, SIGKILL. A second Ctrl-C skips the wait."""
+    """Ends every session with all its processes: SIGTERM, or SIGINT after Ctrl-C; a grace period; SIGKILL.
+
+    A second Ctrl-C skips the grace period.
+    """
+    request = signal.SIGINT if requested and requested[0] == exit_codes.INTERRUPTED else signal.SIGTERM
     for host in hosts:
         if host.poll() is None:
             is_frozen = psutil.Process(host.pid).status() == psutil.STATUS_STOPPED
-            _signal_session(host, signal.SIGKILL if is_frozen else signal.SIGTERM)
+            _signal_session(host, signal.SIGKILL if is_frozen else request)
     deadline = time.monotonic() + grace_seconds
     while any(host.poll() is None for host in hosts) and time.monotonic() < deadline and len(requested) < 2:
         time.sleep(_POLL_SECONDS)
     late = [host.log_path.stem for host in hosts if host.poll() is None]
-    if late and len(requested) < 2:
+    if late:
+        within = f"within {grace_seconds:g} s of {request.name}" if len(requested) < 2 else "before the second Ctrl-C"
         print(
-            f"{', '.join(late)} did not end within {grace_seconds:g} s of SIGTERM and will be killed; steps since the "
-            "last checkpoint are lost",
+            f"{', '.join(late)} did not end {within} and will be killed; steps since the last checkpoint are lost",
             file=sys.stderr,
         )
     for host in hosts:
@@ -163,8 +168,9 @@ def _signal_session(host: HostProcess, number: int) -> None:
 def _report(host: HostProcess) -> int:
     """Prints why and how the run ended; returns its exit code."""
     name, code = host.log_path.stem, exit_codes.of_process(host.returncode)
-    if host.returncode == exit_codes.PREEMPTED:  # it has printed that it saved a checkpoint
-        print(f"\nthe run was preempted (SIGTERM to {name} or another host): exit code {code}", file=sys.stderr)
+    if host.returncode in _STOPPED:  # it has printed that it saved a checkpoint
+        how, name_of_signal = _STOPPED[code]
+        print(f"\nthe run was {how} ({name_of_signal} to {name} or another host): exit code {code}", file=sys.stderr)
         return code
     how = f"exit code {code}" if host.returncode > 0 else f"signal {signal.Signals(-host.returncode).name}"
     print(f"\n{name} failed first ({how}); the others were stopped. Its last lines:", file=sys.stderr)

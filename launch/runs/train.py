@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from core import distributed, metrics, paths, published_files, slices, versions
 from core.checkpoints import steps
 from core.errors import UserError
-from core.health import exit_codes
+from core.health import exit_codes, interrupt
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
 from launch import environment, flags
@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
+    save = None if args.smoke or args.tune else distributed.interrupt  # they save nothing to continue from
+    stack.enter_context(interrupt.Interrupts(save, end=distributed.exit_at_once, name=_host_name))
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     published_files.use_copies(run_dir)
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
@@ -104,8 +106,14 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             train_phases(spans, prepare, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
-        return exit_codes.PREEMPTED
+        return stop.exit_code
     return exit_codes.DONE
+
+
+def _host_name() -> str:
+    """Returns `host 0 of 4`; an empty text for a process that is alone or has not joined the others yet."""
+    count = distributed.process_count()
+    return f"host {distributed.process_index()} of {count}" if count > 1 else ""
 
 
 def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experiment) -> str:

@@ -11,7 +11,7 @@ from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
 from core.errors import UserError
-from core.health import heartbeat, phase
+from core.health import heartbeat, interrupt, phase
 from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, prefetch, profiling, run_lock
 from core.training.trainer import Hook, StatisticsStep, TrainStep
@@ -91,6 +91,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             evaluate.at_boundary(now.first_step, state)
     with phase.enter(phase.SAVING):
         checkpoints.close()
+    interrupt.saved()
     phase.at(phase.ENDING)
     validation = evaluate.latest if evaluate else {}
     if run.is_last:

@@ -218,7 +218,7 @@ class _Trials:
             seconds.append(time.perf_counter() - start)
             losses.append(float(metrics["loss"]))
             if distributed.preempted(number):
-                raise PreemptedError("preempted (SIGTERM): nothing was chosen; run the same command again")
+                raise PreemptedError("nothing was chosen; run the same command again", interrupted=False)
         self._require_same(np.array(losses[:_WARM_UP]))
         return statistics.median(seconds[_WARM_UP:])
 

@@ -158,15 +158,17 @@ def test_the_culprit_is_the_cause_and_the_others_have_a_moment_to_say_so(tmp_pat
         assert "host 2 was lost" in log(tmp_path, index)
 
 
-def test_a_preempted_run_is_no_failure_of_the_host_that_ended_first(tmp_path, capfd):
-    assert run(V4_16, "time.sleep(0.2 * index); sys.exit(143)", tmp_path) == 143
+@pytest.mark.parametrize(("code", "how"), [(143, "preempted (SIGTERM"), (130, "interrupted (SIGINT")])
+def test_a_stopped_run_is_no_failure_of_the_host_that_ended_first(tmp_path, capfd, code, how):
+    assert run(V4_16, f"time.sleep(0.2 * index); sys.exit({code})", tmp_path) == code
     said = capfd.readouterr().err
     assert "failed first" not in said
-    assert "the run was preempted (SIGTERM" in said
+    assert f"the run was {how}" in said
 
 
-def test_a_host_that_fails_while_the_run_is_preempted_is_the_one_that_is_named(tmp_path, capfd):
-    assert run(V4_16, "time.sleep(0.2 * index); sys.exit([143, 13][index])", tmp_path) == 13
+@pytest.mark.parametrize("code", [143, 130])
+def test_a_host_that_fails_while_the_run_is_stopped_is_the_one_that_is_named(tmp_path, capfd, code):
+    assert run(V4_16, f"time.sleep(0.2 * index); sys.exit([{code}, 13][index])", tmp_path) == 13
     assert "host_1 failed first (exit code 13)" in capfd.readouterr().err
 
 
@@ -198,6 +200,32 @@ def test_a_signal_leaves_no_process_and_no_folder(tmp_path, number, code):
     os.killpg(launcher.pid, number)
     launcher.communicate(timeout=20)
     assert launcher.returncode == code
+    assert_all_gone(pids, homes)
+
+
+def test_ctrl_c_is_passed_on_to_the_hosts(tmp_path):
+    """Each host notes the signal that it gets, and ends a moment later."""
+    text = "def note(number, _): print('got', signal.Signals(number).name, flush=True); sys.exit(5)\n"
+    text += "signal.signal(signal.SIGINT, note); signal.signal(signal.SIGTERM, note)\n"
+    text += f"pathlib.Path({str(tmp_path)!r}, f'pids_{{index}}').write_text(f'{{os.getpid()}} 0 home')\n"
+    launcher = launch(tmp_path, f"import pathlib\n{text}time.sleep(600)", stdout=subprocess.DEVNULL)
+    wait_for_waiters(tmp_path)
+    os.killpg(launcher.pid, signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert [log(tmp_path, index).splitlines()[1:] for index in range(2)] == [["got SIGINT"]] * 2
+
+
+def test_a_second_ctrl_c_kills_hosts_that_are_still_saving(tmp_path):
+    text = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    launcher = launch(tmp_path, text + WAITER.format(folder=str(tmp_path)), stdout=subprocess.DEVNULL)
+    pids, homes = wait_for_waiters(tmp_path)
+    os.killpg(launcher.pid, signal.SIGINT)
+    time.sleep(0.5)
+    os.killpg(launcher.pid, signal.SIGINT)
+    said = launcher.communicate(timeout=1.5)[1].decode()
+    assert launcher.returncode == 130
+    assert "host_0, host_1 did not end before the second Ctrl-C" in said
     assert_all_gone(pids, homes)
 
 

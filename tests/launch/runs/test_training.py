@@ -191,31 +191,55 @@ def random_tokens(*more):
     return small("TASK = @synthetic.random_tokens()", "PROMPT = ''", *more)
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "how"),
+    [
+        (signal.SIGTERM, 143, "preempted (SIGTERM)"),
+        pytest.param(signal.SIGINT, 130, "interrupted (Ctrl-C)", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.simulated(2)
 @pytest.mark.covers("C08")
-def test_sigterm_saves_at_one_step_of_all_hosts_and_the_run_continues(launch, launch_command, tmp_path):
+def test_a_signal_saves_at_one_step_of_all_hosts_and_the_run_continues(
+    launch, launch_command, tmp_path, number, code, how
+):
     where = ["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path)]
     endless = random_tokens("TOTAL_STEPS = 100000", "CHECKPOINT_INTERVAL = 100000", "EVAL_INTERVAL = 100000")
     command, env = launch_command(*where, *endless)
     running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in running.stdout:
         if line.startswith("step      4/"):
-            running.send_signal(signal.SIGTERM)
+            running.send_signal(number)
             break
     said = running.communicate(timeout=60)[0]
-    assert running.returncode == 143, said
-    assert "host 0 of 2: preempted (SIGTERM): saved a checkpoint at step" in said
+    assert running.returncode == code, said
+    assert f"host 0 of 2: {how}: saved a checkpoint at step" in said
     assert "failed first" not in said
     (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert saved >= 4
-    assert (
-        f"host 1 of 2: preempted (SIGTERM): saved a checkpoint at step {saved}"
-        in (tmp_path / "logs" / "host_1.log").read_text()
-    )
+    assert f"host 1 of 2: {how}: saved a checkpoint at step {saved}" in (tmp_path / "logs" / "host_1.log").read_text()
     assert max(scalars(tmp_path, "loss")) >= 4
     one_process = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
     said = launch(*one_process, *endless, "--steps", str(saved + 2), slice_name="v4-16")
     assert f"resumed from {saved}" in said
+
+
+def test_ctrl_c_in_a_local_run_saves_what_it_has_trained(launch, launch_command, tmp_path):
+    endless = random_tokens("TOTAL_STEPS = 100000", "CHECKPOINT_INTERVAL = 100000", "EVAL_BATCHES = 0")
+    command, env = launch_command("pod", "local", "gin/quickstart.gin", "--run-dir", str(tmp_path), *endless)
+    running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in running.stdout:
+        if line.startswith("step      4/"):
+            running.send_signal(signal.SIGINT)
+            break
+    said = running.communicate(timeout=60)[0]
+    assert running.returncode == exit_codes.INTERRUPTED, said
+    (saved,) = steps.complete(tmp_path / "checkpoints")
+    assert saved == max(scalars(tmp_path, "loss"))
+    assert saved >= 4
+    assert re.search(r"interrupted at step \d+: saves a checkpoint", said)
+    assert f"interrupted (Ctrl-C): saved a checkpoint at step {saved}; run the same command to resume" in said
+    assert not (tmp_path / "lock.json").exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,116 @@
+"""Ctrl-C as a process answers it, also while its main thread runs C code, in which Python handles no signal."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core.health import exit_codes
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent.parent
+PROGRAM = """
+import hashlib, os, sys, time
+from core.health import interrupt
+
+def save():
+    print("asked to save", flush=True)
+
+def end(code, why):
+    print(f"ended: {{why}}", flush=True)
+    os._exit(code)
+
+def in_c(millions):
+    hashlib.pbkdf2_hmac("sha256", b"", b"", millions * 1_000_000)
+
+try:
+    with interrupt.Interrupts({save}, end=end, name=lambda: "host 1 of 2"):
+        {steps}
+        print("ready", flush=True)
+        {work}
+        print("worked", flush=True)
+except KeyboardInterrupt:
+    print("unwound", flush=True)
+    sys.exit(130)
+"""
+IN_PYTHON, IN_C, BRIEFLY_IN_C = "time.sleep(60)", "in_c(200)", "in_c(3)"
+NOTHING, SAVES, SECOND = (
+    "host 1 of 2: interrupted: ends now",
+    "host 1 of 2: interrupted at step 0: saves a checkpoint",
+    "host 1 of 2: interrupted again: ends without saving",
+)
+
+
+def started(*, steps="", work=IN_PYTHON, save="save", before=""):
+    text = before + PROGRAM.format(steps=steps or "pass", work=work, save=save)
+    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    return process
+
+
+def interrupted(process):
+    """Sends Ctrl-C; returns the line that is the answer."""
+    process.send_signal(signal.SIGINT)
+    return process.stdout.readline()
+
+
+def rest(process):
+    """Waits for the end of the process; returns the remaining lines of its output."""
+    lines = process.stdout.read().splitlines()
+    process.wait(timeout=60)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ({}, ["unwound"]),
+        ({"work": IN_C}, ["ended: stopped by Ctrl-C"]),
+        ({"steps": "interrupt.trained(); interrupt.saved()"}, ["unwound"]),
+        ({"steps": "interrupt.trained()", "save": "None"}, ["unwound"]),
+    ],
+    ids=["before the first step", "while it compiles", "all steps are saved", "a run that saves nothing"],
+)
+def test_with_nothing_to_save_the_process_ends_right_away(start, said):
+    process = started(**start)
+    began = time.monotonic()
+    assert interrupted(process).startswith(NOTHING)
+    assert rest(process) == said
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert time.monotonic() - began < 10
+
+
+def test_the_answer_comes_at_once_and_the_loop_is_asked_to_save():
+    process = started(steps="interrupt.trained()", work=BRIEFLY_IN_C)
+    assert interrupted(process).startswith(SAVES)
+    assert rest(process) == ["asked to save", "worked"]
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("work", [IN_PYTHON, IN_C])
+def test_a_second_one_ends_the_process_without_saving(work):
+    process = started(steps="interrupt.trained()", work=work)
+    assert interrupted(process).startswith(SAVES)
+    assert process.stdout.readline() == "asked to save\n"
+    began = time.monotonic()
+    assert interrupted(process).startswith(SECOND)
+    assert rest(process) == ["ended: stopped by a second Ctrl-C"]
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert time.monotonic() - began < 5
+
+
+def test_other_signals_are_not_taken_for_ctrl_c():
+    before = "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('other', flush=True))\n"
+    process = started(work="time.sleep(0.5)", before=before)
+    process.send_signal(signal.SIGUSR1)
+    assert rest(process) == ["other", "worked"]
+
+
+def test_a_process_that_a_script_started_in_the_background_goes_on():
+    process = started(work="time.sleep(0.5)", before="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n")
+    process.send_signal(signal.SIGINT)
+    assert rest(process) == ["worked"]
+    assert process.returncode == 0
