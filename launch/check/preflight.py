@@ -86,6 +86,10 @@ def check(
             findings += _later(span, smoked=smoked, hosts=hosts)
         if (place := experiment.persistent_directory) and not smoked and hosts not in _AWAY:
             _attempt("copies", lambda: (_check_copies(run_dir, place, experiment), place), findings)
+    if hosts in _AWAY:
+        _attempt(
+            "files", lambda: ((shipment := workstation.require_small(environment.WORKSPACE)), str(shipment)), findings
+        )
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
         if initial := _initial_parameters(meant, program, run_dir, hosts):

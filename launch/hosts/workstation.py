@@ -15,7 +15,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ ACTIONS = ("logs", "status", "stop", "tensorboard")
 TENSORBOARD_PORT = 6006
 _ARCHIVE = "renga.tar.gz"  # in the home directory of every host, as is the next
 _STATE = ".renga"
+MOST_BYTES = 50 * 2**20  # of the files to ship, before compression: code and settings, not weights or data
+_MOST_LISTED = 8
 
 
 class Run(NamedTuple):
@@ -42,11 +44,12 @@ class Run(NamedTuple):
 def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:
     """Ships the workspace to every host of `tpus` (one for each slice), sets up, and starts `run` on all, detached.
 
-    With `dry_run` it only prints the steps. Returns the exit code of the first step that failed, or 0.
+    With `dry_run` it only prints the steps, with words in capitals for what it would look up or make. Returns the exit
+    code of the first step that failed, or 0.
 
     Raises:
-      UserError: a TPU is of another size or not READY, there are more or fewer than slices, or the workspace is not
-        under git.
+      UserError: a TPU is of another size or not READY, there are more or fewer than slices, the workspace is not under
+        git, or its files are larger than MOST_BYTES.
     """
     names = ", ".join(tpu.name for tpu in tpus)
     if len(tpus) != slice_.num_slices:
@@ -54,21 +57,23 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
             f"{slice_.name} is {units.counted(slice_.num_slices, 'slice')}, but "
             f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({names}): give one for each, as --tpu A,B"
         )
-    files = workspace_files(workspace)
+    shipment = require_small(workspace)
     secrets = {name: value for name in ("HF_TOKEN", "RENGA_ALERT") if (value := environment.read(name))}
-    with tempfile.TemporaryDirectory(prefix="renga-ship-") as temporary:
-        folder = Path(temporary)
-        if dry_run:
-            coordinator = f"ADDRESS_OF_{tpus[0].name}"
-            gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=True)
-        else:
-            coordinator, *_ = [_ready(tpu, slice_).address for tpu in tpus]
-            _pack(files, workspace=workspace, archive=folder / _ARCHIVE)
-            for name, value in secrets.items():
-                (folder / name).touch(mode=0o600)
-                (folder / name).write_text(value)
-        code = gcloud.perform(_start_steps(tpus, run, folder, secrets, coordinator=coordinator), dry_run=dry_run)
-    if code == 0 and not dry_run:
+    if dry_run:
+        print(f"# ARCHIVE: {shipment}", flush=True)
+        gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=True)
+        ships = {_ARCHIVE: Path("ARCHIVE"), **{name: Path(f"FILE_WITH_{name}") for name in secrets}}
+        steps = _start_steps(tpus, run, ships, coordinator=f"ADDRESS_OF_{tpus[0].name}")
+        return gcloud.perform(steps, dry_run=True)
+    coordinator, *_ = [_ready(tpu, slice_).address for tpu in tpus]
+    with tempfile.TemporaryDirectory(prefix="renga-ship-") as folder:
+        ships = {name: Path(folder) / name for name in (_ARCHIVE, *secrets)}
+        _pack(shipment, workspace=workspace, archive=ships[_ARCHIVE])
+        for name, value in secrets.items():
+            ships[name].touch(mode=0o600)
+            ships[name].write_text(value)
+        code = gcloud.perform(_start_steps(tpus, run, ships, coordinator=coordinator), dry_run=False)
+    if code == 0:
         print(
             f"Started on {units.counted(slice_.hosts, 'host')}. "
             f"Follow it: launch/pod.sh logs --tpu {names.replace(' ', '')} --zone {tpus[0].zone}"
@@ -89,17 +94,18 @@ def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
     return found
 
 
-def _start_steps(
-    tpus: Sequence[Tpu], run: Run, folder: Path, secrets: Sequence[str], *, coordinator: str
-) -> list[Step]:
-    """Returns the steps that ship the files in `folder` and start the run; each on all TPUs before the next."""
+def _start_steps(tpus: Sequence[Tpu], run: Run, ships: Mapping[str, Path], *, coordinator: str) -> list[Step]:
+    """Returns the steps that ship the archive and the secrets and start the run; each on all TPUs before the next.
+
+    `ships` has the local file of each by its name on the hosts.
+    """
     into = gcloud.REMOTE_WORKSPACE
     unpack = f"mkdir -p {into} && tar -xzf {_ARCHIVE} -C {into} launch/hosts/on_host.sh && {gcloud.on_host('install')}"
-    steps = [("ship the workspace to all hosts", tpu, gcloud.scp(tpu, folder / _ARCHIVE, _ARCHIVE)) for tpu in tpus]
+    steps = [("ship the workspace to all hosts", tpu, gcloud.scp(tpu, ships[_ARCHIVE], _ARCHIVE)) for tpu in tpus]
     steps += [("unpack and set up on all hosts", tpu, gcloud.ssh(tpu, unpack)) for tpu in tpus]
-    for name in secrets:
+    for name in [name for name in ships if name != _ARCHIVE]:
         purpose = f"ship {name} in a file that each host deletes"
-        steps += [(purpose, tpu, gcloud.scp(tpu, folder / name, f"{_STATE}/{name}")) for tpu in tpus]
+        steps += [(purpose, tpu, gcloud.scp(tpu, ships[name], f"{_STATE}/{name}")) for tpu in tpus]
     for index, tpu in enumerate(tpus):
         megascale = {"NUM_SLICES": len(tpus), "SLICE_ID": index, "COORDINATOR_ADDRESS": coordinator}
         joined = [f"MEGASCALE_{name}={value}" for name, value in megascale.items()] if len(tpus) > 1 else []
@@ -135,24 +141,68 @@ def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
     return Step(purpose, gcloud.ssh(tpu, text, *tunnel, worker="0"))
 
 
+class Shipment(NamedTuple):
+    """The files of the workspace that the hosts get, and their size before compression."""
+
+    files: Sequence[str]
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{units.counted(len(self.files), 'file')} that git tracks or does not ignore, as they are now; "
+            f"{units.size(self.size_bytes)} before compression"
+        )
+
+
 def workspace_files(workspace: Path) -> list[str]:
     """Returns the files to ship: all that git does not ignore. Raises UserError outside a git work tree."""
-    command = ["git", "-C", str(workspace), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    return _listed_by_git(workspace, "--cached", "--others")
+
+
+def require_small(workspace: Path) -> Shipment:
+    """Returns the files to ship with their size.
+
+    Raises:
+      UserError: they are larger than MOST_BYTES, with the largest of them; the workspace is not under git.
+    """
+    files = workspace_files(workspace)
+    sizes = {name: (workspace / name).lstat().st_size for name in files}
+    if (total := sum(sizes.values())) <= MOST_BYTES:
+        return Shipment(files, total)
+    tracked = set(_listed_by_git(workspace, "--cached"))
+    entries = {name: sizes[name] for name in tracked}
+    for name in _listed_by_git(workspace, "--others", "--directory"):  # `smollm2/` for a folder without tracked files
+        entries[name] = sum(size for file, size in sizes.items() if file == name or file.startswith(name))
+    largest = sorted(entries, key=entries.__getitem__, reverse=True)[:_MOST_LISTED]
+    lines = [
+        f"  {units.size(entries[name]):>10}  {name}{'' if name in tracked else '  (untracked)'}" for name in largest
+    ]
+    raise UserError(
+        f"{units.size(total)} would be copied to every host (limit: {units.size(MOST_BYTES)}). The largest are:\n"
+        + "\n".join(lines)
+        + f"\nThe hosts get the files of {workspace} that git tracks or does not ignore. Move large ones out of it, or "
+        "name them in .gitignore or .git/info/exclude; data and weights that the hosts need belong on gs://BUCKET/…"
+    )
+
+
+def _listed_by_git(workspace: Path, *kinds: str) -> list[str]:
+    """Returns what `git ls-files` lists, without ignored and deleted files; folders, with `--directory`, end in `/`."""
+    command = ["git", "-C", str(workspace), "ls-files", "-z", *kinds, "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:
         raise UserError(f"cannot list the files to ship: {workspace} is not a git work tree ({listed.stderr.strip()})")
     return sorted(name for name in set(listed.stdout.split("\0")) if name and (workspace / name).exists())
 
 
-def _pack(files: Sequence[str], *, workspace: Path, archive: Path) -> None:
-    """Writes `files` and their git revision into a gzipped tar archive."""
+def _pack(shipment: Shipment, *, workspace: Path, archive: Path) -> None:
+    """Writes the files and their git revision into a gzipped tar archive."""
     note = archive.with_name("revision")
     note.write_text(versions.git_revision(workspace) + "\n")
     with tarfile.open(archive, "w:gz") as tar:
-        for name in files:
+        for name in shipment.files:
             tar.add(workspace / name, arcname=name, recursive=False)
         tar.add(note, arcname=versions.REVISION_FILE)
-    print(f"# packed {units.counted(len(files), 'file')}, {units.size(archive.stat().st_size)}", flush=True)
+    print(f"# packed {shipment}, {units.size(archive.stat().st_size)} after it", flush=True)
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from core import slices
+from core.errors import UserError
 from launch.hosts import gcloud, host_output, logs, workstation
 
 TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
@@ -122,14 +123,49 @@ def test_shipping_again_removes_old_files_and_keeps_environment_and_runs(cloud, 
     assert not (remote / "gin/gone.gin").exists()
 
 
+def test_more_than_the_hosts_need_is_refused_with_the_largest(cloud, workspace, monkeypatch):
+    """Sizes of files with holes, which take no room on the disk."""
+
+    def large(name, mebibytes):
+        (workspace / name).parent.mkdir(exist_ok=True)
+        with (workspace / name).open("wb") as file:
+            file.truncate(mebibytes * 2**20)
+
+    large("gin/x.gin", 2)  # tracked, and changed
+    large("weights/a.safetensors", 40)
+    large("weights/b.safetensors", 7)
+    large("data/large.bin", 400)  # git ignores it
+    before = workstation.require_small(workspace)
+    assert {"gin/x.gin", "new file.py", "weights/a.safetensors"} <= set(before.files)
+    assert 49 * 2**20 < before.size_bytes < 50 * 2**20
+    large("own.bin", 1)
+    for dry_run in (True, False):
+        with pytest.raises(UserError) as refused:
+            start(workspace, dry_run=dry_run)
+    assert not calls(cloud)
+    lines = [line.split() for line in str(refused.value).splitlines() if line.startswith("  ")]
+    assert lines[:3] == [
+        ["47", "MiB", "weights/", "(untracked)"],
+        ["2", "MiB", "gin/x.gin"],
+        ["1", "MiB", "own.bin", "(untracked)"],
+    ]
+    assert not any("data/" in word for line in lines for word in line)
+
+
 @pytest.mark.covers("L01")
 def test_dry_run_prints_commands_that_gcloud_takes_and_runs_none(cloud, workspace, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     assert start(workspace, dry_run=True) == 0
     assert not calls(cloud)
-    printed = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
+    lines = capfd.readouterr().out.splitlines()
+    printed = [line for line in lines if not line.startswith("#")]
+    assert re.search(r"^# ARCHIVE: \d+ files .*; [\d.]+ KiB before compression$", lines[0])
     assert len(printed) == 5
     assert SECRET not in "".join(printed)
+    assert [word for line in printed for word in line.split() if word.isupper() and word != "-C"] == [
+        "ARCHIVE",
+        "FILE_WITH_HF_TOKEN",
+    ]
     assert subprocess.run(["bash", "-c", printed[0]], check=False).returncode == 0
     assert calls(cloud) == [
         ["compute", "tpus", "tpu-vm", "describe", "my-tpu", "--zone=us-central2-b", "--project=proj"]
