@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         from launch.hosts import alerts
 
         noting = alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None))
-    with noting:
+    save = None if args.smoke or args.tune else distributed.interrupt  # they cannot be resumed
+    with noting, interrupt.Interrupts(save, end=distributed.exit_at_once, name=_host_name):
         try:
             with contextlib.ExitStack() as stack:
                 return _train(args, stack)
@@ -48,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
-    save = None if args.smoke or args.tune else distributed.interrupt  # they save nothing to continue from
-    stack.enter_context(interrupt.Interrupts(save, end=distributed.exit_at_once, name=_host_name))
     run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
     published_files.use_copies(run_dir)
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
