@@ -16,7 +16,11 @@ ON_HOSTS += (
     "launch/environment.py",
     "core/bookkeeping.py",
     "core/errors.py",
+    "core/foreign_json.py",
+    "core/host_messages.py",
     "core/library_noise.py",
+    "core/rendezvous.py",
+    "core/units.py",
 )  # what acts there, of what is shipped
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
 POD = """#!/bin/bash
