@@ -1,12 +1,14 @@
 """Builds an experiment from gin files and flags, and reports all mistakes in them at once.
 
-No other folder imports gin. `sources` reads files and flags into statements with their lines; `names` resolves names
-to Python objects; `checks` and `signatures` check the statements that are reachable from the root, with the types of
-their values. `loader` passes valid statements to gin, which builds the object.
+No other folder imports gin. `sources` reads files and flags into statements with their lines. `names` resolves names
+to Python objects, and `trust` says which of them the configuration of a run may name. `checks` and `signatures` check
+the statements that are reachable from the root, with the types of their values. `loader` passes valid statements to
+gin, which builds the object.
 """
 
 from launch.config.loader import LoadedConfig, Settings, declared_macros, load, parse
 from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference, leaves, render
+from launch.config.trust import Trust
 
 __all__ = [
     "Binding",
@@ -16,6 +18,7 @@ __all__ = [
     "Macro",
     "Reference",
     "Settings",
+    "Trust",
     "declared_macros",
     "leaves",
     "load",

@@ -37,6 +37,7 @@ from launch.config.statements import (
     leaves,
     transform,
 )
+from launch.config.trust import Trust
 
 ROOT = f"{environment.PACKAGE}launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
@@ -113,6 +114,7 @@ def load(
     root: str = ROOT,
     defaults: str = DEFAULTS,
     between: Mapping[str, str] = MappingProxyType({}),
+    trust: Trust | None = None,
 ) -> LoadedConfig:
     """Reads an experiment file and checks it.
 
@@ -128,6 +130,8 @@ def load(
       root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
       between: further gin texts, by the name for messages.
+      trust: what the file may name if it is the configuration of a run, which may be a stranger's. Then it includes no
+        files, and modules are not searched for beside it. None: the file is the user's own, and may name anything.
 
     Raises:
       UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.
@@ -137,14 +141,15 @@ def load(
         between = {_MESH: "\n".join([_MESH_HEADER, *mesh, ""]), **between}
     if text is None and paths.is_remote(path):
         text = _content(str(path))
-    reader = sources.Reader()
-    folders = (_read(reader, str(path), text), Path.cwd())
+    reader = sources.Reader(experiment_includes=trust is None)
+    folder = _read(reader, str(path), text)
+    folders = (folder, Path.cwd()) if trust is None else (Path.cwd(),)
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
     if slice_name is not None:
         flags["--slice"] = f"SLICE = {slice_name!r}"
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
-    names = Names(reader, folders=folders)
+    names = Names(reader, folders=folders, trust=trust)
     config = checks.Configuration(
         reader,
         names,

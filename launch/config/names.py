@@ -30,6 +30,7 @@ from launch.config.statements import (
     nearest,
     transform,
 )
+from launch.config.trust import Trust
 
 PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
 _EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
@@ -46,6 +47,18 @@ class _UnresolvedError(Exception):
         self.details = {"expected": expected, "fix": fix}
 
 
+class _UntrustedError(_UnresolvedError):
+    """The configuration of a run names what only the user's own configuration may name."""
+
+    def __init__(self, module: str, *, constructor: str = ""):
+        what = f"would call {constructor}" if constructor else f"would import {module}"
+        super().__init__(
+            f"this configuration of a run {what}, which can run any program",
+            expected="constructors of this workspace and of optax",
+            fix=f"if you trust the run and this module, add --trust {module}",
+        )
+
+
 class Names:
     """Resolves the names in sources to constructors.
 
@@ -55,11 +68,19 @@ class Names:
       own_modules: full names of the user's modules that were imported.
     """
 
-    def __init__(self, reader: Reader, *, folders: Iterable[Path]):
+    def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: Trust | None = None):
+        """Imports the modules that the sources name.
+
+        Args:
+          reader: the sources.
+          folders: where the user's modules are, besides Python's path.
+          trust: what the first source may name; None: anything.
+        """
         self.problems: list[ConfigProblem] = []
         self.unresolved: list[str] = []
         self.own_modules: set[str] = set()
         self._unclear, sources = reader.unclear, reader.sources
+        self._trust = {reader.experiment: trust} if trust else {}
         self._constructors: dict[Any, Constructor] = {}
         self._public = _public_modules()
         self._folders = [folder.resolve() for folder in folders]
@@ -95,7 +116,11 @@ class Names:
         name, symbol, symbols = statement.module, statement.bound_name(), self._symbols[file]
         what, module, details = "", None, {}
         try:
+            if (trust := self._trust.get(file)) and not trust.allows_import(name):
+                raise _UntrustedError(name)
             module = importlib.import_module(name)
+        except _UntrustedError as error:
+            what, details = str(error), error.details
         except Exception as error:  # the user's own module may raise anything; it is listed with the other mistakes
             what, details = self._failed_import(name, error)
         if module and (shadowed := self._shadowed(module)):
@@ -150,7 +175,10 @@ class Names:
                 raise unknown
         if symbols[symbol] is None:
             raise _UnresolvedError
-        return self._member(symbols[symbol], rest, selector=selector)
+        found = self._member(symbols[symbol], rest, selector=selector)
+        if (trust := self._trust.get(file)) and not trust.allows(found):
+            raise _UntrustedError(found.module, constructor=f"{found.module}.{found.name}")
+        return found
 
     def _unknown_symbol(self, selector: str, symbols: _Symbols) -> _UnresolvedError:
         symbol, _, rest = selector.partition(".")

@@ -59,7 +59,9 @@ class Reader:
       complete: False if a missing file or a syntax error may hide imports, includes or left-hand sides.
     """
 
-    def __init__(self):
+    def __init__(self, *, experiment_includes: bool = True):
+        """Starts without sources; `experiment_includes` says whether the first one may include files."""
+        self._experiment_includes = experiment_includes
         self.sources: dict[str, Source] = {}
         self.bindings: list[Binding] = []
         self.problems: list[ConfigProblem] = []
@@ -131,6 +133,10 @@ class Reader:
 
     def _include(self, statement: IncludeStatement, folder: Path, *, reading: tuple[str, ...]) -> None:
         written, line = statement.filename, statement.location.line_num
+        if reading[-1] == self.experiment and not self._experiment_includes:
+            what = f"this configuration of a run includes '{written}'; what a run saves includes no file"
+            self.problems.append(ConfigProblem(reading[-1], line, what, fix="remove the include"))
+            return
         folders = (WORKSPACE, Path.cwd(), folder)
         path = find(written, folders=folders)
         if path is None:

@@ -1,0 +1,79 @@
+"""The constructors that a configuration of a run may name without the user's consent.
+
+The configuration of an experiment file is the user's own, and may import and call anything. That of a run, or of a
+checkpoint, can come from a stranger: if its text could name any function, reading a run would run any program. So it
+may name the constructors listed here, those of optax, and those of modules that the user trusts (`--trust`). None of
+those listed here starts a program or imports a module that its arguments name. A task reads, and may build, its data
+where its settings say.
+"""
+
+from collections.abc import Collection
+
+from launch.config.signatures import Constructor
+from launch.environment import PACKAGE
+
+_NAMES = {
+    "core.optimizers": (
+        "adafactor adam_atan2 adamw averaged constant from_optax joined lion muon warmup_cosine warmup_floor "
+        "warmup_linear with_table"
+    ),
+    "launch.experiment": "Experiment Phase",
+    "launch.loaded_model": "Choice",
+    "models.block_sparse": "BlockSparse",
+    "models.experts": "Experts trained",
+    "models.lora": "Lora adapted",
+    "models.planner_config": "Planner",
+    "models.pretrained": "model",
+    "models.rotary": "Linear Llama3 Yarn",
+    "models.s5": "S5",
+    "models.transformer": "Transformer preset",
+    "models.trm": "Curriculum Linear TRM",
+    "models.ttt.adapter": "adapted",
+    "models.ttt.config": "TTTConfig",
+    "models.vision.families": "pretrained",
+    "models.vision.model": "VisionLanguageModel",
+    "models.vision.selector": "Selector",
+    "models.vision.tower": "VisionTower",
+    "parallel.pipeline.schedules": "circular gpipe one_f_one_b",
+    "parallel.strategies": (
+        "context data_parallel experts fsdp fsdp_tensor hsdp mesh3d multislice pipeline pipeline_data "
+        "pipeline_experts pipeline_fsdp pipeline_fsdp_tensor sequence_tensor tensor zero1"
+    ),
+    "tasks.chunked": "rows",
+    "tasks.code.cached": "cached_hidden",
+    "tasks.code.files": "code_files",
+    "tasks.long_range": "rows",
+    "tasks.puzzles": "dataset maze sudoku",
+    "tasks.synthetic": "random_tokens",
+    "tasks.text": "chats files huggingface mixture python_source seqio tfds tokens",
+    "tasks.vision": "questions random_questions",
+    "tasks.vocabularies": "bytes named sentencepiece tokenizer trained_sentencepiece",
+}
+CONSTRUCTORS = {module: frozenset(names.split()) for module, names in _NAMES.items()}
+_OPTAX = "optax"
+
+
+class Trust:
+    """What the configuration of a run may name: the public constructors, and those of further modules."""
+
+    def __init__(self, modules: Collection[str] = ()):
+        self._modules = frozenset(modules)
+
+    def allows_import(self, module: str) -> bool:
+        """Returns whether the module may be imported, by its full name."""
+        own = module.removeprefix(PACKAGE)
+        return own in CONSTRUCTORS or _is_within(module, _OPTAX) or self._is_trusted(module)
+
+    def allows(self, constructor: Constructor) -> bool:
+        """Returns whether a constructor may be called."""
+        module = constructor.module
+        if constructor.name in CONSTRUCTORS.get(module.removeprefix(PACKAGE), ()) or self._is_trusted(module):
+            return True
+        return _is_within(module, _OPTAX) and _is_within(str(constructor.target.__module__), _OPTAX)
+
+    def _is_trusted(self, module: str) -> bool:
+        return any(_is_within(module, trusted) for trusted in self._modules)
+
+
+def _is_within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")

@@ -1,0 +1,118 @@
+"""What the configuration of a run may name: the public constructors, and nothing that could run a program."""
+
+import importlib
+import sys
+
+import pytest
+from gin.config_parser import ImportStatement
+
+from launch import config
+from launch.config import ConfigError, Trust, sources, trust
+from launch.config.signatures import why_not_a_constructor
+from launch.config.statements import Binding, Reference, leaves
+from launch.environment import WORKSPACE
+
+# What follows the imports of a saved configuration; a stranger can write anything instead.
+STRANGE = {
+    "a program": ("import os", "X = @os.system()\nos.system.command = 'true'", "os"),
+    "a program under another name": ("import os as optimizers", "X = @optimizers.system()", "os"),
+    "a module that registers": ("import antigravity", "", "antigravity"),
+    "an internal module of ours": ("from core import paths", "X = @paths.write_text_atomically()", "core.paths"),
+    "a module inside one of ours": ("from tasks import text", "X = @text.dataclasses.replace()", "dataclasses"),
+    "another function of a public module": (
+        "from tasks import vocabularies",
+        "X = @vocabularies.check_fits()",
+        "tasks.vocabularies",
+    ),
+    "a library": ("from jax import numpy", "X = @numpy.save()", "jax.numpy"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """The configuration of a run, in canonical form."""
+    return config.load("gin/quickstart.gin").text
+
+
+def problems_of(text, allowed=()):
+    with pytest.raises(ConfigError) as caught:
+        config.load("runs/theirs/config.gin", text=text, trust=Trust(allowed))
+    return caught.value.problems
+
+
+def test_what_a_run_saves_is_read_as_it_is(saved):
+    found = config.load("runs/mine/config.gin", text=saved, trust=Trust())
+    assert found.text == saved
+    assert found.build().batch_size == 32
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_could_run_a_program_is_named_and_not_imported(saved, what):
+    imports, bindings, module = STRANGE[what]
+    before = set(sys.modules)
+    found = [p for p in problems_of(f"{imports}\n{saved}{bindings}\n") if p.fix.endswith(f"--trust {module}")]
+    assert found
+    assert "antigravity" not in set(sys.modules) - before
+
+
+def test_a_module_beside_a_run_is_not_imported(saved, tmp_path):
+    (tmp_path / "left_by_a_stranger.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "config.gin").write_text("import left_by_a_stranger\n" + saved)
+    with pytest.raises(ConfigError) as caught:
+        config.load(str(tmp_path / "config.gin"), trust=Trust(["left_by_a_stranger"]))
+    assert "there is no module left_by_a_stranger" in str(caught.value)
+
+
+def test_a_run_includes_no_file(saved):
+    (problem,) = problems_of("include 'gin/defaults.gin'\n" + saved)
+    assert (problem.file, problem.line) == ("runs/theirs/config.gin", 1)
+
+
+def test_a_trusted_module_is_imported_with_what_it_contains(saved, tmp_path, monkeypatch):
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "prompts.py").write_text("def prompt() -> str:\n    return 'def '\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "from theirs import prompts\n" + saved.replace("PROMPT = 'import '", "PROMPT = @prompts.prompt()")
+    assert {p.fix[-22:] for p in problems_of(text)} == {"--trust theirs.prompts"}
+    for allowed in ("theirs", "theirs.prompts"):
+        found = config.load("runs/theirs/config.gin", text=text, trust=Trust([allowed]))
+        assert found.build().prompt == "def "
+
+
+def test_constructors_of_optax_are_public():
+    bindings = ["import optax", "OPTIMIZER = @optax.contrib.prodigy()"]
+    text = config.load("gin/quickstart.gin", bindings=bindings).text
+    found = config.load("runs/theirs/config.gin", text=text, trust=Trust())
+    assert found.text == text
+    assert "optax" in "".join(found.imports.values())
+
+
+def test_flags_of_the_command_are_the_users_own(saved, tmp_path):
+    (tmp_path / "more.gin").write_text("import string\nPROMPT = @string.capwords()\nstring.capwords.s = 'def '\n")
+    included = [f"include '{tmp_path}/more.gin'"]
+    found = config.load("runs/theirs/config.gin", text=saved, trust=Trust(), bindings=included)
+    assert found.build().prompt == "Def"
+
+
+def test_every_constructor_of_the_experiments_is_public():
+    named = {}
+    for file in sorted([*(WORKSPACE / "gin").rglob("*.gin")]):
+        statements = sources.parse(file.read_text())
+        modules = {s.bound_name(): s.module for s in statements if isinstance(s, ImportStatement)}
+        bindings = [s for s in statements if isinstance(s, Binding)]
+        selectors = [b.selector for b in bindings if not b.is_macro]
+        selectors += [leaf.selector for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference)]
+        for selector in selectors:
+            symbol, _, name = selector.partition(".")
+            named[modules[symbol], name] = file.name
+    assert len(named) > 50
+    missing = {key: file for key, file in named.items() if key[1] not in trust.CONSTRUCTORS.get(key[0], ())}
+    assert not missing
+
+
+def test_the_list_names_constructors_that_exist():
+    for module, names in trust.CONSTRUCTORS.items():
+        for name in names:
+            assert not why_not_a_constructor(getattr(importlib.import_module(module), name))
