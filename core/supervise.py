@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from core import paths
+from core import paths, tied_process
 from core.health import exit_codes
 
 FIRST_PAUSE_SECONDS = 2.0
@@ -83,7 +83,12 @@ def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[st
 
     The terminal sends Ctrl-C to the child as well: it has time to save and end before it gets SIGTERM.
     """
-    child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT if output else None)
+    child = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+        preexec_fn=tied_process.to_this_process(signal.SIGTERM),  # it saves, and ends
+    )
     while child.poll() is None and not requested:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLL_SECONDS)

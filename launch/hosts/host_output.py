@@ -30,7 +30,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from core import bookkeeping, library_noise
+from core import bookkeeping, library_noise, tied_process
 from launch import terminal
 
 _KEPT_LINES = 20
@@ -61,7 +61,7 @@ class HostProcess(subprocess.Popen):
         to_terminal: bool = False,
         start_new_session: bool = False,
     ):
-        """Starts `command`; `to_terminal` shows its output, too."""
+        """Starts `command`, which ends with this process; `to_terminal` shows its output, too."""
         self.log_path, self._name, self._step_file, self._to_terminal = log_path, name, step_file, to_terminal
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         if to_terminal and sys.stdout.isatty():
@@ -76,6 +76,7 @@ class HostProcess(subprocess.Popen):
             stdout=write_end,
             stderr=write_end,
             start_new_session=start_new_session,
+            preexec_fn=tied_process.to_this_process(),
         )
         os.close(write_end)
         self._copier = threading.Thread(target=self._copy, daemon=True)

@@ -6,7 +6,8 @@ stopped; the exit code is that of the host that failed first. No process outlive
 
     this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
                  ├─ host_1   … RUN/logs/host_1.log
-                 └─ guard    reads a pipe that only we hold; at its end, kills the sessions and removes the folders
+                 └─ guard    reads a pipe that only we hold; at its end, kills the sessions and removes the folders;
+                             if it is killed with us, the kernel ends the hosts, without what they started
 """
 
 import contextlib

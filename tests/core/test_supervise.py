@@ -1,8 +1,10 @@
 """Restarts of a failed run: when, how often, and when not."""
 
 import os
+import pathlib
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +14,8 @@ import pytest
 
 from core import supervise
 from core.health import exit_codes
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def supervised(codes, *, restarts, steps=(), requested=()):
@@ -113,3 +117,23 @@ def test_the_newest_step_is_that_of_a_complete_checkpoint(tmp_path):
         for part in parts:
             (tmp_path / "checkpoints" / str(step) / part).mkdir(parents=True)
     assert supervise.newest_step(str(tmp_path)) == 3
+
+
+def test_a_child_ends_with_a_supervisor_that_is_killed(tmp_path):
+    """The kernel sends it SIGTERM, as a stop would."""
+    said = tmp_path / "said"
+    child = f"""
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(said)!r}).write_text("saved"), os._exit(0)))
+pathlib.Path({str(said)!r}).write_text("ready")
+time.sleep(60)
+"""
+    program = f"import sys; from core import supervise; supervise.run_child([sys.executable, '-c', {child!r}], [])"
+    supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    for wanted in ("ready", "saved"):
+        deadline = time.monotonic() + 20
+        while not said.exists() or said.read_text() != wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        supervisor.kill()
+    supervisor.wait()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from core import slices
@@ -235,6 +236,19 @@ def test_killing_the_launcher_outright_leaves_no_process_and_no_folder(tmp_path)
     launcher.kill()
     launcher.communicate(timeout=20)
     assert_all_gone(pids, homes)
+
+
+def test_killing_the_launcher_with_its_guard_leaves_no_host(tmp_path):
+    launcher = launch(tmp_path, WAITER.format(folder=str(tmp_path)), stdout=subprocess.DEVNULL)
+    pids, _ = wait_for_waiters(tmp_path)
+    hosts, started_by_hosts = pids[::2], pids[1::2]
+    (guard,) = [child for child in psutil.Process(launcher.pid).children() if child.pid not in hosts]
+    guard.kill()
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    assert_all_gone(hosts, [])
+    for pid in started_by_hosts:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_progress_line_redraws_on_a_terminal_and_is_plain_in_the_log(tmp_path):
