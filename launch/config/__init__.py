@@ -8,7 +8,6 @@ gin, which builds the object.
 
 from launch.config.loader import LoadedConfig, Settings, declared_macros, load, parse
 from launch.config.statements import Binding, ConfigError, ConfigProblem, Macro, Reference, leaves, render
-from launch.config.trust import Trust
 
 __all__ = [
     "Binding",
@@ -18,7 +17,6 @@ __all__ = [
     "Macro",
     "Reference",
     "Settings",
-    "Trust",
     "declared_macros",
     "leaves",
     "load",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gin.config_parser import ImportStatement
 
@@ -37,7 +37,9 @@ from launch.config.statements import (
     leaves,
     transform,
 )
-from launch.config.trust import Trust
+
+if TYPE_CHECKING:
+    from launch.config.trust import Trust  # a run that trains reads its own experiment file
 
 ROOT = f"{environment.PACKAGE}launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
@@ -114,7 +116,7 @@ def load(
     root: str = ROOT,
     defaults: str = DEFAULTS,
     between: Mapping[str, str] = MappingProxyType({}),
-    trust: Trust | None = None,
+    trust: "Trust | None" = None,
 ) -> LoadedConfig:
     """Reads an experiment file and checks it.
 
@@ -150,20 +152,14 @@ def load(
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
     names = Names(reader, folders=folders, trust=trust)
-    config = checks.Configuration(
-        reader,
-        names,
-        root=root,
-        defaults=sources.display(sources.WORKSPACE / defaults),
-        declared=declared_macros(defaults),
-    )
+    shown, declared = sources.display(sources.WORKSPACE / defaults), declared_macros(defaults)
+    config = checks.Configuration(reader, names, root=root, defaults=shown, declared=declared)
     problems, notes, kept = checks.check(config)
     if wrong := dict.fromkeys(reader.problems + names.problems + problems):
         position = {name: number for number, name in enumerate(reader.sources)}
         raise ConfigError(str(path), sorted(wrong, key=lambda p: (position.get(p.file, len(position)), p.line)))
-    for bound in reader.bindings:
-        if bound.name == "SLICE" and bound.file in flags and slice_name not in (None, bound.value):
-            notes.append(f"{bound.place}: {bound} is left out, the SLICE argument chose {slice_name!r}")
+    others = [b for b in reader.bindings if b.name == "SLICE" and b.file in flags and slice_name not in (None, b.value)]
+    notes += [f"{b.place}: {b} is left out, the SLICE argument chose {slice_name!r}" for b in others]
     if mesh:
         said = " ".join(f"{name}={environment.read(name)}" for name in (_MESH, "TPU_AXIS_NAMES"))
         notes.insert(0, f"{said} bind {'; '.join(mesh)}, after the file and before --gin")

@@ -13,7 +13,7 @@ import traceback
 import types
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gin.config_parser import ImportStatement, Location
 
@@ -30,7 +30,9 @@ from launch.config.statements import (
     nearest,
     transform,
 )
-from launch.config.trust import Trust
+
+if TYPE_CHECKING:
+    from launch.config.trust import Trust
 
 PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
 _EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
@@ -68,7 +70,7 @@ class Names:
       own_modules: full names of the user's modules that were imported.
     """
 
-    def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: Trust | None = None):
+    def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: "Trust | None" = None):
         """Imports the modules that the sources name.
 
         Args:

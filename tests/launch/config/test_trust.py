@@ -7,9 +7,10 @@ import pytest
 from gin.config_parser import ImportStatement
 
 from launch import config
-from launch.config import ConfigError, Trust, sources, trust
+from launch.config import ConfigError, sources, trust
 from launch.config.signatures import why_not_a_constructor
 from launch.config.statements import Binding, Reference, leaves
+from launch.config.trust import Trust
 from launch.environment import WORKSPACE
 
 # What follows the imports of a saved configuration; a stranger can write anything instead.
