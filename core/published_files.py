@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
 )
 SMALL_FILES = (CONFIG, *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of the library PEFT
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FOLDER, _LIST = "published", "copies.json"
 
@@ -103,9 +104,15 @@ def weights(text: str) -> paths.Path:
     from HF_TOKEN by the library, and never printed.
 
     Raises:
-      UserError: the name is malformed, the download failed, or the model of the hub has no safetensors.
+      UserError: the name is malformed, the download failed, the model of the hub has no safetensors, or an adapter
+        lies beside the weights.
     """
-    folder = _fetched(text, WEIGHTS)
+    folder = _fetched(text, (*WEIGHTS, ADAPTER_CONFIG))
+    if adapters := [name for name in (ADAPTER_CONFIG, ADAPTER) if (folder / name).exists()]:
+        raise UserError(
+            f"{text} has {' and '.join(adapters)}: an adapter beside a model would change what it computes, and is not "
+            "read; merge the adapter (merge_and_unload of the library PEFT), or take the files out of the folder"
+        )
     if text.startswith(HUB) and not any(folder.glob("*.safetensors")):
         raise UserError(f"{text}: {without_safetensors(_listed(text))}")
     return folder

@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 
 from core import published_files
-from core.checkpoints.published import PublishedFolder
+from core.checkpoints.published import Copy, PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models import families
 from models.decoder_config import DecoderConfig
 
 Read = Callable[[str, int | None], np.ndarray]
-PREFIXES = ("model.", "language_model.model.", "model.language_model.")
-ADAPTER_CONFIG = "adapter_config.json"
+# Names as they are exported, of the models with images that hold them, and of models saved without a head.
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+ADAPTER_CONFIG = published_files.ADAPTER_CONFIG
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 GPT2_PREFIXES = ("transformer.", "")
-# Tensors that hold no parameter of the language model: buffers, a copy of a tied head, the vision part of Gemma 3.
+# Tensors that hold no parameter of the language model: buffers, and the vision part of Gemma 3.
 NOT_PARAMETERS = (
     "*.attn.bias",
     "*.attn.masked_bias",
@@ -180,12 +182,17 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     found = published_files.small_files(folder)
     name = published_files.described(folder)
     config, where = families.read_config(found), f"{name}/{published_files.CONFIG}"
-    is_tied = decoder.tied and families.fields(config, where=where)["tied"]  # a copy of the embedding may be there
+    is_tied = decoder.tied and families.fields(config, where=where)["tied"]
+    otherwise = (
+        f"{where} has tie_word_embeddings = true, but transformers would use both, because they differ; set "
+        "pretrained.model.tied = False, or in a copy of the folder tie_word_embeddings to false"
+    )
     return PublishedFolder(
         published_files.weights(folder),
         sources(decoder),
         prefixes=GPT2_PREFIXES if decoder.positions == "learned" else PREFIXES,
-        ignored=(*NOT_PARAMETERS, *(("*lm_head.weight",) if is_tied else ())),
+        ignored=NOT_PARAMETERS,
+        copies=[Copy(head, "embedding", otherwise) for head in HEADS] if is_tied else (),
         limits={"vocab": decoder.vocab_size},
         differences=families.differences(decoder, config, where=where),
         name=name,

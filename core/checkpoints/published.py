@@ -8,6 +8,7 @@ needs memory for its own shards and one tensor.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import fnmatch
 import functools
 import json
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from core import parameters, paths
+from core import parameters, paths, units
 from core.checkpoints import safetensors_files
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
@@ -27,6 +28,8 @@ from core.logical import Specs
 _Ranges = tuple[tuple[int, int], ...]  # start and stop of each dimension of a part
 _SHARD_BYTES = 2 * 10**9  # of an exported file, which is held in memory while it is written
 _PART = "shard-{}.tmp"
+_COMPARED_ROWS = 16  # of a tensor and its copy, before a run is prepared; all rows are compared when they are read
+_CHECKED = 2**22  # numbers that are checked at a time
 
 
 class _Parameter(NamedTuple):
@@ -63,12 +66,26 @@ def _described(
     return found
 
 
+class Copy(NamedTuple):
+    """A tensor that repeats a parameter, where a folder has it.
+
+    Attributes:
+      name: of the tensor, without a prefix.
+      path: of the parameter, which is read from this tensor if its own is missing.
+      otherwise: what to do if the two differ, for the message.
+    """
+
+    name: str
+    path: str
+    otherwise: str
+
+
 class PublishedFolder:
     """The parameters of a model in a folder of safetensors.
 
     Attributes:
       folder: path of the folder.
-      notes: the differences between its configuration and the model.
+      notes: the differences between its configuration and the model, and the tensors and files that are not read.
     """
 
     def __init__(
@@ -78,6 +95,7 @@ class PublishedFolder:
         *,
         prefixes: Sequence[str] = ("",),
         ignored: Sequence[str] = (),
+        copies: Sequence[Copy] = (),
         limits: Mapping[str, int] | None = None,
         differences: Sequence[str] = (),
         name: str = "",
@@ -88,23 +106,52 @@ class PublishedFolder:
           folder: local or remote.
           sources: source of each parameter, by path. A name that starts with "/" has no prefix.
           prefixes: possible prefixes of the names of tensors; the first with which any source is found is used.
-          ignored: patterns of names of tensors that hold no parameter.
+          ignored: patterns of names of tensors that hold no parameter; they are listed in `notes`.
+          copies: tensors that repeat a parameter.
           limits: length in the tensors of logical axes that the model stores longer, such as `{"vocab": 50257}`.
           differences: between the folder's configuration and the model's.
           name: for messages; the default is the path.
         """
         self.folder, self._name = folder, name or str(folder)
-        self.notes = tuple(differences)
         self._unprefixed, self._prefixes = dict(sources), tuple(prefixes)
-        self._use(safetensors_files.tensors(folder))
-        self._ignored = tuple(ignored)
+        self._ignored, self._copies = tuple(ignored), tuple(copies)
         self._limits = dict(limits or {})
+        self._use(safetensors_files.tensors(folder))
+        self.notes = (*differences, *self._unread())
 
     def _use(self, tensors: Mapping[str, safetensors_files.Tensor]) -> None:
         self._tensors = tensors
         plain = [source.name.replace("{}", "0") for source in self._unprefixed.values() if source.name[0] != "/"]
         prefix = next((p for p in self._prefixes if any(p + name in tensors for name in plain)), self._prefixes[0])
         self._sources = {path: source.prefixed(prefix) for path, source in self._unprefixed.items()}
+        for copy_ in self._copies:
+            if copy_.name in tensors and self._sources[copy_.path].name not in tensors:
+                self._sources[copy_.path] = dataclasses.replace(self._sources[copy_.path], name=copy_.name)
+
+    def _unread(self) -> list[str]:
+        """Returns a line for each pattern of tensors that hold no parameter, and one for files beside those read."""
+        lines = []
+        for pattern in self._ignored:
+            if names := fnmatch.filter(self._tensors, pattern):
+                lines.append(f"not read: {units.counted(len(names), 'tensor')} {pattern}, such as {names[0]}")
+        used = {tensor.file.name for tensor in self._tensors.values()}
+        if others := sorted({file.name for file in self.folder.glob("*.safetensors")} - used):
+            lines.append(f"not read: {', '.join(units.shortened(others, most=3))}")
+        return lines
+
+    def _repeated(self) -> list[tuple[Copy, str]]:
+        """Returns the copies in the folder that stand beside their parameter, and the tensors of these."""
+        found = [(copy_, self._sources[copy_.path].name) for copy_ in self._copies if copy_.name in self._tensors]
+        return [(copy_, name) for copy_, name in found if name in self._tensors and name != copy_.name]
+
+    def _differing(self, rows: int | None = None) -> list[str]:
+        """Returns a line for each copy that differs from its parameter; compares the first rows only, if told so."""
+        lines = []
+        for copy_, name in self._repeated():
+            one, other = (self._tensors[tensor] for tensor in (copy_.name, name))
+            if one.shape != other.shape or not safetensors_files.are_equal(one, other, rows):
+                lines.append(f"{copy_.name} is not a copy of {name}: {copy_.otherwise}")
+        return lines
 
     def renamed(self, renames: Mapping[str, str]) -> PublishedFolder:
         """Returns the folder as if its tensors had other names; see `core.parameters.renamed`."""
@@ -129,10 +176,12 @@ class PublishedFolder:
         """
         expected, unknown = self._expected(shapes, specs), self._unknown(shapes)
         unused = [name for name in self._tensors if name not in expected]
-        left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in self._ignored)]
+        known = [*self._ignored, *(copy_.name for copy_ in self._copies)]
+        left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in known)]
         return (
             unknown
             + self._misfits(expected)
+            + self._differing(_COMPARED_ROWS)
             + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
         )
 
@@ -169,9 +218,9 @@ class PublishedFolder:
           A tree of arrays like `abstract`.
 
         Raises:
-          UserError: the folder does not fit, with every difference.
+          UserError: the folder does not fit, with every difference; or a number is not finite.
         """
-        if lines := self._unknown(abstract) + self._misfits(self._expected(abstract, specs)):
+        if lines := self._unknown(abstract) + self._misfits(self._expected(abstract, specs)) + self._differing():
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)
@@ -198,6 +247,21 @@ class PublishedFolder:
         reader = safetensors_files.Reader(self._tensors[name], parts)
         for parameter, into, part in wanted:
             into[...] = parameter.source.read(reader, parameter.sizes, part)
+            self._require_finite(name, into)
+
+    def _require_finite(self, name: str, values: np.ndarray) -> None:
+        values = np.atleast_1d(values)
+        step = max(1, _CHECKED // max(1, values[:1].size))  # a block has a few MiB
+        wrong = sum(
+            int(np.count_nonzero(~np.isfinite(values[start : start + step]))) for start in range(0, len(values), step)
+        )
+        if wrong:
+            first = values[~np.isfinite(values)][0]
+            raise UserError(
+                f"{self._tensors[name].file}: {name} has {units.counted(wrong, 'number')} that "
+                f"{'is' if wrong == 1 else 'are'} not finite ({float(first)}), with which no output would be a number; "
+                "download the file again, or train or convert the model again"
+            )
 
 
 class _Own(NamedTuple):

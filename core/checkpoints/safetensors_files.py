@@ -29,6 +29,7 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_BLOCK = 2**22  # numbers that are compared at a time
 Slices = tuple[slice, ...]
 
 
@@ -75,7 +76,7 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
 
 
 def _indexed(folder: paths.Path) -> dict[str, Tensor]:
-    """Returns the tensors that an index names, from the files that it names."""
+    """Returns the tensors of the files that an index names; of a tensor in several files, the one that it names."""
     try:
         weight_map = foreign_json.load_object((folder / INDEX).read_bytes(), {"weight_map": dict})["weight_map"]
         if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
@@ -99,7 +100,8 @@ def _indexed(folder: paths.Path) -> dict[str, Tensor]:
             f"{folder}: {INDEX} names {units.counted(len(absent), 'tensor')} that the files do not have, such as "
             f"{absent[0]} in {weight_map[absent[0]]}; download the folder again"
         )
-    return {name: headers[file][name] for name, file in weight_map.items()}
+    others = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    return {**others, **{name: headers[file][name] for name, file in weight_map.items()}}
 
 
 def _header(file: paths.Path) -> dict[str, Tensor]:
@@ -199,6 +201,23 @@ class Reader:
         rows = part[0]
         first, _, block = next(b for b in self._blocks if b[0] <= rows.start and rows.stop <= b[1])
         return block[(slice(rows.start - first, rows.stop - first), *part[1:])]
+
+
+def are_equal(one: Tensor, other: Tensor, rows: int | None = None) -> bool:
+    """Returns whether two tensors of a shape hold the same numbers, in any dtypes; reads blocks of both.
+
+    Args:
+      one, other: from `tensors`.
+      rows: how many of the first rows to compare; None: all.
+    """
+    length = one.shape[0] if rows is None else min(rows, one.shape[0])
+    step = max(1, _BLOCK // math.prod(one.shape[1:]))
+    for start in range(0, length, step):
+        part = (slice(start, min(start + step, length)), *(slice(0, size) for size in one.shape[1:]))
+        first, second = (Reader(tensor, [part])(part).astype(np.float32) for tensor in (one, other))
+        if not np.array_equal(first, second, equal_nan=True):
+            return False
+    return True
 
 
 def _union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_errors_say_what_to_do(tmp_pat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert published_files.weights("hf://owner/name@v2") == paths.Path(tmp_path)
-    assert asked == [("owner/name", "v2", list(published_files.WEIGHTS))]
+    assert asked == [("owner/name", "v2", [*published_files.WEIGHTS, "adapter_config.json"])]
     assert published_files.weights(str(tmp_path)) == paths.Path(tmp_path)
     with pytest.raises(UserError, match=r"hf://owner/gated: the download failed \(PermissionError: 401\)\. .*HF_TOKEN"):
         published_files.weights("hf://owner/gated")

@@ -37,7 +37,8 @@ def test_features_and_every_gradient_equal_those_of_transformers(name):
     shapes, specs = logical.abstract_init(run.init, jax.random.key(0), reference["images"])
     source = families.published_folder(vision, folder, json.loads((HERE / name / "config.json").read_text()))
     assert source.problems(shapes, specs) == []
-    assert source.notes == ()
+    unread = "not read: 2 tensors *post_layernorm.*, such as vision_model.post_layernorm.bias"  # of the class token
+    assert source.notes == ((unread,) if name == "clip" else ())
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = source.load(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes), specs)
 

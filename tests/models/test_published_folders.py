@@ -1,4 +1,6 @@
-"""Every key of a published configuration is read as transformers reads it, is known to be without effect, or an error.
+"""Published folders: every key is read as transformers reads it, known to be without effect, or an error.
+
+Every tensor is read, listed, or an error.
 
 `fixtures/configurations/make.py` computed the logits of transformers for every case.
 """
@@ -11,10 +13,10 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from core import logical, parameters
-from core.checkpoints import published
+from core.checkpoints import published, warm_start
 from core.errors import UserError
 from models import families, family_tensors, pretrained, published_keys
 from models.decoder_config import DecoderConfig
@@ -56,18 +58,33 @@ def expected(config, model, shapes, specs):
     )
 
 
-def logits(config, folder):
-    """Our logits of a folder whose tensors have the names and shapes that we expect; others would be other numbers."""
+def written(config, folder, beginnings=(), **others):
+    """Writes the folder of a configuration, whose tensors have the names and shapes that we expect.
+
+    Random numbers follow from the usual names and shapes, so others than those of transformers give other logits.
+    """
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = pretrained.model(str(folder), dtype="float32", vocab_multiple=1)
     shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch())
-    save_file(
-        {name: cases.tensor(name, zeros.shape) for name, zeros in expected(config, model, shapes, specs)},
-        folder / "model.safetensors",
-    )
+    tensors = {name: cases.tensor(name, zeros.shape) for name, zeros in expected(config, model, shapes, specs)}
+    save_file({**cases.renamed(tensors, dict(beginnings)), **others}, folder / "model.safetensors")
+    return folder
+
+
+def load(folder, **changes):
+    """The decoder of a folder and its parameters, after the checks of a start."""
+    model = pretrained.model(str(folder), dtype="float32", vocab_multiple=1, **changes)
+    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch())
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
-    params = model.published(str(folder)).load(abstract, specs)
+    source = model.published(str(folder))
+    warm_start.require_fit(source, shapes, specs, ("*",))
+    return model, source.load(abstract, specs)
+
+
+def logits(config, folder):
+    model, params = load(written(config, folder))
     with jax.disable_jit():
         return np.asarray(model.logits(params, batch()), np.float64)[0]
 
@@ -231,3 +248,69 @@ def test_a_mistral_with_two_kinds_of_layers_is_exported_as_it_was_read():
     written = families.config(model, families.family(model))
     assert (written["model_type"], written["layer_types"]) == ("mistral", ["sliding_attention", "full_attention"])
     assert "layer_types" not in families.config(DecoderConfig(**families.fields(cases.BASES["mistral"])), "mistral")
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_tensors_have_other_names_where_transformers_reads_them(layout, tmp_path):
+    assert layout in RECORD["layouts"]
+    family, change, beginnings = cases.LAYOUTS[layout]
+    config = cases.changed(cases.BASES[family], change)
+    usual, other = (load(written(config, tmp_path / name, how))[1] for name, how in (("a", ()), ("b", beginnings)))
+    jax.tree.map(np.testing.assert_array_equal, usual, other)
+
+
+HEADED = [("llama", cases.TIED, "model.embed_tokens.weight"), ("gemma2", {}, "model.embed_tokens.weight")]
+HEADED += [("gpt2", {}, "transformer.wte.weight")]
+
+
+@pytest.mark.parametrize(("family", "change", "embedding"), HEADED)
+def test_a_head_beside_a_tied_embedding_is_its_copy_or_an_error(family, change, embedding, tmp_path):
+    config = cases.changed(cases.BASES[family], change)
+    head = cases.tensor(embedding, (17, 16))
+    load(written(config, tmp_path, **{"lm_head.weight": head}))
+    for row in (3, 16):  # the last one is compared when all rows are read
+        other = head.copy()
+        other[row, 5] += 1e-3
+        folder = written(config, tmp_path, **{"lm_head.weight": other})
+        with pytest.raises(UserError, match=f"lm_head.weight is not a copy of {embedding}.*tie_word_embeddings = true"):
+            load(folder)
+        _, params = load(folder, tied=False)
+        np.testing.assert_array_equal(params["~"]["unembedding"].T, other)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite_are_named_at_the_load(wrong, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = cases.tensor(name, (10, 16))
+    tensor[7, 2:5] = wrong
+    folder = written(LLAMA, tmp_path, **{name: tensor})
+    with pytest.raises(UserError, match=rf"model.safetensors: {name} has 3 numbers that are not finite \({wrong}\)"):
+        load(folder)
+
+
+def test_what_is_not_read_is_listed(tmp_path):
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, "f4") for layer in range(2)}
+    folder = written(LLAMA, tmp_path, **buffers)
+    save_file({"a": np.ones(2, "f4")}, folder / "consolidated.safetensors")
+    assert pretrained.model(str(folder), vocab_multiple=1).published(str(folder)).notes == (
+        "not read: 2 tensors *.rotary_emb.inv_freq, such as model.layers.0.self_attn.rotary_emb.inv_freq",
+        "not read: consolidated.safetensors",
+    )
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_beside_a_model_is_an_error(name, tmp_path):
+    folder = written(LLAMA, tmp_path)
+    (folder / name).write_bytes(b"{}")
+    with pytest.raises(UserError, match=f"{folder} has {name}: an adapter beside a model"):
+        load(folder)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_left_over(tmp_path):
+    folder = written(LLAMA, tmp_path, extra=np.ones(3, "f4"))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    names = load_file(folder / "model-00001-of-00001.safetensors").keys() - {"extra"}
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"left over: extra \[3\]"):
+        load(folder)
