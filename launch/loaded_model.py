@@ -20,7 +20,7 @@ from core.checkpoints import reading, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.warm_start import Origin, SavedParameters
 from core.errors import UserError
-from core.types import Generates, Model, Params, can, missing
+from core.types import FramesTexts, Generates, Model, Params, can, missing
 from launch import terminal
 from launch.config import loader
 from launch.experiment import Experiment
@@ -34,7 +34,7 @@ from parallel.partitioner import Partitioner, Program
 from parallel.sampling import GREEDY, Sampling
 from parallel.strategy import Strategy
 from tasks import streams, vocabularies
-from tasks.ids import decode_continuation
+from tasks.ids import decode_continuation, stop_ids, with_bos
 from tasks.tokenizer_folders import FolderTokenizer
 
 ONE_CHIP = "v5e-1"
@@ -74,7 +74,7 @@ class LoadedModel:
         return Generator(self.program, self.params)
 
     def encoded(self, text: str, *, is_chat: bool = False) -> list[int]:
-        """Converts a prompt to ids, with the begin-of-text id if the model's texts begin with one.
+        """Converts a prompt to ids, with the begin-of-text id (once) if the model's texts begin with one.
 
         Args:
           text: the prompt.
@@ -87,16 +87,12 @@ class LoadedModel:
                 raise UserError(f"{self.where} has no chat template: only folders of published models have one")
             return self.vocabulary.encode(self.vocabulary.chat([{"role": "user", "content": text}]))
         ids = self.vocabulary.encode(text)
-        return [self.vocabulary.bos_id, *ids] if self.begins_with_bos or not ids else ids
+        return with_bos(ids, self.vocabulary) if self.begins_with_bos or not ids else ids
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a continuation."""
-        if self.vocabulary is None:
-            return ()
-        if isinstance(self.vocabulary, FolderTokenizer):
-            return self.vocabulary.stop_ids
-        return (self.vocabulary.eos_id,)
+        return () if self.vocabulary is None else stop_ids(self.vocabulary)
 
     def continued(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Text]:
         """Continues prompts, given as text or as ids, all together; for the options see `batches`."""
@@ -226,7 +222,8 @@ def load_step(
             state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
         params = program.optimizer.evaluated(state.params, state.opt_state)
         where += " (averaged by its optimizer)"
-    return LoadedModel(program, params, vocabulary, where)
+    task = experiment.task
+    return LoadedModel(program, params, vocabulary, where, task.begins_with_bos() if can(task, FramesTexts) else True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from core.errors import UserError
 from tasks import documents, packing, text_formats
 from tasks.chat_answers import ASSISTANT, formatted
 from tasks.documents import VALIDATION_PERCENT, File, StreamSpec, list_files, pattern_problems, validation_names
-from tasks.ids import ChatVocabulary
+from tasks.ids import ChatVocabulary, with_bos, with_eos
 from tasks.streams import Stream
 
 WINDOW_ROWS = 64
@@ -245,14 +245,16 @@ def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
             text, answers = formatted(chat.messages, vocabulary, tools=chat.tools, documents=chat.documents)
         except UserError as error:
             raise UserError(f"{chat.where}: {error}") from error
-        before, after = [], []
     else:
         text, answers = chat.prompt + chat.completion, [(len(chat.prompt), len(chat.prompt + chat.completion))]
-        before, after = [vocabulary.bos_id] * vocabulary.begins_with_bos, [vocabulary.eos_id]
     ids, offsets = vocabulary.encode_with_offsets(text)
     learned = [any(start < last and first < end for first, last in answers) for start, end in offsets]
-    array = np.asarray([*before, *ids, *after], np.int32)
-    weights = np.asarray([*([0] * len(before)), *learned, *([1] * len(after))], np.float32)
+    if not chat.messages:  # a template writes special tokens itself
+        begun = with_bos(ids, vocabulary) if vocabulary.begins_with_bos else ids
+        learned = [False] * (len(begun) - len(ids)) + learned
+        ids = with_eos(begun, vocabulary)
+        learned += [True] * (len(ids) - len(begun))
+    array, weights = np.asarray(ids, np.int32), np.asarray(learned, np.float32)
     return packing.Segment(array[:-1], array[1:], weights[1:])
 
 

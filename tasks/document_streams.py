@@ -20,7 +20,7 @@ import numpy as np
 from core.errors import UserError
 from tasks import packing, permutation
 from tasks.documents import StreamSpec
-from tasks.ids import Vocabulary, lowest_id
+from tasks.ids import Vocabulary, lowest_id, with_bos, with_eos
 from tasks.streams import Stream
 
 WINDOW_IDS = 2**18  # per window, but at least 16 rows, and at most 1,024 (64 if they are not shuffled)
@@ -84,7 +84,14 @@ class DocumentSource:
 
 
 def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]) -> np.ndarray:
-    """Returns the ids of a document and the end-of-document id, int32. Raises UserError for ids out of range."""
+    """Returns the ids of a document and the end-of-document id, int32, without the begin-of-text id.
+
+    That one is the first input of a segment. A text with special tokens written in it, such as `<s>Hi</s>`, gives the
+    same ids as one without.
+
+    Raises:
+      UserError: an id is out of range.
+    """
     found = np.asarray([*ids, vocabulary.eos_id], np.int32)
     lowest = lowest_id(vocabulary)
     if found.min() < lowest or found.max() >= vocabulary.size:
@@ -93,7 +100,7 @@ def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]
             f"{where()}: ids {found.min()} to {found.max()} in a document, expected {lowest} to "
             f"{vocabulary.size - 1}{reserved}"
         )
-    return found
+    return np.asarray(with_eos(with_bos(ids, vocabulary)[1:], vocabulary), np.int32)
 
 
 def _texts(part: Part) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from core.errors import UserError
+from core.types import can
 
 PAD_ID = 0  # of the vocabularies defined here
 _CONTEXT_IDS = 16  # of a prompt, which are decoded with its continuation
@@ -81,6 +82,16 @@ class ReadsFile(Protocol):
     path: str | None
 
 
+class ListsStops(Protocol):
+    """A vocabulary that has more ids that end generation than the end-of-document id.
+
+    Attributes:
+      stop_ids: all of them, the end-of-document id included.
+    """
+
+    stop_ids: tuple[int, ...]
+
+
 class FormatsChats(Protocol):
     """A vocabulary with a chat template."""
 
@@ -121,15 +132,23 @@ class FormatsChats(Protocol):
         """Returns the ids of a text and the range of characters that each covers."""
 
 
-class ChatVocabulary(Vocabulary, FormatsChats, Protocol):
-    """The vocabulary methods that convert a conversation to ids.
+class ReadsSpecials(Protocol):
+    """A vocabulary that converts special tokens which are written in a text, such as <s>, to their ids.
 
     Attributes:
       added_ids: special and added tokens, which a text has only where they are written in it.
-      turn_ends: the ids that end an answer in the format of the chat template; may be empty.
     """
 
     added_ids: frozenset[int]
+
+
+class ChatVocabulary(Vocabulary, FormatsChats, ReadsSpecials, Protocol):
+    """The vocabulary methods that convert a conversation to ids.
+
+    Attributes:
+      turn_ends: the ids that end an answer in the format of the chat template; may be empty.
+    """
+
     turn_ends: tuple[int, ...]
 
     def token_of(self, token_id: int) -> str:
@@ -143,6 +162,23 @@ class ChatVocabulary(Vocabulary, FormatsChats, Protocol):
 def lowest_id(vocabulary: Vocabulary) -> int:
     """Returns the lowest id that a document may contain: 1 if id 0 is reserved for padding, otherwise 0."""
     return 1 if vocabulary.pad_id == 0 else 0
+
+
+def with_bos(ids: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    """Returns the ids of a text after the begin-of-text id, not repeated if the text has it, written as <s>."""
+    has_it = list(ids[:1]) == [vocabulary.bos_id] and can(vocabulary, ReadsSpecials)
+    return list(ids) if has_it else [vocabulary.bos_id, *ids]
+
+
+def with_eos(ids: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    """Returns the ids of a text and the end-of-document id, which is not repeated if the text has it, as </s>."""
+    has_it = list(ids[-1:]) == [vocabulary.eos_id] and can(vocabulary, ReadsSpecials)
+    return list(ids) if has_it else [*ids, vocabulary.eos_id]
+
+
+def stop_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Returns the ids that end generation."""
+    return vocabulary.stop_ids if can(vocabulary, ListsStops) else (vocabulary.eos_id,)
 
 
 def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:

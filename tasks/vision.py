@@ -31,7 +31,7 @@ from core.errors import UserError, check_integer, check_text
 from core.types import Batches, DataLayout
 from tasks import documents, images, streams, text_formats
 from tasks.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
-from tasks.ids import Vocabulary
+from tasks.ids import Vocabulary, with_eos
 from tasks.sampled import SampledTask
 
 BROKEN = ("refuse", "skip")
@@ -220,7 +220,7 @@ class ImageQuestions:
         """
         asked = self.vocabulary.encode(question.question)
         answer = self.vocabulary.encode(f" {question.answer}")
-        said = [*answer, self.vocabulary.eos_id] if self.ends else answer
+        said = with_eos(answer, self.vocabulary) if self.ends else answer
         used = self.image_tokens + len(asked) + len(said) - 1
         if used > self.length or not asked or not answer:
             raise UserError(

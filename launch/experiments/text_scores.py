@@ -7,6 +7,7 @@ from core.errors import UserError
 from launch.loaded_model import LoadedModel
 from parallel.likelihood import Likelihood, Pair, Scorer, windows
 from parallel.sampling import GREEDY, Sampling
+from tasks.ids import with_bos as beginning_with_bos
 
 ROWS = 16  # continuations that run together
 
@@ -34,13 +35,12 @@ class TextScores:
 
         Args:
           text: the text.
-          with_bos: whether to begin with the begin-of-text id; None: as texts of this model do.
+          with_bos: whether to begin with the begin-of-text id (once); None: as texts of this model do.
         """
         vocabulary = self.model.vocabulary
-        ids = vocabulary.encode(text)
-        if with_bos is None:  # not twice, if a template has written it
-            with_bos = self.model.begins_with_bos and ids[:1] != [vocabulary.bos_id]
-        return [vocabulary.bos_id, *ids] if with_bos else ids
+        found = vocabulary.encode(text)
+        begins = self.model.begins_with_bos if with_bos is None else with_bos
+        return beginning_with_bos(found, vocabulary) if begins else found
 
     def likelihoods(self, pairs: Sequence[Pair]) -> list[Likelihood]:
         """Returns the likelihood of each continuation, given as pairs of ids; see `Scorer.score`."""

@@ -20,7 +20,7 @@ from core.training import compilation, frozen
 from core.training.compilation import Totals
 from core.training.evaluation import curves_apart
 from core.training.goodput import Slowest
-from core.types import CountsFlops, DescribesAttention, DescribesEvaluation, Generates, can, lacking
+from core.types import CountsFlops, DescribesAttention, DescribesEvaluation, FramesTexts, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts import cluster
@@ -28,7 +28,7 @@ from launch.hosts.cluster import Host
 from launch.runs.prepared_run import INIT_FROM, Run, cache_folder
 from parallel import generation, report, sampling, strategy
 from parallel.partitioner import Program
-from tasks.ids import decode_continuation
+from tasks.ids import decode_continuation, stop_ids, with_bos
 
 SAMPLE_IDS, TEMPERATURE = 200, 0.8  # of the continuation of PROMPT
 
@@ -204,14 +204,16 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
     if not experiment.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary
-    prompt = [vocabulary.bos_id, *vocabulary.encode(experiment.prompt)]
+    prompt = vocabulary.encode(experiment.prompt)
+    if not prompt or not can(experiment.task, FramesTexts) or experiment.task.begins_with_bos():
+        prompt = with_bos(prompt, vocabulary)
     params = program.optimizer.evaluated(state.params, state.opt_state)
     generator = generation.Generator(program, params)
     most = generator.max_positions
     prompt = prompt[-(experiment.row_length if most is None else most // 2) :]
     count = SAMPLE_IDS if most is None else min(SAMPLE_IDS, most - len(prompt))
     how = {"max_tokens": count, "sampling": sampling.Sampling(temperature=TEMPERATURE), "num_ids": vocabulary.size}
-    [found] = generator.generate([prompt], stop_ids=[vocabulary.eos_id], **how)
+    [found] = generator.generate([prompt], stop_ids=stop_ids(vocabulary), **how)
     return decode_continuation(vocabulary, prompt, found.ids)
 
 

@@ -215,6 +215,9 @@ def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     state = types.SimpleNamespace(params=None, opt_state=None)
     assert progress._sample(experiment, program, state) == "[5]"
     assert asked == [[7, 8, 9]]
+    vocabulary.encode, vocabulary.added_ids = (lambda text: [7, 8]), frozenset({7})
+    progress._sample(experiment, program, state)
+    assert asked[1:] == [[7, 8]]
 
 
 def test_the_cause_of_an_error_in_a_model_is_printed_on_request(folder, monkeypatch, capsys):

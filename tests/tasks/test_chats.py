@@ -296,3 +296,21 @@ def test_segments_are_packed_with_their_weights():
     packed = packing.batch(packing.first_fit([segment, segment], length=5), length=5)
     assert packed["weights"].tolist() == [[0, 1, 0, 1, 0]]
     assert packed["inputs"].tolist() == [[4, 5, 4, 5, 0]]
+
+
+@pytest.mark.parametrize("name", ["unigram", "bpe"])
+@pytest.mark.parametrize("begun", ["", "<s>", "<|im_start|>"])
+@pytest.mark.parametrize("ended", ["", "</s>", "<|im_end|>"])
+def test_special_tokens_that_are_written_in_a_prompt_or_completion_are_not_repeated(name, begun, ended):
+    tokenizer = vocabularies.tokenizer(str(FOLDER.parent / name))
+    plain, written = (
+        chats.segment(chats.Chat("f:1", prompt=first + "Hi", completion=f" Hello.{last}"), tokenizer)
+        for first, last in (("", ""), (begun, ended))
+    )
+    bos, eos = {"unigram": ("<s>", "</s>"), "bpe": ("", "<|im_end|>")}[name]
+    is_equal = begun in ("", bos) and ended in ("", eos)
+    assert (written.inputs.tolist() == plain.inputs.tolist()) == is_equal
+    assert (written.targets.tolist() == plain.targets.tolist()) == is_equal
+    if is_equal:
+        assert written.weights.tolist() == plain.weights.tolist()
+    assert written.weights[-1] == 1

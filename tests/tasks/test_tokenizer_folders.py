@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import UserError
 from tasks import chat_templates, vocabularies
+from tasks.document_streams import with_end
 from tasks.ids import decode_continuation
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "tokenizers"
@@ -67,6 +68,15 @@ def test_a_continuation_is_decoded_as_part_of_its_text(tmp_path, name):
         assert before + decode_continuation(vocabulary, found[:at], found[at:]) == text
     for skipped in (vocabulary.eos_id, vocabulary.size):  # an id of the model alone has no text
         assert decode_continuation(vocabulary, [*found, skipped], found) == text
+
+
+def test_special_tokens_that_are_written_in_a_document_are_not_repeated():
+    for name, bos, eos in (("unigram", "<s>", "</s>"), ("bpe", "<|im_start|>", "<|im_end|>")):
+        tokenizer = vocabularies.tokenizer(str(HERE / name))
+        texts = ["Hi", f"{bos}Hi", f"Hi{eos}", f"{bos}Hi{eos}"]
+        found = [with_end(tokenizer.encode(text), tokenizer, where=str).tolist() for text in texts]
+        assert found == [[*tokenizer.encode("Hi"), tokenizer.eos_id]] * 4
+        assert with_end(tokenizer.encode(bos), tokenizer, where=str).tolist() == [tokenizer.eos_id]
 
 
 def test_several_stop_tokens_come_from_the_generation_config(tmp_path):

@@ -100,6 +100,8 @@ def test_requests_are_answered_in_their_order(scores, monkeypatch):
     assert model.tok_encode(words(5, 6)) == [5, 6]
     assert model.tok_encode(words(5, 6), add_special_tokens=True) == [80, 5, 6]
     assert model.tok_encode(words(80, 5)) == [80, 5]
+    assert model.tok_encode(words(80, 5), add_special_tokens=True) == [80, 5]
+    assert model.tok_encode(words(80, 5), add_special_tokens=False) == [80, 5]
     found = model._loglikelihood_tokens([(None, [5, 17], [3]), (None, [9], [2, 41])], disable_tqdm=True)
     wanted = [log_probabilities(scores, [5, 17, 3])[-1:], log_probabilities(scores, [9, 2, 41])]
     np.testing.assert_allclose([total for total, _ in found], [sum(want) for want in wanted], rtol=1e-5)
