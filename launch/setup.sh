@@ -4,6 +4,7 @@
 #
 # The stamp file inside the environment (hash of the requirements, and Python's version) is removed before anything is
 # changed and written last, so the next set-up completes an interrupted one. A lock file makes concurrent calls wait.
+# A current environment is used without a lock, so users who cannot write to the workspace can use it, too.
 # Usage: launch/setup.sh. Variables: launch/README.md (RENGA_PYTHON, RENGA_NEWEST, and pip's own such as PIP_INDEX_URL).
 set -euo pipefail
 
@@ -38,6 +39,27 @@ is_current() {
   version=$(supported_version "$venv/bin/python") || return 1
   [[ $(<"$stamp") == "$(wanted_stamp "$version")" ]] || return 1
   [[ -z ${RENGA_PYTHON:-} ]] || [[ $(supported_version "$RENGA_PYTHON") == "$version" ]]
+}
+
+# Fails with the reason why the environment cannot be used as it is, if this user cannot change it.
+require_writable() {
+  local file why
+  for file in "$root" "$venv" "$venv.lock" "$log"; do
+    [[ ! -e $file || -w $file ]] || break
+  done
+  [[ -e $file && ! -w $file ]] || return 0
+  if [[ ! -e $venv ]]; then
+    why="there is no $name in $root"
+  elif ! supported_version "$venv/bin/python" >/dev/null; then
+    why="this user cannot run $venv/bin/python (set-up takes the Python that RENGA_PYTHON names; choose one that all users can run)"
+  elif [[ ! -e $stamp ]]; then
+    why="$venv is not complete"
+  elif [[ $(<"$stamp") != "$(wanted_stamp "$(supported_version "$venv/bin/python")")" ]]; then
+    why="$venv was made from other requirements or another Python than $requirements asks for now"
+  else
+    why="RENGA_PYTHON=$RENGA_PYTHON is not the Python of $venv"
+  fi
+  fail "$why, and this user cannot write to $file. A user who can write there has to run $root/launch/setup.sh once"
 }
 
 can_make_venv() { "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
@@ -156,6 +178,7 @@ needs a C++ compiler; "
 
 main() {
   is_current && return
+  require_writable
   exec 9>"$venv.lock"
   flock --nonblock 9 || { say "another set-up is running: waiting for it"; flock 9; }
   is_current && return

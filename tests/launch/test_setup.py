@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -319,3 +320,67 @@ def test_the_pins_are_complete_and_hold_no_index_address():
     assert {"jax==0.10.2", "libtpu==0.0.42.1"} <= {re.sub(r"\[.*\]", "", pin) for pin in pins}
     for path in [*(ROOT / "launch").glob("*.sh"), *ROOT.glob("requirements.*"), ROOT / "pyproject.toml"]:
         assert not re.search(r"(?m)^\s*--?(index-url|extra-index-url|find-links|i )|://[^ ]*simple", path.read_text())
+
+
+@pytest.fixture
+def others_machine():
+    """A machine whose workspace another user can read; its programs run as that user if this one is root."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Machine(Path(folder))
+
+
+def as_other_user(machine: Machine, **variables: str) -> tuple[int, str]:
+    """Runs the set-up as a user who can read the workspace but not write to it."""
+    for path in (machine.root, *machine.root.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode & ~0o222)
+    command = [machine.root / "launch/setup.sh"]
+    if os.geteuid() == 0:
+        command[:0] = [shutil.which("setpriv"), "--reuid=65534", "--regid=65534", "--clear-groups"]
+    done = subprocess.run(
+        command,
+        env={"PATH": f"{machine.bin}:{machine.tools}", "HOME": "/nowhere", **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_current_environment_serves_users_who_cannot_write_to_the_workspace(others_machine):
+    others_machine.python("python3", "3.12.4")
+    assert others_machine.setup()[0] == 0
+    (others_machine.root / ".venv.lock").unlink()
+    assert as_other_user(others_machine) == (0, "")
+    assert not (others_machine.root / ".venv.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "variables", "why"),
+    [
+        (lambda root: shutil.rmtree(root / ".venv"), {}, "there is no .venv in"),
+        (lambda root: (root / ".venv/bin/python").chmod(0o700), {}, "this user cannot run"),
+        (lambda root: (root / ".venv/renga.stamp").unlink(), {}, ".venv is not complete"),
+        (
+            lambda root: (root / "requirements.txt").write_text("jax==1.0\n"),
+            {},
+            ".venv was made from other requirements",
+        ),
+        (lambda root: None, {"RENGA_PYTHON": "python3.11"}, "RENGA_PYTHON=python3.11 is not the Python of"),
+    ],
+    ids=["none", "a Python of one user", "interrupted", "old", "another Python"],
+)
+def test_users_who_cannot_write_are_told_why_the_environment_does_not_serve(others_machine, change, variables, why):
+    others_machine.python("python3", "3.12.4")
+    others_machine.python("python3.11", "3.11.9")
+    assert others_machine.setup(RENGA_PYTHON="python3")[0] == 0
+    change(others_machine.root)
+    if os.geteuid() != 0 and why == "this user cannot run":
+        (others_machine.root / ".venv/bin/python").chmod(0o600)  # the other user is this one
+    code, said = as_other_user(others_machine, **variables)
+    assert code == 1
+    assert said.startswith("set-up: ")
+    assert why in said
+    assert "run " + str(others_machine.root / "launch/setup.sh") in said
+    assert len(said.splitlines()) == 1
