@@ -434,12 +434,12 @@ def _with_names(fn: Callable, names: _Names) -> Callable:
         return following(value)
 
     def refuse_state(following: Callable, shape: Sequence[int], dtype: Any, init: Callable, context: Any) -> Any:
-        raise UserError(
-            f"logical.named: {context.full_name} is Haiku state, such as the means of hk.BatchNorm. Means over a batch "
-            "depend on how it is divided into microbatches, and a pipeline cannot pass them from one to the next. "
-            "Normalise over one row at a time (hk.LayerNorm, hk.RMSNorm, hk.GroupNorm); state between steps belongs in "
-            "the carry of the model (init_carry)"
-        )
+        raise _has_state(context.full_name)
+
+    def refuse_batch_norm(following: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        if isinstance(context.module, hk.BatchNorm) and context.method_name == "__call__":
+            raise _has_state(context.module.module_name)  # outside of training it reads state that nothing created
+        return following(*args, **kwargs)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -448,10 +448,20 @@ def _with_names(fn: Callable, names: _Names) -> Callable:
             hk.custom_creator(create),
             hk.custom_creator(refuse_state, params=False, state=True),
             hk.custom_getter(get),
+            hk.intercept_methods(refuse_batch_norm),
         ):
             return fn(*args, **kwargs)
 
     return run
+
+
+def _has_state(name: str) -> UserError:
+    return UserError(
+        f"logical.named: {name} has Haiku state, such as the means of hk.BatchNorm, which is not supported. Means over "
+        "a batch depend on how it is divided into microbatches, and a pipeline cannot pass them from one to the next. "
+        "Normalize over one row at a time (hk.LayerNorm, hk.RMSNorm, hk.GroupNorm); state between steps belongs in "
+        "the carry of the model (init_carry)"
+    )
 
 
 def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import fnmatch
+import functools
 import itertools
 import math
 import re
@@ -218,35 +219,43 @@ def labelled(tree: Any) -> Callable[[Params], Any]:
 
 def by_layer(
     rule: optax.GradientTransformation, specs: Specs, *, in_turn: bool = False
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Applies `rule` to each layer of a stack separately, as if its layers were separate parameters.
 
     Args:
-      rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimensions.
+      rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimensions. Other
+        arguments of an update, such as the loss, are the same for all layers.
       specs: specs of the parameters; `ParamSpec.stacked` dimensions count layers, or other independent parameters.
       in_turn: whether to process one layer after the other, for rules whose intermediate results are as large as the
         matrix; otherwise, and over declared axes such as experts, all are vectorised.
     """
-    spec_at = lookup(specs)
+    spec_at, rule = lookup(specs), optax.with_extra_args_support(rule)
 
     def stack_of(path: Sequence[Any], p: jax.Array) -> str:
         stacked = spec_at(path).axes[: spec_at(path).stacked]
         return " x ".join(f"{n} {axis or 'layers'}" for n, axis in zip(p.shape, stacked, strict=False)) or "whole"
 
-    def each(stack: str) -> optax.GradientTransformation:
-        init, update = rule.init, rule.update
-        for dimension in reversed(stack.split(" x ")):
-            one_by_one = in_turn and dimension.endswith(" layers")
-            init, update = jax.vmap(init), _in_turn(update) if one_by_one else jax.vmap(update)
-        return optax.GradientTransformation(init, update)
+    def each(stack: str) -> optax.GradientTransformationExtraArgs:
+        dimensions = stack.split(" x ")
+        init = rule.init
+        for _ in dimensions:
+            init = jax.vmap(init)
 
-    def grouped(params: Params) -> optax.GradientTransformation:
+        def update(updates: Params, state: Any, params: Any = None, **extra: Any) -> tuple[Params, Any]:
+            run: Callable = functools.partial(rule.update, **extra)
+            for dimension in reversed(dimensions):
+                run = _in_turn(run) if in_turn and dimension.endswith(" layers") else jax.vmap(run)
+            return run(updates, state, params)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def grouped(params: Params) -> optax.GradientTransformationExtraArgs:
         labels = jax.tree_util.tree_map_with_path(stack_of, params)
         return optax.partition({n: rule if n == "whole" else each(n) for n in set(jax.tree.leaves(labels))}, labels)
 
-    return optax.GradientTransformation(
+    return optax.GradientTransformationExtraArgs(
         lambda params: grouped(params).init(params),
-        lambda updates, state, params=None: grouped(updates).update(updates, state, params),
+        lambda updates, state, params=None, **extra: grouped(updates).update(updates, state, params, **extra),
     )
 
 

@@ -2,6 +2,7 @@
 
 schedules.py   learning rate by step, and the ranges of hyperparameters
 base.py        `Optimizer`, the arguments that all rules share, any transformation of optax, logical axes of the state
+stacks.py      whether a transformation of optax treats a layer of a stack as a parameter of its own
 rules.py       adamw, adafactor, lion, muon, adam_atan2; averages of parameters; sign updates for rows of a table
 """
 

@@ -29,7 +29,7 @@ import optax.contrib
 from core import logical, parameters
 from core.errors import UserError
 from core.logical import Axes
-from core.optimizers import schedules
+from core.optimizers import schedules, stacks
 from core.optimizers.schedules import Schedule
 from core.parameters import KINDS, ParamSpec, Specs
 from core.types import Model, Params
@@ -138,7 +138,7 @@ class Optimizer:
         if self.learning_rate is None:
             injected = nodes(after, optax.InjectStatefulHyperparamsState)
             rates = [node.hyperparams["learning_rate"] for node in injected if "learning_rate" in node.hyperparams]
-            return jnp.asarray(rates[0], jnp.float32) if rates else None
+            return jnp.asarray(rates[0], jnp.float32)[(0,) * jnp.ndim(rates[0])] if rates else None  # of any layer
         counted = [node.count for node in nodes(state, optax.ScaleByScheduleState)]
         return jnp.asarray(self.learning_rate(counted[0] if counted else step), jnp.float32)
 
@@ -156,7 +156,10 @@ class Optimizer:
             return _merged(self.averages(state), params)
         for found in nodes(state, optax.contrib.ScheduleFreeState):
             own = jax.tree.map(lambda z, p: z if _is_masked(z) else p, found.z, params, is_leaf=_is_masked)
-            params = _merged(optax.contrib.schedule_free_eval_params(found, own), params)
+            average = optax.contrib.schedule_free_eval_params
+            for _ in range(jnp.ndim(found.b1)):  # of layers, each with a state of its own
+                average = jax.vmap(average)
+            params = _merged(average(found, own), params)
         return params
 
     def is_averaging(self, state: Any) -> bool:
@@ -273,7 +276,7 @@ def from_optax(
     *,
     transformation: Transformation,
     clip_norm: float | None = None,
-    by_layer: bool = False,
+    by_layer: bool | None = None,
 ) -> Optimizer:
     """Returns an optimizer that applies a complete optax transformation, such as `optax.adan(1e-3)`.
 
@@ -289,12 +292,15 @@ def from_optax(
     Args:
       transformation: converts gradients of the mean loss to updates that are added to the parameters.
       clip_norm: largest global norm of the gradient; None: no clipping besides that of the transformation.
-      by_layer: whether each layer of a stack is treated as a separate parameter. Set it for transformations that use
-        norms or factors of a whole parameter (`lamb`, `lars`, `sm3`), so that training does not depend on how layers
-        are stored; not for those that combine all parameters (`prodigy`). The transformation then gets no `value`.
+      by_layer: whether each layer of a stack is treated as a separate parameter. None: where the transformation would
+        otherwise treat a stack in another way than its layers, because it looks at dimensions or sizes
+        (`mask=lambda p: tree_map(lambda x: x.ndim > 1, p)`, labels by shape, `sm3`). Set True for transformations that
+        use norms of a whole parameter (`lamb`, `lars`), so that training does not depend on how layers are stored; not
+        for those that combine all parameters (`prodigy`). False: never.
 
     Raises:
-      UserError: not a transformation, or a number out of range; in `init`, the transformation cannot be applied.
+      UserError: not a transformation, or a number out of range; in `init`, the transformation cannot be applied, or
+        it looks at dimensions and combines parameters, or it is `optax.contrib.muon` and takes others than matrices.
     """
     if not isinstance(transformation, optax.GradientTransformation):
         raise UserError(
@@ -304,9 +310,13 @@ def from_optax(
     schedules.check_ranges("from_optax", clip_norm=clip_norm)
 
     def complete(specs: Specs) -> optax.GradientTransformation:
-        own = parameters.by_layer(transformation, specs) if by_layer else transformation
+        own: optax.GradientTransformation = transformation
+        if by_layer is None:
+            own = stacks.by_layer_where_needed(transformation, specs)
+        elif by_layer:
+            own = parameters.by_layer(transformation, specs)
         clipped = own if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), own)
-        return only_trainable(_checked(clipped, by_layer=by_layer), specs)
+        return only_trainable(_checked(clipped), specs)
 
     return Optimizer(complete, None)
 
@@ -316,7 +326,7 @@ def as_optimizer(given: Optimizer | Transformation) -> Optimizer:
     return given if isinstance(given, Optimizer) else from_optax(transformation=given)
 
 
-def _checked(transformation: optax.GradientTransformation, *, by_layer: bool) -> optax.GradientTransformationExtraArgs:
+def _checked(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation with an `init` that traces an update first, to refuse what a step cannot apply."""
     rule = optax.with_extra_args_support(transformation)
 
@@ -326,14 +336,15 @@ def _checked(transformation: optax.GradientTransformation, *, by_layer: bool) ->
             updates, after = rule.update(params, state, params, value=jnp.zeros(()))
             return optax.apply_updates(params, updates), after, state
 
-        given = "gradients and parameters" + ("" if by_layer else ", and `value`, the mean loss")
         try:
             _, after, before = jax.eval_shape(trial, params)
+        except UserError:
+            raise
         except (TypeError, ValueError, NotImplementedError) as error:
             raise UserError(
-                f"the optax transformation cannot be applied: {error}. A step gives it {given}; functions that compute "
-                "the loss again (value_fn, obj_fn, grad_fn) cannot be given. Use a transformation without line search "
-                "or second-order estimates" + (", or by_layer=False" if by_layer else "")
+                f"the optax transformation cannot be applied: {error}. A step gives it gradients, parameters, and "
+                "`value`, the mean loss; functions that compute the loss again (value_fn, obj_fn, grad_fn) cannot be "
+                "given. Use a transformation without line search or second-order estimates"
             ) from error
         _check_state(before, after)
         return rule.init(params)

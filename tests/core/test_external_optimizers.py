@@ -155,11 +155,6 @@ def growing():
             r"required keyword-only arguments.*'value_fn'.*\(value_fn, obj_fn, grad_fn\) cannot",
         ),
         (lambda: optax.contrib.sophia(1e-3), {}, r"obj_fn must be provided.*cannot be given"),
-        (
-            lambda: optax.polyak_sgd(),
-            {"by_layer": True},
-            r"argument: 'value'. A step gives it gradients and param.*by_l",
-        ),
         (growing, {}, r"changes the form of its state \(.*n: float32\[1\] becomes float32\[2\]\)"),
         (lambda: optax.adan, {}, "transformation is of type function, expected an optax.GradientTransformation"),
         (lambda: optax.adan(1e-3), {"clip_norm": 0.0}, "from_optax: clip_norm = 0.0: expected above 0"),

@@ -213,6 +213,9 @@ def test_weights_of_stock_modules_are_cast_and_then_laid_out(mesh):
     assert re.search(r"bf16\[8,6\] = convert_element_type.*\n.*bf16\[8,6\] = sharding_constraint", text), text
 
 
+STATE = r"{}.* has Haiku state, such as the means of .* Normalize over one row at a time \(hk\.LayerNorm"
+
+
 @pytest.mark.parametrize(
     ("names", "module", "message"),
     [
@@ -222,13 +225,16 @@ def test_weights_of_stock_modules_are_cast_and_then_laid_out(mesh):
             r"logical\.named, '\*/w': unknown logical axis 'mpl'; did you mean mlp",
         ),
         ({"*": ("mlp",)}, lambda x: hk.Linear(6)(x), r"linear/w has shape \(3, 6\), but its axes are \(mlp\)"),
+        ({"*": ("norm",)}, lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True), STATE.format("batch_norm")),
+        ({"*": ("norm",)}, lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=False), STATE.format("batch_norm")),
+        ({"*": ("norm",)}, lambda x: hk.ExponentialMovingAverage(0.9)(x), STATE.format("exponential_moving_average/")),
         (
-            {"*": ("norm",)},
-            lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True),
-            r"batch_norm/.* is Haiku state, such as the means of .* Normalise over one row at a time \(hk\.LayerNorm",
+            {"*/w": (None,) * 4},
+            lambda x: hk.nets.ResNet18(5)(jnp.ones((2, 8, 8, 3)), is_training=False),
+            STATE.format("initial_batchnorm"),
         ),
     ],
-    ids=["axis", "rank", "state"],
+    ids=["axis", "rank", "state in training", "state in evaluation", "average", "ResNet"],
 )
 def test_stock_modules_are_refused_with_the_fix(names, module, message):
     with pytest.raises(ValueError, match=message):

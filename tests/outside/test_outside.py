@@ -19,7 +19,7 @@ from launch.config import loader
 from parallel import analysis, compiled
 
 FOLDER = environment.WORKSPACE / "tests" / "outside"
-MODULES = ("captions", "experts", "finetune", "gpt", "stable_adamw")
+MODULES = ("captions", "experts", "finetune", "gpt", "muon_by_kind", "stable_adamw")
 PUBLIC = {"core", "models", "parallel", "tasks", "dataclasses", "typing", "haiku", "jax", "numpy", "optax", *MODULES}
 
 
