@@ -106,21 +106,6 @@ def newest_step(run_dir: str) -> int | None:
     return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
 
 
-def is_finished(run_dir: str, *, last_step: int) -> bool:
-    """Returns whether a run already has its last checkpoint; if so, prints how to continue."""
-    newest = _listed(lambda: newest_step(run_dir))
-    if newest is None or newest < last_step:  # if checkpoints cannot be listed, the hosts try again
-        return False
-    print(
-        f"nothing to train: {run_dir} has the checkpoint of step {newest:,}, and this run ends after step "
-        f"{last_step:,}.\n"
-        "  train longer   raise TOTAL_STEPS or --steps\n"
-        "  start over     give another --run-dir\n"
-        f"  evaluate it    launch/run evaluate {run_dir}"
-    )
-    return True
-
-
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """Context in which SIGINT, SIGTERM and SIGHUP only append their exit codes to the list that it yields.

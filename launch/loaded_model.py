@@ -184,7 +184,7 @@ def load(
         raise UserError(published_files.unknown(text))
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)
-    found = saved_run.read(run_dir, bindings=bindings, slice_name=slice_name)
+    found = saved_run.read(run_dir, step=folder, bindings=bindings, slice_name=slice_name)
     check()
     return load_step(found.config.build(), folder, slice_name=slice_name, strategy=strategy)
 

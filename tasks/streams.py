@@ -185,13 +185,20 @@ def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
     return json.dumps(identity, sort_keys=True).encode() + b"\n" + position
 
 
-def _differs(key: str, saved: Any, now: Any) -> str:
-    """Describes a difference; hashes are not shown, because they tell a reader nothing."""
-    if key == "source":
-        return "its files have other names or sizes"
-    if key == "packing":
-        return "its rows were packed in another way, by an earlier version"
-    return "the vocabulary is another one" if key == "vocabulary" else f"{key}: saved {saved!r}, now {now!r}"
+def _differs(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describes a difference between identities; hashes are not shown, because they tell a reader nothing."""
+    match key:
+        case "source":
+            return "its files have other names or sizes"
+        case "packing":
+            return "its rows were packed in another way, by an earlier version"
+        case "vocabulary":
+            return "the vocabulary is another one"
+        case "rows_per_stream":
+            was, rows = (identity.get(key, 0) * identity.get("num_streams", 0) for identity in (saved, now))
+            return f"BATCH_SIZE = {rows}, was {was}"
+    name = key.upper() if key in ("num_streams", "length", "seed") else key
+    return f"{name} = {now[key]!r}, was {saved.get(key)!r}"
 
 
 def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
@@ -200,7 +207,7 @@ def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
         saved = foreign_json.load_object(header if newline else b"")
     except foreign_json.MalformedError as error:
         raise UserError(f"{sealed[:40]!r}... {_NO_POSITION}: {error}") from error
-    wrong = [_differs(key, saved.get(key), value) for key, value in identity.items() if saved.get(key) != value]
+    wrong = [_differs(key, saved, identity) for key, value in identity.items() if saved.get(key) != value]
     if wrong:
         raise UserError(
             f"the saved data position belongs to other data ({'; '.join(wrong)}): "

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from core import paths, units
 from core.checkpoints import reading, steps
@@ -57,23 +57,6 @@ def _step_row(folder: paths.Path, size: str) -> tuple[str, ...]:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.saved_at(folder)))
     without = f", without {len(left.arrays)} frozen arrays of {left.source}" if (left := found.left_out) else ""
     return folder.name, saved, size, str(len(found.saved)), revision, config, f"complete{without}"
-
-
-def newest_misfits(directory: str, abstract_state: Any) -> tuple[int | None, list[str]]:
-    """Returns the newest complete step (None if there is none) and one line for each leaf that does not fit.
-
-    Args:
-      directory: folder of checkpoints, local or gs://.
-      abstract_state: the state that a restore would request.
-
-    Raises:
-      DamagedError: the metadata differs from what was saved.
-      Exception: of many types, if the file cannot be read.
-    """
-    folder = paths.resolve(directory)
-    if not (there := steps.complete(folder)):
-        return None, []
-    return there[-1], reading.differences(steps.read(folder / str(there[-1])).kinds, abstract_state)
 
 
 class Verification(NamedTuple):

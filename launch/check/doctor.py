@@ -14,7 +14,6 @@ import jax
 from jax.sharding import Mesh
 
 from core import distributed, paths, slices, units
-from core.checkpoints import inspection
 from core.errors import UserError
 from core.health import exit_codes, phase
 from core.health.failure_diagnosis import Limits
@@ -33,33 +32,7 @@ EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
 
 LIMITS = Limits(120.0, 120.0)  # of each check of all hosts: a broken link never answers
 _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
-_MOST_DIFFERENCES = 10
 _ALIKE = 0.92  # of two names, to take one for a slip of the other
-
-
-def offline(
-    path: str, *, bindings: Sequence[str], slice_name: str, run_dir: str, hosts: preflight.Hosts
-) -> list[Finding]:
-    """Makes the checks that need no device: the preflight, and the newest checkpoint."""
-    checked = preflight.check(path, bindings=bindings, slice_name=slice_name, run_dir=run_dir, hosts=hosts)
-    return [*checked.findings, *([checkpoint(checked.program, run_dir)] if checked.program else [])]
-
-
-def checkpoint(program, run_dir: str) -> Finding:
-    """Checks that the newest checkpoint of the run fits the program."""
-    name = "checkpoint"
-    try:
-        step, differences = inspection.newest_misfits(f"{run_dir}/checkpoints", program.abstract_state)
-    except Exception as error:  # files, formats and buckets raise many types
-        said = f"cannot be read: {type(error).__name__}: {error}"
-        return Finding(name, True, said, "a start falls back to the newest intact one", is_note=True)
-    if step is None:
-        return Finding(name, True, "none: a fresh start")
-    if differences:
-        listed = "\n  ".join(units.shortened(differences, most=_MOST_DIFFERENCES))
-        fix = "use the configuration that was saved with it (RUN/config.gin), or another --run-dir"
-        return Finding(name, False, f"step {step} does not fit this model and optimizer:\n  {listed}", fix)
-    return Finding(name, True, f"step {step} fits; a start continues from it")
 
 
 def own_host(*, simulated: bool) -> list[Finding]:
@@ -191,8 +164,10 @@ def run(args: argparse.Namespace) -> int:
     args.run_dir = os.fspath(paths.resolve(args.run_dir or environment.run_directory(args.experiment)))
     if args.part == "offline":
         where = "simulated" if args.simulate else "here"
-        found = offline(args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where)
-        args.json.write_text(findings.to_json(found))
+        checked = preflight.check(
+            args.experiment, bindings=args.gin, slice_name=args.slice, run_dir=args.run_dir, hosts=where
+        )
+        args.json.write_text(findings.to_json(checked.findings))
         return 0
     if args.part == "host" or environment.read("RENGA_SIMULATE"):
         return _host(args, slice_)

@@ -14,18 +14,18 @@ import jax
 
 from core import metrics, paths, published_files, slices, units
 from core.batches import batch_size
-from core.checkpoints import reading, steps
+from core.checkpoints import steps
 from core.errors import UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, TriesExamples, can
 from launch import environment, findings, flags, terminal
 from launch.check import chip_memory
-from launch.config import loader
+from launch.config import LoadedConfig, loader
 from launch.experiment import Experiment, Span, padding
 from launch.findings import Finding, is_ready
 from launch.hosts import workstation
-from launch.runs import smoke, warm_start
+from launch.runs import continuation, prepared_run, smoke, warm_start
 from parallel import host_memory, mesh, strategy
 from parallel.partitioner import Program
 from tasks.ids import ReadsFile
@@ -49,6 +49,7 @@ class Checked(NamedTuple):
     """The findings of the preflight, with the experiment and the program that it built."""
 
     findings: tuple[Finding, ...]  # findings of all checks
+    config: LoadedConfig | None  # the configuration; None if it is not valid
     experiment: Experiment | None  # the built experiment; None if the configuration is not valid
     program: Program | None  # the experiment on the compiler's description of the slice; None if it does not fit
 
@@ -72,7 +73,8 @@ def check(
     program = None
     if hosts not in _AWAY:
         published_files.use_copies(run_dir)
-    experiment = _attempt("configuration", lambda: _build(path, bindings, slice_name), findings)
+    built = _attempt("configuration", lambda: _build(path, bindings, slice_name), findings)
+    config, experiment = built or (None, None)
     if experiment is not None:
         if project := experiment.wandb_project:
             _attempt("metrics", lambda: (metrics.require_wandb(project), f"and in {project}"), findings)
@@ -92,10 +94,12 @@ def check(
         )
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
+        if not smoked and _sees_run(run_dir, hosts):
+            findings.append(_checkpoint(config, experiment, program, run_dir))
         if initial := _initial_parameters(meant, program, run_dir, hosts):
             findings.append(initial)
         findings += _memories(meant, program, hosts, with_activations=not smoked and hosts != "simulated")
-    return Checked(tuple(findings), experiment, program)
+    return Checked(tuple(findings), config, experiment, program)
 
 
 def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
@@ -141,9 +145,9 @@ def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Findi
     return result
 
 
-def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[Experiment, str]:
+def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[tuple[LoadedConfig, Experiment], str]:
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
-    return config.build(), "\n".join((path, *config.notes))
+    return (config, config.build()), "\n".join((path, *config.notes))
 
 
 def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Program], str]:
@@ -156,6 +160,39 @@ def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Pr
     return (experiment, program), f"{where}: {shape}; {rows}{padding(program.model)}"
 
 
+def _sees_run(run_dir: str, hosts: Hosts) -> bool:
+    """Returns whether the run directory that the hosts use can be read from here."""
+    return hosts != "dry run" and (paths.is_remote(run_dir) or hosts not in _AWAY)
+
+
+def _checkpoint(config: LoadedConfig, experiment: Experiment, program: Program, run_dir: str) -> Finding:
+    """Checks that a start could continue from the newest checkpoint, as the start does."""
+    name = "checkpoint"
+    try:
+        found, there = continuation.newest(run_dir), steps.complete(paths.resolve(run_dir) / steps.FOLDER)
+        if found is None:
+            said = "none: a fresh start" if not there else f"none of {len(there)} is intact"
+            return Finding(name, not there, said, "launch/run checkpoints verify RUN lists what is damaged")
+        changed = continuation.changes(found.described.meta, config.text)
+        what = continuation.described_changes(found.step, changed) if changed else ""
+        if found.step >= experiment.total_steps:
+            said = f"step {found.step:,} of {experiment.total_steps:,}: nothing is left to train"
+            return Finding(name, not changed, "\n".join(filter(None, (said, what))), continuation.FIX, is_note=True)
+        span = continuation.phase_after(experiment.spans(), found.step)
+        span.experiment.task.prepare(run_dir, is_host_zero=False)  # reads what host 0 made at the first start
+        now = prepared_run.metadata(span, config_text=config.text, revision="")
+        like = {"span": span, "abstract_state": program.abstract_state}
+        if problems := continuation.problems(found, now, **like):
+            said = "\n  ".join([f"the run cannot continue from step {found.step} with this configuration:", *problems])
+            return Finding(name, False, said, continuation.FIX)
+    except UserError as error:
+        return Finding(name, False, str(error))
+    except Exception as error:  # files, formats and buckets raise many types
+        said = f"cannot be read: {type(error).__name__}: {error}"
+        return Finding(name, True, said, "a start falls back to the newest intact one", is_note=True)
+    return Finding(name, True, f"a start continues from step {found.step}{what and '; '}{what}", is_note=bool(what))
+
+
 def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding | None:
     """Checks parameters that a start reads: those of INIT_FROM, or those that the run's newest checkpoint leaves out.
 
@@ -164,8 +201,7 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
     is_away, text = hosts in _AWAY, experiment.init_from
     with contextlib.chdir(environment.WORKSPACE) if is_away else contextlib.nullcontext():
         try:
-            is_seen = hosts != "dry run" and (paths.is_remote(run_dir) or not is_away)
-            if is_seen and (newest := _newest_readable(run_dir)):
+            if _sees_run(run_dir, hosts) and (newest := continuation.newest(run_dir)):
                 return _read_on_resume(experiment, program, *newest, hosts)
             return _read_by_fresh_start(experiment, program, hosts) if text else None
         except UserError as error:
@@ -176,15 +212,6 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
                 raise
             unread = f"cannot read {text or run_dir} from here: {type(error).__name__}: {error}"
             return Finding(_INITIAL, is_away and is_remote, unread, is_note=is_away and is_remote)
-
-
-def _newest_readable(run_dir: str) -> tuple[int, steps.Description] | None:
-    """Returns the newest step with intact metadata, because a resume takes no damaged one; None if there is none."""
-    folder = paths.resolve(run_dir) / steps.FOLDER
-    for step in reversed(steps.complete(folder)):
-        with contextlib.suppress(UserError), reading.refusing_damage(folder / str(step)):
-            return step, steps.read(folder / str(step))
-    return None
 
 
 def _read_on_resume(

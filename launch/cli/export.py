@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         published_files.check_name(args.push)
     step = steps.find(args.run)
     run_dir = str(step.parent.parent)
-    experiment = saved_run.read(run_dir, bindings=args.gin).config.build()
+    experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build()
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
         raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")

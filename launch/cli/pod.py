@@ -306,9 +306,11 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
 
 def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_directory: str) -> bool:
     """Returns whether nothing is left to train, and prints it; smoke runs never resume, tuning trains nothing."""
+    from launch.runs import continuation
+
     total = checked.experiment.total_steps
-    return not (args.smoke or args.tune) and supervise.is_finished(
-        run_directory, last_step=min(args.steps or total, total)
+    return not (args.smoke or args.tune) and continuation.has_ended(
+        run_directory, checked.config.text, total_steps=total, steps=args.steps
     )
 
 

@@ -117,11 +117,12 @@ def load(
     defaults: str = DEFAULTS,
     between: Mapping[str, str] = MappingProxyType({}),
     trust: "Trust | None" = None,
+    of_environment: bool = False,
 ) -> LoadedConfig:
     """Reads an experiment file and checks it.
 
     Later sources override earlier ones: the file with its includes, TPU_MESH_CONFIG with TPU_AXIS_NAMES as bindings
-    (of an experiment that is read from `path`), `between`, `bindings`, `slice_name`.
+    (if `text` is None or `of_environment`), `between`, `bindings`, `slice_name`.
 
     Args:
       path: the experiment file, relative to the working directory or the top of the workspace, or gs://.
@@ -138,7 +139,7 @@ def load(
     Raises:
       UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.
     """
-    mesh = environment.mesh_bindings() if text is None and root == ROOT else ()
+    mesh = environment.mesh_bindings() if (text is None or of_environment) and root == ROOT else ()
     if mesh:
         between = {_MESH: "\n".join([_MESH_HEADER, *mesh, ""]), **between}
     if text is None and paths.is_remote(path):
@@ -147,8 +148,7 @@ def load(
     folder = _read(reader, str(path), text)
     folders = (folder, Path.cwd()) if trust is None else (Path.cwd(),)
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
-    if slice_name is not None:
-        flags["--slice"] = f"SLICE = {slice_name!r}"
+    flags |= {"--slice": f"SLICE = {slice_name!r}"} if slice_name is not None else {}
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
     names = Names(reader, folders=folders, trust=trust)

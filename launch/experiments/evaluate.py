@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         )
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
-    found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
+    found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
     built = found.config.build().spans()[-1].experiment  # PHASE = N evaluates on the data of another one
     slice_ = slices.get(built.slice)
     is_elsewhere = args.simulate or played or place.on_tpu_host or environment.process_layout().count

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all_steps or args.submission or args.simulate:
         raise UserError("--all-steps, --submission and --simulate do not go with --gates, which runs in one process")
     against = _read_chunks(args.against) if args.against else None
-    found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
+    found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
     experiment = found.config.build().spans()[-1].experiment
     loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, AdaptedDecoder):

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the sheet to the folder of the run."""
     if args.all_steps or args.submission or args.simulate:
         raise UserError("--all-steps, --submission and --simulate do not go with --pictures, which runs in one process")
-    found = saved_run.read(args.run_dir, bindings=args.gin, slice_name=args.slice)
+    found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
     experiment = found.config.build().spans()[-1].experiment
     loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, VisionLanguageModel) or not isinstance(experiment.task, ImageQuestions):

@@ -7,9 +7,10 @@ machine, reads from run directories which experiments are done.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core import paths, published_files
+from core.checkpoints import reading, steps
 from core.errors import UserError
 from launch import environment, program_identity
 from launch.config import LoadedConfig, loader
@@ -26,15 +27,23 @@ class SavedRun(NamedTuple):
     config: LoadedConfig
 
 
-def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None = None) -> SavedRun:
+def read(
+    run_dir: str, *, step: paths.Path | None = None, bindings: Sequence[str] = (), slice_name: str | None = None
+) -> SavedRun:
     """Reads the configuration of a run, local or gs://; `bindings` and `slice_name` override it.
+
+    Args:
+      run_dir: the run directory.
+      step: the folder of a checkpoint, whose own configuration is read: that of the run may have changed since.
+      bindings, slice_name: as for `loader.load`.
 
     Raises:
       UserError: there is no run, or the bindings are wrong.
     """
     is_of_hub = run_dir.startswith(published_files.HUB)
     folder = paths.resolve("." if is_of_hub else run_dir)
-    if is_of_hub or not (folder / CONFIG).exists():
+    text = None if is_of_hub else config(run_dir) if step is None else _text_of_step(step)
+    if text is None:
         if is_of_hub or (folder / published_files.CONFIG).exists():
             raise UserError(
                 f"{run_dir!r} is a published model, not a run. launch/run generate takes it, and launch/run evaluate "
@@ -45,13 +54,33 @@ def read(run_dir: str, *, bindings: Sequence[str] = (), slice_name: str | None =
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
         raise UserError(f"no run in {str(folder)!r}: {what}. Give a run directory, such as runs/gin/quickstart")
-    if (folder / CONFIG).read_text().startswith(_OF_PYTHON):
+    if text.startswith(_OF_PYTHON):
         raise UserError(
             f"{str(folder)!r} is a run of renga.Trainer; its {CONFIG} describes Python objects, which gin cannot build "
             f"again. In Python, make the same Trainer(…, run_dir={str(folder)!r}): it trains, evaluates and generates"
         )
     published_files.use_copies(run_dir)
-    return SavedRun(str(folder), loader.load(str(folder / CONFIG), bindings=bindings, slice_name=slice_name))
+    name = f"{folder}/{CONFIG}" if step is None else f"the configuration of step {step.name} of {folder}"
+    loaded = loader.load(name, text=text, bindings=bindings, slice_name=slice_name, of_environment=True)
+    return SavedRun(str(folder), loaded)
+
+
+def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
+    """Reads the configuration with which a checkpoint was saved: that of `step`, or the newest one.
+
+    Raises:
+      UserError: as `read`, or there is no such checkpoint.
+    """
+    if run_dir.startswith(published_files.HUB) or not steps.has_folder(run_dir):
+        read(run_dir, **options)  # says that there is no run
+    folder = paths.resolve(run_dir) / steps.FOLDER
+    (chosen,) = steps.select(run_dir, step=step, every=False)
+    return read(run_dir, step=folder / str(chosen), **options)
+
+
+def _text_of_step(step: paths.Path) -> str | None:
+    with reading.refusing_damage(step):
+        return steps.read(step).meta.get("config")
 
 
 def described(experiment: Experiment) -> str:

@@ -20,7 +20,7 @@ from core import metrics, paths, supervise
 from core.errors import UserError
 from core.health import exit_codes
 from launch import config, environment
-from launch.config import loader
+from launch.config import differences, loader
 from launch.experiment import Experiment
 from launch.experiments import saved_run
 
@@ -273,9 +273,5 @@ def without_location(text: str) -> str:
 
 
 def difference(existing: str, wanted: str) -> str:
-    """Describes the first value that differs between two canonical texts."""
-    old, new = ({b.name: config.render(b.value) for b in config.parse(text).bindings} for text in (existing, wanted))
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            return f"{name}: {old.get(name, 'not set')} there, {new.get(name, 'not set')} now"
-    return "their imports differ"
+    """Describes the first setting that differs between two canonical texts."""
+    return next((str(found) for found in differences.between(existing, wanted)), "their imports differ")

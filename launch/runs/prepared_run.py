@@ -19,6 +19,7 @@ from core.training import compilation
 from launch import environment
 from launch.experiment import Experiment, Span
 from launch.hosts.cluster import Host
+from launch.runs import continuation
 from parallel import host_memory
 from parallel.partitioner import Program
 
@@ -114,17 +115,25 @@ def prepare_run(
         published_files.keep_copies(run_dir)
     if problems := [*experiment.data_problems(prepared=True), *span.repeats()]:
         raise UserError("\n".join(problems))
-    meta = {
+    meta = metadata(span, config_text=config_text, revision=revision)
+    if initial is not None:
+        meta[INIT_FROM] = initial.source.describe()
+    distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
+    return Run(experiment, program, host, run_dir, meta, last_step, span, is_last, started, initial)
+
+
+def metadata(span: Span, *, config_text: str, revision: str) -> dict[str, Any]:
+    """Returns what every checkpoint of a phase records, as JSON; its task must be prepared."""
+    experiment = span.experiment
+    return {
         "config": config_text,
         "git_revision": revision,
         "versions": versions.of_training(),
         "seed": experiment.seed,
         "data": experiment.task.fingerprint(),
         "data_source": experiment.task.describe(),
-        **({INIT_FROM: initial.source.describe()} if initial is not None else {}),
+        continuation.ORDER: continuation.order(span),
     }
-    distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
-    return Run(experiment, program, host, run_dir, meta, last_step, span, is_last, started, initial)
 
 
 def _prepare_data(span: Span, run_dir: str, host: Host) -> None:

@@ -16,7 +16,7 @@ from launch import environment, flags
 from launch.config import loader
 from launch.experiment import Experiment, Span
 from launch.hosts import cluster, tpu_host
-from launch.runs import prepared_run, training
+from launch.runs import continuation, prepared_run, training
 from launch.runs.progress import Waiting
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
@@ -64,8 +64,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     environment.require_named(args.run_dir, slices.get(experiment.slice))
     metrics.require_wandb(experiment.wandb_project)
     revision = versions.git_revision()
-    longest = max(span.last_step for span in spans)
-    last_step = min(args.steps or longest, longest)
+    last_step = min(args.steps or spans[-1].last_step, spans[-1].last_step)
     held: list[RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
@@ -84,11 +83,12 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     cluster.announce(host)
     cluster.warn_at_start(host)
     if host.is_zero:
-        for note in config.notes:
-            print(f"note: {note}")
+        print("".join(f"note: {note}\n" for note in config.notes), end="", flush=True)
         stack.enter_context(Waiting())
-    if experiment.persistent_directory and not (args.smoke or args.tune):
+    if not (args.smoke or args.tune):
         _fetch_copy(experiment, run_dir, host)
+        if continuation.has_ended(run_dir, config.text, total_steps=spans[-1].last_step, steps=args.steps):
+            return exit_codes.DONE
     prepare = functools.partial(
         prepared_run.prepare_run, config_text=config.text, revision=revision, last_step=last_step, host=host
     )
@@ -101,8 +101,8 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             for span in spans:
                 smoke.rehearse(prepare(span, run_dir=smoke.attempt(run_dir)))
         else:
-            prepare = functools.partial(prepare, run_dir=run_dir)
-            train_phases(spans, prepare, run_dir, last_step=last_step, lock=next(iter(held), None))
+            here = functools.partial(prepare, run_dir=run_dir)
+            train_phases(spans, here, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return stop.exit_code
@@ -125,7 +125,9 @@ def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experi
 
 
 def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:
-    """Brings the newest copied checkpoint back to a machine that does not have it."""
+    """Brings the newest copied checkpoint, if the run copies them, back to a machine that does not have it."""
+    if not experiment.persistent_directory:
+        return
     from core.checkpoints import copying
 
     copying.require_place(run_dir, experiment.persistent_directory, hosts=host.count)
@@ -156,4 +158,4 @@ def _next(spans: Sequence[Span], run_dir: str) -> Span:
     """Returns the phase of the step after the newest checkpoint; the last one if all are done."""
     folder = paths.resolve(run_dir) / steps.FOLDER
     done = distributed.decided_by_host_zero(lambda: max(steps.complete(folder), default=0))
-    return next((span for span in spans if done < span.last_step), spans[-1])
+    return continuation.phase_after(spans, done)

@@ -10,14 +10,14 @@ from core import distributed, metrics, paths, slices
 from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
-from core.errors import UserError
 from core.health import heartbeat, interrupt, phase
 from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, prefetch, profiling, run_lock
 from core.training.trainer import Hook, StatisticsStep, TrainStep
 from core.types import Params
 from launch import config, environment, program_identity
-from launch.runs import progress
+from launch.config.differences import Difference
+from launch.runs import continuation, progress
 from launch.runs.prepared_run import INIT_FROM, Run
 from parallel import report
 from parallel.prediction import PredictionCheck
@@ -55,6 +55,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
       EarlierPhaseError: the checkpoints of this phase, and the one before it, are damaged; they are renamed.
     """
     with phase.enter(phase.RESTORING):
+        _require_newest_fits(run)
         checkpoints = _open_checkpoints(run)
         try:
             start = restore_or_init(run, checkpoints)
@@ -65,18 +66,19 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
         checksum = frozen.checksum(run.program, start.state.params)
         frozen.require_base(run.experiment.task, checksum)
     with contextlib.ExitStack() as stack:
+        batches = stack.enter_context(open_batches(run, start.position))  # refuses a position, before files are written
         now = _begin(run, int(start.state.step), stack, lock)
         if run.host.is_zero:
             measured = now.predictions.rows()
             progress.show_summary(run, resumed_from=start.step, measured=measured, left_out=checkpoints.left_out)
             _write_config(run, now.writers)
+            _tell_changes(now, start)
         if place := run.experiment.persistent_directory:
             from core.checkpoints import copying
 
             keep = run.experiment.keep_checkpoints
             stack.enter_context(copying.Copying(run.run_dir, place, keep=keep, say=now.lines.note))
         evaluate = _evaluation(now)
-        batches = stack.enter_context(open_batches(run, start.position))
         train_step, statistics = compile_together(run, now.first_step)
         state = hooks.train_rolling_back(
             train_step,
@@ -98,6 +100,25 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
         progress.show_end(run, state, validation, checksum=checksum)
     distributed.barrier(f"run/end of step {run.last_step}")
     return validation
+
+
+def _require_newest_fits(run: Run) -> None:
+    """Checks the newest checkpoint by its metadata, which takes no time, before its arrays are read."""
+
+    def check() -> None:
+        if found := continuation.newest(run.run_dir):
+            like = {"span": run.span, "abstract_state": run.program.abstract_state}
+            continuation.refuse(found.step, continuation.problems(found, run.meta, **like))
+
+    distributed.decided_by_host_zero(check)
+
+
+def _tell_changes(now: _UnderWay, start: "Start") -> None:
+    """Lists the settings that differ from those of the checkpoint, on the screen and in the logs."""
+    if start.step is not None and start.changes:
+        said = continuation.described_changes(start.step, start.changes)
+        now.lines.note(said)
+        now.writers.text("changed settings", said, step=start.step)
 
 
 def _open_checkpoints(run: Run) -> Checkpoints:
@@ -137,12 +158,14 @@ class Start(NamedTuple):
       position: in the data; None at the beginning.
       step: of the checkpoint; None for a fresh start.
       meta: metadata of the checkpoint that the following ones keep: what the run was initialized from.
+      changes: the settings in which the configuration differs from that of the checkpoint.
     """
 
     state: TrainState
     position: Mapping[str, bytes] | None = None
     step: int | None = None
     meta: Mapping[str, Any] = {}
+    changes: Sequence[Difference] = ()
 
 
 def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
@@ -160,16 +183,12 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
             f"the newest checkpoint that can be restored is of step {step}, and {run.span} begins after step "
             f"{run.span.first_step}: start the run again, and it trains the phase before once more"
         )
+    # Once more, because the newest one may have been damaged.
+    continuation.refuse(step, continuation.data_problems(step, meta, run.meta, span=run.span))
+    is_new_phase = 0 < step == run.span.first_step  # the position is in the data of the phase before
     kept = {name: meta[name] for name in (INIT_FROM,) if name in meta}
-    if 0 < step == run.span.first_step:  # the position is in the data of the phase before
-        return Start(state, None, step, kept)
-    if meta["data"] != run.meta["data"]:
-        raise UserError(
-            f"the checkpoint of step {step} was trained on other data, so its position in the data does not apply.\n"
-            f"  then: {meta.get('data_source', 'not recorded')}\n  now:  {run.meta['data_source']}\n"
-            "Files are compared by name and size. Use another --run-dir, or the same data."
-        )
-    return Start(state, position, step, kept)
+    changes = continuation.changes(meta, run.meta["config"])
+    return Start(state, None if is_new_phase else position, step, kept, changes)
 
 
 def _first_state(run: Run) -> TrainState:

@@ -12,6 +12,7 @@ from core.checkpoints import steps
 from launch import __main__ as cli
 from launch import environment
 from launch.hosts import gcloud, simulate, tpu_host, workstation
+from launch.runs import continuation
 
 ROOT = environment.WORKSPACE
 NOWHERE = tpu_host.Place(False, None, ("environment: TPU_WORKER_ID is not set",))
@@ -64,14 +65,18 @@ def calls(monkeypatch):
     ("steps", "newest", "is_finished"), [((), 200, True), ((), 199, False), (("--steps", "30"), 30, True)]
 )
 @pytest.mark.parametrize("where", [("--simulate",), ("--tpu", "t", "--zone", "z")])
-def test_a_finished_run_starts_no_host(place, calls, tmp_path, capsys, monkeypatch, steps, newest, is_finished, where):
-    monkeypatch.setattr(supervise, "newest_step", lambda run_dir: newest)
+def test_a_finished_run_starts_no_host(place, calls, monkeypatch, tmp_path, steps, newest, is_finished, where):
+    asked = []
+
+    def has_ended(run_dir, config_text, *, total_steps, steps):
+        asked.append((run_dir, "TOTAL_STEPS = 200" in config_text))
+        return newest >= min(steps or total_steps, total_steps)
+
+    monkeypatch.setattr(continuation, "has_ended", has_ended)
     run_dir = str(tmp_path) if where == ("--simulate",) else "gs://bucket/run"
     assert cli.main(["pod", "v4-8", "gin/quickstart.gin", *where, *steps, "--run-dir", run_dir]) == 0
-    said = capsys.readouterr().out
+    assert asked == [(run_dir, True)]
     assert (not calls) == is_finished
-    assert (f"nothing to train: {run_dir} has the checkpoint of step {newest}" in said) == is_finished
-    assert (f"launch/run evaluate {run_dir}" in said) == is_finished
 
 
 def test_tensorboard_of_a_run_directory_is_the_command_of_that_name(place):

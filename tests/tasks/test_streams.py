@@ -100,9 +100,9 @@ SAYS = r"the checkpoint has positions of 3 streams of data, and this run has NUM
 def test_a_position_of_other_data_is_refused(host_layouts):
     layout = host_layouts(16, 1)[0]
     state = TASK.train(layout, seed=3).state()
-    with pytest.raises(ValueError, match=r"seed: saved 3, now 4"):
+    with pytest.raises(ValueError, match=r"SEED = 4, was 3"):
         TASK.train(layout, seed=4).restore(state)
-    with pytest.raises(ValueError, match=r"rows_per_stream: saved 4, now 2"):
+    with pytest.raises(ValueError, match=r"BATCH_SIZE = 8, was 16"):
         TASK.train(host_layouts(8, 1)[0], seed=3).restore(state)
     with pytest.raises(ValueError, match="is not a data position"):
         TASK.train(layout, seed=3).restore({name: b"garbage" for name in state})

@@ -118,10 +118,7 @@ def test_a_run_before_its_last_step_is_not_done(suite):
 def test_a_directory_of_another_experiment_is_refused(suite):
     suite().run()
     changed = suite(bindings=["EVAL_INTERVAL = 3"])
-    assert (
-        "contains another experiment (EVAL_INTERVAL: 2 there, 3 now). Give another --run-root"
-        in changed.status["mine/b"]
-    )
+    assert "contains another experiment (EVAL_INTERVAL = 3, was 2). Give another --run-root" in changed.status["mine/b"]
     assert changed.run() == 1
 
 
@@ -158,8 +155,8 @@ def test_the_command_of_an_experiment(suite):
 
 
 def test_a_difference_is_named():
-    assert suites.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B: 2 there, 3 now"
-    assert suites.difference("A = 1", "A = 1\nC = 3") == "C: not set there, 3 now"
+    assert suites.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B = 3, was 2"
+    assert suites.difference("A = 1", "A = 1\nC = 3") == "C = 3, was not bound"
     assert suites.without_location("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
 
 

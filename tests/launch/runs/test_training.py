@@ -14,6 +14,7 @@ import pytest
 
 from core import metrics
 from core.checkpoints import steps
+from core.errors import UserError
 from core.health import exit_codes, failure_diagnosis
 from core.training import compilation
 from launch import environment
@@ -305,11 +306,14 @@ def test_every_start_checks_that_data_and_model_fit(launch, tmp_path, binding, m
 
 
 @pytest.mark.slow
-def test_a_finished_run_prints_its_goodput(launch, undisturbed):
+def test_a_finished_run_ends_at_once(launch, undisturbed):
     where = ["--slice", "v4-16", "--run-dir", str(undisturbed[0])]
     said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
-    assert "step 12 of 12 is already done" in said
-    assert "validation loss" in said
+    assert "nothing to train: " in said
+    assert "validation loss" not in said
+    said = launch("train", "gin/quickstart.gin", *where, *small("LENGTH = 32"), slice_name="v4-16", code=2)
+    assert "nothing would be trained: " in said
+    assert "LENGTH = 32, was 64" in said
 
 
 @pytest.mark.covers("T13", "L06")
@@ -364,11 +368,11 @@ def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
     assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1
 
 
-def test_other_data_is_reported_by_its_files_instead_of_a_hash():
+def test_a_checkpoint_of_other_data_is_refused_also_if_the_newest_one_was_damaged():
     meta = {"data": "0" * 64, "data_source": "text.files: train a.txt (1 file, 9 bytes)"}
     found = 3, None, {}, {"data": "1" * 64, "data_source": "text.files: train a.txt (1 file, 8 bytes)"}
     run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE)
-    with pytest.raises(ValueError, match="the checkpoint of step 3 was trained on other data") as error:
+    with pytest.raises(UserError, match="trained on other data") as error:
         training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda state: found))
     assert "then: text.files: train a.txt (1 file, 8 bytes)" in str(error.value)
     assert "now:  text.files: train a.txt (1 file, 9 bytes)" in str(error.value)
@@ -376,12 +380,12 @@ def test_other_data_is_reported_by_its_files_instead_of_a_hash():
 
 
 def test_a_resumed_run_keeps_in_its_metadata_what_it_was_initialized_from():
-    meta = {"data": "0", "config": "now"}
+    meta = {"data": "0", "config": "A = 1"}
     run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE)
     for then, kept in (({"init_from": "step 7 of a"}, {"init_from": "step 7 of a"}), ({}, {})):
-        found = 3, "state", {}, {"data": "0", "config": "then", **then}
+        found = 3, "state", {}, {"data": "0", "config": "A = 2", **then}
         start = training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda _, found=found: found))
-        assert start == ("state", {}, 3, kept)
+        assert start == ("state", {}, 3, kept, [("A", "2", "1")])
 
 
 @pytest.mark.slow

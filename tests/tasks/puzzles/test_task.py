@@ -77,7 +77,7 @@ def test_a_position_is_saved_once_and_continues_on_other_hosts(request, kind, ho
 def test_a_position_of_other_data_is_refused(task, write_dataset, host_layouts):
     layout = host_layouts(8, 1)[0]
     state = task.train(layout, seed=3).state()
-    with pytest.raises(ValueError, match="seed: saved 3, now 4"):
+    with pytest.raises(ValueError, match="SEED = 4, was 3"):
         task.train(layout, seed=4).restore(state)
     other = puzzles.dataset(directory=write_dataset("other", train=21), length=5, vocab_size=9)
     with pytest.raises(ValueError, match="belongs to other data"):

@@ -1,0 +1,169 @@
+"""Whether a configuration continues a run: checks and starts agree, and a start that cannot changes nothing."""
+
+import pathlib
+import re
+
+import pytest
+
+from core.checkpoints import steps
+from core.errors import UserError
+from launch.check import preflight
+from launch.config import differences, loader
+from launch.experiments import saved_run
+from launch.hosts.cluster import Host
+from launch.runs import continuation, prepared_run, training
+
+SMALL = (
+    "TASK = @synthetic.random_tokens()",
+    "NUM_STREAMS = 2",
+    "BATCH_SIZE = 4",
+    "TOTAL_STEPS = 6",
+    "WARMUP_STEPS = 1",
+    "LENGTH = 16",
+    "VOCAB_SIZE = 11",
+    "CHECKPOINT_INTERVAL = 3",
+    "EVAL_BATCHES = 0",
+    "LOG_INTERVAL = 1",
+    "PROMPT = ''",
+    "transformer.Transformer.num_layers = 1",
+    "transformer.Transformer.embed_dim = 8",
+    "transformer.Transformer.mlp_dim = 16",
+)
+FASTER = ("LEARNING_RATE = 0.25", "TOTAL_STEPS = 5")
+
+
+def loaded(*more):
+    return loader.load("gin/quickstart.gin", bindings=(*SMALL, *more), slice_name="v5e-1")
+
+
+def start(run_dir, *more, last_step=6):
+    config = loaded(*more)
+    run = prepared_run.prepare_run(
+        config.build(),
+        config_text=config.text,
+        revision="",
+        run_dir=str(run_dir),
+        last_step=last_step,
+        host=Host(0, 1, True),
+    )
+    return training.train(run)
+
+
+def checked(run_dir, *more):
+    found = preflight.check(
+        "gin/quickstart.gin", bindings=(*SMALL, *more), slice_name="v5e-1", run_dir=str(run_dir), hosts="simulated"
+    )
+    return {finding.name: finding for finding in found.findings}["checkpoint"]
+
+
+def written(run_dir):
+    """The content of every file of the run that a start writes, but its lock and compiled programs."""
+    files = sorted(path for path in pathlib.Path(run_dir).rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if not {"compiled", "lock.json", ".shared"} & set(path.parts)}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of 6 steps that ended after its third."""
+    folder = tmp_path_factory.mktemp("run")
+    start(folder, last_step=3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("NUM_STREAMS = 4",), "NUM_STREAMS = 4, was 2"),
+        (("BATCH_SIZE = 8",), "BATCH_SIZE = 8, was 4"),
+        (("LENGTH = 32",), "LENGTH = 32, was 16"),
+        (("SEED = 1",), "SEED = 1, was 0"),
+        (("VOCAB_SIZE = 12",), "the vocabulary is another one"),
+        (("TASK = @text.python_source()", "VOCAB_SIZE = 259"), "now:  text.python_source: "),
+        (
+            ("OPTIMIZER = @optimizers.lion()", "optimizers.lion.learning_rate = @optimizers.warmup_cosine()"),
+            "opt_state/",
+        ),
+    ],
+)
+def test_a_start_that_cannot_continue_changes_nothing_and_the_check_says_so(run_dir, more, says):
+    before = written(run_dir)
+    with pytest.raises(UserError, match=says):
+        start(run_dir, *more)
+    assert written(run_dir) == before
+    found = checked(run_dir, *more)
+    assert not found.ok
+    assert re.search(says, found.detail)
+
+
+def test_other_data_of_the_same_form_are_named(run_dir):
+    newest = continuation.newest(str(run_dir))
+    span = loaded().build().spans()[0]
+    then, now = newest.described.meta, {**newest.described.meta, "data": "1", "data_source": "b.txt"}
+    (problem,) = continuation.data_problems(3, then, now, span=span)
+    assert "now:  b.txt" in problem
+    assert not continuation.data_problems(3, then, now, span=span._replace(first_step=3))
+
+
+def test_a_checkpoint_without_a_record_of_the_order_is_compared_in_what_it_has(run_dir):
+    newest = continuation.newest(str(run_dir))
+    span = loaded().build().spans()[0]
+    old = {name: value for name, value in newest.described.meta.items() if name != continuation.ORDER}
+    assert continuation.data_problems(3, old, newest.described.meta, span=span) == []
+    assert continuation.data_problems(3, {**old, "seed": 4}, newest.described.meta, span=span) == ["SEED = 0, was 4"]
+
+
+def test_a_resumed_start_lists_the_settings_that_differ(run_dir, tmp_path, capsys):
+    found = checked(run_dir, *FASTER)
+    assert (found.ok, found.is_note) == (True, True)
+    for words in ("a start continues from step 3", "LEARNING_RATE = 0.25, was ", "TOTAL_STEPS = 5, was 6"):
+        assert words in found.detail
+    assert not checked(run_dir).is_note
+    start(tmp_path, last_step=3)
+    capsys.readouterr()
+    start(tmp_path, *FASTER, last_step=5)
+    said = "2 settings differ from the checkpoint of step 3:\n  LEARNING_RATE = 0.25, was "
+    assert said in capsys.readouterr().out
+    assert said.replace("\n", "\\n") in (tmp_path / "metrics.jsonl").read_text()
+    # What belongs to a step is read with the settings of that step.
+    for step, total in ((3, 6), (5, 5)):
+        assert saved_run.read_step(str(tmp_path), step=step).config.build().total_steps == total
+    assert saved_run.read_step(str(tmp_path), step=None).config.build().total_steps == 5
+
+
+def test_a_run_that_has_ended_says_so_and_is_not_taken_for_another(run_dir, capsys):
+    def ended(*more, total_steps=6, steps=3):
+        return continuation.has_ended(str(run_dir), loaded(*more).text, total_steps=total_steps, steps=steps)
+
+    for options, named in (({}, "--steps"), ({"total_steps": 3, "steps": 9}, "TOTAL_STEPS"), ({"steps": 2}, "--steps")):
+        assert ended(**options)
+        said = capsys.readouterr().out
+        for words in (f"{run_dir} has the checkpoint of step 3", f"raise {named}", f"launch/run evaluate {run_dir}"):
+            assert words in said
+    with pytest.raises(UserError, match=r"LEARNING_RATE = 0\.25, was") as error:
+        ended(*FASTER)
+    assert "another --run-dir" in str(error.value)
+    assert not ended(*FASTER, steps=4)
+    assert not continuation.has_ended(f"{run_dir}/none", "", total_steps=3, steps=None)
+
+
+def test_the_newest_checkpoint_is_the_newest_that_is_intact(tmp_path):
+    assert continuation.newest(str(tmp_path)) is None
+    start(tmp_path)
+    about = tmp_path / steps.FOLDER / "6" / steps.PART / "metadata"
+    about.write_text(about.read_text().replace('"seed": 0', '"seed": 1'))
+    assert continuation.newest(str(tmp_path)).step == 3
+    about = tmp_path / steps.FOLDER / "3" / steps.PART / "metadata"
+    about.write_text("{")
+    assert continuation.newest(str(tmp_path)) is None
+    found = checked(tmp_path)
+    assert (found.ok, found.detail) == (False, "none of 2 is intact")
+
+
+def test_differences_of_configurations():
+    before = "from tasks import text\nA = 1\nB = 'x'\ntext.files.length = %A\n"
+    after = "from tasks import text\nA = 1\nC = 0.5\ntext.files.length = 2\n"
+    told = list(map(str, differences.between(before, after)))
+    assert told == ["B is not bound, was 'x'", "C = 0.5, was not bound", "text.files.length = 2, was %A"]
+    described = "# An experiment of Python objects\n# batch_size = {}\n"
+    (one,) = differences.between(described.format(8), described.format(16))
+    assert str(one) == "batch_size = 16, was 8"
