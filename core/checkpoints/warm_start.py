@@ -119,8 +119,7 @@ def read_left_out(
     """
     require_left_out(source, described, wanted)
     assert described.left_out is not None
-    found = source.load(*_trees(wanted), progress=lambda *_: None)
-    arrays = {name: found[module][entry] for name in wanted for module, entry in (_place(name),)}
+    arrays = read_of_source(source, wanted)
     own, other = {name: described.content[name] for name in wanted}, reading.describe(arrays)
     if own != other:
         wrong = [_path_of(name) for name in own if own[name] != other[name]]
@@ -131,6 +130,12 @@ def read_left_out(
             f"{_read_from(described.left_out)}; {PUT_BACK}"
         )
     return arrays
+
+
+def read_of_source(source: ParameterSource, wanted: Mapping[str, tuple[Any, ParamSpec]]) -> dict[str, jax.Array]:
+    """Returns arrays by name, as the source has them: rounded to the dtypes of `wanted`, and not compared."""
+    found = source.load(*_trees(wanted), progress=lambda *_: None)
+    return {name: found[module][entry] for name in wanted for module, entry in (_place(name),)}
 
 
 PUT_BACK = (

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="add adapters to their matrices, instead of writing a PEFT adapter"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of the weights (default: bfloat16, of an adapter without its base float32)"
+    )
     flags.add(parser, "--gin", help="overrides one binding of the run, such as INIT_FROM if its base was moved")
 
 
@@ -79,8 +81,10 @@ def run(args: argparse.Namespace) -> int:
     inspection.require_intact_parameters(step)
     out, vocabulary = _new_folder(args.out), experiment.task.vocabulary
     read = _reader(step, experiment)
-    if model.lora is None or args.merge:
-        name, adds = published_files.CONFIG, {"torch_dtype": args.dtype, **_special_ids(vocabulary)}
+    is_whole = model.lora is None or args.merge
+    dtype = args.dtype or ("bfloat16" if is_whole else "float32")
+    if is_whole:
+        name, adds = published_files.CONFIG, {"torch_dtype": dtype, **_special_ids(vocabulary)}
         config = {**families.config(base, kind), **adds}
         sources, options = family_tensors.named_sources(base), {}
         read, program = family_tensors.merged(read, model), _shapes(base)
@@ -89,15 +93,15 @@ def run(args: argparse.Namespace) -> int:
         sources = family_tensors.adapter_sources(model)
         options = {"stem": "adapter_model", "shard_bytes": math.inf}  # PEFT reads one file
         program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in (shapes, specs))
-    limits, dtype = {"vocab": model.vocab_size}, _DTYPES[args.dtype]
-    size = published.write(out, published.tensors_of(read, *program, sources, limits=limits, dtype=dtype), **options)
+    limits, stored = {"vocab": model.vocab_size}, _DTYPES[dtype]
+    size = published.write(out, published.tensors_of(read, *program, sources, limits=limits, dtype=stored), **options)
     if isinstance(vocabulary, FolderTokenizer):
         _copy_tokenizer(vocabulary.folder, out)
     else:
         print("no tokenizer is written: the run's vocabulary is not one of a published folder")
     paths.write_text_atomically(out / name, json.dumps(config, indent=2) + "\n")  # last: it marks the end
     what = "adapter of " * (name != published_files.CONFIG) + kind
-    print(f"{out}: {what}, {units.size(size)} of {args.dtype}, from step {step.name} of {run_dir}")
+    print(f"{out}: {what}, {units.size(size)} of {dtype}, from step {step.name} of {run_dir}")
     if args.push:
         print(f"uploaded to {published_files.push(out, args.push)}")
     return 0
@@ -132,8 +136,9 @@ def _shapes(model: Any) -> tuple[Any, Any]:
 def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | None], np.ndarray]:
     """Returns a function that reads a parameter, or one layer of it, from a checkpoint.
 
-    Parameters that the checkpoint leaves out are read from their source, all of them once at the start: another source
-    is refused before anything is written.
+    Parameters that the checkpoint leaves out are read from their source, in the precision that they have there, which
+    may be higher than that of the run. All of them are first compared with the run's, so that another source is an
+    error before anything is written.
     """
     arrays, described = Arrays(step), steps.read(step)
 
@@ -151,11 +156,12 @@ def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | No
 
     @functools.lru_cache(maxsize=3)  # as many parameters as may be parts of one tensor
     def read_again(name: str) -> np.ndarray:
-        shape = shapes[name].update(sharding=cpu, dtype=described.kinds[name].partition("[")[0])
-        return np.asarray(warm_start.read_left_out(source, described, {name: (shape, specs[name])})[name])
+        wanted = shapes[name].update(sharding=cpu, dtype=np.float32), specs[name]
+        return np.asarray(warm_start.read_of_source(source, {name: wanted})[name])
 
     for name in left_out.arrays:
-        read_again(name)
+        in_run = shapes[name].update(sharding=cpu, dtype=described.kinds[name].partition("[")[0])
+        warm_start.read_left_out(source, described, {name: (in_run, specs[name])})
     return read
 
 

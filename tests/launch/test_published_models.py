@@ -9,13 +9,13 @@ import shutil
 import types
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-from core import published_files
+from core import logical, parameters, published_files
+from core.batches import batch_shapes
 from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
@@ -30,6 +30,7 @@ from launch.hosts.cluster import Host
 from launch.runs import prepared_run, training, warm_start
 from models import pretrained
 from parallel.sampling import Sampling
+from tasks import streams
 from tasks.code import humaneval
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -493,8 +494,10 @@ def test_bindings_of_an_export_that_make_another_model_are_refused(adapted, tmp_
 @pytest.mark.covers("N07")
 def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(adapted, tmp_path, capsys):
     base, run, _ = adapted
-    for words, out in (((), "adapter"), (("--merge",), "merged")):
-        assert run_command("export", run, "--out", tmp_path / out, "--dtype", "float32", *words) == 0
+    for words, out in (((), "adapter"), (("--merge", "--dtype", "float32"), "merged"), (("--merge",), "smaller")):
+        assert run_command("export", run, "--out", tmp_path / out, *words) == 0
+    assert {a.dtype.name for a in load_file(tmp_path / "smaller/model.safetensors").values()} == {"bfloat16"}
+    assert {a.dtype.name for a in load_file(tmp_path / "adapter/adapter_model.safetensors").values()} == {"float32"}
     adapter, merged, original = (
         load_file(f)
         for f in (
@@ -505,10 +508,10 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(adapted, 
     )
     name = "model.layers.0.self_attn.q_proj"
     a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-    as_stored = {key: value.astype(ml_dtypes.bfloat16).astype(np.float32) for key, value in original.items()}
-    np.testing.assert_allclose(merged[f"{name}.weight"], as_stored[f"{name}.weight"] + 2.0 * b @ a, atol=1e-6)
-    same = [key for key in as_stored if np.array_equal(merged[key], as_stored[key])]
-    assert sorted(set(as_stored) - set(same)) == sorted(key for key in as_stored if key.endswith("q_proj.weight"))
+    # The run stored its base in bfloat16; the folder has it in float32, as PEFT reads it.
+    np.testing.assert_allclose(merged[f"{name}.weight"], original[f"{name}.weight"] + 2.0 * b @ a, atol=1e-7)
+    same = [key for key in original if np.array_equal(merged[key], original[key])]
+    assert sorted(set(original) - set(same)) == sorted(key for key in original if key.endswith("q_proj.weight"))
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (settings["r"], settings["target_modules"]) == (8, ["o_proj", "q_proj"])
     assert settings["base_model_name_or_path"] == str(base)
@@ -519,6 +522,20 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(adapted, 
     (run / "config.gin").write_text(text)
     assert code == 2
     assert "which PEFT cannot load: give --merge" in capsys.readouterr().err
+
+
+@pytest.mark.covers("N07")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_base_of_adapters_is_stored_in_the_dtype_of_frozen_parameters(dtype, tmp_path):
+    shutil.copy(FAMILY / "config.json", tmp_path)
+    (tmp_path / "a.txt").write_text("w5 w6")
+    told = [*bindings(tmp_path, tmp_path), "include 'gin/models/lora.gin'", f"FROZEN_DTYPE = '{dtype}'"]
+    write_tokenizer(tmp_path, WORDS)
+    model = loader.load("gin/finetune.gin", bindings=told, slice_name="v4-16").build().model
+    shapes, _ = logical.abstract_init(model.init, jax.random.key(0), batch_shapes(streams.batch_spec(1, length=8)))
+    found = {parameters.path_name(path): leaf.dtype.name for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+    assert {kind for path, kind in found.items() if "_lora_" not in path} == {dtype}
+    assert {kind for path, kind in found.items() if "_lora_" in path} == {"float32"}
 
 
 def test_a_run_without_adapters_has_nothing_to_merge(run_dir, tmp_path, capsys):
