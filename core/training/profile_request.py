@@ -12,6 +12,7 @@ from typing import Any
 
 from core import foreign_json, paths, units
 from core.errors import UserError
+from core.training import run_lock
 from core.training.profiling import ANSWER_NAME, REQUEST_NAME
 
 TAKEN_SECONDS = 60.0
@@ -40,6 +41,8 @@ def request(
     folder = paths.resolve(run_dir)
     if not (folder / "config.gin").exists():
         raise UserError(f"{folder} is not a run directory: it has no config.gin (written when training starts)")
+    if not (folder / run_lock.FILE).exists():
+        raise UserError(f"no run is training in {folder}; launch/run profile {run_dir} prints the profiles that it has")
     name = uuid.uuid4().hex
     paths.write_text_atomically(folder / REQUEST_NAME, json.dumps({"id": name, unit: length}) + "\n")
     plan = None

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     if args.push:
         published_files.check_name(args.push)
+    out = _free_folder(args.out)
     step = steps.find(args.run)
     run_dir = str(step.parent.parent)
     experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build()
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     base = dataclasses.replace(model, lora=None)
     kind = families.family(base)
     inspection.require_intact_parameters(step)
-    out, vocabulary = _new_folder(args.out), experiment.task.vocabulary
+    paths.require_writable(out)
+    vocabulary = experiment.task.vocabulary
     read = _reader(step, experiment)
     is_whole = model.lora is None or args.merge
     dtype = args.dtype or ("bfloat16" if is_whole else "float32")
@@ -118,13 +120,14 @@ def _base(step: paths.Path, experiment: Experiment) -> str:
     return left_out.source if is_of_hub else experiment.init_from
 
 
-def _new_folder(text: str) -> paths.Path:
+def _free_folder(text: str) -> paths.Path:
+    """Returns the folder to write, which is created later. Raises UserError if it has files or cannot be written."""
     out = paths.resolve(text)
     if paths.is_remote(out):
         raise UserError(f"--out {text}: expected a local folder; copy it to the bucket afterwards")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {text}: the folder is not empty; give a new one")
-    return paths.require_writable(out)
+    return paths.check_writable(out)
 
 
 def _shapes(model: Any) -> tuple[Any, Any]:

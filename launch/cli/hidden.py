@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 
-from core import units
+from core import paths, units
 from core.checkpoints import reading
 from core.errors import UserError
 from core.types import Params
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads the base and writes the states of every split."""
     limits = _limits(args.rows)
+    paths.check_writable(args.out)
     loaded_model.choose_devices(None, is_simulated=False)
     experiment = loader.load(args.experiment, bindings=args.gin).build()
     model, task = _parts(experiment)

@@ -151,8 +151,13 @@ def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
     """Returns the gin statements of a choice: an include of a gin file, or statements separated by semicolons.
 
     Raises:
-      UserError: there is no such gin file; names the `flag` that it was given to.
+      UserError: there is no such gin file, or it is neither; names the `flag` that it was given to.
     """
+    if "=" not in choice and not choice.endswith(".gin"):
+        raise UserError(
+            f"{flag} {choice}: expected a gin file, such as gin/strategies/fsdp.gin, or bindings of STRATEGY, such as "
+            '"STRATEGY = @strategies.fsdp()"'
+        )
     if not choice.endswith(".gin"):
         return [part.strip() for part in choice.split(";")]
     if not sources.find(choice, folders=(sources.WORKSPACE, Path.cwd())):

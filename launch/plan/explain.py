@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.errors import UserError
 from core.slices import GIB
 from launch import terminal
 from launch.plan import compiled_report, search
@@ -33,11 +32,6 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
     Raises:
       UserError: no such file, a mistake in the configuration, a layout that the slice cannot have.
     """
-    if "=" not in choice and not choice.endswith(".gin"):
-        raise UserError(
-            f"--explain {choice}: expected a gin file, such as gin/strategies/fsdp.gin, or bindings of STRATEGY, "
-            'such as "STRATEGY = @strategies.fsdp()"'
-        )
     chosen = compiled_report.bindings_of(choice, flag="--explain")
     question = search.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
     bound = question.experiment.bind(compiled.devices_of(question.slice))

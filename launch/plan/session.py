@@ -17,7 +17,7 @@ from launch.config import loader
 from launch.plan import compiling, explain, generation_report, ranking, search
 from launch.plan.compiling import Job
 from launch.plan.search import Option, Question
-from parallel.planning import arithmetic, calibration, records, selection
+from parallel.planning import arithmetic, calibration, candidates, records, selection
 from parallel.planning.candidate_metrics import CandidateMetrics
 from parallel.planning.records import Record, Store
 
@@ -310,6 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plans, explains one layout, or predicts the cost of generation."""
     slices.require_tpu(args.slice, what="plans")
+    candidates.require_known(args.only)
     given = [f"--{name}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]
     for name, taken in _TAKEN.items():
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):

@@ -117,12 +117,8 @@ def layouts(
     Raises:
       UserError: a name that is not a strategy.
     """
-    known = {name: parameters for name in strategies.__all__ if (parameters := _parameters(name)) is not None}
-    for name in only:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise UserError(f"--only {name}: no such strategy; expected some of {', '.join(sorted(known))}{hint}")
+    require_known(only)
+    known = _known()
     found: dict[Any, Layout] = {}
     for name in only or sorted(known, key=lambda name: len(known[name])):  # of equal layouts the simplest is kept
         for degrees in _degrees(known[name], slice):
@@ -133,6 +129,21 @@ def layouts(
                     continue
                 found.setdefault(_what_it_is(layout.strategy(), slice), layout)
     return list(found.values())
+
+
+def require_known(only: Sequence[str]) -> None:
+    """Raises UserError if one of these names is not a strategy that a plan can try."""
+    known = _known()
+    for name in only:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"--only {name}: no such strategy; expected some of {', '.join(sorted(known))}{hint}")
+
+
+def _known() -> dict[str, dict[str, int | None]]:
+    """Returns the degrees of each strategy that a plan can try, by name."""
+    return {name: degrees for name in strategies.__all__ if (degrees := _parameters(name)) is not None}
 
 
 def _has_ring(name: str) -> bool:

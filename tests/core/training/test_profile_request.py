@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from core.training import profile_request as request
+from core.training import run_lock
 from launch import __main__ as cli
 from launch.environment import WORKSPACE as ROOT
 
@@ -16,9 +17,12 @@ def test_a_request_that_no_run_accepts_is_withdrawn(tmp_path):
     with pytest.raises(ValueError, match=r"is not a run directory: it has no config\.gin"):
         request.request(str(tmp_path), steps=1)
     (tmp_path / "config.gin").touch()
+    with pytest.raises(ValueError, match="no run is training in"):  # at once
+        request.request(str(tmp_path), seconds=5.0)
+    (tmp_path / run_lock.FILE).touch()
     with pytest.raises(ValueError, match=r"no run accepted the request within 0.2 s: is the run of .* training now"):
         request.request(str(tmp_path), seconds=5.0, taken_seconds=0.2)
-    assert [file.name for file in tmp_path.iterdir()] == ["config.gin"]
+    assert {file.name for file in tmp_path.iterdir()} == {"config.gin", run_lock.FILE}
     with pytest.raises(ValueError, match="either --seconds S or --steps N"):
         request.request(str(tmp_path))
 
@@ -36,6 +40,7 @@ def test_a_length_of_zero_or_less_is_refused(tmp_path, capsys, flag, length):
 
 def test_the_request_is_written_as_json(tmp_path, monkeypatch):
     (tmp_path / "config.gin").touch()
+    (tmp_path / run_lock.FILE).touch()
     seen = []
 
     def nobody(folder, name, states, *, within_seconds):
@@ -68,6 +73,7 @@ for step in range(100_000):
 def test_a_run_in_a_bucket_is_reached_through_the_bucket(bucket, launch_command):
     """The run's side, without training, and the command, as two processes that share only the bucket."""
     bucket.write("gs://bucket/run/config.gin", b"")
+    bucket.write(f"gs://bucket/run/{run_lock.FILE}", b"")
     command, environment = launch_command("pod", "profile", "gs://bucket/run", "--steps", "2")
     environment |= bucket.environment | {"PYTHONPATH": str(ROOT)}
     run = subprocess.Popen([sys.executable, "-c", LOOP], env=environment, stdout=subprocess.PIPE, text=True)
