@@ -7,7 +7,7 @@ derived from the axes of its fields, so a task may have fields of any rank besid
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -55,6 +55,13 @@ class Field:
     def size(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
+
+
+class KnowsShare(Protocol):
+    """Batches, or a stream of them, that know which share of finite data was read."""
+
+    def share(self) -> float | None:
+        """Returns about which share of the data was returned, 0 to 1; None if it is not known."""
 
 
 BatchSpec = Mapping[str, Field]  # of a global batch

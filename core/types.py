@@ -377,6 +377,15 @@ class FramesTexts(Protocol):
         """Returns the ids that end a text."""
 
 
+class EndsEvaluation(Protocol):
+    """A task whose evaluation scores each example of finite data once; `evaluation_ends` is True.
+
+    Enables: `launch/run evaluate --num-examples all`, and the share of the data that was scored.
+    """
+
+    evaluation_ends: bool
+
+
 class CountsTokens(Protocol):
     """A task that may know the size of its training data.
 
@@ -390,7 +399,7 @@ class CountsTokens(Protocol):
 class SizesEvaluation(Protocol):
     """A task with a finite evaluation.
 
-    Enables: `launch/run evaluate --rows all`, and exactly `--rows N` rows.
+    Enables: `launch/run evaluate --num-examples all`, and exactly N examples with `--num-examples N`.
     """
 
     def evaluating(self, rows: int | None) -> Task:

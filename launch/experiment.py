@@ -119,7 +119,7 @@ class Experiment:
       max_epochs: the run is refused if it would read its training data more often, where the size is known.
       seed: seed of parameters, data order and random bits.
       log_interval, eval_interval, checkpoint_interval: in steps.
-      eval_batches: validation batches per evaluation; 0: no evaluation.
+      eval_batches: the most validation batches per evaluation; 0: no evaluation.
       keep_checkpoints: number of latest checkpoints to keep.
       params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
         0: none.

@@ -12,7 +12,7 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from core import paths, versions
 from core.checkpoints import steps
@@ -115,11 +115,11 @@ class Trainer:
             prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.time())
             return train.train_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
 
-    def evaluate(self, *, rows: int | None = None, step: int | None = None) -> dict[str, float]:
+    def evaluate(self, *, rows: int | Literal["all"] | None = None, step: int | None = None) -> dict[str, float]:
         """Computes the mean metrics of a checkpoint on held-out rows, and writes them to the run directory.
 
         Args:
-          rows: number of held-out rows; None: those of the run's own evaluations.
+          rows: number of held-out rows, or all; None: those of the run's own evaluations.
           step: the checkpoint; None: the newest.
 
         Returns:
@@ -129,7 +129,7 @@ class Trainer:
           UserError: there is no such checkpoint, or it does not fit.
         """
         for name, value in (("rows", rows), ("step", step)):
-            if value is not None:
+            if value is not None and (name, value) != ("rows", "all"):
                 check_integer(value, where=name, least=1)
         steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
         built = self._on_devices().spans()[-1].experiment

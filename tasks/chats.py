@@ -124,7 +124,8 @@ class ChatFiles:
                 files, first=functools.partial(documents.first_lines, read_chat), where=f"text.chats.{name}"
             )
         if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
-            found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < self.num_streams]
+            least = {"train": self.num_streams, "validation": 1}  # validation is read as one stream
+            found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < least[split]]
         return found
 
     def first_conversation(self) -> Chat | None:
@@ -135,6 +136,8 @@ class ChatFiles:
         return next((chat for chat in found if chat.messages), None)
 
     def _too_few(self, split: str) -> str:
+        if split == "validation":
+            return f"{self.describe()}: no conversation for validation; add conversations, or set VALIDATION_DATA"
         counted = units.counted(len(self._splits[split]), "conversation")
         return (
             f"{self.describe()}: {counted} for {split} and {units.counted(self.num_streams, 'stream')}; set "
@@ -165,6 +168,7 @@ class ChatStream(packing.PackedStream):
         self._lines = corpus.lines(spec.split)[spec.index :: spec.num_streams]
         if not self._lines:
             raise UserError(dataclasses.replace(corpus, num_streams=spec.num_streams)._too_few(spec.split))
+        self._has_answers = False
         self._epoch = self._next = 0  # _next: place in the order of this epoch
 
     def _position(self) -> dict[str, int]:
@@ -173,22 +177,34 @@ class ChatStream(packing.PackedStream):
     def _move(self, position: Mapping[str, int]) -> None:
         self._epoch, self._next = position["epoch"], position["next"]
 
+    def _source_share(self) -> float:
+        return self._next / len(self._lines)
+
     def _next_window(self) -> list[packing.Segment]:
         """See `PackedStream`. Raises UserError if no conversation has an answer within the first T tokens."""
         segments: list[packing.Segment] = []
         size = since = 0
-        while size < WINDOW_ROWS * self._spec.length:
+        while size < WINDOW_ROWS * self._spec.length and not self._is_through():
             found = self._next_segment()
             since = 0 if found else since + 1
             if since == 2 * len(self._lines) - 1:  # a whole epoch, whatever the orders of it and of the one before
-                raise UserError(
-                    f"text.chats: none of {units.counted(len(self._lines), 'conversation')} has an answer within "
-                    f"its first {self._spec.length} tokens; set LENGTH higher"
-                )
+                raise self._no_answers()
             if found:
                 segments.append(found)
                 size += len(found.targets)
+                self._has_answers = True
+        if not self._has_answers:
+            raise self._no_answers()
         return segments
+
+    def _is_through(self) -> bool:
+        return self._spec.once and self._next == len(self._lines)
+
+    def _no_answers(self) -> UserError:
+        return UserError(
+            f"text.chats: none of {units.counted(len(self._lines), 'conversation')} has an answer within "
+            f"its first {self._spec.length} tokens; set LENGTH higher"
+        )
 
     def _next_segment(self) -> packing.Segment | None:
         """Returns the next conversation; None if no token of an answer is left of it."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from core.errors import UserError
+from core.types import can
 from tasks import packing, permutation
 from tasks.documents import StreamSpec
 from tasks.ids import Vocabulary, lowest_id, with_bos, with_eos
@@ -34,6 +35,13 @@ class Reader(Protocol):
 
     def __next__(self) -> bytes:
         """Returns the next document as UTF-8; empty if it is blank. Raises StopIteration at the end."""
+
+
+class MeasuresProgress(Protocol):
+    """A `Reader` that knows how much of its part it has read."""
+
+    def fraction(self) -> float:
+        """Returns the share that was read, 0 to 1."""
 
 
 class Part(Protocol):
@@ -110,7 +118,7 @@ def _texts(part: Part) -> Iterator[bytes]:
 
 
 class Chunks(Protocol):
-    """The chunks of a source that belong to one stream, endlessly."""
+    """The chunks of a source that belong to one stream: endlessly, or once (`StreamSpec.once`)."""
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next chunk, as JSON."""
@@ -118,8 +126,11 @@ class Chunks(Protocol):
     def move(self, position: Mapping[str, Any]) -> None:
         """Moves to a position."""
 
-    def take(self, most: int) -> np.ndarray:
-        """Returns the next chunk, int32[<=most]; `most` is T, or what is left of a row."""
+    def share(self) -> float:
+        """Returns about which share of the source was read, 0 to 1."""
+
+    def take(self, most: int) -> np.ndarray | None:
+        """Returns the next chunk, int32[<=most], or None at the end; `most` is T, or what is left of a row."""
 
 
 class DocumentStream(packing.PackedStream):
@@ -140,6 +151,9 @@ class DocumentStream(packing.PackedStream):
         self._window = position["window"]
         self._chunks.move(position["source"])
 
+    def _source_share(self) -> float:
+        return self._chunks.share()
+
     def _next_window(self) -> list[packing.Segment]:
         """See `PackedStream`. The order depends on the seed, the stream and the number of the window alone."""
         spec = self._spec
@@ -148,6 +162,8 @@ class DocumentStream(packing.PackedStream):
         taken = 0
         while taken < wanted:
             chunk = self._chunks.take(spec.length - taken % spec.length if self._concatenates else spec.length)
+            if chunk is None:
+                break
             segments.append(packing.text_segment(chunk, bos_id=spec.vocabulary.bos_id))
             taken += len(chunk)
         self._window += 1
@@ -158,7 +174,7 @@ class DocumentStream(packing.PackedStream):
 
 
 class _Chunks:
-    """Reads the chunks of one source that belong to one stream, endlessly; each has at most T ids."""
+    """Reads the chunks of one source that belong to one stream; each has at most T ids."""
 
     def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
         self._source, self._spec = source, spec
@@ -182,7 +198,12 @@ class _Chunks:
             self._read_document()
             self._taken = position["taken"]
 
-    def take(self, most: int) -> np.ndarray:
+    def share(self) -> float:
+        """See `Chunks`. Parts count alike, whatever their sizes."""
+        begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
+        return min(1.0, (self._part + begun) / len(self._parts))
+
+    def take(self, most: int) -> np.ndarray | None:
         """See `Chunks`."""
         assert most == self._spec.length, "text that is not tokenized yet is packed"
         while True:
@@ -192,22 +213,34 @@ class _Chunks:
                 if not self._deals_chunks or self._is_ours(number):
                     return chunk
             self._seen += self._size
-            self._read_document()
+            if not self._read_document():
+                return None
 
     def _is_ours(self, number: int) -> bool:
         return not self._is_shared or number % self._spec.num_streams == self._spec.index
 
-    def _read_document(self) -> None:
-        """Reads the next document that is not blank; leaves out its ids if all of it belongs to another stream."""
+    def _read_document(self) -> bool:
+        """Reads the next document that is not blank; leaves out its ids if all of it belongs to another stream.
+
+        Returns:
+          False at the end of a stream that reads its documents once.
+        """
         text = self._next_text()
-        self._taken = 0
+        self._taken, self._document, self._size = 0, [], 0
+        if text is None:
+            return False
         self._document = self._chunks(text) if self._deals_chunks or self._is_ours(self._seen) else []
         self._size = len(self._document) if self._deals_chunks else 1
+        return True
 
-    def _next_text(self) -> str:
-        """Raises UserError if a document is invalid, or the parts of this stream have none."""
+    def _next_text(self) -> str | None:
+        """Returns the next document, or None at the end of a stream that reads them once.
+
+        Raises:
+          UserError: a document is invalid, or the parts of this stream have none.
+        """
         ended = 0
-        while ended <= len(self._parts) or self._finds_text():
+        while not self._is_through() and (ended <= len(self._parts) or self._finds_text()):
             if self._reader is None:
                 self._reader = self._parts[self._number()].open(self._offset)
             self._offset = self._reader.offset()
@@ -218,10 +251,15 @@ class _Chunks:
                 self._part, self._offset, self._reader = self._part + 1, None, None
                 ended += 1
         spec = self._spec
+        if spec.once and self._seen:
+            return None
         raise UserError(
             f"{self._source.describe()}: the {spec.split} split has no document for stream {spec.index} of "
             f"{spec.num_streams}; use more text, a separate validation file, or a lower NUM_STREAMS"
         )
+
+    def _is_through(self) -> bool:
+        return self._spec.once and self._part >= len(self._parts)
 
     def _finds_text(self) -> bool:
         """Returns whether a later epoch can give this stream a document: if the order is new, that of any part."""

@@ -145,6 +145,7 @@ class StreamSpec(NamedTuple):
       length: T, tokens per row.
       seed: shuffles the documents; None reads them in order.
       vocabulary: converts text to ids; None if only texts are read.
+      once: whether the stream ends when it has read every document once; otherwise it is endless.
     """
 
     split: str
@@ -154,6 +155,7 @@ class StreamSpec(NamedTuple):
     length: int
     seed: int | None
     vocabulary: Vocabulary | None
+    once: bool = False
 
 
 class Corpus(Protocol):

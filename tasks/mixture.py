@@ -62,14 +62,33 @@ class MixtureStream:
     def __init__(self, streams: Sequence[packing.PackedStream], weights: Sequence[float], spec: StreamSpec) -> None:
         self._streams, self._weights, self._spec = streams, tuple(map(Fraction, weights)), spec
         self._batch = 0
+        self._left, self._row = list(range(len(streams))), 0  # of a stream that reads every source once
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """See `streams.Stream`."""
+        if self._spec.once:
+            return self._next_once()
         spec = self._spec
         first = (self._batch * spec.num_streams + spec.index) * spec.rows
         self._batch += 1
         chosen = [source_of(row, self._weights) for row in range(first, first + spec.rows)]
-        return packing.batch([self._streams[source].next_row() for source in chosen], length=spec.length)
+        rows = [row for source in chosen if (row := self._streams[source].next_row())]
+        return packing.batch(rows, length=spec.length)
+
+    def _next_once(self) -> Mapping[str, np.ndarray]:
+        """Returns the next rows of a stream that reads every source once; sources that are through are left out."""
+        rows: list[packing.Row] = []
+        while len(rows) < self._spec.rows and self._left:
+            place = source_of(self._row, tuple(self._weights[source] for source in self._left))
+            if row := self._streams[self._left[place]].next_row():
+                rows.append(row)
+                self._row += 1
+            else:
+                self._left.pop(place)
+                self._row = 0
+        if not rows:
+            raise StopIteration
+        return packing.batch(rows, length=self._spec.length)
 
     def state(self) -> bytes:
         """See `streams.Stream`."""

@@ -87,6 +87,8 @@ def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
 class PackedStream:
     """`streams.Stream` that reads segments in windows and packs one window at a time.
 
+    A stream that reads its documents once ends with StopIteration; its last element has the rows that are left.
+
     The rows of a window are in an order that does not depend on their contents. A position is that of the window and a
     row number, so resuming reads one window again. Subclasses define the methods that raise NotImplementedError here.
     """
@@ -99,10 +101,16 @@ class PackedStream:
         self._rows: list[Row] = []
         self._start: dict[str, Any] = {}  # position of the window of these rows
         self._row = 0  # of the next one of them
+        self._rows_before = 0  # rows of earlier windows
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """See `streams.Stream`."""
-        return batch([self.next_row() for _ in range(self._spec.rows)], length=self._spec.length)
+        rows = []
+        while len(rows) < self._spec.rows and (row := self.next_row()):
+            rows.append(row)
+        if not rows:
+            raise StopIteration
+        return batch(rows, length=self._spec.length)
 
     def state(self) -> bytes:
         """See `streams.Stream`."""
@@ -112,10 +120,12 @@ class PackedStream:
         """See `streams.Stream`."""
         self.move(read_position(state, **self.KINDS, row=int))
 
-    def next_row(self) -> Row:
-        """Returns the segments of the next row."""
+    def next_row(self) -> Row | None:
+        """Returns the segments of the next row; None at the end of a stream that reads its documents once."""
         while self._row == len(self._rows):
             self._read_window()
+            if not self._rows and self._spec.once:
+                return None
         self._row += 1
         return self._rows[self._row - 1]
 
@@ -134,7 +144,13 @@ class PackedStream:
             self._read_window()
             self._row = position["row"]
 
+    def share(self) -> float:
+        """Returns about which share of its source the rows are that were returned, if it was read from its start."""
+        returned, read = self._rows_before + self._row, self._rows_before + len(self._rows)
+        return self._source_share() * returned / max(read, 1)
+
     def _read_window(self) -> None:
+        self._rows_before += len(self._rows)
         self._start = self._position()
         rows = self._arrange(self._next_window(), length=self._spec.length)
         self._rows = [rows[place] for place in permutation.permuted(range(len(rows)), len(rows), key=())]
@@ -148,6 +164,10 @@ class PackedStream:
         """Moves to the position of a window."""
         raise NotImplementedError
 
+    def _source_share(self) -> float:
+        """Returns the share of the source that was read, 0 to 1."""
+        raise NotImplementedError
+
     def _next_window(self) -> list[Segment]:
-        """Reads the segments of the next window."""
+        """Reads the segments of the next window; none at the end of a stream that reads its documents once."""
         raise NotImplementedError

@@ -202,13 +202,18 @@ class SeqioStream:
     def __init__(self, corpus: SeqioCorpus, spec: StreamSpec) -> None:
         self._tf = tensorflow()
         self._where = f"{corpus.describe()}, {spec.split} stream {spec.index} of {spec.num_streams}"
+        self._once, self._has_read = spec.once, False
         self._iterator = iter(rows(corpus, spec))
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         """See `streams.Stream`. Raises UserError if the task fails, or has no example for this stream."""
         try:
-            return batch_of(next(self._iterator))
+            found = batch_of(next(self._iterator))
+            self._has_read = True
+            return found
         except StopIteration:
+            if self._once and self._has_read:
+                raise
             raise UserError(f"{self._where}: no example; use more examples, or a lower NUM_STREAMS") from None
         except self._tf.errors.OpError as error:
             raise UserError(f"{self._where}: {error.message.strip().splitlines()[0]}") from error
@@ -254,7 +259,7 @@ def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
             split=spec.split,
             shuffle=spec.seed is not None,
             seed=spec.seed,
-            num_epochs=None,
+            num_epochs=1 if spec.once else None,
             shard_info=seqio.ShardInfo(spec.index, spec.num_streams),
             try_in_mem_cache=False,  # a cache would be saved with the position
         )

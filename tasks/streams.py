@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from core import foreign_json, units
-from core.batches import BatchSpec, Field, row_length
+from core.batches import BatchSpec, Field, KnowsShare, row_length
 from core.errors import UserError
-from core.types import DataLayout
+from core.types import DataLayout, can
 
 BATCH_DTYPES = {
     "inputs": np.int32,
@@ -143,6 +143,55 @@ class StreamBatches:
             )
         for index, stream in self._streams.items():
             stream.restore(_unseal(state[stream_name(index)], self._identity))
+
+
+class PassBatches:
+    """Implements `core.types.Batches`: reads a split once, as one stream, and ends.
+
+    Row r of the split is row r % B of batch r // B, on any number of hosts: each of them reads all rows and keeps its
+    own. The rest of the last batch is zeros, which have weight 0 and segment 0.
+    """
+
+    def __init__(self, layout: DataLayout, *, spec: BatchSpec, stream: Stream) -> None:
+        """Takes the layout of this host, the fields of the global batch, and a stream of one row per element."""
+        _check_layout(layout)
+        self._layout, self._spec, self._stream = layout, spec, stream
+
+    @property
+    def spec(self) -> BatchSpec:
+        """See `core.types.Batches`."""
+        return self._spec
+
+    def __iter__(self) -> PassBatches:
+        return self
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """See `core.types.Batches`."""
+        places = {row: place for place, row in enumerate(self._layout.rows)}
+        batch = {key: np.zeros((len(places), *whole.shape[1:]), whole.dtype) for key, whole in self._spec.items()}
+        for row in range(self._layout.batch_size):
+            try:
+                found = next(self._stream)
+            except StopIteration:
+                if row == 0:
+                    raise
+                break
+            if row in places:
+                for key, values in batch.items():
+                    values[places[row]] = found[key][0]
+        return batch
+
+    def share(self) -> float | None:
+        """See `core.batches.KnowsShare`."""
+        return self._stream.share() if can(self._stream, KnowsShare) else None
+
+    def state(self) -> Mapping[str, bytes]:
+        """See `core.types.Batches`. Empty: a pass is not resumed."""
+        return {}
+
+    def restore(self, state: Mapping[str, bytes]) -> None:
+        """See `core.types.Batches`."""
+        assert not state, "a pass over a split begins at its start"
 
 
 def read_position(state: bytes, **kinds: type) -> dict[str, Any]:

@@ -10,7 +10,7 @@ T: tokens per row. S: number of streams.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from core import units
 from core.batches import BatchSpec
@@ -35,12 +35,14 @@ class TextTask:
       vocabulary: converts text to ids.
       length: T, tokens per row.
       num_streams: S, number of data streams; must divide the batch size. Another number gives another order of data.
+      evaluation_ends: see `core.types.EndsEvaluation`.
     """
 
     corpus: Corpus
     vocabulary: Vocabulary
     length: int
     num_streams: int
+    evaluation_ends: ClassVar[bool] = True
 
     def spec(self, batch_size: int) -> BatchSpec:
         """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
@@ -61,15 +63,18 @@ class TextTask:
         Raises:
           UserError: the data cannot be opened, or the streams do not divide the batch.
         """
-        return self._batches(layout, "train", seed)
+        return self._batches(layout, seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns an endless iterator over the validation split, unshuffled: the same batches at every call.
+        """Returns one pass over the validation split, unshuffled: the same batches at every call.
+
+        Its rows do not depend on the streams, the batch size or the hosts: the split is read as one stream.
 
         Raises:
           UserError: as `train`.
         """
-        return self._batches(layout, "validation", None)
+        spec = StreamSpec("validation", 0, 1, 1, self.length, None, self.vocabulary, once=True)
+        return streams.PassBatches(layout, spec=self.spec(layout.batch_size), stream=self.corpus.open_stream(spec))
 
     def problems(self) -> list[str]:
         """Returns the problems that can be found without opening the data, each with its fix."""
@@ -107,9 +112,9 @@ class TextTask:
         """Returns a hash, equal on all hosts that read the same documents; lists the files of the source."""
         return self.corpus.fingerprint()
 
-    def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
+    def _batches(self, layout: DataLayout, seed: int) -> Batches:
         def open_stream(index: int, rows: int) -> streams.Stream:
-            spec = StreamSpec(split, index, self.num_streams, rows, self.length, seed, self.vocabulary)
+            spec = StreamSpec("train", index, self.num_streams, rows, self.length, seed, self.vocabulary)
             return self.corpus.open_stream(spec)
 
         source, vocabulary = self.corpus.fingerprint(), self.vocabulary.hash
@@ -118,7 +123,7 @@ class TextTask:
             spec=self.spec(layout.batch_size),
             num_streams=self.num_streams,
             open_stream=open_stream,
-            identity={"source": source, "vocabulary": vocabulary, "split": split, "seed": seed, "packing": 2},
+            identity={"source": source, "vocabulary": vocabulary, "split": "train", "seed": seed, "packing": 2},
         )
 
 

@@ -66,7 +66,8 @@ class _Stream(io.BufferedReader):
 
     def fraction(self) -> float:
         """Returns the share of the file that was read, 0 to 1."""
-        return self._file.tell() / max(self._size, 1)
+        at = self.tell() if self.raw is self._file else self._file.tell()  # a decompressor reads ahead
+        return at / max(self._size, 1)
 
 
 @contextlib.contextmanager

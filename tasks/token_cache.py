@@ -252,11 +252,17 @@ class _Documents:
         self._skipped = self._id  # ids of the first document that are read again to check it, and not returned
         self._crc = 0  # of this document so far
 
-    def take(self, most: int) -> np.ndarray:
+    def share(self) -> float:
+        """See `Chunks`."""
+        return min(1.0, self._number * self._spec.num_streams / self._split.documents)
+
+    def take(self, most: int) -> np.ndarray | None:
         """See `Chunks`. Raises UserError if the cache cannot be read, or differs from what was written."""
         taken: list[np.ndarray] = []
         while most:
-            piece, ids = self._piece or self._next_piece()
+            if (found := self._piece or self._next_piece()) is None:
+                return None  # after a whole document
+            piece, ids = found
             taken.append(ids[:most])
             self._piece = (piece, ids[most:]) if len(ids) > most else None
             most -= len(taken[-1])
@@ -266,9 +272,9 @@ class _Documents:
                 break
         return np.concatenate(taken).astype(np.int32)
 
-    def _next_piece(self) -> tuple[_Piece, np.ndarray]:
-        while True:
-            piece, ids = self._verified_piece()
+    def _next_piece(self) -> tuple[_Piece, np.ndarray] | None:
+        while (found := self._verified_piece()) is not None:
+            piece, ids = found
             skipped = min(self._skipped, len(ids))
             self._skipped -= skipped
             if skipped < len(ids):
@@ -278,12 +284,15 @@ class _Documents:
                     f"the token cache {self._cache.path!r}: the saved position is after id {self._id} of document "
                     f"{piece.document}, which has fewer; is the checkpoint of another cache?"
                 )
+        return None
 
-    def _verified_piece(self) -> tuple[_Piece, np.ndarray]:
+    def _verified_piece(self) -> tuple[_Piece, np.ndarray] | None:
         found = next(self._ready, None)
         if found is None:
-            while self._ahead < AHEAD_TOKENS:
-                self._request()
+            while self._ahead < AHEAD_TOKENS and self._request():
+                pass
+            if not self._requested:
+                return None
             pieces, future = self._requested.popleft()
             with _reading(self._cache.path):
                 ids = future.result()
@@ -307,22 +316,25 @@ class _Documents:
             )
         self._crc = 0
 
-    def _request(self) -> None:
-        """Requests the next pieces of about 2^15 ids."""
+    def _request(self) -> bool:
+        """Requests the next pieces of about 2^15 ids. Returns False if there are no more."""
         pieces: list[_Piece] = []
         size = 0
-        while size < _REQUEST_TOKENS:
-            pieces.append(next(self._pieces))
-            size += pieces[-1].stop - pieces[-1].start
+        while size < _REQUEST_TOKENS and (piece := next(self._pieces, None)):
+            pieces.append(piece)
+            size += piece.stop - piece.start
+        if not pieces:
+            return False
         places = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
         self._requested.append((pieces, self._arrays["tokens"][places].read()))
         self._ahead += size
+        return True
 
     def _all_pieces(self, number: int) -> Iterator[_Piece]:
-        """Yields pieces endlessly; the bounds of the next documents are read ahead, too."""
+        """Yields the pieces of the stream; the bounds of the next documents are read ahead, too."""
         length = self._spec.length
         following = self._request_bounds(number)
-        while True:
+        while following:
             (documents, *futures), following = following, self._request_bounds(number + _BOUNDS)
             with _reading(self._cache.path):
                 begins, ends, checks = (future.result() for future in futures)
@@ -339,8 +351,17 @@ class _Documents:
                 number += 1
 
     def _request_bounds(self, number: int) -> tuple[Any, ...]:
-        """Requests where documents number … number + _BOUNDS of this stream begin and end, and their checks."""
-        documents = self._order(np.arange(number, number + _BOUNDS))
+        """Requests where documents number … number + _BOUNDS of this stream begin and end, and their checks.
+
+        Returns:
+          The documents and the three requests; empty at the end of a stream that reads them once.
+        """
+        spec, end = self._spec, number + _BOUNDS
+        if spec.once:
+            end = min(end, -(-(self._split.documents - spec.index) // spec.num_streams))
+        if number >= end:
+            return ()
+        documents = self._order(np.arange(number, end))
         ends, checks = self._arrays["ends"], self._arrays["checks"]
         return documents, ends[np.maximum(documents - 1, 0)].read(), ends[documents].read(), checks[documents].read()
 

@@ -17,7 +17,7 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from core.types import can
 from tasks import documents, near_duplicates, vocabularies
 from tasks.catalogue import Tfds
 from tasks.decontamination import Excluded
-from tasks.document_streams import with_end
+from tasks.document_streams import MeasuresProgress, with_end
 from tasks.documents import MalformedDocument
 from tasks.huggingface import HuggingFace
 from tasks.ids import EncodesBatches, Vocabulary
@@ -39,13 +39,6 @@ from tasks.tokenizing_job import Job
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
 _MOST_REPORTED = 10  # documents that are skipped and named
-
-
-class MeasuresProgress(Protocol):
-    """A reader that knows how much of its part it has read."""
-
-    def fraction(self) -> float:
-        """Returns the share of the part, 0 to 1."""
 
 
 def run(

@@ -5,21 +5,62 @@ hundreds of thousands of grids.
 """
 
 import collections
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from core import units
+from core.batches import KnowsShare
 from core.health import phase
 from core.step import TrainState
 from core.training import trainer
 from core.training.trainer import Hook
-from core.types import Batch, WeightedSum
+from core.types import Batch, WeightedSum, can
 
 HostBatches = Iterable[Mapping[str, np.ndarray]]
+_ALMOST_ALL = 0.99  # the most that is said of a share if there is more
 _BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
+
+
+class FirstBatches:
+    """The first batches of an evaluation.
+
+    Attributes:
+      share: of the data that these batches are, known when they have been read: 1.0 if there are no more; None if it
+        is not known.
+    """
+
+    def __init__(self, batches: HostBatches, most: int | None):
+        """Takes batches, and how many of them to read; None: all."""
+        self._batches, self._most = batches, most
+        self.share: float | None = None
+
+    def __iter__(self) -> Iterator[Mapping[str, np.ndarray]]:
+        batches = iter(self._batches)
+        yield from itertools.islice(batches, self._most)
+        share = self._batches.share() if can(self._batches, KnowsShare) else None
+        self.share = 1.0 if next(batches, None) is None else share and min(share, _ALMOST_ALL)
+
+
+class Scored(NamedTuple):
+    """What an evaluation scored: the weight of its loss, which for text is the number of tokens; and the share."""
+
+    weight: float
+    share: float | None  # of the validation data; 1.0 is all; None if it is not known
+
+    def describe(self, item: str) -> str:
+        """Returns `301 tokens, all of the validation data`, for the item that is weighted."""
+        if self.share is None:
+            part = "a part"
+        elif self.share == 1:
+            part = "all"
+        else:
+            part = f"about {100 * self.share:.0f} %" if self.share >= 0.01 else "less than 1 %"
+        return f"{units.counted(round(self.weight), item)}, {part} of the validation data"
 
 
 class Program(Protocol):
@@ -75,9 +116,13 @@ def evaluate(program: Program, state: TrainState, batches: HostBatches) -> dict[
 
     Metrics whose total weight is 0 are left out.
     """
+    return trainer.means(_sums(program, state, batches))
+
+
+def _sums(program: Program, state: TrainState, batches: HostBatches) -> dict[str, WeightedSum]:
     evaluation = EvaluationPass(program, state, batches)
     collections.deque(evaluation.answers(), maxlen=0)  # runs the pass
-    return trainer.means(evaluation.sums)
+    return evaluation.sums
 
 
 class Evaluate(Hook):
@@ -85,12 +130,13 @@ class Evaluate(Hook):
 
     Attributes:
       latest: the means of the last evaluation, as `validation/<name>`.
+      scored: what it scored; known when `write` is called.
     """
 
     def __init__(
         self,
         program: Program,
-        open_batches: Callable[[], HostBatches],
+        open_batches: Callable[[], FirstBatches],
         write: Callable[[int, Mapping[str, float]], None],
         *,
         every: int,
@@ -99,8 +145,10 @@ class Evaluate(Hook):
         """Takes `open_batches()`, which is called once, and `write(step, values)`, which gets `latest`."""
         self._program, self._open_batches, self._write = program, open_batches, write
         self._every, self._last_step = every, last_step
-        self._batches: HostBatches | None = None
+        self._batches: list[Mapping[str, np.ndarray]] | None = None
+        self._share: float | None = None
         self.latest: dict[str, float] = {}
+        self.scored: Scored | None = None
 
     def needs_state(self, step: int) -> bool:
         """Returns True at multiples of `every` and at the last step."""
@@ -110,9 +158,11 @@ class Evaluate(Hook):
         """Evaluates and writes."""
         with phase.enter(phase.EVALUATING):
             if self._batches is None:  # opening the streams takes seconds
-                self._batches = list(self._open_batches())
-            means = evaluate(self._program, state, self._batches)
-        self.latest = {f"validation/{name}": value for name, value in means.items()}
+                opened = self._open_batches()
+                self._batches, self._share = list(opened), opened.share
+            sums = _sums(self._program, state, self._batches)
+        self.latest = {f"validation/{name}": value for name, value in trainer.means(sums).items()}
+        self.scored = Scored(float(sums["loss"].weight) if sums else 0.0, self._share)
         self._write(step, self.latest)
 
 

@@ -5,7 +5,6 @@ in cumulative.json and labelled as such. Only the sum of the votes over checkpoi
 checkpoint can be hundreds of thousands of grids.
 """
 
-import itertools
 import json
 import math
 import time
@@ -17,11 +16,12 @@ from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.health import phase
 from core.training import frozen, trainer
-from core.training.evaluation import EvaluationPass, HostBatches, curves_apart
+from core.training.evaluation import EvaluationPass, FirstBatches, curves_apart
 from core.types import (
     AnswerJudge,
     DataLayout,
     DescribesEvaluation,
+    EndsEvaluation,
     Evaluates,
     SizesEvaluation,
     Task,
@@ -40,16 +40,18 @@ class HeldOut(NamedTuple):
     batch_size: int
     batches: int | None
 
-    def open(self, layout: DataLayout) -> HostBatches:
+    def open(self, layout: DataLayout) -> FirstBatches:
         """Returns this host's rows, batch by batch, from the start."""
         batches: Any = self.task.evaluation(layout)
-        return itertools.islice(batches, self.batches)
+        return FirstBatches(batches, self.batches)
 
     def describe(self) -> str:
         """Describes the rows; the task must be prepared."""
         most = None if self.batches is None else self.batches * self.batch_size
         if can(self.task, DescribesEvaluation):
             return self.task.evaluated_on(most)
+        if can(self.task, EndsEvaluation):
+            return "the validation data" if most is None else f"the validation data, at most {most:,} rows"
         return "all held-out rows" if most is None else f"the first {most:,} rows of the validation data"
 
 
@@ -65,19 +67,20 @@ def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Litera
     Raises:
       UserError: `rows` is `all` for endless data, or is missing for a run without evaluations.
     """
-    ends = can(task, SizesEvaluation)
+    is_pass = can(task, EndsEvaluation)
+    ends = is_pass or can(task, SizesEvaluation)
     if rows is None:
         if eval_batches:
             return HeldOut(task, batch_size, eval_batches)
-        either = "--rows N or --rows all" if ends else "--rows N"
+        either = "--num-examples N or --num-examples all" if ends else "--num-examples N"
         raise UserError(f"the run has no evaluations of its own (EVAL_BATCHES = 0): give {either}")
     if can(task, SizesEvaluation):
         return HeldOut(task.evaluating(None if rows == "all" else rows), batch_size, None)
-    if rows == "all":
-        raise UserError(
-            "--rows all: this task's validation data has no end (text repeats from its start): give a number of rows"
-        )
-    return HeldOut(task, batch_size, math.ceil(rows / batch_size))
+    if rows != "all":
+        return HeldOut(task, batch_size, math.ceil(rows / batch_size))
+    if not is_pass:
+        raise UserError("--num-examples all: this task's validation data has no end: give a number of examples")
+    return HeldOut(task, batch_size, None)
 
 
 def require_answers(program: Any, judge: AnswerJudge) -> None:
@@ -143,7 +146,8 @@ class Scores:
             return False
         state, _, meta = restored
         frozen.require_base(held_out.task, frozen.checksum(program, state.params))
-        evaluation = EvaluationPass(program, state, held_out.open(layout), answering=self.judge is not None)
+        batches = held_out.open(layout)
+        evaluation = EvaluationPass(program, state, batches, answering=self.judge is not None)
         answers: Iterator[Any] = evaluation.answers()
         votes = None
         if distributed.is_host_zero():
@@ -158,6 +162,7 @@ class Scores:
             "step": step,
             **self.about,
             "scored": round(float(evaluation.sums["loss"].weight)),  # puzzles, or tokens
+            "share": batches.share if can(held_out.task, EndsEvaluation) else None,
             "same_data_as_in_training": meta.get("data") == data,
             "means": means,
             "by_step": by_step,

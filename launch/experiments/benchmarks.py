@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all_steps or args.submission:
         raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
     _require_used(args)
-    limit = args.rows if isinstance(args.rows, int) else None
+    limit = args.num_examples if isinstance(args.num_examples, int) else None
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
     problems = _problems(args, limit) if args.humaneval is not None else []
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)

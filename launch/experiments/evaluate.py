@@ -3,13 +3,14 @@
 On a TPU slice, run it on every host: each runs this host's process of the evaluation. With --simulate it starts
 simulated hosts; elsewhere one process simulates the slice on the CPU.
 
-Puzzle data is finite: all held-out puzzles can be evaluated, or a subset drawn with a seed. Text data is endless, so
-its first rows are evaluated. Every score is shown with a description of its rows.
+All held-out data can be evaluated; or a part of it: a subset of the puzzles, drawn with a seed, or the first rows of
+text. Every score is shown with a description of what was scored.
 """
 
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from core.checkpoints import steps as saved_steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import scoring
+from core.training.evaluation import Scored
 from core.training.scoring import HeldOut, Scores
 from core.types import AnswerJudge, Judges, can
 from launch import environment, flags, terminal
@@ -38,13 +40,13 @@ from parallel import host_memory, mesh, report
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4
-  launch/run evaluate gs://BUCKET/runs/trm/sudoku --rows all          (on every host of the slice)
+  launch/run evaluate gs://BUCKET/runs/trm/sudoku --num-examples all          (on every host of the slice)
   launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
-  launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --rows 200
+  launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200
   launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
   launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets
   launch/run evaluate runs/arrcoc/easy_vqa --pictures
-  launch/run evaluate runs/gin/quickstart --step 100 --rows 512 --gin "STRATEGY = @strategies.data_parallel()\""""
+  launch/run evaluate runs/gin/quickstart --num-examples all --gin "STRATEGY = @strategies.data_parallel()\""""
 
 FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
 _CONSTANT = ("steps", "halted")  # the same in every evaluation
@@ -54,7 +56,9 @@ _WIDTH = 140  # without a terminal
 def _show_tables(results: Scores) -> None:
     console = terminal.console(_WIDTH)
     first, labels = results.checkpoints[0], [f"step {step:,}" for step in results.steps]
-    print(f"\n{results.about['evaluated_on']}; {first['scored']:,} scored")
+    share, scored = first["share"], f"{first['scored']:,} scored"
+    scored = scored if share is None else f"scored {Scored(first['scored'], share).describe('token')}"
+    print(f"\n{results.about['evaluated_on']}; {scored}")
     means = [found["means"] for found in results.checkpoints]
     names = [n for n in FIRST if n in means[0]] + sorted(set(means[0]) - {*FIRST, *_CONSTANT})
     console.print(_table(names, [[m[name] for name in names] for m in means], labels))
@@ -100,7 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all-steps", action="store_true", help="evaluate every checkpoint; ARC also by votes over all of them"
     )
     parser.add_argument(
-        "--rows", metavar="all|N", type=_rows, help="held-out rows (default: the rows of the run's own evaluations)"
+        *("--num-examples", "--rows"),
+        action=_NumExamples,
+        metavar="all|N",
+        type=_examples,
+        help="held-out puzzles, questions or rows of text (default: those of the run's own evaluations); --rows is its "
+        "former name",
     )
     benchmarks = parser.add_argument_group("benchmarks of language models (RUN may be the folder of a published model)")
     benchmarks.add_argument("--lm-eval", metavar="TASK[,TASK]", help="score on tasks of the library lm_eval")
@@ -131,7 +140,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "--simulate", "--slice", "--gin")
 
 
-def _rows(text: str) -> int | str:
+class _NumExamples(argparse.Action):
+    """Stores the value; names the new flag if the former one was given."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string == "--rows":
+            print("note: --rows is now --num-examples", file=sys.stderr)
+        setattr(namespace, self.dest, values)
+
+
+def _examples(text: str) -> int | str:
     return text if text == "all" else flags.at_least(1)(text)
 
 
@@ -165,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     if alone or args.simulate:
         jax.config.update("jax_platforms", "cpu")
     sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
-    asked = scoring.select(built.task, **sizes, rows=args.rows)
+    asked = scoring.select(built.task, **sizes, rows=args.num_examples)
     experiment = dataclasses.replace(built, task=asked.task)
     if problems := experiment.data_problems(prepared=False):
         raise UserError("\n".join(problems))
@@ -203,8 +221,8 @@ def _require_one_kind(args: argparse.Namespace) -> None:
     gates_only = {name: getattr(args, name) for name in ("budget", "controls", "against", "label")}
     if args.gates is None and any(value is not None for value in gates_only.values()):
         raise UserError("--budget, --controls, --against and --label belong to --gates")
-    if args.pictures and (args.rows or args.json):
-        raise UserError("--pictures does not use --rows and --json")
+    if args.pictures and (args.num_examples or args.json):
+        raise UserError("--pictures does not use --num-examples and --json")
 
 
 def _judge(experiment: Experiment) -> AnswerJudge | None:
@@ -218,7 +236,7 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
     # run_dir is resolved: simulated hosts have another home directory
     command = [*environment.COMMAND, "evaluate", found.run_dir, "--slice", slice_.name]
-    command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--rows", "--submission")
+    command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--num-examples", "--submission")
     folder = Path(found.run_dir)
     logs = (environment.runs_folder() / folder.name if paths.is_remote(found.run_dir) else folder) / "logs"
     simulate.announce(slice_, logs)

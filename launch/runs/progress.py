@@ -269,11 +269,11 @@ class Progress:
         if self._host.is_zero:
             print(text, flush=True)
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Prints the means of an evaluation, without those by recursion step (`…_step_07`)."""
+    def validation(self, step: int, values: Mapping[str, float], *, scored: str = "") -> None:
+        """Prints the means of an evaluation, without those by recursion step (`…_step_07`), and what it scored."""
         shown, _ = curves_apart(values)
         means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in shown.items())
-        self.note(f"step {step:>6}/{self._last_step}  validation: {means}")
+        self.note(f"step {step:>6}/{self._last_step}  validation: {means}{f'  ({scored})' if scored else ''}")
 
 
 class Waiting:

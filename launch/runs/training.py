@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from core.health import heartbeat, interrupt, phase
 from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, prefetch, profiling, run_lock
 from core.training.trainer import Hook, StatisticsStep, TrainStep
-from core.types import Params
+from core.types import EndsEvaluation, Params, can
 from launch import config, environment, program_identity
 from launch.config.differences import Difference
 from launch.runs import continuation, progress
@@ -314,16 +313,22 @@ def _evaluation(now: _UnderWay) -> evaluation.Evaluate | None:
     if not run.experiment.eval_batches:
         return None
 
-    def batches() -> evaluation.HostBatches:
+    task = run.experiment.task
+
+    def batches() -> evaluation.FirstBatches:
         layout = run.program.partitioner.data_layout(run.experiment.batch_size)
-        return itertools.islice(run.experiment.task.evaluation(layout), run.experiment.eval_batches)
+        found: Any = task.evaluation(layout)
+        return evaluation.FirstBatches(found, run.experiment.eval_batches)
 
     def write(step: int, values: Mapping[str, float]) -> None:
-        now.lines.validation(step, values)
+        assert hook.scored is not None
+        now.lines.validation(step, values, scored=hook.scored.describe("token") if can(task, EndsEvaluation) else "")
         now.writers.scalars(step, values)
         now.writers.flush()
 
-    return evaluation.Evaluate(run.program, batches, write, every=run.experiment.eval_interval, last_step=run.last_step)
+    every, last = run.experiment.eval_interval, run.last_step
+    hook = evaluation.Evaluate(run.program, batches, write, every=every, last_step=last)
+    return hook
 
 
 def _saving(

@@ -200,11 +200,14 @@ def test_settings_that_cannot_work_are_refused(tmp_path, chat_file, tokenizer):
 
 
 def test_too_few_conversations_are_refused_before_a_run(tmp_path, chat_file, tokenizer):
-    assert make_task(chat_file, tokenizer).problems() == []
-    (problem,) = make_task(chat_file, tokenizer, num_streams=8).problems()
-    assert "4 conversations for validation and 8 streams; set NUM_STREAMS lower" in problem
-    (tmp_path / "held_out.jsonl").write_text("\n".join(json.dumps({"messages": ask(n)}) for n in range(9)))
-    assert make_task(chat_file, tokenizer, num_streams=8, validation=str(tmp_path / "held_out.jsonl")).problems() == []
+    assert make_task(chat_file, tokenizer, num_streams=8).problems() == []
+    (problem,) = make_task(chat_file, tokenizer, num_streams=512).problems()
+    assert "for train and 512 streams; set NUM_STREAMS lower" in problem
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps({"messages": ask(1)}))
+    (problem,) = make_task(one, tokenizer, num_streams=1).problems()
+    assert "no conversation for validation" in problem
+    assert make_task(chat_file, tokenizer, num_streams=8, validation=str(one)).problems() == []
 
 
 def with_template(folder, template):

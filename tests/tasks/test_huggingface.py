@@ -112,12 +112,11 @@ def test_evaluation_reads_every_document(fake, num_streams):
     task = make(num_streams)
     batches = task.evaluation(layout_of(num_streams))
     seen = []
-    for _ in range(70):  # all rows of a window, which has several epochs
-        batch = next(batches)
+    for batch in batches:
         for row, ids in zip(batch["targets"], batch["segment_ids"], strict=True):
             texts = [task.vocabulary.decode(row[ids == n]) for n in range(1, ids.max() + 1)]
             seen += [t[:3] for t in texts if t[:3].isdigit()]
-    assert set(seen) == {f"{100 + i:03d}" for i in range(40)}
+    assert sorted(seen) == [f"{100 + i:03d}" for i in range(40)]
 
 
 @pytest.mark.covers("D08")

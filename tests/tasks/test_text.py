@@ -177,8 +177,8 @@ def test_nothing_is_lost_in_an_epoch(text_folder):
         mine = [d for epoch in range(2) for d in documents][stream::2]
         whole = [[*task.vocabulary.encode(document), 1] for document in mine]
         expected = [ids[at : at + LENGTH] for ids in whole for at in range(0, len(ids), LENGTH)]
-        batches = task.evaluation(DataLayout(2, (stream,), (stream,)))
         spec = StreamSpec("validation", stream, 2, 1, LENGTH, None, task.vocabulary)
+        batches = task.corpus.open_stream(spec)
         source, window, taken = document_streams._Chunks(task.corpus, spec), [], 0
         while taken < 64 * LENGTH:
             window.append(source.take(LENGTH).tolist())
@@ -228,9 +228,9 @@ def test_every_document_once_an_epoch_in_a_new_order(text_folder, num_streams):
 def test_fewer_documents_than_streams_are_dealt_by_chunk(tmp_path):
     (tmp_path / "only.txt").write_text("x" * 200)
     task = text.files(train=f"{tmp_path}/*.txt", validation=f"{tmp_path}/*.txt", length=16, num_streams=4)
-    batch = next(task.evaluation(layout_of(16)))
+    batch = next(task.train(layout_of(16), seed=0))
     assert (batch["targets"][:, :8] > 0).all()
-    assert (batch["weights"].sum(1)[[0, 4, 8, 12]] == 16).all()
+    assert (batch["weights"].reshape(4, 4, 16).sum((1, 2)) >= 3 * 16).all()
 
 
 def test_an_id_outside_the_vocabulary_is_an_error(text_folder):

@@ -546,3 +546,18 @@ def test_documents_that_share_text_with_an_evaluation_set_are_left_out(tmp_path)
     assert about["splits"]["validation"]["documents"] == 1
     with pytest.raises(UserError, match="was begun with another --exclude"):
         tokenize(tmp_path / "out", train, **{**how, "exclude_words": 12})
+
+
+@pytest.mark.parametrize("concatenate", [False, True])
+def test_an_evaluation_reads_every_token_once(cache, concatenate, host_layouts, global_batch):
+    held_out = {text: 0 for text in TEXTS[:20]}
+    passes = []
+    for num_streams, batch_size, hosts in ((1, 1, 1), (4, 8, 4), (8, 8, 2)):
+        task = make_task(cache, num_streams=num_streams, concatenate=concatenate)
+        layouts = host_layouts(batch_size, hosts, strided=True)
+        parts = [list(task.evaluation(layout)) for layout in layouts]
+        batches = [global_batch(layouts, of_hosts) for of_hosts in zip(*parts, strict=True)]
+        targets, weights = (np.concatenate([batch[key] for batch in batches]) for key in ("targets", "weights"))
+        passes.append(targets[weights.any(1)].tolist())
+        assert weights.sum() == sum(len(text.encode()) + 1 for text in held_out)
+    assert passes[0] == passes[1] == passes[2]

@@ -68,7 +68,7 @@ def test_the_hook_is_due_at_multiples_and_at_the_end_and_opens_its_batches_once(
 
     def batches():
         opened.append(1)
-        return iter([{"x": 2.0}])
+        return evaluation.FirstBatches([{"x": 2.0}], None)
 
     hook = evaluation.Evaluate(Program(), batches, lambda *w: written.append(w), every=4, last_step=10)
     assert [s for s in range(1, 11) if hook.needs_state(s)] == [4, 8, 10]

@@ -9,10 +9,12 @@ import pytest
 
 from core import paths
 from core.checkpoints import steps as saved_steps
+from core.errors import UserError
 from core.training import scoring as scores
 from launch.config import loader
 from launch.experiments import evaluate, saved_run
 from launch.runs import prepared_run
+from tasks import synthetic
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
 
@@ -160,9 +162,8 @@ def test_a_model_without_answers_is_not_judged(command, parrot, parrot_run, monk
         (["{run}", "--gin", "DATA = 'nowhere'"], "no puzzles in 'nowhere'"),
         (["{run}", "--submission", "{run}/config.gin/x"], "cannot write to"),
         (["{text}", "--submission", "x.json"], "this run's task has no attempts to submit; expected an ARC dataset"),
-        (["{text}", "--rows", "all"], "(text repeats from its start): give a number of rows"),
-        (["{text}", "--gin", "EVAL_BATCHES = 0"], "(EVAL_BATCHES = 0): give --rows N"),
-        (["{run}", "--gin", "EVAL_BATCHES = 0"], "(EVAL_BATCHES = 0): give --rows N or --rows all"),
+        (["{text}", "--gin", "EVAL_BATCHES = 0"], "give --num-examples N or --num-examples all"),
+        (["{run}", "--gin", "EVAL_BATCHES = 0"], "give --num-examples N or --num-examples all"),
     ],
 )
 def test_wrong_arguments_are_reported_before_anything_starts(command, monkeypatch, parrot_run, tmp_path, argv, message):
@@ -190,7 +191,7 @@ def test_a_run_without_a_checkpoint(command, parrot_run, tmp_path):
 def test_rows_that_are_no_number_are_refused(command, parrot_run):
     code, said = command("evaluate", parrot_run, "--rows", "0")
     assert code == 2
-    assert "--rows: 0: expected a whole number, at least 1" in said
+    assert "--num-examples/--rows: 0: expected a whole number, at least 1" in said
 
 
 def test_text_is_evaluated_in_whole_batches():
@@ -201,7 +202,12 @@ def test_text_is_evaluated_in_whole_batches():
     assert chosen(rows=None).batches == experiment.eval_batches
     asked = chosen(rows=batch + 1)
     assert asked.batches == 2
-    assert asked.describe() == f"the first {2 * batch} rows of the validation data"
+    assert asked.describe() == f"the validation data, at most {2 * batch} rows"
+    assert chosen(rows="all").batches is None
+    drawn = functools.partial(scores.select, synthetic.random_tokens(vocab_size=3, length=4, num_streams=1), **sizes)
+    assert drawn(rows=batch).describe() == f"the first {batch} rows of the validation data"
+    with pytest.raises(UserError, match="has no end"):
+        drawn(rows="all")
 
 
 def test_the_configuration_of_a_run_in_a_bucket_is_read(monkeypatch, parrot_run):
