@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from core.errors import UnreachableError, UserError
 from core.health import exit_codes, heartbeat
-from launch import environment, terminal
+from launch import environment, flags, terminal
 
 LAYOUTS = "Layouts: memory, traffic and agreement of strategies, plans and schedules."
 FAMILIES: Mapping[str, Mapping[str, str]] = {  # modules of commands, by family
@@ -116,6 +116,7 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
     try:
         command = importlib.import_module(module)
         args = parser(command, program).parse_args(argv)
+        flags.require_free(args)
         return command.run(args)
     except UserError as error:
         terminal.print_traceback(error)

@@ -45,6 +45,36 @@ def output_file(text: str) -> Path:
     return path
 
 
+class _Output(argparse.Action):
+    """Stores the name of a file, and notes in `outputs` that the command writes it."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        """Stores the value of the flag."""
+        setattr(namespace, self.dest, values)
+        namespace.outputs = [*getattr(namespace, "outputs", ()), (option_string, values)]
+
+
+# Options of a flag that names a file to write; a command with one has the flag --overwrite, too.
+OUTPUT: dict[str, Any] = {"metavar": "FILE", "action": _Output, "type": output_file}
+
+
+def require_free(args: argparse.Namespace) -> None:
+    """Raises UserError if a file that a command would write exists, unless --overwrite is given."""
+    for flag, file in getattr(args, "outputs", ()):
+        if not args.overwrite and _exists(file):
+            raise UserError(f"{flag} {file}: the file exists; name another, or add --overwrite")
+
+
+def _exists(file: Path | str) -> bool:
+    if "://" not in str(file):
+        return Path(file).exists()
+    from core import paths
+
+    return paths.resolve(str(file)).exists()
+
+
 def _folder(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError(
@@ -90,7 +120,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "train nothing: measure settings of speed, write the best to RUN/tune/tuned.gin",
     },
-    "--json": {"metavar": "FILE", "type": output_file, "help": "also write the result to FILE as JSON"},
+    "--json": {**OUTPUT, "help": "also write the result to FILE as JSON"},
+    "--overwrite": {"action": "store_true", "help": "replace files that exist"},
 }
 _POSITIONAL = {"SLICE": "slice", "EXPERIMENT.gin": "experiment", "RUN": "run_dir"}
 

@@ -154,7 +154,7 @@ def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--simulate", "--json")
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--simulate", "--json", "--overwrite")
     parser.add_argument("--part", choices=("offline", "host"), help=argparse.SUPPRESS)  # as one of its processes
 
 

@@ -44,7 +44,7 @@ def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, fo
     where = (slice_name, experiment, *(("--simulate",) if simulated else ()))
     common = (*where, "--run-dir", f"{run_dir}/run")
     found = [
-        Part("doctor", ("doctor", *common, "--json", str(folder / "doctor.json"))),
+        Part("doctor", ("doctor", *common, "--json", str(folder / "doctor.json"), "--overwrite")),
         Part("attention", ("validate", *common, "--attention", str(folder / "attention.json"))),
     ]
     for name in REHEARSED if simulated else sorted(path.stem for path in STRATEGIES.glob("*.gin")):

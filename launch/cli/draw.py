@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=flags.at_least(1), help="for circular: passes of a microbatch through all stages"
     )
     help_ = "also write an image: forward blue, backward red, bubbles grey"
-    parser.add_argument("--png", metavar="FILE", type=flags.output_file, help=help_)
+    parser.add_argument("--png", **flags.OUTPUT, help=help_)
+    flags.add(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace) -> int:

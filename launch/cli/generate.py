@@ -55,13 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        metavar="FILE",
-        type=flags.output_file,
+        **flags.OUTPUT,
         help="write JSON lines here when all are done; the same command continues after an interruption",
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines: text, tokens, ids, log-probabilities")
     flags.add(parser, "--slice", help="lay the model out on this slice (default: one chip)")
-    flags.add(parser, "--simulate", "--gin")
+    flags.add(parser, "--overwrite", "--simulate", "--gin")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -136,7 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pictures = "write a PNG of the patches that a selector chose for questions about the same images"
     parser.add_argument("--pictures", action="store_true", help=pictures)
     submission = "ARC: write two attempts per test, from the votes of all checkpoints"
-    parser.add_argument("--submission", metavar="FILE", help=submission)
+    parser.add_argument("--submission", **{**flags.OUTPUT, "type": str}, help=submission)
+    flags.add(parser, "--overwrite")
     flags.add(parser, "--simulate", "--slice", "--gin")
 
 
@@ -236,7 +237,7 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
     # run_dir is resolved: simulated hosts have another home directory
     command = [*environment.COMMAND, "evaluate", found.run_dir, "--slice", slice_.name]
-    command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--num-examples", "--submission")
+    command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--num-examples", "--submission", "--overwrite")
     folder = Path(found.run_dir)
     logs = (environment.runs_folder() / folder.name if paths.is_remote(found.run_dir) else folder) / "logs"
     simulate.announce(slice_, logs)

@@ -104,7 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "--restarts", default=1000, help=restarts)
     parser.add_argument("--name", help="name of the JobSet (default: the experiment's)")
     out = "file to write (default: standard output)"
-    parser.add_argument("--out", metavar="FILE", type=flags.output_file, help=out)
+    parser.add_argument("--out", **flags.OUTPUT, help=out)
+    flags.add(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -224,6 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "STRATEGY separated by ;, or nothing for all of gin/strategies",
     )
     flags.add(parser, "--json", help="write the compiler's figures to FILE; implies --compile")
+    flags.add(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace) -> int:

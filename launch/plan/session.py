@@ -297,13 +297,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price", metavar="USD", type=flags.positive, help="price of a chip-hour in US dollars")
     parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
     parser.add_argument("--wide", action="store_true", help="print all columns of the table")
-    parser.add_argument("--overwrite", action="store_true", help="--write and --json may replace a file")
+    flags.add(parser, "--overwrite")
     for name, what in {
         "--write": "write the winner as a gin file to include",
         "--json": "write all figures of the table to FILE",
         "--record": "write the records of compiled layouts to FILE, for committing",
     }.items():
-        parser.add_argument(name, metavar="FILE", type=flags.output_file, help=what)
+        parser.add_argument(name, **flags.OUTPUT, help=what)
     parser.add_argument("--fresh", action="store_true", help="ignore earlier results and compile everything again")
 
 
@@ -321,9 +321,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
     if args.cached and args.fresh:
         raise UserError("--fresh compiles everything again, and --cached compiles nothing: give one of them")
-    for path in (args.write, args.json):
-        if path and path.exists() and not args.overwrite:
-            raise UserError(f"{path}: the file exists; name another, or add --overwrite")
     if args.generate:
         where = {"slice_name": args.slice, "bindings": args.gin}
         found = generation_report.predict(args.experiment, **where, batch_sizes=args.batch)

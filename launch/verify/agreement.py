@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="EXPERIMENT.gin",
         help="compare this experiment: its model, batches of its task, and its strategy unless --only names others",
     )
-    flags.add(parser, "--gin", "--slice", "--json")
+    flags.add(parser, "--gin", "--slice", "--json", "--overwrite")
     parser.add_argument(
         "--own-optimizer",
         action="store_true",

@@ -66,3 +66,62 @@ def test_no_command_declares_a_shared_flag_itself():
     assert declared(LAUNCH / "flags.py") == set()
     found = {path.stem: declared(path) & shared for path in LAUNCH.rglob("*.py")}
     assert not {name: names for name, names in found.items() if names}
+
+
+WRITES = {  # the file of each command, and a command line to which the flag and a file are added
+    ("jobset", "--out"): "jobset v4-8 gin/quickstart.gin --image i --run-dir gs://b/r",
+    ("draw", "--png"): "draw gpipe --stages 2 --microbatches 2",
+    ("generate", "--out"): "generate no_such_model --prompt-ids 1",
+    ("compiled_report", "--json"): "report v4-8 gin/quickstart.gin",
+    ("session", "--json"): "plan v4-8 gin/quickstart.gin",
+    ("session", "--write"): "plan v4-8 gin/quickstart.gin",
+    ("session", "--record"): "plan v4-8 gin/quickstart.gin",
+    ("agreement", "--json"): "agreement",
+    ("doctor", "--json"): "doctor v4-8 gin/quickstart.gin",
+    ("evaluate", "--json"): "evaluate no_such_run",
+    ("evaluate", "--submission"): "evaluate no_such_run",
+}
+FOLDERS = {(name, "--out") for name in ("build", "export", "hidden", "tokenize")}  # new, or what the command continues
+FOLDERS |= {("results", "--out")}  # the folder of a suite, which grows with its runs
+OTHERS = {("generate", "--json")}  # a switch
+OTHERS |= {(name, "--record") for name in ("agreement", "bisect")}  # folders of a command's own processes
+READS = {("generate", "--file"), ("evaluate", "--humaneval"), ("evaluate", "--against"), ("validation", "--attention")}
+
+
+def named_files():
+    """(module, flag) of every flag that names a file or is called like one that does, in all commands."""
+    names = {flag for _, flag in WRITES}
+    for path in LAUNCH.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name.strip("_").startswith("add_"):
+                calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+                reads = {
+                    c
+                    for c in calls
+                    for k in c.keywords
+                    if k.arg == "metavar" and getattr(k.value, "value", "") == "FILE"
+                }
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Constant) and (node.value in names or any(node in c.args for c in reads)):
+                        yield path.stem, node.value
+
+
+def test_no_flag_that_names_a_file_is_missing_in_the_table():
+    assert set(named_files()) == WRITES.keys() | FOLDERS | OTHERS | READS
+
+
+@pytest.mark.parametrize(("command", "flag"), WRITES, ids=" ".join)
+def test_a_file_that_exists_is_not_replaced_without_being_asked(command, flag, tmp_path, capsys):
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    assert cli.main([*WRITES[command, flag].split(), flag, str(kept)]) == exit_codes.USER_ERROR
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == f"error: {flag} {kept}: the file exists; name another, or add --overwrite"
+    assert kept.read_text() == "mine"
+
+
+def test_a_file_is_replaced_where_that_is_asked_for(tmp_path):
+    kept = tmp_path / "x.png"
+    kept.write_text("mine")
+    assert cli.main([*WRITES["draw", "--png"].split(), "--png", str(kept), "--overwrite"]) == 0
+    assert kept.read_bytes().startswith(b"\x89PNG")

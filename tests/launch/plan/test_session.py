@@ -294,7 +294,6 @@ def test_rows_from_committed_records_name_their_revision(
         (["--only", "fsdb"], "did you mean fsdp"),
         (["--explain", "fsdp.gin"], "--explain fsdp.gin: no such file"),
         (["--write", "no/such/folder/x.gin"], "no/such/folder; create it first"),
-        (["--write", "gin/quickstart.gin"], "the file exists; name another, or add --overwrite"),
         (["--gin", "BATCH_SIZ = 3"], "did you mean 'BATCH_SIZE'"),
     ],
 )
