@@ -352,7 +352,7 @@ _QWEN3_MOE = {
 }
 _HEADS = {"num_key_value_heads", "head_dim", "max_position_embeddings"}
 _ROPE = {"rope_parameters", "rope_scaling", "original_max_position_embeddings", "layer_types"}
-_GEMMA = _ROPE | {"hidden_act"}  # not read: `hidden_activation` is
+_GEMMA = _ROPE | {"hidden_act", "sliding_window_size"}  # not read: `hidden_activation` and `sliding_window` are
 _GEMMA3_OTHERS = (_GEMMA - {"original_max_position_embeddings"}) | {"attn_logit_softcapping", "_sliding_window_pattern"}
 _QWEN = _ROPE | {"sliding_window", "max_window_layers"}  # of no use without `use_sliding_window`
 _CAPS = {"final_logit_softcapping", "max_position_embeddings", "sliding_window"}

@@ -192,8 +192,15 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
         sources(decoder),
         prefixes=GPT2_PREFIXES if decoder.positions == "learned" else PREFIXES,
         ignored=NOT_PARAMETERS,
-        copies=[Copy(head, "embedding", otherwise) for head in HEADS] if is_tied else (),
+        copies=_copies(decoder, otherwise, is_tied=is_tied),
         limits={"vocab": decoder.vocab_size},
         differences=families.differences(decoder, config, where=where),
         name=name,
     )
+
+
+def _copies(decoder: DecoderConfig, otherwise: str, *, is_tied: bool) -> list[Copy]:
+    """Returns the heads that repeat a tied embedding, or the other name of a head of its own."""
+    if is_tied:
+        return [Copy(head, "embedding", otherwise) for head in HEADS]
+    return [] if decoder.tied else [Copy(HEADS[1], "unembedding", "remove one of the two")]

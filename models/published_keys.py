@@ -11,19 +11,21 @@ from typing import Any
 _GROUPS = (
     # where the file comes from, and which classes load it
     "model_type architectures auto_map transformers_version torch_dtype dtype name_or_path _name_or_path _commit_hash"
-    " _from_auto tokenizer_class processor_class transformers.js_config is_llama_config tokenizer_model_max_length",
+    " _from_auto tokenizer_class processor_class transformers.js_config is_llama_config tokenizer_model_max_length"
+    " model_max_length max_sequence_length seq_length",
     # how transformers computes and what it returns
     "use_cache cache_implementation attn_implementation _attn_implementation _attn_implementation_autoset"
     " _attn_implementation_internal _experts_implementation _experts_implementation_internal experts_implementation"
     " _flash_attn_2_enabled pretraining_tp chunk_size_feed_forward torchscript use_bfloat16 distributed_config"
-    " output_attentions output_hidden_states return_dict use_return_dict output_router_logits output_past",
+    " output_attentions output_hidden_states return_dict use_return_dict output_router_logits output_past"
+    " use_flash_attn",
     # initial values, dropout and losses of training, which this project sets in its own files
-    "initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout router_aux_loss_coef"
-    " gradient_checkpointing neftune_noise_alpha",
+    "initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout hidden_dropout_prob"
+    " attention_probs_dropout_prob router_aux_loss_coef gradient_checkpointing neftune_noise_alpha",
     # heads for classification and summaries, which a language model lacks
-    "id2label label2id num_labels problem_type classifier_dropout finetuning_task task_specific_params"
+    "id2label label2id num_labels _num_labels problem_type classifier_dropout finetuning_task task_specific_params"
     " summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout"
-    " summary_last_dropout",
+    " summary_last_dropout n_special predict_special_tokens",
     # models with an encoder, or whose layers are called as those of a decoder
     "is_decoder tie_encoder_decoder",
     # special tokens: tokenizers and generation read them
@@ -35,7 +37,8 @@ _GROUPS = (
     " encoder_no_repeat_ngram_size encoder_repetition_penalty bad_words_ids num_return_sequences output_scores"
     " return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens"
     " begin_suppress_tokens epsilon_cutoff eta_cutoff num_assistant_tokens num_assistant_tokens_schedule"
-    " assistant_confidence_threshold target_lookbehind assistant_lookbehind",
+    " assistant_confidence_threshold target_lookbehind assistant_lookbehind sequence_bias forced_decoder_ids"
+    " force_words_ids penalty_alpha renormalize_logits guidance_scale max_time stop_strings",
 )
 WITHOUT_EFFECT = frozenset(" ".join(_GROUPS).split())
 _PREFIXES = ("unsloth_",)  # of what one tool for fine-tuning writes about itself
@@ -77,12 +80,16 @@ def problems(config: Mapping[str, Any], read: Collection[str]) -> list[str]:
         if key in ONLY:
             if value != ONLY[key] and (value is not None or key in _NOT_NULL):
                 lines.append(f"{key} = {value!r} is not supported (expected {ONLY[key]!r})")
-        elif key not in read and key not in WITHOUT_EFFECT and value is not None and not key.startswith(_PREFIXES):
+        elif key not in read and key not in WITHOUT_EFFECT and not _is_empty(value) and not key.startswith(_PREFIXES):
             lines.append(
                 f"{key} = {_shortened(value)} is not known for this family: take the key out of the file if the model "
                 "does not need it"
             )
     return lines
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def _shortened(value: Any) -> str:

@@ -177,6 +177,23 @@ def test_another_value_than_the_supported_one_is_an_error_with_key_and_value(fam
     families.fields(cases.changed(cases.BASES[family], {key: only}))
 
 
+# Keys of published files that say nothing about logits, by their family.
+FOUND = {
+    "gpt2": {"n_ctx": 30, "n_special": 0, "predict_special_tokens": True, "_num_labels": 1, "output_past": True},
+    "llama": {"max_sequence_length": 2048, "pretraining_tp": 1, "rope_interleaved": False, "mlp_only_layers": []},
+    "mistral": {"_flash_attn_2_enabled": True, "_attn_implementation_autoset": True},
+    "qwen2": {"use_mrope": False, "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False},
+    "gemma2": {"cache_implementation": "hybrid", "sliding_window_size": 4096, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3": {"eos_token_id": [1, 106], "initializer_range": 0.02, "boi_token_id": 14},
+}
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_published_files_are_read_in_spite_of_keys_without_effect(family):
+    base = cases.BASES[family]
+    assert families.fields({**base, **FOUND[family]}) == families.fields(base)
+
+
 @pytest.mark.parametrize("key", PUBLISHED)
 def test_keys_of_published_files_are_known_or_named(key):
     value, is_accepted = PUBLISHED[key]
