@@ -309,15 +309,59 @@ class Transformer(DecoderConfig):
         Returns:
           Logits after the last id, [B, vocab_size], float32, and the cache.
         """
+        x, side, others = self.before_layers(params, cache[self.num_layers :], ids, start, padding)
+        kinds = tuple(map(self.layer_kind, range(self.num_layers)))
+        x, states = self.extend_layers(params, x, side, cache[: self.num_layers], start, kinds=kinds)
+        return self.after_layers(params, x), (*states, *others)
+
+    def before_layers(
+        self, params: Params, others: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
+    ) -> tuple[jax.Array, Side, Cache]:
+        """Returns the input of the first layer, arrays for all layers, and the states that follow those of the layers.
+
+        Args:
+          params: the parameters; those of layers may be absent.
+          others: what follows the states of the layers in the cache.
+          ids, start, padding: as in `extend`.
+        """
         positions = jnp.maximum(start + jnp.arange(ids.shape[1]) - padding[:, None], 0)
         batch = {"inputs": ids, "positions": positions, "segment_ids": jnp.ones_like(ids)}
-        logits, cache = hk.transform(self._extended).apply(params, None, batch, cache, start, padding)
-        return logits[:, : self.vocab_size], self._laid_out(cache)
+        return hk.transform(self._before_layers).apply(params, None, batch, others, start, padding)
 
-    def _extended(self, batch: Batch, cache: Cache, start: jax.Array, padding: jax.Array) -> tuple[jax.Array, Cache]:
-        embedding = self._embedding()
-        head = self._head_params(embedding)
+    def _before_layers(
+        self, batch: Batch, others: Cache, start: jax.Array, padding: jax.Array
+    ) -> tuple[jax.Array, Side, Cache]:
         side = self._side(batch, padding=padding)
+        x = self._embedded(self._embedding(), batch)
+        if self.planner is not None:
+            places = start + jnp.arange(x.shape[1]) - padding[:, None]
+            added, state = self._planner.extended(x, others[0]["planner"], places)
+            x, others = x + added, ({"planner": state},)
+        return x, side, others
+
+    def extend_layers(
+        self,
+        params: Params,
+        x: jax.Array,
+        side: Side,
+        states: Cache,
+        start: jax.Array,
+        *,
+        kinds: tuple[LayerKind, ...],
+    ) -> tuple[jax.Array, Cache]:
+        """Runs successive layers of the decoder on T new ids of each row.
+
+        Args:
+          params: the parameters; of layers, those of these layers alone, stacked.
+          x: the stream, [B, T, D].
+          side: from `before_layers`.
+          states: of these layers in the cache.
+          start: as in `extend`.
+          kinds: of these layers.
+
+        Returns:
+          The stream, and the states.
+        """
 
         def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
             (stream, cache), (at, of_layer) = x, kind
@@ -326,16 +370,17 @@ class Transformer(DecoderConfig):
             return stream, (*cache[:at], after, *cache[at + 1 :])
 
         # Layers differ in kind and number, because states of different shapes cannot be stacked.
-        every = tuple((layer, self.layer_kind(layer)) for layer in range(self.num_layers))
-        layers = stack.layer_stack(layer, self.num_layers, pattern=every, group=self.group)
-        x, last = self._embedded(embedding, batch), cache[self.num_layers :]
-        if self.planner is not None:
-            places = start + jnp.arange(x.shape[1]) - padding[:, None]
-            added, state = self._planner.extended(x, last[0]["planner"], places)
-            x, last = x + added, ({"planner": state},)
-        starts = jnp.broadcast_to(start, (self.num_layers,))
-        x, cache = layers((x, cache[: self.num_layers]), side, starts)
-        return self._head(head, x[:, -1:])[:, 0], (*cache, *last)
+        layers = stack.layer_stack(layer, len(kinds), pattern=tuple(enumerate(kinds)), group=self.group)
+        starts = jnp.broadcast_to(start, (len(kinds),))
+        x, states = hk.transform(layers).apply(params, None, (x, states), side, starts)
+        return x, self._laid_out(states)
+
+    def after_layers(self, params: Params, x: jax.Array) -> jax.Array:
+        """Returns the logits after the last of T positions [B, vocab_size], float32, from the stream [B, T, D]."""
+        logits = hk.transform(lambda x: self._head(self._head_params(self._embedding()), x)).apply(
+            params, None, x[:, -1:]
+        )
+        return logits[:, 0, : self.vocab_size]
 
     @property
     def _planner(self) -> Any:
@@ -344,10 +389,8 @@ class Transformer(DecoderConfig):
         assert self.planner is not None
         return planner.Plans(self, self.planner)
 
-    def _laid_out(self, cache: Cache) -> Cache:
-        of_layers = cache[: self.num_layers]
-        laid_out = tuple({name: self._parts[name].laid_out(part) for name, part in s.items()} for s in of_layers)
-        return (*laid_out, *cache[self.num_layers :])
+    def _laid_out(self, states: Cache) -> Cache:
+        return tuple({name: self._parts[name].laid_out(part) for name, part in s.items()} for s in states)
 
     def _parts_of(self, kind: LayerKind) -> dict[str, Part]:
         """Returns the parts of a layer by name."""

@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from core import logical, stack, wrappers
 from core.batches import BatchSpec, batch_shapes, row_length
-from core.parameters import ParamSpec
 from core.types import ChoosesDtype, ExtendsCache, Params, can
 from parallel.partitioner import Program
 from parallel.sampling import GREEDY, MASKED, Sampling, draw
@@ -65,7 +64,10 @@ class Decoder:
     Attributes:
       model: with the ability ExtendsCache.
       fixed_length: the only number of slots; None: any.
+      most_tokens: that a call of `decode` adds.
     """
+
+    most_tokens = STEPS
 
     def __init__(self, program: Program):
         """Takes model and layout of the program; its optimizer is not used."""
@@ -113,13 +115,11 @@ class Decoder:
             return self._laid_out(params)
 
     def _cast(self, params: Params) -> Params:
-        dtype = self._program.model.dtype if can(self._program.model, ChoosesDtype) else "float32"
-
-        def cast(spec: ParamSpec, a: jax.Array, apart: bool) -> Any:
-            a = a.astype(dtype) if spec.kind in ("matrix", "embedding") else a
+        def cast(dtype: Any, a: jax.Array, apart: bool) -> Any:
+            a = a.astype(dtype)
             return tuple(a) if apart else a
 
-        return jax.tree.map(cast, self._program.param_specs, params, self._apart)
+        return jax.tree.map(cast, dtypes(self._program), params, self._apart)
 
     def _stacked(self, params: Params) -> Params:
         """Returns the parameters as the model takes them; the compiler removes the stacks that are only indexed."""
@@ -209,23 +209,47 @@ class Decoder:
 
         def add_token(carry: tuple[jax.Array, State, Drawn]) -> tuple[jax.Array, State, Drawn]:
             step, state, drawn = carry
-            possible = state.logits
-            if num_ids is not None:
-                possible = jnp.where(jnp.arange(possible.shape[1]) < num_ids, possible, MASKED)
-            ids = draw(possible, key, rows, state.slot - state.padding, sampling)
-            chosen = jnp.take_along_axis(state.logits, ids[:, None], axis=1)[:, 0]
-            log_p = chosen - jax.nn.logsumexp(state.logits, axis=1)
-            stops = jnp.isin(ids, jnp.asarray(stop_ids or (-1,)))
-            fate = jnp.where(state.ended, NONE, jnp.where(stops, STOP, NEW))
-            drawn = Drawn(*(a.at[step].set(new) for a, new in zip(drawn, (ids, log_p, fate), strict=True)))
+            new, ended = next_ids(state, key, rows, sampling=sampling, stop_ids=stop_ids, num_ids=num_ids)
+            drawn = Drawn(*(a.at[step].set(one) for a, one in zip(drawn, new, strict=True)))
             whole = self._stacked(params)
-            logits, cache = self.model.extend(whole, state.cache, ids[:, None], state.slot, state.padding)
-            return step + 1, State(cache, logits, state.slot + 1, state.padding, state.ended | stops), drawn
+            logits, cache = self.model.extend(whole, state.cache, new.ids[:, None], state.slot, state.padding)
+            return step + 1, State(cache, logits, state.slot + 1, state.padding, ended), drawn
 
         shape = (STEPS, *state.ended.shape)
         nothing = Drawn(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.full(shape, NONE))
         _, state, drawn = jax.lax.while_loop(is_unfinished, add_token, (jnp.int32(0), state, nothing))
         return state, jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, PartitionSpec()), drawn)
+
+
+def next_ids(
+    state: State,
+    key: jax.Array,
+    rows: jax.Array,
+    *,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    num_ids: int | None,
+) -> tuple[Drawn, jax.Array]:
+    """Draws the next id of every row; returns what was drawn, [B] each, and which rows have ended then, [B]."""
+    possible = state.logits
+    if num_ids is not None:
+        possible = jnp.where(jnp.arange(possible.shape[1]) < num_ids, possible, MASKED)
+    ids = draw(possible, key, rows, state.slot - state.padding, sampling)
+    chosen = jnp.take_along_axis(state.logits, ids[:, None], axis=1)[:, 0]
+    log_p = chosen - jax.nn.logsumexp(state.logits, axis=1)
+    stops = jnp.isin(ids, jnp.asarray(stop_ids or (-1,)))
+    fate = jnp.where(state.ended, NONE, jnp.where(stops, STOP, NEW))
+    return Drawn(ids, log_p, fate), state.ended | stops
+
+
+def dtypes(program: Program) -> Params:
+    """Returns the dtype of every parameter in generation: of matrices the compute dtype, of others their own."""
+    computed = program.model.dtype if can(program.model, ChoosesDtype) else "float32"
+    return jax.tree.map(
+        lambda spec, leaf: jnp.dtype(computed) if spec.kind in ("matrix", "embedding") else leaf.dtype,
+        program.param_specs,
+        program.abstract_state.params,
+    )
 
 
 def _sharded(shapes: Any, layouts: Any) -> Any:

@@ -6,7 +6,7 @@ every chip runs all layers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ import numpy as np
 from core import units
 from core.errors import UserError
 from core.types import HasVocabulary, LimitsPositions, Params, can
-from parallel.decoding import NEW, NONE, STEPS, STOP, Decoder, Drawn, State
+from parallel import layerwise
+from parallel.decoding import NEW, NONE, STOP, Decoder, Drawn, State
+from parallel.layerwise import LayerwiseDecoder
 from parallel.partitioner import Program
 from parallel.sampling import GREEDY, Sampling
 
@@ -50,10 +52,10 @@ class Generator:
           params: laid out as `program.abstract_state.params`.
         """
         self._program = program
-        self._decoder = Decoder(program)
-        self._params = self._decoder.laid_out(params)
+        self._decoder = LayerwiseDecoder(program) if layerwise.suits(program) else Decoder(program)
+        self._params: Any = self._decoder.laid_out(params)
         size = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(self._params))
-        self._steps = max(1, min(STEPS, _BYTES_PER_CALL // size))
+        self._steps = max(1, min(self._decoder.most_tokens, _BYTES_PER_CALL // size))
 
     def generate(
         self,

@@ -1,5 +1,6 @@
 """Generation from a cache: equal to full forward passes, to transformers, and the same under every layout."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from core import optimizers, slices
 from core.errors import UserError
 from models import pretrained
-from parallel import decoding, generation, sampling, strategies
+from parallel import decoding, generation, layerwise, sampling, strategies
 from parallel.generation import Generator
 from parallel.partitioner import Partitioner
 from parallel.sampling import GREEDY, Sampling
@@ -46,6 +47,40 @@ def test_greedy_continuations_equal_those_of_transformers(family, monkeypatch):
     [found] = generator_of(family).generate([want[:6]], max_tokens=len(want) - 6, sampling=GREEDY)
     assert found.ids == want[6:]
     assert not found.ended
+
+
+@pytest.mark.covers("N13")
+@pytest.mark.parametrize(
+    ("family", "calls"),
+    [
+        pytest.param("gemma3", [(0, 3), (3, 5)], marks=pytest.mark.slow),  # kinds of layers alternate
+        ("gpt2", [(0, 1), (1, 2), (2, 3)]),
+        pytest.param("qwen3_moe_sparse", [(0, 4), (4, 8)], marks=pytest.mark.slow),  # so do parameters
+    ],
+)
+def test_layers_that_run_in_several_calls_give_the_ids_of_transformers(family, calls, monkeypatch):
+    monkeypatch.setattr(generation, "CHUNK", 4)
+    monkeypatch.setattr(layerwise, "CALL_BYTES", 1)
+    want = np.load(FAMILIES / family / "reference.npz")["greedy"].tolist()
+    generator = on_one_device(pretrained.model(str(FAMILIES / family), dtype="float32", vocab_multiple=8), family)
+    assert isinstance(generator._decoder, layerwise.LayerwiseDecoder)
+    assert generator._decoder._calls == calls
+    found = generator.generate([want[:6], want[:3]], max_tokens=8, sampling=GREEDY)
+    assert found[0].ids == want[6:14]
+    [stopped] = generator.generate([want[:6]], max_tokens=8, stop_ids=(want[8],))
+    assert (stopped.ids, stopped.ended) == (want[6 : want.index(want[8], 6)], True)
+
+
+def test_layers_run_in_several_calls_where_all_of_them_would_compile_for_long(monkeypatch):
+    def calls(layers, **changes):
+        model = dataclasses.replace(pretrained.model(str(FAMILIES / "llama3")), num_layers=layers, **changes)
+        at = Partitioner(strategies.data_parallel(), slice=slices.get("v5e-1"), devices=jax.devices()[:1])
+        return layerwise._calls(at.program(model, ADAMW, streams.batch_spec(32, length=16), seed=0))
+
+    assert calls(12) == [(0, 12)]
+    assert calls(30) == [(0, 12), (12, 24), (24, 30)]
+    monkeypatch.setattr(layerwise, "CALL_BYTES", 50_000)  # a layer has 22 kB
+    assert calls(7) == [(0, 3), (3, 6), (6, 7)]
 
 
 @pytest.mark.slow  # the quick tests above and below have a family and two layouts
@@ -154,10 +189,13 @@ def test_a_wrapper_that_changes_the_logits_is_generated_from(monkeypatch):
 
 
 def wrapped(wrapper):
-    model = wrapper(pretrained.model(str(FAMILIES / "qwen2"), dtype="float32", vocab_multiple=8))
+    return on_one_device(wrapper(pretrained.model(str(FAMILIES / "qwen2"), dtype="float32", vocab_multiple=8)), "qwen2")
+
+
+def on_one_device(model, family):
     at = Partitioner(strategies.data_parallel(), slice=slices.get("v5e-1"), devices=jax.devices()[:1])
     program = at.program(model, ADAMW, streams.batch_spec(32, length=16), seed=0)
-    params = model.published(str(FAMILIES / "qwen2")).load(program.abstract_state.params, program.param_specs)
+    params = model.published(str(FAMILIES / family)).load(program.abstract_state.params, program.param_specs)
     return Generator(program, params)
 
 
