@@ -188,8 +188,8 @@ class ExtendsCache(Protocol):
         """
 
 
-class ExtendsLayers(ExtendsCache, Protocol):
-    """A model that generates from a cache and whose `extend` can be run in parts.
+class ExtendsLayers(Protocol):
+    """A model that generates from a cache (`ExtendsCache`) and whose `extend` can be run in parts.
 
     Enables: on a CPU, programs of a few layers that equal layers share, which compile in a fraction of the time.
 

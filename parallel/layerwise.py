@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from core import platforms, stack, wrappers
-from core.types import ExtendsLayers, Params, can
+from core.types import ExtendsCache, ExtendsLayers, Params, can
 from parallel import decoding
 from parallel.decoding import Drawn, State
 from parallel.partitioner import Program
@@ -39,7 +39,7 @@ class LayerwiseDecoder:
     """The programs of one model on one CPU, with the methods that `Decoder` has for generation.
 
     Attributes:
-      model: with the ability ExtendsLayers.
+      model: with the abilities ExtendsCache and ExtendsLayers.
       fixed_length: None: any number of slots.
       most_tokens: that a call of `decode` adds.
     """
@@ -137,7 +137,7 @@ class LayerwiseDecoder:
 def suits(program: Program) -> bool:
     """Returns whether the layers of a model should run in several calls: on one CPU, if they are large or many."""
     devices, model = program.partitioner.mesh.devices.flat, program.model
-    if len(devices) > 1 or devices[0].platform != "cpu" or not can(model, ExtendsLayers):
+    if len(devices) > 1 or devices[0].platform != "cpu" or not (can(model, ExtendsCache) and can(model, ExtendsLayers)):
         return False
     parts = ("before_layers", "extend_layers", "after_layers")
     if any(wrappers.is_outside(model, whole, part) for whole in ("logits", "extend") for part in parts):
