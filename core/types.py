@@ -189,12 +189,11 @@ class ExtendsCache(Protocol):
 
 
 class ExtendsLayers(Protocol):
-    """A model that generates from a cache (`ExtendsCache`) and whose `extend` can be run in parts.
+    """A model with a cache whose `extend` is `before_layers`, `extend_layers` for successive layers, `after_layers`.
+
+    Its cache is a tuple: the states of all layers, then others.
 
     Enables: on a CPU, programs of a few layers that equal layers share, which compile in a fraction of the time.
-
-    The cache is a tuple of the states of all layers, and then others. `extend` is `before_layers`, then `extend_layers`
-    for successive layers, then `after_layers`.
     """
 
     num_layers: int
@@ -202,15 +201,11 @@ class ExtendsLayers(Protocol):
     def layer_kind(self, layer: int) -> Hashable:
         """Returns the kind of a layer, by its number; layers of one kind differ in their arrays alone."""
 
-    def before_layers(
-        self, params: Params, others: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
-    ) -> tuple[Any, Any, Any]:
+    def before_layers(self, params: Params, others: Any, ids: Any, start: Any, padding: Any) -> tuple[Any, Any, Any]:
         """Returns the input of the first layer, arrays for all layers, and the states that follow those of layers."""
 
-    def extend_layers(
-        self, params: Params, x: Any, side: Any, states: Any, start: jax.Array, *, kinds: tuple[Hashable, ...]
-    ) -> tuple[Any, Any]:
-        """Runs successive layers, of whose parameters the stacked ones are given; returns x and their states."""
+    def extend_layers(self, params: Params, x: Any, side: Any, states: Any, start: Any, *, kinds: Any) -> Any:
+        """Runs layers of these kinds, of whose parameters the stacked ones are given; returns x and their states."""
 
     def after_layers(self, params: Params, x: Any) -> jax.Array:
         """Returns the logits after the last id, [B, V], float32."""
