@@ -178,9 +178,7 @@ class ExtendsCache(Protocol):
     def empty_cache(self, rows: int, length: int) -> Any:
         """Returns an empty cache for `rows` rows of at most `length` slots."""
 
-    def extend(
-        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    def extend(self, params: Params, cache: Any, ids: Any, start: Any, padding: Any) -> tuple[jax.Array, Any]:
         """Runs new ids [B, T] in the slots from `start` [] on.
 
         The first `padding` [B] slots of a row are empty; the id in slot s has position s - padding. Layers are
