@@ -11,6 +11,7 @@ A position is a few numbers that do not depend on the version of any library; re
 R: rows per element of a stream. T: tokens per row.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +25,8 @@ from tasks.documents import StreamSpec
 from tasks.ids import Vocabulary, lowest_id, with_bos, with_eos
 from tasks.streams import Stream
 
+_MOST_REMEMBERED = 2**25  # bytes of the documents of a split that are kept in memory
+_DOCUMENT_BYTES = 200  # of the objects of a document beside its text
 WINDOW_IDS = 2**18  # per window, but at least 16 rows, and at most 1,024 (64 if they are not shuffled)
 
 
@@ -80,6 +83,15 @@ class DocumentSource:
     def describe(self) -> str:
         """See `Corpus`."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def _memories(self) -> "dict[tuple[str, int, int], _Memory]":
+        return {}
+
+    def memory(self, spec: StreamSpec) -> "_Memory":
+        """Returns the memory that all streams of a split share."""
+        key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory holds the vocabulary
+        return self._memories.setdefault(key, _Memory(spec.vocabulary))
 
     def open_stream(self, spec: StreamSpec) -> Stream:
         """See `Corpus`."""
@@ -173,18 +185,60 @@ class DocumentStream(packing.PackedStream):
         return [segments[place] for place in permutation.permuted(range(count), count, key=key)]
 
 
+class _Document:
+    """A document, where it begins in its part, and its ids once they are needed."""
+
+    __slots__ = ("ids", "offset", "text")
+
+    def __init__(self, offset: Any, text: bytes) -> None:
+        self.offset, self.text = offset, text
+        self.ids: np.ndarray | None = None
+
+
+class _Memory:
+    """The documents of a small split by part, so that each is parsed and converted to ids once for all streams.
+
+    Attributes:
+      parts: the documents of each part that was read to its end; none if the split is not small.
+      is_small: whether no more than `_MOST_REMEMBERED` bytes of the split were read.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        """Takes the vocabulary of the ids."""
+        self.vocabulary = vocabulary
+        self.parts: dict[int, list[_Document]] = {}
+        self.is_small = True
+        self._bytes = 0
+
+    def keep(self, number: int, documents: list[_Document]) -> None:
+        """Keeps all documents of a part, or none of the split any more if they are too many."""
+        if not self.is_small or number in self.parts:
+            return
+        self._bytes += sum(len(document.text) + _DOCUMENT_BYTES for document in documents)
+        self.parts[number] = documents
+        if self._bytes > _MOST_REMEMBERED:
+            self.is_small = False
+            self.parts.clear()
+
+
 class _Chunks:
     """Reads the chunks of one source that belong to one stream; each has at most T ids."""
 
     def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
         self._source, self._spec = source, spec
         self._parts, self._is_shared, self._deals_chunks = source.parts(spec.split, spec.num_streams)
+        self._memory = source.memory(spec)
         self._part = self._seen = self._taken = 0  # parts read; documents (or chunks) before this one; chunks of it
         self._offset: Any = None  # of the current document in its part
         self._reader: Reader | None = None
+        self._known: list[_Document] | None = None  # the documents of this part, if they are in memory
+        self._place = 0  # of the next one of them
+        self._read: list[_Document] | None = None  # documents of this part, to be kept in memory
+        self._read_bytes = 0
         self._document: list[np.ndarray] = []  # its chunks, if any may belong to this stream
         self._size = 0  # what it adds to _seen
         self._has_text = False  # known of the split once all its parts were searched
+        self._order = (-1, np.zeros(0, np.int64))  # an epoch, and the order of its parts
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next chunk, as JSON."""
@@ -193,7 +247,7 @@ class _Chunks:
     def move(self, position: Mapping[str, Any]) -> None:
         """Moves to a position."""
         self._part, self._offset, self._seen = position["part"], position["offset"], position["seen"]
-        self._reader, self._document, self._size, self._taken = None, [], 0, 0
+        self._reader, self._known, self._document, self._size, self._taken = None, None, [], 0, 0
         if position["taken"]:
             self._read_document()
             self._taken = position["taken"]
@@ -201,6 +255,7 @@ class _Chunks:
     def share(self) -> float:
         """See `Chunks`. Parts count alike, whatever their sizes."""
         begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
+        begun = self._place / max(len(self._known), 1) if self._known is not None else begun
         return min(1.0, (self._part + begun) / len(self._parts))
 
     def take(self, most: int) -> np.ndarray | None:
@@ -225,15 +280,18 @@ class _Chunks:
         Returns:
           False at the end of a stream that reads its documents once.
         """
-        text = self._next_text()
         self._taken, self._document, self._size = 0, [], 0
-        if text is None:
+        if self._known is not None and self._is_shared and not self._deals_chunks:
+            others = min((self._spec.index - self._seen) % self._spec.num_streams, len(self._known) - self._place)
+            self._place, self._seen = self._place + others, self._seen + others
+        document = self._next_document()
+        if document is None:
             return False
-        self._document = self._chunks(text) if self._deals_chunks or self._is_ours(self._seen) else []
+        self._document = self._chunks(document) if self._deals_chunks or self._is_ours(self._seen) else []
         self._size = len(self._document) if self._deals_chunks else 1
         return True
 
-    def _next_text(self) -> str | None:
+    def _next_document(self) -> _Document | None:
         """Returns the next document, or None at the end of a stream that reads them once.
 
         Raises:
@@ -241,15 +299,12 @@ class _Chunks:
         """
         ended = 0
         while not self._is_through() and (ended <= len(self._parts) or self._finds_text()):
-            if self._reader is None:
-                self._reader = self._parts[self._number()].open(self._offset)
-            self._offset = self._reader.offset()
-            text = next(self._reader, None)
-            if text:
-                return text.decode()
-            if text is None:
-                self._part, self._offset, self._reader = self._part + 1, None, None
-                ended += 1
+            if self._reader is None and self._known is None:
+                self._open()
+            if document := self._next_known() if self._reader is None else self._next_read():
+                return document
+            self._part, self._offset, self._reader, self._known = self._part + 1, None, None, None
+            ended += 1
         spec = self._spec
         if spec.once and self._seen:
             return None
@@ -257,6 +312,45 @@ class _Chunks:
             f"{self._source.describe()}: the {spec.split} split has no document for stream {spec.index} of "
             f"{spec.num_streams}; use more text, a separate validation file, or a lower NUM_STREAMS"
         )
+
+    def _open(self) -> None:
+        """Opens the current part, in memory if it was read to its end before."""
+        number, memory = self._number(), self._memory
+        self._known, self._place = memory.parts.get(number), 0
+        if self._known is None:
+            self._reader = self._parts[number].open(self._offset)
+            self._read, self._read_bytes = [] if self._offset is None and memory.is_small else None, 0
+        elif self._offset is not None:
+            while self._place < len(self._known) and self._known[self._place].offset != self._offset:
+                self._place += 1
+
+    def _next_known(self) -> _Document | None:
+        """Returns the next document of a part in memory; None at its end."""
+        assert self._known is not None
+        if self._place == len(self._known):
+            return None
+        document = self._known[self._place]
+        self._place, self._offset = self._place + 1, document.offset
+        return document
+
+    def _next_read(self) -> _Document | None:
+        """Reads the next document of a part that is not blank; None at its end."""
+        assert self._reader is not None
+        while True:
+            self._offset = self._reader.offset()
+            text = next(self._reader, None)
+            if text is None:
+                if self._read is not None:
+                    self._memory.keep(self._number(), self._read)
+                return None
+            if text:
+                document = _Document(self._offset, text)
+                if self._read is not None:
+                    self._read.append(document)
+                    self._read_bytes += len(text) + _DOCUMENT_BYTES
+                    if self._read_bytes > _MOST_REMEMBERED:
+                        self._read = None
+                return document
 
     def _is_through(self) -> bool:
         return self._spec.once and self._part >= len(self._parts)
@@ -272,9 +366,14 @@ class _Chunks:
         count, spec = len(self._parts), self._spec
         running = self._part if self._is_shared else self._part * spec.num_streams + spec.index
         epoch, place = divmod(running, count)
-        return place if spec.seed is None else int(permutation.permuted([place], count, key=(spec.seed, epoch))[0])
+        if spec.seed is None or count == 1:
+            return place
+        if self._order[0] != epoch:
+            self._order = epoch, permutation.permuted(range(count), count, key=(spec.seed, epoch))
+        return int(self._order[1][place])
 
-    def _chunks(self, text: str) -> list[np.ndarray]:
+    def _chunks(self, document: _Document) -> list[np.ndarray]:
         vocabulary, length = self._spec.vocabulary, self._spec.length
-        ids = with_end(vocabulary.encode(text), vocabulary, where=self._source.describe)
-        return [ids[start : start + length] for start in range(0, len(ids), length)]
+        if document.ids is None:
+            document.ids = with_end(vocabulary.encode(document.text.decode()), vocabulary, where=self._source.describe)
+        return [document.ids[start : start + length] for start in range(0, len(document.ids), length)]

@@ -48,14 +48,17 @@ def first_fit(segments: Sequence[Segment], *, length: int) -> list[Row]:
     """
     sizes = np.array([len(segment.targets) for segment in segments], np.int64)
     free = np.full(len(segments), length)
-    rows: list[list[int]] = []
-    for number in np.argsort(-sizes, kind="stable").tolist():
-        row = int((free[: len(rows) + 1] >= sizes[number]).argmax())
-        free[row] -= sizes[number]
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(number)
-    return [[segments[number] for number in row] for row in sorted(map(sorted, rows))]
+    row_of = np.zeros(len(segments), np.int64)
+    for size in np.unique(sizes)[::-1].tolist():  # segments of one size fill one row after the other
+        numbers = np.flatnonzero(sizes == size)
+        fits = np.minimum(np.cumsum(free // size), len(numbers))
+        fits = np.diff(fits, prepend=0)
+        row_of[numbers] = np.repeat(np.arange(len(free)), fits)
+        free -= fits * size
+    order = np.argsort(row_of, kind="stable")
+    borders = np.flatnonzero(np.diff(row_of[order])) + 1
+    rows = sorted(row.tolist() for row in np.split(order, borders))
+    return [[segments[number] for number in row] for row in rows if row]
 
 
 def in_order(segments: Sequence[Segment], *, length: int) -> list[Row]:

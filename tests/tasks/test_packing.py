@@ -122,3 +122,21 @@ def test_a_registered_seqio_task_is_read_and_continues_exactly():
             np.testing.assert_array_equal(values, batch[key])
     absent = text.seqio(name="own_leters", length=32, num_streams=2)
     assert "did you mean 'own_letters'?" in absent.problems()[0]
+
+
+def test_first_fit_is_that_of_one_segment_after_the_other():
+    rng = np.random.default_rng(0)
+    for count, length in ((1, 5), (40, 9), (300, 31), (200, 8)):
+        sizes = rng.integers(1, length + 1, count)
+        segments = [packing.text_segment(np.full(size, n, np.int32), bos_id=0) for n, size in enumerate(sizes)]
+        rows, free = [], []
+        for number in sorted(range(count), key=lambda n: -sizes[n]):
+            row = next((row for row, left in enumerate(free) if left >= sizes[number]), len(rows))
+            if row == len(rows):
+                rows.append([])
+                free.append(length)
+            rows[row].append(number)
+            free[row] -= sizes[number]
+        found = [[int(s.targets[0]) for s in row] for row in packing.first_fit(segments, length=length)]
+        assert found == sorted(map(sorted, rows))
+    assert packing.first_fit([], length=4) == []

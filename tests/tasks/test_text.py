@@ -11,7 +11,7 @@ import pytest
 
 from core.errors import UserError
 from core.types import DataLayout
-from tasks import document_streams, text, text_files, vocabularies
+from tasks import document_streams, documents, text, text_files, vocabularies
 from tasks.documents import StreamSpec
 
 LENGTH = 32
@@ -425,3 +425,44 @@ def test_a_trained_vocabulary_end_to_end(tmp_path, text_folder):
     decoded = [vocabulary.decode(targets) for targets, _, _ in segments(batch)]
     assert decoded[0] in {path.read_text() for path in text_folder.iterdir()}
     assert batch["targets"].max() < vocabulary.size
+
+
+# Small sources
+
+
+def train_of(folder, num_streams, **options):
+    task = text.files(train=f"{folder}/*.jsonl", field="body", length=LENGTH, num_streams=num_streams, **options)
+    return task.train(layout_of(2 * num_streams), seed=3)
+
+
+def seen_by(batches, count):
+    """Rows and positions, batch by batch."""
+    return [({key: values.tolist() for key, values in next(batches).items()}, batches.state()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("num_streams", [1, 5])
+def test_a_source_in_memory_gives_the_same_rows_and_positions(json_folder, monkeypatch, num_streams):
+    """Windows of several epochs, and resumes from every position, also inside of a part."""
+    kept = seen_by(train_of(json_folder, num_streams), 70)
+    monkeypatch.setattr(document_streams, "_MOST_REMEMBERED", 0)
+    assert seen_by(train_of(json_folder, num_streams), 70) == kept
+    monkeypatch.undo()
+    for at in (0, 31, 60):
+        resumed = train_of(json_folder, num_streams)
+        resumed.restore(kept[at][1])
+        assert seen_by(resumed, 3) == kept[at + 1 : at + 4]
+
+
+def test_a_small_file_is_parsed_and_converted_once_for_all_streams(json_folder, monkeypatch):
+    monkeypatch.setattr(document_streams, "WINDOW_IDS", 2**14)
+    read, encoded = [], []
+
+    class Counting(vocabularies.Bytes):
+        def encode(self, text):
+            encoded.append(text)
+            return super().encode(text)
+
+    monkeypatch.setattr(documents.Intake, "count", lambda self, note: read.append(note))
+    next(train_of(json_folder, 16, vocabulary=Counting()))
+    assert len(encoded) == len(set(encoded)) > 250
+    assert 0 <= len(read) - len(encoded) <= 3  # blank lines
