@@ -20,13 +20,14 @@ from core import foreign_json, paths
 from core.errors import UserError
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "chat_template.jinja",
     "tokenizer.model",
     "vocab.json",

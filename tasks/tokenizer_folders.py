@@ -14,7 +14,7 @@ from typing import Any
 
 from core import paths, published_files, units
 from core.errors import UserError
-from core.published_files import CONFIG, TOKENIZER
+from core.published_files import CONFIG, GENERATION_CONFIG, TOKENIZER
 from tasks import chat_answers
 from tasks.chat_templates import ChatTemplate, Message, Range
 from tasks.ids import before_end
@@ -69,7 +69,7 @@ class FolderTokenizer:
     @functools.cached_property
     def _settings(self) -> dict[str, tuple[Any, str]]:
         """The settings of the folder, each with the file that it is from; later files override earlier ones."""
-        names = [CONFIG, "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"]
+        names = [CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "tokenizer_config.json"]
         read = {n: published_files.read_object(self.folder / n) for n in names if (self.folder / n).exists()}
         if "added_tokens_decoder" not in read.get(names[-1], {}):
             names[-2:] = reversed(names[-2:])  # a folder of before, whose map overrides

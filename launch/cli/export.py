@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,13 +17,14 @@ from core.batches import batch_shapes
 from core.checkpoints import inspection, published, reading, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
+from core.types import FramesTexts, can
 from launch import flags
 from launch.experiment import Experiment
 from launch.experiments import saved_run
 from launch.runs import warm_start as warm_starts
 from models import families, family_tensors, lora
 from models.decoder_config import DecoderConfig
-from tasks import streams
+from tasks import generation_settings, streams
 from tasks.tokenizer_folders import FolderTokenizer
 
 HELP = "write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer"
@@ -82,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     inspection.require_intact_parameters(step)
     paths.require_writable(out)
     vocabulary = experiment.task.vocabulary
-    read = _reader(step, experiment)
+    read, (ids, generation) = _reader(step, experiment), _generation(experiment)
     is_whole = model.lora is None or args.merge
     dtype = args.dtype or ("bfloat16" if is_whole else "float32")
     if is_whole:
-        name, adds = published_files.CONFIG, {"torch_dtype": dtype, **_special_ids(vocabulary)}
+        name, adds = published_files.CONFIG, {"torch_dtype": dtype, **ids}
         config = {**families.config(base, kind), **adds}
         sources, options = family_tensors.named_sources(base), {}
         read, program = family_tensors.merged(read, model), _shapes(base)
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     limits, stored = {"vocab": model.vocab_size}, _DTYPES[dtype]
     size = published.write(out, published.tensors_of(read, *program, sources, limits=limits, dtype=stored), **options)
     if isinstance(vocabulary, FolderTokenizer):
-        _copy_tokenizer(vocabulary.folder, out)
+        _write_tokenizer(vocabulary.folder, out, generation)
     else:
         print("no tokenizer is written: the run's vocabulary is not one of a published folder")
     paths.write_text_atomically(out / name, json.dumps(config, indent=2) + "\n")  # last: it marks the end
@@ -168,13 +169,24 @@ def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | No
     return read
 
 
-def _special_ids(vocabulary: Any) -> dict[str, int]:
+def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the special ids, and the settings of generation: of the source, with the ids that end the run's texts."""
+    task = experiment.spans()[-1].experiment.task
+    vocabulary = task.vocabulary
     if vocabulary is None:
-        return {}
-    return {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id}
+        return {}, {}
+    bos_id, stop_ids = vocabulary.bos_id, task.stop_ids() if can(task, FramesTexts) else (vocabulary.eos_id,)
+    if not isinstance(vocabulary, FolderTokenizer):
+        return {"bos_token_id": bos_id, "eos_token_id": stop_ids[0]}, {}
+    folder, names = vocabulary.folder, (published_files.CONFIG, published_files.GENERATION_CONFIG)
+    if not any((folder / name).exists() for name in names) and _is_published(experiment.init_from):
+        folder = published_files.small_files(experiment.init_from)  # that of the vocabulary has no model
+    return generation_settings.exported(folder, bos_id=bos_id, stop_ids=stop_ids)
 
 
-def _copy_tokenizer(source: paths.Path, out: paths.Path) -> None:
+def _write_tokenizer(source: paths.Path, out: paths.Path, generation: Mapping[str, Any]) -> None:
+    """Copies the files of a tokenizer, and writes the settings of generation."""
     for name in published_files.TOKENIZER_FILES:
         if (source / name).exists():
             (out / name).write_bytes((source / name).read_bytes())
+    (out / published_files.GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")

@@ -124,7 +124,7 @@ def test_a_run_from_a_folder_generates_and_exports_the_same_model(run_dir, tmp_p
 def test_a_run_needs_its_folder_no_longer(folder, run_dir, tmp_path, capsys):
     assert not folder.exists()
     assert run_command("export", run_dir, "--out", tmp_path / "out") == 0
-    kept = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in (tmp_path / "out").iterdir()} == kept
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (
         folder.with_name("moved") / "tokenizer.json"

@@ -1,0 +1,60 @@
+"""The settings of a published folder for generation: special ids, and how tokens are drawn.
+
+transformers reads `generation_config.json`; a folder without it has them in `config.json`, among those of the model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from core import paths, published_files
+from core.published_files import CONFIG, GENERATION_CONFIG
+
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of generation_config.json that a config.json may have.
+_KEYS = frozenset(
+    (*IDS, "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "max_length", "max_new_tokens")
+    + ("min_length", "min_new_tokens", "early_stopping", "max_time", "stop_strings", "do_sample", "num_beams")
+    + ("num_beam_groups", "diversity_penalty", "penalty_alpha", "use_cache", "cache_implementation", "temperature")
+    + ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty")
+    + ("encoder_repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
+    + ("bad_words_ids", "force_words_ids", "renormalize_logits", "remove_invalid_values", "suppress_tokens")
+    + ("begin_suppress_tokens", "exponential_decay_length_penalty", "sequence_bias", "token_healing", "guidance_scale")
+    + ("num_return_sequences", "prefill_chunk_size", "watermarking_config")
+)
+
+
+def exported(folder: paths.Path, *, bos_id: int, stop_ids: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the settings of a model that was trained on, from those of the folder that it started from.
+
+    Args:
+      folder: the published folder; may lack both files.
+      bos_id: the begin-of-text id, if the folder names none.
+      stop_ids: ids that end a text of the training data; those that the folder lacks are added to its own.
+
+    Returns:
+      The special ids for `config.json`, and the content of `generation_config.json`.
+
+    Raises:
+      UserError: a file is malformed.
+    """
+    config, generation = (_with_values(folder / name) for name in (CONFIG, GENERATION_CONFIG))
+    if not generation:
+        generation = {key: config[key] for key in sorted(_KEYS & config.keys())}
+    ids = {"bos_token_id": bos_id} | {key: found[key] for found in (generation, config) for key in IDS if key in found}
+    generation = {**ids, **generation}
+    for found in (ids, generation):
+        found["eos_token_id"] = _joined(found.get("eos_token_id", []), stop_ids)
+    return ids, generation
+
+
+def _with_values(file: paths.Path) -> dict[str, Any]:
+    """Returns the keys of a file that have values; nothing if there is no such file."""
+    found = published_files.read_object(file) if file.exists() else {}
+    text = found.get("text_config")  # of a model that also reads images
+    return {key: v for key, v in {**(text if isinstance(text, dict) else {}), **found}.items() if v is not None}
+
+
+def _joined(eos: Any, stop_ids: Sequence[int]) -> int | list[int]:
+    """Returns an id, or several as a list."""
+    found = list(dict.fromkeys([*(eos if isinstance(eos, list) else [eos]), *stop_ids]))
+    return found[0] if len(found) == 1 else found
