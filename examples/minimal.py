@@ -4,7 +4,7 @@
 
 Four CPU devices simulate a v4-8; on a TPU, leave JAX_PLATFORMS out and set SLICE. On several hosts, start the same
 program on each with `distributed.initialize()` alone (JAX finds the other hosts of a slice) and a shared folder. RUN
-is a finished run, such as runs/gin/quickstart, or the folder of a published model, which then continues a text.
+is a finished run, such as runs/quickstart-v4-16, or the folder of a published model, which then continues a text.
 """
 
 import dataclasses

@@ -130,21 +130,27 @@ def import_root() -> Path:
     return WORKSPACE.parent if PACKAGE else WORKSPACE
 
 
-def runs_folder() -> Path:
-    """Returns the folder `runs`: in the workspace; of a wheel, in the working directory."""
-    return (Path.cwd() if PACKAGE else WORKSPACE) / "runs"
+def run_root(*, environ: Mapping[str, str] | None = None) -> str:
+    """Returns the folder of run directories: RENGA_RUN_ROOT, or `runs` in the working directory."""
+    return (read("RENGA_RUN_ROOT", environ=environ) or "runs").rstrip("/")
 
 
-def run_directory(experiment: str | Path, *, smoke: bool = False, environ: Mapping[str, str] | None = None) -> str:
-    """Returns the default run directory of `experiment`: `$RENGA_RUN_ROOT/{group}/{experiment}`.
+def run_directory(
+    experiment: str | Path, slice_name: str, *, smoke: bool = False, environ: Mapping[str, str] | None = None
+) -> str:
+    """Returns the default run directory of an experiment on a slice, such as `runs/quickstart-v4-16`, in `run_root`.
 
-    The group is the folder of the experiment file. A smoke run has its own directory. If RENGA_RUN_ROOT is unset, it is
-    `runs_folder` for the workspace's experiments, and otherwise `runs` beside the experiment file.
+    An experiment file that is not directly in the workspace's `gin/` adds its folder: `runs/trm/sudoku4-v4-8`. The file
+    is searched for as the loader does. A smoke run has its own directory.
     """
-    path = Path(experiment).resolve()
-    is_ours = path.is_relative_to(WORKSPACE) or "://" in str(experiment)
-    root = read("RENGA_RUN_ROOT", environ=environ) or str(runs_folder() if is_ours else path.parent / "runs")
-    return f"{root.rstrip('/')}/{path.parent.name}/{path.stem}{'-smoke' if smoke else ''}"
+    if "://" in str(experiment):
+        file = Path(experiment)
+    else:
+        places = (folder / experiment for folder in (Path.cwd(), WORKSPACE))
+        file = next((place for place in places if place.is_file()), Path(experiment)).resolve()
+    group = "" if file.parent == WORKSPACE / "gin" else file.parent.name
+    name = f"{file.stem}-{slice_name.replace(':', '-')}{'-smoke' if smoke else ''}"
+    return "/".join(filter(None, (run_root(environ=environ), group, name)))
 
 
 def require_named(run_dir: str | None, slice_: "Slice") -> None:
@@ -156,7 +162,7 @@ def require_named(run_dir: str | None, slice_: "Slice") -> None:
     if slice_.hosts > 1 and not (run_dir or read("RENGA_RUN_ROOT") or read("RENGA_SIMULATE")):
         raise UserError(
             f"{slice_.name} has {slice_.hosts} hosts, and no place for the run was named. Set RENGA_RUN_ROOT to "
-            "gs://BUCKET/…, under which each experiment has a folder {group}/{experiment}, or give --run-dir"
+            "gs://BUCKET/…, in which each run has a folder of its default name, or give --run-dir"
         )
 
 

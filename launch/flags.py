@@ -106,7 +106,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "SLICE",
         "help": "BATCH_SIZE is for this slice: scale it, so that each chip has the same rows (launch/scaling.py)",
     },
-    "--run-dir": {"type": _folder, "metavar": "DIR", "help": "default: $RENGA_RUN_ROOT/{group}/{experiment}"},
+    "--run-dir": {"type": _folder, "metavar": "DIR", "help": "default: runs/EXPERIMENT-SLICE"},
     "--steps": {"metavar": "N", "type": at_least(1), "help": "stop after step N; schedules keep TOTAL_STEPS"},
     "--restarts": {
         "metavar": "N",

@@ -1,7 +1,7 @@
 """Loads a trained or published model, computes logits and continues text.
 
     from launch import loaded_model
-    model = loaded_model.load("runs/gin/quickstart")        # or RUN@STEP, or the folder of a published model
+    model = loaded_model.load("runs/quickstart-v4-16")        # or RUN@STEP, or the folder of a published model
     print(model.continued(["import "], max_tokens=50)[0].text)
 
 It runs in one process on the devices of this machine; with `slice_name`, in the layout of that slice, whose chips may

@@ -19,7 +19,7 @@ import pytest
 from core import batches, logical
 from core.checkpoints import published
 from launch import __main__ as cli
-from launch import experiment
+from launch import environment, experiment
 from models import families, family_tensors, transformer
 from tasks import streams
 from tests.lab import golden
@@ -333,3 +333,19 @@ def test_every_command_as_typed(workspace):
     for command in commands():
         if command != "tests/run.sh" and REMOTE not in command:
             run(command, workspace)
+
+
+def test_no_two_commands_of_the_pages_share_a_default_run_directory():
+    """A start in the directory of another experiment, or of other settings, is an error."""
+    starts: dict[str, set[str]] = {}
+    for page in PAGES:
+        for kind, body in BLOCK.findall(page.read_text()):
+            for line in body.replace("\\\n", " ").splitlines() if kind == "" else ():
+                words = shlex.split(line, comments=True) if line.startswith("launch/pod.sh ") else []
+                if words[2:3] and words[2].endswith(".gin") and not {"--run-dir", "--smoke", "--check"} & {*words}:
+                    settings = " ".join(
+                        w for w in words[3:] if not w.isdecimal() and w not in ("--steps", "--simulate")
+                    )
+                    starts.setdefault(environment.run_directory(words[2], words[1], environ={}), set()).add(settings)
+    assert len(starts) > 5
+    assert not {directory: settings for directory, settings in starts.items() if len(settings) > 1}

@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the findings. Returns 0 if a run can start, otherwise 1."""
     slice_ = slices.get(args.slice)
-    args.run_dir = os.fspath(paths.resolve(args.run_dir or environment.run_directory(args.experiment)))
+    args.run_dir = os.fspath(paths.resolve(args.run_dir or environment.run_directory(args.experiment, slice_.name)))
     if args.part == "offline":
         where = "simulated" if args.simulate else "here"
         checked = preflight.check(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 
-from core import metrics, paths, published_files, slices, units
+from core import buckets, metrics, paths, published_files, slices, units
 from core.batches import batch_size
 from core.checkpoints import steps
 from core.errors import UserError
@@ -95,7 +95,7 @@ def check(
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
         if not smoked and _sees_run(run_dir, hosts):
-            findings.append(_checkpoint(config, experiment, program, run_dir))
+            findings.append(_checkpoint(config, experiment, program, run_dir, hosts))
         if initial := _initial_parameters(meant, program, run_dir, hosts):
             findings.append(initial)
         findings += _memories(meant, program, hosts, with_activations=not smoked and hosts != "simulated")
@@ -165,31 +165,34 @@ def _sees_run(run_dir: str, hosts: Hosts) -> bool:
     return hosts != "dry run" and (paths.is_remote(run_dir) or hosts not in _AWAY)
 
 
-def _checkpoint(config: LoadedConfig, experiment: Experiment, program: Program, run_dir: str) -> Finding:
+def _checkpoint(config: LoadedConfig, experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding:
     """Checks that a start could continue from the newest checkpoint, as the start does."""
     name = "checkpoint"
     try:
         found, there = continuation.newest(run_dir), steps.complete(paths.resolve(run_dir) / steps.FOLDER)
-        if found is None:
-            said = "none: a fresh start" if not there else f"none of {len(there)} is intact"
-            return Finding(name, not there, said, "launch/run checkpoints verify RUN lists what is damaged")
-        changed = continuation.changes(found.described.meta, config.text)
-        what = continuation.described_changes(found.step, changed) if changed else ""
-        if found.step >= experiment.total_steps:
-            said = f"step {found.step:,} of {experiment.total_steps:,}: nothing is left to train"
-            return Finding(name, not changed, "\n".join(filter(None, (said, what))), continuation.FIX, is_note=True)
-        span = continuation.phase_after(experiment.spans(), found.step)
-        span.experiment.task.prepare(run_dir, is_host_zero=False)  # reads what host 0 made at the first start
-        now = prepared_run.metadata(span, config_text=config.text, revision="")
-        like = {"span": span, "abstract_state": program.abstract_state}
-        if problems := continuation.problems(found, now, **like):
-            said = "\n  ".join([f"the run cannot continue from step {found.step} with this configuration:", *problems])
-            return Finding(name, False, said, continuation.FIX)
-    except UserError as error:
-        return Finding(name, False, str(error))
     except Exception as error:  # files, formats and buckets raise many types
-        said = f"cannot be read: {type(error).__name__}: {error}"
-        return Finding(name, True, said, "a start falls back to the newest intact one", is_note=True)
+        return Finding(name, True, f"cannot be read from here: {error}", is_note=True)
+    if found is None:
+        said = "none: a fresh start" if not there else f"none of {len(there)} is intact"
+        return Finding(name, not there, said, "launch/run checkpoints verify RUN lists what is damaged")
+    changed = continuation.changes(found.described.meta, config.text)
+    what = continuation.described_changes(found.step, changed) if changed else ""
+    if found.step >= experiment.total_steps:
+        said = f"step {found.step:,} of {experiment.total_steps:,}: nothing is left to train"
+        return Finding(name, not changed, "\n".join(filter(None, (said, what))), continuation.FIX, is_note=True)
+    span = continuation.phase_after(experiment.spans(), found.step)
+    try:
+        if hosts in _AWAY:  # the data are not here
+            now = {**found.described.meta, continuation.ORDER: continuation.settings(span)}
+        else:
+            span.experiment.task.prepare(run_dir, is_host_zero=False)  # reads what host 0 made at the first start
+            now = prepared_run.metadata(span, config_text=config.text, revision="")
+    except (UserError, OSError) as error:
+        return Finding(name, False, str(error))
+    like = {"span": span, "abstract_state": program.abstract_state}
+    if problems := continuation.problems(found, now, **like):
+        said = "\n  ".join([f"the run cannot continue from step {found.step} with this configuration:", *problems])
+        return Finding(name, False, said, continuation.FIX)
     return Finding(name, True, f"a start continues from step {found.step}{what and '; '}{what}", is_note=bool(what))
 
 
@@ -204,6 +207,8 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
             if _sees_run(run_dir, hosts) and (newest := continuation.newest(run_dir)):
                 return _read_on_resume(experiment, program, *newest, hosts)
             return _read_by_fresh_start(experiment, program, hosts) if text else None
+        except buckets.UnreachableError as error:  # the hosts may reach it
+            return Finding(_INITIAL, is_away, str(error), is_note=is_away)
         except UserError as error:
             return Finding(_INITIAL, False, str(error))
         except Exception as error:  # a bucket fails with its client's own types
@@ -369,11 +374,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the findings. Returns 2 if a check failed."""
     jax.config.update("jax_platforms", "cpu")
+    slice_ = slices.get(args.slice)
     checked = check(
         args.experiment,
         bindings=args.gin,
-        slice_name=slices.get(args.slice).name,
-        run_dir=args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke),
+        slice_name=slice_.name,
+        run_dir=args.run_dir or environment.run_directory(args.experiment, slice_.name, smoke=args.smoke),
         smoked=args.smoke,
         hosts="simulated" if args.simulate else "shipped to" if args.ship else "here",
     )

@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     flags.add(parser, "SLICE")
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", default="gin/quickstart.gin")
-    flags.add(parser, "--run-dir", help="default: $RENGA_RUN_ROOT/validate/SLICE")
+    flags.add(parser, "--run-dir", help="default: runs/validate/SLICE")
     flags.add(parser, "--simulate")
     parser.add_argument("--attention", metavar="FILE", help=argparse.SUPPRESS)  # of this command's own process
 
@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_directory(slice_: slices.Slice) -> str:
-    """Returns the default run directory of a validation: $RENGA_RUN_ROOT/validate/SLICE."""
-    return environment.run_directory(environment.WORKSPACE / "validate" / slice_.name)
+    """Returns the default run directory of a validation."""
+    return f"{environment.run_root()}/validate/{slice_.name.replace(':', '-')}"
 
 
 def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:

@@ -15,7 +15,7 @@ from core.health import exit_codes
 from launch import flags
 
 HELP = "list, verify, compare or prune the checkpoints of a run"
-EXAMPLE = """launch/run checkpoints ls     runs/gin/quickstart
+EXAMPLE = """launch/run checkpoints ls     runs/quickstart-v4-16
   launch/run checkpoints verify gs://BUCKET/runs/first --step 1000
   launch/run checkpoints diff   runs/first@1000 runs/second
   launch/run checkpoints prune  runs/first --keep 2 --dry-run"""

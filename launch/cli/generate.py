@@ -16,7 +16,7 @@ from launch import flags, loaded_model, program_identity, terminal
 from parallel.sampling import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"
-EXAMPLE = """launch/run generate runs/gin/quickstart --prompt "import "
+EXAMPLE = """launch/run generate runs/quickstart-v4-16 --prompt "import "
   launch/run generate smollm2 --prompt "Name three primary colors." --chat --greedy
   launch/run generate runs/first@1000 --file prompts.jsonl --out answers.jsonl --max-tokens 200
   launch/run generate runs/first --prompt-ids 0,5,7 --slice v4-8 --simulate --gin "STRATEGY = @strategies.fsdp()" """

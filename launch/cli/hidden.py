@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     model, task = _parts(experiment)
     base = loaded_model.load(experiment.init_from, dtype=model.base.dtype)
     params, checksum = _stored(base, model)
-    task.prepare(str(environment.run_directory(args.experiment)), is_host_zero=True)
+    task.prepare(environment.run_directory(args.experiment, experiment.slice), is_host_zero=True)
     hidden = jax.jit(model.hidden)
     last, began = 0.0, time.monotonic()
     steps = cached.write(

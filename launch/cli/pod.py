@@ -203,7 +203,7 @@ def _validate(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcl
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    run_directory = os.fspath(paths.resolve(_run_directory(args)))  # the hosts have another ~
+    run_directory = os.fspath(paths.resolve(_run_directory(args, slice_)))  # the hosts have another ~
     checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     if _is_finished(args, checked, run_directory):
         return 0
@@ -211,7 +211,7 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     command = [*environment.COMMAND, "train", args.experiment, "--slice", slice_.name, *options]
     here = run_directory
     if paths.is_remote(run_directory):
-        here = environment.run_directory(args.experiment, smoke=args.smoke, environ={})
+        here = environment.run_directory(args.experiment, slice_.name, smoke=args.smoke, environ={})
     logs = Path(here) / "logs"
     simulate.announce(slice_, logs)
     return _supervised(
@@ -231,7 +231,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
         return _become(arguments)
     return _supervised(
         lambda requested: supervise.run_child([*environment.COMMAND, *arguments], requested),
-        run_directory=_run_directory(args),
+        run_directory=_run_directory(args, slice_),
         restarts=args.restarts,
         host=tpu_host.own_index(slice_),
     )
@@ -255,7 +255,7 @@ def _supervised(
 
 
 def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
-    run_directory = _run_directory(args)
+    run_directory = _run_directory(args, slice_)
     if args.restarts and not paths.is_remote(run_directory):
         raise UserError(
             f"--restarts with the run directory {run_directory}: a recreated TPU has empty disks, so there "
@@ -314,8 +314,8 @@ def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_direc
     )
 
 
-def _run_directory(args: argparse.Namespace) -> str:
-    return args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
+def _run_directory(args: argparse.Namespace, slice_: slices.Slice) -> str:
+    return args.run_dir or environment.run_directory(args.experiment, slice_.name, smoke=args.smoke)
 
 
 def _from_workspace(directory: str) -> str:

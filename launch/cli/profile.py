@@ -11,7 +11,7 @@ from core.training.profile_reader import HostProfile
 from launch import flags, terminal
 
 HELP = "print a summary of a profile: step time by host, skew, input wait, top operations, share of collectives"
-EXAMPLE = "launch/run profile runs/gin/quickstart --session step_100"
+EXAMPLE = "launch/run profile runs/quickstart-v4-16 --session step_100"
 ABOUT_CPU = (
     "This run used CPU devices, which have no trace of their own: steps are those of the training loop, operations "
     "those of the threads that simulate chips. Collectives mostly wait for other threads on the same cores."

@@ -10,7 +10,7 @@ from core.health import exit_codes
 from launch import flags
 
 HELP = "open TensorBoard (scalars, config, profiles of every host) on a run directory"
-EXAMPLE = "launch/run tensorboard runs/gin/quickstart"
+EXAMPLE = "launch/run tensorboard runs/quickstart-v4-16"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

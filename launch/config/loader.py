@@ -77,6 +77,13 @@ class LoadedConfig(Settings):
     notes: tuple[str, ...]  # sentences for the user: bindings left out because a later source chose otherwise
     _root: Constructor
 
+    @property
+    def slice(self) -> str:
+        """The name of the slice; empty if the root has no parameter `slice`."""
+        macros = {b.name: b for b in self.bindings if b.is_macro}
+        bound = (b for b in self.bindings if b.parameter == "slice" and b.target == self._root and not b.scope)
+        return next((str(expand(b.value, macros)) for b in bound), "")
+
     def build(self) -> Any:
         """Builds the root object; every call builds a new one.
 

@@ -39,14 +39,14 @@ from launch.runs.prepared_run import Run
 from parallel import host_memory, mesh, report
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
-EXAMPLE = """launch/run evaluate runs/trm/sudoku4
+EXAMPLE = """launch/run evaluate runs/trm/sudoku4-v4-8
   launch/run evaluate gs://BUCKET/runs/trm/sudoku --num-examples all          (on every host of the slice)
   launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
   launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200
   launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
   launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets
-  launch/run evaluate runs/arrcoc/easy_vqa --pictures
-  launch/run evaluate runs/gin/quickstart --num-examples all --gin "STRATEGY = @strategies.data_parallel()\""""
+  launch/run evaluate runs/arrcoc/easy_vqa-v4-8 --pictures
+  launch/run evaluate runs/quickstart-v4-16 --num-examples all --gin "STRATEGY = @strategies.data_parallel()\""""
 
 FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
 _CONSTANT = ("steps", "halted")  # the same in every evaluation
@@ -239,7 +239,7 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     command = [*environment.COMMAND, "evaluate", found.run_dir, "--slice", slice_.name]
     command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--num-examples", "--submission", "--overwrite")
     folder = Path(found.run_dir)
-    logs = (environment.runs_folder() / folder.name if paths.is_remote(found.run_dir) else folder) / "logs"
+    logs = (Path("runs", folder.name) if paths.is_remote(found.run_dir) else folder) / "logs"
     simulate.announce(slice_, logs)
     return simulate.run(slice_, command=command, log_directory=logs)
 

@@ -156,7 +156,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags.add(parser, "--steps", help="stop each experiment after step N")
     parser.add_argument(
-        "--run-root", metavar="DIR", help="run directories are DIR/{group}/{experiment} (default: RENGA_RUN_ROOT)"
+        "--run-root",
+        metavar="DIR",
+        help="run directories are DIR/{group}/{experiment} (default: RENGA_RUN_ROOT, or runs)",
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the table and the logs (default: runs/suites/GROUP)")
 
@@ -175,8 +177,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
         )
-    root = args.run_root or environment.read("RENGA_RUN_ROOT") or str(environment.runs_folder())
-    root = os.fspath(paths.resolve(root))
+    root = os.fspath(paths.resolve(args.run_root or environment.run_root()))
     entries = suites.load(
         suites.files(args.group),
         bindings=args.gin,
@@ -189,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
     if runs and not args.simulate:
         _check_places(entries, root)
     name = Path(args.group).name
-    out = Path(args.out) if args.out else environment.runs_folder() / "suites" / name
+    out = Path(args.out) if args.out else Path("runs", "suites", name)
     mode = suites.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
     suite = Suite(entries, mode=mode, root=root, logs=out / "logs")
     suite.gather() if args.analyze else suite.find_done()

@@ -50,10 +50,10 @@ def read(
                 "with --lm-eval, --humaneval or --seqio"
             )
         if run_dir.endswith(".gin"):
-            own = environment.run_directory(run_dir)
+            own = environment.run_directory(run_dir, "SLICE")
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
-        raise UserError(f"no run in {str(folder)!r}: {what}. Give a run directory, such as runs/gin/quickstart")
+        raise UserError(f"no run in {str(folder)!r}: {what}. Give a run directory, such as runs/quickstart-v4-16")
     if text.startswith(_OF_PYTHON):
         raise UserError(
             f"{str(folder)!r} is a run of renga.Trainer; its {CONFIG} describes Python objects, which gin cannot build "

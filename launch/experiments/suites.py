@@ -101,7 +101,6 @@ def load(
     Raises:
       UserError: lists every mistake in every file.
     """
-    environ = {"RENGA_RUN_ROOT": root} if root else None
     problems: dict[str, list[str]] = {}  # each with the names of the experiments that have it; none in a mistake
     first: dict[str, str] = {}
     entries = []
@@ -118,7 +117,7 @@ def load(
             if check_data and not smoke:
                 for problem in experiment.data_problems(prepared=False):
                     problems.setdefault(problem, []).append(name)
-            run_dir = environment.run_directory(path.with_name(name + ".gin"), smoke=smoke, environ=environ)
+            run_dir = f"{root or environment.run_root()}/{path.parent.name}/{name}{'-smoke' if smoke else ''}"
             entry = Entry(path.parent.name, name, str(path), given, run_dir, config.text, experiment)
             same = first.setdefault(entry.text, entry.id)
             entries.append(entry if same == entry.id else dataclasses.replace(entry, same_as=same))

@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the manifest as JSON, which kubectl accepts like YAML."""
     slice_ = slices.require_tpu(args.slice, what="JobSets")
-    run_dir = args.run_dir or environment.run_directory(args.experiment)
+    run_dir = args.run_dir or environment.run_directory(args.experiment, slice_.name)
     if not paths.is_remote(run_dir):
         raise UserError(f"the run directory {run_dir} would be deleted with its pod: give --run-dir gs://BUCKET/…")
     loader.load(args.experiment, bindings=args.gin, slice_name=slice_.name).build()  # mistakes before any pod

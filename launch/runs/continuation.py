@@ -42,15 +42,20 @@ def phase_after(spans: Sequence[Span], step: int) -> Span:
 
 
 def order(span: Span) -> dict[str, Any]:
-    """Returns the settings of a phase on which a position in its data depends, besides the data."""
-    experiment, vocabulary = span.experiment, span.experiment.task.vocabulary
+    """Returns `settings`, and the hash of the vocabulary, which must be prepared."""
+    vocabulary = span.experiment.task.vocabulary
+    return {**settings(span), "vocabulary": None if vocabulary is None else vocabulary.hash}
+
+
+def settings(span: Span) -> dict[str, Any]:
+    """Returns the settings of a phase on which a position in its data depends."""
+    experiment = span.experiment
     return {
         "SEED": experiment.seed,
         "BATCH_SIZE": experiment.batch_size,
         "NUM_STREAMS": experiment.task.num_streams,
         "LENGTH": experiment.row_length,
         "phase": span.number,
-        "vocabulary": None if vocabulary is None else vocabulary.hash,
     }
 
 

@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
-    run_dir = args.run_dir or environment.run_directory(args.experiment, smoke=args.smoke)
-    published_files.use_copies(run_dir)
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
+    run_dir = args.run_dir or environment.run_directory(args.experiment, config.slice, smoke=args.smoke)
+    published_files.use_copies(run_dir)
     experiment = config.build()
     experiment.require_trainable()
     spans = experiment.spans()

@@ -36,7 +36,7 @@ HELP = "run two variants of an experiment and name the first step, layer and ten
 EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
   launch/run bisect gin/quickstart.gin "include 'gin/strategies/fsdp.gin'" "include 'gin/strategies/tensor.gin'"
   launch/run bisect gin/quickstart.gin "STRATEGY = @mine.rules()" "STRATEGY = @strategies.fsdp(); hosts=2" --steps 5
-  launch/run bisect gin/quickstart.gin "config=before.gin" "checkpoint=runs/gin/quickstart@100" --full
+  launch/run bisect gin/quickstart.gin "config=before.gin" "checkpoint=runs/quickstart-v4-16@100" --full
 
 A and B are lists separated by ; of gin bindings, hosts=N (the number of processes that simulate the slice; default 1),
 checkpoint=RUN@STEP (the initial state) and config=OTHER.gin (in place of EXPERIMENT.gin); "" is the experiment."""

@@ -71,7 +71,9 @@ def command(bucket, launch_command):
         return {"args": argv, "env": env | bucket.environment, "cwd": environment.WORKSPACE, "text": True}
 
     yield build
-    shutil.rmtree(environment.run_directory(PLACE, environ={}), ignore_errors=True)  # where logs of such a run go
+    shutil.rmtree(
+        environment.WORKSPACE / "runs/of_the_test_of_buckets", ignore_errors=True
+    )  # where logs of such a run go
 
 
 @pytest.fixture(scope="module")

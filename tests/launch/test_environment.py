@@ -46,7 +46,7 @@ def test_every_variable_that_is_read_is_in_the_table():
     for path in (ROOT / "launch").glob("*.sh"):
         for name in re.findall(r"\$\{?((?:RENGA|TPU|JAX|HF)_[A-Z_]+)", path.read_text()):
             read[name] = str(path.relative_to(ROOT))
-    assert {"RENGA_RUN_ROOT", "RENGA_PYTHON"} <= set(read)
+    assert {"RENGA_SIMULATE", "RENGA_PYTHON"} <= set(read)
     assert {name: where for name, where in read.items() if name not in NAMES} == {}
 
 
@@ -109,13 +109,24 @@ def test_a_bad_process_layout_is_a_named_error(values, says):
     assert says in str(error.value)
 
 
-def test_the_run_directory_has_group_and_experiment():
-    assert environment.run_directory("gin/valkyrie_7b.gin", environ={}) == str(ROOT / "runs/gin/valkyrie_7b")
+@pytest.mark.parametrize(
+    ("experiment", "slice_name", "directory"),
+    [
+        ("gin/valkyrie_7b.gin", "v4-32", "valkyrie_7b-v4-32"),  # found in the workspace
+        (ROOT / "gin/valkyrie_7b.gin", "v4-64", "valkyrie_7b-v4-64"),
+        ("gin/trm/sudoku4.gin", "v4-8", "trm/sudoku4-v4-8"),
+        ("mine/x.gin", "h100:8x2", "mine/x-h100-8x2"),
+        ("/a/mine/x.gin", "v4-8", "mine/x-v4-8"),
+        ("gs://bucket/mine/x.gin", "v4-8", "mine/x-v4-8"),
+        ("/x.gin", "v4-8", "x-v4-8"),
+    ],
+)
+def test_a_run_goes_to_a_folder_of_its_experiment_and_slice(monkeypatch, tmp_path, experiment, slice_name, directory):
+    monkeypatch.chdir(tmp_path)  # from any folder the same, in the working directory
     root = {"RENGA_RUN_ROOT": "gs://bucket/runs/"}
-    assert environment.run_directory("/a/mine/x.gin", environ=root) == "gs://bucket/runs/mine/x"
-    assert environment.run_directory("gs://bucket/mine/x.gin", environ=root) == "gs://bucket/runs/mine/x"
-    assert environment.run_directory("/a/mine/x.gin", environ={}) == "/a/mine/runs/mine/x"  # not inside the workspace
-    assert environment.run_directory("/a/mine/x.gin", smoke=True, environ=root) == "gs://bucket/runs/mine/x-smoke"
+    assert environment.run_directory(experiment, slice_name, environ={}) == f"runs/{directory}"
+    assert environment.run_directory(experiment, slice_name, environ=root) == f"gs://bucket/runs/{directory}"
+    assert environment.run_directory(experiment, slice_name, smoke=True, environ={}) == f"runs/{directory}-smoke"
 
 
 def test_git_ignores_runs_and_the_environment():
@@ -157,8 +168,5 @@ def test_runs_and_imports_of_a_wheel_stay_out_of_its_folder(monkeypatch, tmp_pat
     monkeypatch.delenv("RENGA_RUN_ROOT", raising=False)
     monkeypatch.setattr(environment, "PACKAGE", package)
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path if package else ROOT
-    assert environment.run_directory(ROOT / "gin/quickstart.gin") == f"{folder}/runs/gin/quickstart"
+    assert environment.run_directory(ROOT / "gin/quickstart.gin", "v4-8") == "runs/quickstart-v4-8"
     assert environment.import_root() == (ROOT.parent if package else ROOT)
-    own = tmp_path / "mine" / "own.gin"
-    assert environment.run_directory(own) == f"{tmp_path}/mine/runs/mine/own"

@@ -81,8 +81,8 @@ def test_a_finished_run_starts_no_host(place, calls, monkeypatch, tmp_path, step
 
 def test_tensorboard_of_a_run_directory_is_the_command_of_that_name(place):
     with pytest.raises(Became) as became:
-        cli.main(["pod", "tensorboard", "runs/gin/quickstart"])
-    assert became.value.args == (["tensorboard", "runs/gin/quickstart"],)
+        cli.main(["pod", "tensorboard", "runs/quickstart-v4-16"])
+    assert became.value.args == (["tensorboard", "runs/quickstart-v4-16"],)
 
 
 def test_the_error_without_a_place_to_run_names_the_three_ways_and_the_evidence(place, capsys):
@@ -120,8 +120,8 @@ def test_a_simulated_smoke_run_has_a_directory_of_its_own_and_local_logs(place, 
     monkeypatch.setattr(steps, "complete", lambda folder: [])
     assert cli.main(["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--smoke"]) == 0
     ((_, _, command, logs),) = calls
-    assert command[-3:] == ["--run-dir", "gs://bucket/runs/gin/quickstart-smoke", "--smoke"]
-    assert logs == str(ROOT / "runs/gin/quickstart-smoke/logs")
+    assert command[-3:] == ["--run-dir", "gs://bucket/runs/quickstart-v4-16-smoke", "--smoke"]
+    assert logs == "runs/quickstart-v4-16-smoke/logs"
 
 
 def test_a_simulation_with_mistakes_starts_no_host(place, calls, tmp_path, capsys):
@@ -167,7 +167,7 @@ def test_a_workstation_passes_variables_to_the_hosts(place, calls, monkeypatch):
     argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
     assert cli.main(argv) == 0
     arguments = ["v4-16", "gin/quickstart.gin", "--smoke"]
-    directory = "gs://bucket/runs/gin/quickstart-smoke"
+    directory = "gs://bucket/runs/quickstart-v4-16-smoke"
     assert calls == [("start", (gcloud.Tpu("t", "z"),), "v4-16", arguments, directory, True)]
 
 
@@ -176,7 +176,7 @@ def test_a_workstation_passes_variables_to_the_hosts(place, calls, monkeypatch):
     [
         ("v4-16", ["gin/quickstart.gin", "--run-dir", "gs://bucket/x"], None, "gs://bucket/x"),
         ("v4-16", ["gin/quickstart.gin", "--run-dir=gs://bucket/x"], "gs://bucket/runs", "gs://bucket/x"),
-        ("v4-8", ["gin/quickstart.gin"], None, "runs/gin/quickstart"),
+        ("v4-8", ["gin/quickstart.gin"], None, "runs/quickstart-v4-8"),
         ("v4-16", ["validate"], "gs://bucket/runs", "gs://bucket/runs/validate/v4-16"),
         ("v4-16", ["validate", "--run-dir=gs://bucket/x"], None, "gs://bucket/x"),
         ("v4-8", ["validate"], None, "runs/validate/v4-8"),
@@ -240,7 +240,7 @@ def test_a_home_directory_is_that_of_the_launcher_not_of_a_host(place, calls, mo
     assert cli.main([*argv, "--run-dir", "~/x"]) == 0
     monkeypatch.setenv("RENGA_RUN_ROOT", "~/y")
     assert cli.main(argv) == 0
-    for (_, _, command, logs), run in zip(calls, ("x", "y/gin/quickstart"), strict=True):
+    for (_, _, command, logs), run in zip(calls, ("x", "y/quickstart-v4-16"), strict=True):
         assert command[-2:] == ["--run-dir", str(tmp_path / run)]
         assert logs == str(tmp_path / run / "logs")
 
@@ -271,7 +271,7 @@ OWN_DISK = "/no-such-folder/run"
             ["v4-8", "--tpu", "t", "--run-dir", OWN_DISK],
             "there would be no checkpoint to resume from. Give --run-dir",
         ),
-        (NOWHERE, ["v4-8", "--tpu", "t"], "runs/gin/quickstart: a recreated TPU"),
+        (NOWHERE, ["v4-8", "--tpu", "t"], "runs/quickstart-v4-8: a recreated TPU"),
     ],
 )
 def test_restarts_that_would_find_no_checkpoint_are_refused(place, calls, capsys, where, argv, says):

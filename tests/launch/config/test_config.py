@@ -811,3 +811,11 @@ def test_a_folder_is_called_one():
     (problem,) = error.value.problems
     assert (problem.what, problem.expected) == ("'gin' is a folder", "a .gin file")
     assert problem.fix == "name a file in it, such as gin/first.gin"
+
+
+@pytest.mark.parametrize(
+    ("more", "slice_name", "found"),
+    [((), None, "v4-16"), ((), "v4-8", "v4-8"), (("experiment.Experiment.slice = 'v4-32'",), None, "v4-32")],
+)
+def test_a_configuration_knows_its_slice_before_it_is_built(more, slice_name, found):
+    assert config.load("gin/quickstart.gin", bindings=more, slice_name=slice_name).slice == found

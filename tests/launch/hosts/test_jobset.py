@@ -119,4 +119,4 @@ def test_an_experiment_may_be_in_a_bucket(capsys, monkeypatch):
     assert found["metadata"]["name"] == "first"
     (jobs,) = found["spec"]["replicatedJobs"]
     (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
-    assert container["command"][1:] == ["v4-8", "gs://b/mine/First.gin", "--run-dir", "gs://b/runs/mine/First"]
+    assert container["command"][1:] == ["v4-8", "gs://b/mine/First.gin", "--run-dir", "gs://b/runs/mine/First-v4-8"]
