@@ -168,6 +168,8 @@ class ChatStream(packing.PackedStream):
         self._lines = corpus.lines(spec.split)[spec.index :: spec.num_streams]
         if not self._lines:
             raise UserError(dataclasses.replace(corpus, num_streams=spec.num_streams)._too_few(spec.split))
+        self._segments: dict[int, packing.Segment] = {}  # converted before, by line: at most as many as fill a window
+        self._room = WINDOW_ROWS * spec.length  # ids of further ones
         self._has_answers = False
         self._epoch = self._next = 0  # _next: place in the order of this epoch
 
@@ -210,9 +212,8 @@ class ChatStream(packing.PackedStream):
         """Returns the next conversation; None if no token of an answer is left of it."""
         if self._next == len(self._lines):
             self._epoch, self._next = self._epoch + 1, 0
-        chat = self._lines[self._order(self._epoch)[self._next]].chat()
+        found, length = self._converted(int(self._order(self._epoch)[self._next])), self._spec.length
         self._next += 1
-        found, length = segment(chat, self._spec.vocabulary), self._spec.length
         cut = packing.Segment(*(values[:length] for values in found))
         is_empty = not cut.weights.any()
         if is_empty:
@@ -221,6 +222,16 @@ class ChatStream(packing.PackedStream):
             note = f"cut to {length} tokens" if len(found.targets) > length else None
         self._intake.count(note)
         return None if is_empty else cut
+
+    def _converted(self, number: int) -> packing.Segment:
+        """Returns a line as ids and weights. A window of few conversations repeats them."""
+        if (known := self._segments.get(number)) is not None:
+            return known
+        found = segment(self._lines[number].chat(), self._spec.vocabulary)
+        if len(found.targets) <= self._room:
+            self._segments[number] = found
+            self._room -= len(found.targets)
+        return found
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 (two epochs of one stream)
     def _order(self, epoch: int) -> np.ndarray:

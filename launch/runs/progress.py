@@ -36,6 +36,7 @@ WAITS = {  # phases that may take long, as a person reads them
     phase.OPENING: "setting up the run",
     phase.PREPARING: "preparing the data",
     phase.RESTORING: "initializing or restoring the state",
+    phase.READING: "reading data",
     phase.COMPILING: "compiling the training step",
     phase.MEETING: "waiting for all hosts, to evaluate or save",
     phase.EVALUATING: "evaluating",
@@ -44,6 +45,7 @@ WAITS = {  # phases that may take long, as a person reads them
 }
 _MOST_HOSTS = 8  # of which the summary has a line; the log of each has its own
 _LOOK_SECONDS = 0.5
+_READING_SECONDS = 1  # the first wait for data is said after this: every start has one
 _FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once a minute
 
 
@@ -286,6 +288,7 @@ class Waiting:
         self._say = say or functools.partial(print, flush=True)
         self._place = place
         self._phase, self._due = "", _FIRST_SECONDS
+        self._has_read = False  # whether a line said that data is read
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
@@ -300,10 +303,13 @@ class Waiting:
     def look(self) -> None:
         """Prints the phase and its time if a line is due."""
         place = self._place()
-        if place.phase != self._phase or place.seconds < _FIRST_SECONDS:
-            self._phase, self._due = place.phase, _FIRST_SECONDS
+        is_first_reading = place.phase == phase.READING and not self._has_read
+        first = _READING_SECONDS if is_first_reading else _FIRST_SECONDS
+        if place.phase != self._phase or place.seconds < first:
+            self._phase, self._due = place.phase, first
         if place.phase not in WAITS or place.seconds < self._due:
             return
+        self._has_read |= is_first_reading
         while self._due <= place.seconds:
             self._due += 10 if self._due < 60 else 60
         self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}")

@@ -317,3 +317,15 @@ def test_special_tokens_that_are_written_in_a_prompt_or_completion_are_not_repea
     if is_equal:
         assert written.weights.tolist() == plain.weights.tolist()
     assert written.weights[-1] == 1
+
+
+def test_a_conversation_is_converted_once_for_a_window_of_many_epochs(chat_file, tokenizer, monkeypatch):
+    layout, converted = DataLayout(2, (0, 1), (0, 1)), []
+    plain = chats.segment
+    monkeypatch.setattr(chats, "segment", lambda chat, vocabulary: converted.append(chat) or plain(chat, vocabulary))
+    batches = make_task(chat_file, tokenizer).train(layout, seed=1)
+    first = next(batches)
+    assert len(converted) == len(set(chat.where for chat in converted)) < 40
+    monkeypatch.setattr(chats.ChatStream, "_converted", lambda self, n: plain(self._lines[n].chat(), tokenizer))
+    again = next(make_task(chat_file, tokenizer).train(layout, seed=1))
+    assert all((first[key] == again[key]).all() for key in first)

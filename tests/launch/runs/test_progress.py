@@ -44,3 +44,9 @@ def test_every_wait_has_its_own_time_and_training_is_no_wait():
         "saving a checkpoint, 0:11",
         "compiling the training step, 0:10",
     ]
+
+
+def test_the_first_wait_for_data_is_said_after_a_second_and_later_ones_after_ten():
+    places = [(phase.READING, seconds) for seconds in (0.4, 0.9, 1.4, 1.9, 9.0, 10.2, 20.3)]
+    places += [(phase.TRAINING, 2.0), (phase.READING, 3.0), (phase.READING, 11.0)]
+    assert waited(*places) == [f"reading data, {time}" for time in ("0:01", "0:10", "0:20", "0:11")]
