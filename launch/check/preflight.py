@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 
-from core import buckets, metrics, paths, published_files, slices, units
+from core import metrics, paths, published_files, slices, units
 from core.batches import batch_size
 from core.checkpoints import steps
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, TriesExamples, can
@@ -207,7 +207,7 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
             if _sees_run(run_dir, hosts) and (newest := continuation.newest(run_dir)):
                 return _read_on_resume(experiment, program, *newest, hosts)
             return _read_by_fresh_start(experiment, program, hosts) if text else None
-        except buckets.UnreachableError as error:  # the hosts may reach it
+        except UnreachableError as error:  # the hosts may reach it
             return Finding(_INITIAL, is_away, str(error), is_note=is_away)
         except UserError as error:
             return Finding(_INITIAL, False, str(error))
@@ -355,7 +355,8 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
             return [Finding(name, False, run_lock.in_use(run_dir, owner))]
     except UserError as error:
         # The hosts write as the TPU's service account, not as whoever is here; but what does not exist exists nowhere.
-        unproven = hosts == "shipped to" and not isinstance(error.__cause__, FileNotFoundError | None)
+        is_absent = isinstance(error.__cause__, FileNotFoundError | None) and not isinstance(error, UnreachableError)
+        unproven = hosts == "shipped to" and not is_absent
         return [Finding(name, unproven, str(error), is_note=unproven)]
     if not_shared and hosts == "here":
         said = f"unless this is a simulation (--simulate), {not_shared}"

@@ -151,9 +151,7 @@ def has_ended(run_dir: str, config_text: str, *, total_steps: int, steps: int | 
 def _ended(run_dir: str, last_step: int, named: str, config_text: str) -> str:
     try:
         found = newest(run_dir)
-    except UserError:
-        raise
-    except Exception as error:  # a bucket fails with its client's own types
+    except Exception as error:  # a bucket may be out of reach of a workstation, or fail with its client's own types
         print(f"cannot list checkpoints: {type(error).__name__}: {error}", flush=True)
         return ""
     if found is None or found.step < last_step:
