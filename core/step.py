@@ -22,7 +22,7 @@ import numpy as np
 from core import parameters, random_bits
 from core.errors import UserError
 from core.optimizers import Optimizer
-from core.types import Batch, Carry, Evaluates, LossOutput, Model, Params, WeightedSum, can
+from core.types import Batch, Carry, CouplesRows, Evaluates, LossOutput, Model, Params, WeightedSum, can
 
 STATISTICS = "statistics"  # the metric that `UpdateStatistics` are
 
@@ -259,6 +259,41 @@ def refuse_carry(carry: Any, accum_steps: int) -> None:
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
             "use accum_steps = 1"
         )
+
+
+def refuse_coupled_rows(model: Any, division: str) -> None:
+    """Raises UserError for a model whose loss couples rows, where rows are divided, as `division` says."""
+    if can(model, CouplesRows) and model.couples_rows:
+        raise UserError(
+            f"{division} divides the rows of a batch, but the loss of {type(model).__name__} couples them "
+            "(couples_rows = True): each part would have a loss of its own rows alone. Use ACCUM_STEPS = 1 and a "
+            "strategy without a pipeline and overlap_reduction; rematerialization saves memory, too"
+        )
+
+
+def rows_are_coupled(
+    model: Model, params: Params, batch: Batch, *, compiler_options: Any = None
+) -> tuple[float, float] | None:
+    """Returns the mean loss of a batch, and that of its halves together, if they differ; None if they are equal.
+
+    Args:
+      model: without a carry.
+      params: its parameters.
+      batch: an even number of rows, without `row_ids`.
+      compiler_options: as of `jax.jit`.
+    """
+
+    def sums(params: Params, batch: Batch) -> jax.Array:
+        _, out = model.loss(params, model.init_carry(batch), jax.random.key(0), batch, is_training=True)
+        return jnp.stack([out.loss_sum, out.weight_sum])
+
+    batch = random_bits.with_row_ids(batch)
+    halves = jax.tree.map(lambda x: _split_rows(x, 2), batch)
+    run = jax.jit(sums, compiler_options=compiler_options)
+    whole = run(params, batch)
+    parts = sum(run(params, jax.tree.map(lambda x, i=i: x[i], halves)) for i in range(2))
+    found = float(whole[0] / whole[1]), float(parts[0] / parts[1])
+    return None if np.isclose(*found, rtol=1e-3, atol=1e-6, equal_nan=True) else found
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:

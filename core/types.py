@@ -5,7 +5,6 @@ of sums, and the mean is taken once at the end, so that results are correct unde
 several hosts.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
@@ -325,6 +324,17 @@ class HasEffectiveDepth(Protocol):
     effective_depth: int  # layers applied in sequence in one training step
 
 
+class CouplesRows(Protocol):
+    """A model that says whether its loss couples the rows of a batch, as a contrastive loss over all pairs does.
+
+    Such a loss of a microbatch is not a part of the loss of the batch. False for a sum over rows.
+
+    Enables: errors for accumulation, pipelines and `overlap_reduction`, which would compute another loss.
+    """
+
+    couples_rows: bool
+
+
 class ChoosesDtype(Protocol):
     """A dataclass with a field for its computation dtype.
 
@@ -577,24 +587,3 @@ def _parameters(method: Callable) -> str:
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     return ", ".join([*positional, *["*"][: len(keywords)], *keywords])
-
-
-def differing_settings(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns both values of every setting that two models share and in which they differ.
-
-    The settings of a dataclass without the ability `ListsSettings` are its fields, except those that describe how a run
-    computes: the dtype, the kind of rematerialisation and of attention.
-    """
-    found, others = _settings(ours), _settings(theirs)
-    return {name: (others[name], found[name]) for name in found if name in others and others[name] != found[name]}
-
-
-def _settings(model: Any) -> Mapping[str, Any]:
-    if can(model, ListsSettings):
-        return model.settings()
-    fields = (
-        {f.name: getattr(model, f.name) for f in dataclasses.fields(model)} if dataclasses.is_dataclass(model) else {}
-    )
-    for ability in (ChoosesDtype, ChoosesRemat, ChoosesAttention):
-        fields = {name: value for name, value in fields.items() if name not in inspect.get_annotations(ability)}
-    return {name: value for name, value in fields.items() if isinstance(value, Hashable)}  # arrays have no one answer

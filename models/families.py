@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from core import paths
 from core.errors import UserError
+from core.model_settings import differing_settings
 from core.published_files import CONFIG, read_object
-from core.types import differing_settings
 from models import published_keys, rope_settings
 from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
 from models.experts import Experts

@@ -16,7 +16,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import haiku as hk
 import jax
@@ -67,6 +67,8 @@ class Transformer(DecoderConfig):
 
     Batches have `inputs`, `targets`, `segment_ids`, `positions` [B, T] int32 and `weights` [B, T] float32.
     """
+
+    couples_rows: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()

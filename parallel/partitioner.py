@@ -292,8 +292,18 @@ class Program:
 
     def _check_microbatches(self) -> None:
         step.refuse_carry(jax.eval_shape(self.model.init_carry, batch_shapes(self.spec)), self.accum_steps)
-        if self.accum_steps > 1 or self.partitioner.pipeline or self.partitioner.strategy.overlap_reduction:
+        if division := self._division():
+            step.refuse_coupled_rows(self.model, division)
             random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self.spec)
+
+    def _division(self) -> str:
+        """Returns what divides the rows of a batch into parts of which each has a loss; "" without."""
+        at = self.partitioner
+        if self.accum_steps > 1:
+            return f"accum_steps = {self.accum_steps}"
+        if at.pipeline:
+            return f"num_microbatches = {at.pipeline.num_microbatches} of strategy {at.strategy.name!r}"
+        return "overlap_reduction" if at.strategy.overlap_reduction else ""
 
     def _check_activations(self) -> None:
         """Traces the loss, so that tables that do not fit the computation are reported before the first step.

@@ -81,6 +81,8 @@ def check(
         first, *later = experiment.spans()
         own = first.experiment
         meant, program = _attempt("layout", lambda: _bind(own, smoked=smoked), findings) or (own, None)
+        if program is not None:
+            findings += _row_coupling(own)
         findings += _data_of(first, smoked=smoked, hosts=hosts)
         if later or experiment.is_one_phase:
             _attempt("phases", lambda: (experiment.require_trainable(), f"{len(later) + 1}"), findings)
@@ -112,6 +114,7 @@ def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
     """Checks a phase after the first."""
     found: list[Finding] = []
     if bound := _attempt("layout", lambda: _bind(span.experiment, smoked=smoked), found):
+        found += _row_coupling(span.experiment)
         found += _memories(*bound, hosts, with_activations=not smoked and hosts != "simulated")
     found += _data_of(span, smoked=smoked, hosts=hosts)
     return [finding._replace(name=f"{finding.name} of phase {span.number}") for finding in found]
@@ -194,6 +197,13 @@ def _checkpoint(config: LoadedConfig, experiment: Experiment, program: Program, 
         said = "\n  ".join([f"the run cannot continue from step {found.step} with this configuration:", *problems])
         return Finding(name, False, said, continuation.FIX)
     return Finding(name, True, f"a start continues from step {found.step}{what and '; '}{what}", is_note=bool(what))
+
+
+def _row_coupling(experiment: Experiment) -> list[Finding]:
+    """Checks that the loss of a batch is that of its microbatches, if steps divide batches."""
+    found: list[Finding] = []
+    _attempt("microbatches", lambda: ((said := smoke.require_divisible_rows(experiment)), said), found)
+    return [finding for finding in found if finding.detail]
 
 
 def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding | None:

@@ -10,21 +10,28 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from core import distributed, logical, slices, units, wrappers
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core import distributed, logical, platforms, slices, step, units, wrappers
 from core.batches import has_tokens
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import trainer
-from core.types import HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
+from core.types import CouplesRows, DataLayout, HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
 from launch.experiment import Experiment
 from launch.runs import training
 from launch.runs.prepared_run import Run
-from parallel import strategy
+from parallel import compiler_options, strategy
 from tasks import synthetic
+from tasks.sampled import SampledTask
 from tasks.streams import BATCH_DTYPES
 
 STEPS = 20
 LENGTH = 128  # the smallest that the splash kernel takes
+_ROWS = 4  # on which the loss of whole and divided batches is compared
+_MOST_PARAMETERS = 20_000_000  # of a model whose loss is compared
 
 
 def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly: bool = False) -> Experiment:
@@ -77,6 +84,66 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     )
 
 
+def require_divisible_rows(experiment: Experiment) -> str:
+    """Compares the loss of a few rows with that of their halves, if steps divide rows and the model does not say.
+
+    The model is in its small form, with random parameters and data; one that has none is taken if it is small.
+
+    Returns:
+      What was compared, for a finding; "" if nothing was.
+
+    Raises:
+      UserError: they differ: the loss couples rows, and the model does not say so.
+    """
+    model = experiment.model
+    divided = experiment.accum_steps > 1 or _microbatches(experiment) > 1 or experiment.strategy.overlap_reduction
+    if not divided or _says_what_it_couples(model):
+        return ""
+    if can(model, Shrinks):
+        model = wrappers.shrunk(model, dict.fromkeys(logical.all_axes(), 1))
+    if wrappers.field_path(model, "dtype") is not None:
+        model = wrappers.with_field(model, "dtype", "float32")
+    length = LENGTH if can(model, Shrinks) else experiment.row_length
+    batch = _random_batch(_small_task(experiment.task, model, streams=_ROWS, length=length, partly=True), model)
+    draw, options = np.random.default_rng(1), compiler_options.initialization_on_cpus()  # compiled fast, run once
+    with platforms.use("cpu"), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        shapes = jax.eval_shape(model.init, jax.random.key(0), batch)
+        if sum(math.prod(s.shape) for s in jax.tree.leaves(shapes)) > _MOST_PARAMETERS:
+            return ""
+        params = jax.tree.map(lambda s: jnp.asarray(draw.normal(scale=0.2, size=s.shape), s.dtype), shapes)
+        found = step.rows_are_coupled(model, params, batch, compiler_options=options)
+    if found:
+        raise UserError(
+            f"the loss of {type(experiment.model).__name__} couples rows: with random parameters and data it is "
+            f"{found[0]:.6g} for {_ROWS} rows together and {found[1]:.6g} in 2 microbatches, so that accumulation "
+            "(ACCUM_STEPS above 1), a pipeline or overlap_reduction train on another loss. Return sums over rows; or, "
+            "if the rows belong together, as in a contrastive loss, give the model couples_rows = True and use "
+            "ACCUM_STEPS = 1 and a strategy without these"
+        )
+    return f"{_ROWS} rows have the same loss together and in 2 microbatches"
+
+
+def _says_what_it_couples(model: Model) -> bool:
+    """Returns whether the class that defines the loss, or one derived from it, has `couples_rows`."""
+    losses = [name for name in ("loss", "sums") if hasattr(model, name)]
+    return can(model, CouplesRows) and not any(wrappers.is_outside(model, name, "couples_rows") for name in losses)
+
+
+def _random_batch(task: Task, model: Model) -> dict[str, jax.Array]:
+    """Returns a few rows of a task that draws or rehearses them; otherwise random values of the same shapes."""
+    spec = task.spec(_ROWS)
+    if spec.keys() == BATCH_DTYPES.keys() and can(model, HasVocabulary):
+        length = spec["inputs"].shape[1]
+        task = synthetic.random_tokens(vocab_size=model.vocab_size, length=length, num_streams=_ROWS)
+    if isinstance(task, SampledTask):
+        rows = tuple(range(_ROWS))
+        return dict(next(task.train(DataLayout(_ROWS, rows, rows), seed=0)))
+    rng = np.random.default_rng(0)
+    values = {name: rng.integers(0, 2, field.shape) for name, field in spec.items()}
+    values |= {n: rng.normal(size=f.shape) for n, f in spec.items() if jnp.issubdtype(f.dtype, jnp.floating)}
+    return {name: jnp.asarray(values[name], field.dtype) for name, field in spec.items()}
+
+
 def attempt(run_dir: str) -> str:
     """Returns a new folder inside that of the smoke run, equal on all hosts, because a smoke run never resumes one."""
     return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
@@ -97,7 +164,9 @@ def rehearse(run: Run) -> None:
 
     Raises:
       RuntimeError: they are not.
+      UserError: the loss couples rows, which a step divides.
     """
+    require_divisible_rows(run.experiment)
     first, again = _Losses(), _Losses()
     training.train(run, also=[first])
     checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, origin=run.origin)

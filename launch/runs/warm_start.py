@@ -9,8 +9,9 @@ from core import distributed, logical, published_files, units
 from core.batches import batch_shapes
 from core.checkpoints import reading, steps, warm_start
 from core.errors import UserError
+from core.model_settings import differing_settings
 from core.step import TrainState
-from core.types import AddsParameters, Model, ReadsPublished, can, differing_settings, lacking
+from core.types import AddsParameters, Model, ReadsPublished, can, lacking
 from launch import terminal
 from launch.config import loader
 from launch.experiment import Experiment

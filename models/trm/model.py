@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import haiku as hk
 import jax
@@ -38,6 +39,8 @@ class TRM(Config):
 
     Batches have `inputs`, `labels` [B, S] (-100 is ignored) and `puzzle_ids` [B], int32.
     """
+
+    couples_rows: ClassVar[bool] = False
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Initializes the parameters in float32; those of the mlp over positions depend on S."""

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import haiku as hk
 import jax
@@ -122,6 +122,8 @@ class AdaptedDecoder:
     Raises:
       UserError: settings that do not fit together.
     """
+
+    couples_rows: ClassVar[bool] = False
 
     base: Transformer
     layer: TTTConfig

@@ -10,7 +10,7 @@ from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError, check_integer, check_number
 from core.logical import Specs
-from core.types import differing_settings
+from core.model_settings import differing_settings
 from models import families
 from models.vision.tower import NAME, VisionTower
 

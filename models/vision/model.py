@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import haiku as hk
 import jax
@@ -62,6 +62,8 @@ class VisionLanguageModel:
     Raises:
       UserError: an unknown part, or a decoder with layers that cannot attend both ways to a prefix.
     """
+
+    couples_rows: ClassVar[bool] = False
 
     decoder: Transformer
     vision: VisionTower

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from core import optimizers, step
+from core.errors import UserError
 from core.parameters import ParamSpec
 from core.types import LossOutput, WeightedSum
 
@@ -226,3 +227,27 @@ def test_layers_are_one_group_and_frozen_parameters_none():
     assert named["statistics/param_rms/layer_*/w"] == pytest.approx(np.sqrt(3 / 4))
     assert named["statistics/update_ratio/layer_*/w"] == pytest.approx(0.2)
     assert len(named) == 4
+
+
+class Centered(Line):
+    """Errors relative to the mean of the batch, which couples rows."""
+
+    couples_rows = True
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        centered = batch | {"y": batch["y"] - jnp.mean(batch["y"])}
+        return super().loss(params, carry, rng, centered, is_training=is_training)
+
+
+def test_a_loss_that_couples_rows_is_found():
+    params = {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}
+    uneven = batch(8, weights=[1, 0, 0, 0, 5, 0, 0, 1])
+    assert step.rows_are_coupled(Line(), params, uneven) is None
+    together, apart = step.rows_are_coupled(Centered(), params, batch(8))
+    assert abs(together - apart) > 0.1
+
+
+def test_a_loss_that_couples_rows_is_not_divided():
+    step.refuse_coupled_rows(Line(), "accum_steps = 2")
+    with pytest.raises(UserError, match=r"accum_steps = 2 divides the rows .* Centered couples them"):
+        step.refuse_coupled_rows(Centered(), "accum_steps = 2")

@@ -254,3 +254,63 @@ def test_a_simulation_that_does_not_fit_is_refused_with_both_numbers(monkeypatch
     host_memory.require_simulated(12 * gib, slice_name="v4-32")
     with pytest.raises(ValueError, match=r"v4-32 needs 100 GiB .* has 24 GiB of free memory\. --smoke"):
         host_memory.require_simulated(int(100.4 * gib), slice_name="v4-32")
+
+
+COUPLED = """
+import dataclasses
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from core import stack
+from core.batches import Field
+from core.types import LossOutput
+from models.haiku_model import HaikuModel
+from tasks.sampled import SampledTask
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(SampledTask):
+    num_streams: int = 4
+
+    def spec(self, batch_size):
+        return {name: Field((batch_size, 6), np.float32, ("batch", None)) for name in ("left", "right")}
+
+    def row(self, rng, *, is_training):
+        left = rng.normal(size=6).astype(np.float32)
+        return {"left": left, "right": left + 0.1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrastive(HaikuModel):
+    names = {"*w": (None, "embed"), "*b": ("embed",)}
+    together: bool = True
+
+    def sums(self, batch, *, is_training):
+        tower = hk.Linear(8)
+        left, right = (tower(batch[name]) for name in ("left", "right"))
+        scores = left @ right.T if self.together else -jnp.abs(left - right)
+        each = jnp.diagonal(jax.nn.log_softmax(scores)) if self.together else jnp.sum(scores, axis=1)
+        return LossOutput(-jnp.sum(each), jnp.float32(len(each)), {})
+
+
+class Declared(Contrastive):
+    couples_rows = True
+"""
+
+
+def test_a_loss_that_couples_rows_is_found_where_steps_divide_them(tmp_path, monkeypatch):
+    (tmp_path / "coupled.py").write_text(COUPLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    head = "from __gin__ import dynamic_registration\nfrom parallel import strategies\nimport coupled\n"
+    head += "include 'gin/defaults.gin'\nTASK = @coupled.Pairs()\nPROMPT = ''\nBATCH_SIZE = 16\nNUM_STREAMS = 4\n"
+    (tmp_path / "coupled.gin").write_text(head + "MODEL = @coupled.Contrastive()\nSLICE = 'v4-8'\n")
+    for bindings, name in (
+        (["ACCUM_STEPS = 2"], "microbatches"),
+        (["ACCUM_STEPS = 2", "MODEL = @coupled.Declared()"], "layout"),
+        (["ACCUM_STEPS = 2", "coupled.Contrastive.together = False"], ""),
+        (["MODEL = @coupled.Declared()"], ""),
+        ([], ""),
+    ):
+        found = check(str(tmp_path / "coupled.gin"), run_dir=tmp_path / "run", bindings=bindings)
+        assert [f for f in found if not found[f].ok] == [name] * bool(name), found
