@@ -1,16 +1,20 @@
 """The library without launcher and gin: a model of stock Haiku modules, images, optax, a checkpoint and a warm start.
 
-    JAX_PLATFORMS=cpu .venv/bin/python -m examples.minimal [RUN]
+    JAX_PLATFORMS=cpu .venv/bin/python examples/minimal.py [RUN]
 
-Four CPU devices simulate a v4-8; on a TPU, leave JAX_PLATFORMS out and set SLICE. On several hosts, start the same
-program on each with `distributed.initialize()` alone (JAX finds the other hosts of a slice) and a shared folder. RUN
-is a finished run, such as runs/quickstart-v4-16, or the folder of a published model, which then continues a text.
+It runs from any folder, once `launch/setup.sh` has made `.venv`. Four CPU devices simulate a v4-8; on a TPU, leave
+JAX_PLATFORMS out and set SLICE. On several hosts, start the same program on each with `distributed.initialize()` alone
+(JAX finds the other hosts of a slice) and a shared folder. RUN is a finished run, such as runs/quickstart-v4-16, or the
+folder of a published model, which then continues a text.
 """
 
 import dataclasses
 import itertools
+import pathlib
 import sys
 import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # a script finds only what is in its own folder
 
 import haiku as hk
 import jax
@@ -104,4 +108,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    print(__doc__) if {"-h", "--help"} & set(sys.argv) else main()

@@ -201,7 +201,7 @@ def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """Returns when the training loop dispatched each step, and when it last finished waiting for one."""
+    """Returns when the training loop began each step, and when it last finished waiting for one."""
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 

@@ -136,10 +136,15 @@ class _Reader:
             yield
         self._device_seconds += time.perf_counter() - began
 
-    def read(self, dispatched: _Dispatched) -> None:
+    def wait(self, dispatched: _Dispatched) -> dict[str, Any]:
+        """Returns the metrics of a step on the host, when it is done."""
         with self.with_devices(), jax.profiler.TraceAnnotation(WAITING):
-            found = jax.device_get(dict(dispatched.metrics))  # waits for the step
+            found = jax.device_get(dict(dispatched.metrics))
         self.phase = phase.TRAINING
+        return found
+
+    def report(self, dispatched: _Dispatched, found: Mapping[str, Any]) -> None:
+        """Passes the metrics of a step to the hooks."""
         sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
         if statistics := found.get(STATISTICS):
             sums |= statistics.named()
@@ -189,12 +194,17 @@ class _Loop:
             phase.at(phase.BETWEEN, step=step)
             for hook in self._hooks:
                 hook.before_step(step)
-            dispatched = self._dispatch(step, reader)
-            if unread is not None:
-                reader.read(unread)
-            unread = dispatched
-            if step == total_steps or any(hook.needs_state(step) for hook in self._hooks):
-                reader.read(dispatched)
+            found = None
+            # Profilers take this for the duration of a step: without the waiting, it would be that of the dispatch.
+            with jax.profiler.StepTraceAnnotation(STEP, step_num=step):
+                dispatched = self._dispatch(step, reader)
+                if unread is not None:
+                    reader.report(unread, reader.wait(unread))
+                unread = dispatched
+                if step == total_steps or any(hook.needs_state(step) for hook in self._hooks):
+                    found = reader.wait(dispatched)
+            if found is not None:
+                reader.report(dispatched, found)
                 unread = None
                 reader.boundary(step, self._state)
         return self._state
@@ -205,7 +215,7 @@ class _Loop:
         self._is_between_steps = False
         statistics = self._statistics
         train_step = statistics.run if statistics and step % statistics.interval == 0 else self._train_step
-        with reader.with_devices(), jax.profiler.StepTraceAnnotation(STEP, step_num=step):
+        with reader.with_devices():
             self._state, metrics = train_step(self._state, batch)
         self._step, self._is_between_steps = step, True
         interrupt.trained()

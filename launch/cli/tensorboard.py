@@ -1,11 +1,17 @@
 """`launch/run tensorboard`: TensorBoard with the profile plugin, reachable from this machine only."""
 
 import argparse
+import contextlib
+import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
-from core import library_noise
+from core import library_noise, metrics, paths
+from core.errors import UserError
 from core.health import exit_codes
 from launch import flags
 
@@ -20,8 +26,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs TensorBoard until it is stopped; its messages are printed without the known noise of TensorFlow."""
-    command = ["--logdir", args.run_dir, "--host", "127.0.0.1", "--port", str(args.port)]
-    print(f"TensorBoard on http://127.0.0.1:{args.port}/ (Ctrl-C stops it)", flush=True)
+    run_dir = paths.resolve(args.run_dir)
+    _require_events(run_dir)
+    with _labeled(run_dir) as folder:
+        return _serve(os.fspath(folder), args.port)
+
+
+def _require_events(folder: paths.Path) -> None:
+    """Raises UserError unless TensorBoard finds something in a folder: event files or profiles."""
+    if not folder.exists():
+        raise UserError(f"there is no folder {folder}: name a run directory, or a folder that contains several")
+    found = paths.sizes(folder) if paths.is_remote(folder) else (path.name for path in Path(folder).rglob("*"))
+    if not any("events.out.tfevents." in name or name.endswith(".xplane.pb") for name in found):
+        raise UserError(
+            f"{folder} contains no event files (events.out.tfevents.…), so TensorBoard would be empty. A run writes "
+            "them from its start on; name its directory, or a folder that contains several"
+        )
+
+
+@contextlib.contextmanager
+def _labeled(run_dir: paths.Path) -> Iterator[paths.Path | Path]:
+    """Context with the folder to show: for one run on a disk, one that contains its events under the run's name.
+
+    TensorBoard labels a run by the path of its events in that folder, which would be `tensorboard` for every run.
+    """
+    events = run_dir / metrics.TENSORBOARD_NAME
+    if paths.is_remote(run_dir) or not events.is_dir():
+        yield run_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="renga-tensorboard-") as folder:
+        (Path(folder) / run_dir.name).symlink_to(events)
+        (Path(folder) / "plugins").symlink_to(events / "plugins")  # the profile plugin follows no link below this one
+        yield Path(folder)
+
+
+def _serve(folder: str, port: int) -> int:
+    command = ["--logdir", folder, "--host", "127.0.0.1", "--port", str(port)]
+    print(f"TensorBoard on http://127.0.0.1:{port}/ (Ctrl-C stops it)", flush=True)
     running = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *command], stderr=subprocess.PIPE)
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both processes
     for number in (signal.SIGTERM, signal.SIGHUP):

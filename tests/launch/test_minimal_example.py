@@ -29,14 +29,21 @@ def test_it_is_short():
     assert len(code_lines((environment.WORKSPACE / "examples" / "minimal.py").read_text())) <= 50
 
 
+def test_it_says_how_it_is_run(tmp_path):
+    command = [sys.executable, environment.WORKSPACE / "examples" / "minimal.py", "--help"]
+    ran = subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "JAX_PLATFORMS=cpu .venv/bin/python examples/minimal.py [RUN]" in ran.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.covers("E08")
 def test_the_minimal_example_runs_and_loads_a_finished_run(launch, tmp_path):
     run = str(tmp_path / "run")
     launch("train", "gin/quickstart.gin", "--slice", "v4-8", "--run-dir", run, "--steps", "2", slice_name="v4-8")
     ran = subprocess.run(
-        [sys.executable, "-m", "examples.minimal", run],
-        cwd=environment.WORKSPACE,
+        [sys.executable, environment.WORKSPACE / "examples" / "minimal.py", run],
+        cwd=tmp_path,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

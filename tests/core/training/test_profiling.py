@@ -7,6 +7,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from core.training import profiling, trainer
@@ -251,3 +252,36 @@ def test_a_run_that_ends_before_the_profile_is_reported(tmp_path, quick):
     loop.requests.close()
     said = answer(tmp_path)
     assert (said["state"], said["last_step"]) == ("over", 12)
+
+
+class SlowToArrive:
+    """A metric for which the host waits, as for that of a step that the devices still compute."""
+
+    def __array__(self, dtype=None, copy=None):
+        time.sleep(0.05)
+        return np.zeros((), dtype or np.float32)
+
+
+@pytest.mark.covers("O01")
+def test_the_annotated_steps_last_as_long_as_the_steps(tmp_path):
+    """Profilers show the duration of these annotations as the step time; dispatching takes almost none of it."""
+
+    class Batches:
+        input_wait_seconds = 0.0
+
+        def __next__(self):
+            return {}
+
+    def train_step(state, batch):
+        return types.SimpleNamespace(step=state.step + 1), {"loss": SlowToArrive()}
+
+    requests = types.SimpleNamespace(asked=lambda step: None)
+    profile = profiling.Profile(lambda step: profiling.Trace(str(tmp_path), step), requests, at=(3,))
+    trainer.train(train_step, Batches(), types.SimpleNamespace(step=0), total_steps=8, hooks=[profile])
+    (file,) = (tmp_path / PLANES / "step_3").iterdir()
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    seconds = {dict(e.stats)["step_num"]: e.duration_ns / 1e9 for e in events if e.name == trainer.STEP}
+    assert sorted(seconds) == [3, 4, 5]
+    assert min(seconds.values()) >= 0.05
+    assert sum(seconds.values()) >= 4 * 0.05  # that of step 2, which had begun, and those of 3 to 5

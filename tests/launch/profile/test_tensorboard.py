@@ -14,24 +14,27 @@ import jax.numpy as jnp
 import pytest
 
 from core import metrics
+from core.health import exit_codes
 from core.training import profiling
+from launch import __main__ as cli
 from launch import environment
 
 
 @pytest.fixture
 def served(tmp_path):
     """`served(path)` is what TensorBoard answers, over a run with four hosts' profiles of one session."""
+    run_dir = str(tmp_path / "first")
     for process in range(4):
-        trace = profiling.Trace(str(tmp_path), 20, process_index=process)
+        trace = profiling.Trace(run_dir, 20, process_index=process)
         jax.jit(lambda x: x @ x)(jnp.ones((32, 32))).block_until_ready()
         trace.stop()
-    writers = metrics.open_writers(str(tmp_path), is_host_zero=True)
+    writers = metrics.open_writers(run_dir, is_host_zero=True)
     writers.scalars(1, {"hosts/step_seconds/host_3": 0.5})
     writers.close()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "launch", "tensorboard", str(tmp_path), "--port", str(port)]
+    command = [sys.executable, "-m", "launch", "tensorboard", run_dir, "--port", str(port)]
     running = subprocess.Popen(command, cwd=environment.WORKSPACE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def get(path):
@@ -67,11 +70,24 @@ def test_tensorboard_opens_our_dashboard(served):
 @pytest.mark.slow
 @pytest.mark.covers("O01", "O06")
 def test_tensorboard_finds_every_host_in_one_session(served):
-    assert served("plugin/profile/runs") == ["tensorboard/step_20"]
-    hosts = served("plugin/profile/hosts?run=tensorboard/step_20&tag=trace_viewer%40")
+    (run,) = served("plugin/scalars/tags")
+    assert run == "first"  # the name of its directory
+    assert served("plugin/profile/runs") == ["step_20"]
+    hosts = served("plugin/profile/hosts?run=step_20&tag=trace_viewer%40")
     names = [f"{socket.gethostname()}-p{process}" for process in range(4)]
     assert [host["hostname"] for host in hosts] == names
-    trace = served(f"plugin/profile/data?run=tensorboard/step_20&tag=trace_viewer%40&hosts={','.join(names)}")
+    trace = served(f"plugin/profile/data?run=step_20&tag=trace_viewer%40&hosts={','.join(names)}")
     shown = {event["args"]["name"] for event in trace["traceEvents"] if event.get("name") == "process_name"}
     assert all(any(name in process for process in shown) for name in names), shown
-    assert "hosts/step_seconds/host_3" in served("plugin/scalars/tags")["tensorboard"]
+    assert "hosts/step_seconds/host_3" in served("plugin/scalars/tags")[run]
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"), [("no_such_run", "there is no folder"), ("run", "contains no event files")]
+)
+def test_a_folder_that_would_be_an_empty_page_is_refused(tmp_path, monkeypatch, capsys, folder, says):
+    (tmp_path / "run/tensorboard").mkdir(parents=True)
+    (tmp_path / "run/tensorboard/notes.txt").touch()
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert cli.main(["tensorboard", str(tmp_path / folder)]) == exit_codes.USER_ERROR
+    assert says in capsys.readouterr().err
