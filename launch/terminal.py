@@ -6,7 +6,6 @@ anything else is installed.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import sys
@@ -110,16 +109,17 @@ def printable(text: str) -> str:
 def progress(what: str) -> Callable[[str, int, int], None]:
     """Returns a function that shows progress on standard error: one line on a terminal, or one every ten seconds.
 
-    Its arguments are the name of a part, its number from 1, and how many parts there are.
+    Its arguments are the name of a part, its number from 1, and how many parts there are. Without a terminal, what
+    takes less than ten seconds prints nothing, and what takes longer also prints its last part.
     """
-    last = -math.inf
+    began = last = time.monotonic()
 
     def show(name: str, number: int, count: int) -> None:
         nonlocal last
         text = f"reads {what}: {number} of {count} ({name})"
         if sys.stderr.isatty():
             print(f"\r{text}\033[K", end="\n" if number == count else "", file=sys.stderr, flush=True)
-        elif time.monotonic() - last > _PIPED_SECONDS:
+        elif time.monotonic() - last > _PIPED_SECONDS or (number == count and last > began):
             last = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 

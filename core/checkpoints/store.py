@@ -94,23 +94,22 @@ class Checkpoints:
         if not read_only and distributed.is_host_zero():
             steps.set_incomplete_aside(directory)
         distributed.barrier(f"checkpoints/open {directory.name}", timeout_seconds=OPEN_SECONDS)
-        return ocp.CheckpointManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(
-                # For a reader, the values that Orbax would otherwise set with a warning: it neither saves nor removes.
-                max_to_keep=None if read_only else keep,
-                save_interval_steps=0 if read_only else 1,
-                create=not read_only,
-                read_only=read_only,
-                cleanup_tmp_directories=not read_only,
-                async_options=ocp.AsyncOptions(timeout_secs=_NEVER_SECONDS),
-            ),
-            item_handlers={
-                "state": telling(ocp.StandardCheckpointHandler(), self._tell),
-                "data": telling(StreamsHandler(), self._tell),
-                "meta": telling(ocp.JsonCheckpointHandler(), self._tell),
-            },
+        options = ocp.CheckpointManagerOptions(
+            # For a reader, the values that Orbax would otherwise set with a warning: it neither saves nor removes.
+            max_to_keep=None if read_only else keep,
+            save_interval_steps=0 if read_only else 1,
+            create=not read_only,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
+            async_options=ocp.AsyncOptions(timeout_secs=_NEVER_SECONDS),
         )
+        handlers = {
+            "state": telling(ocp.StandardCheckpointHandler(), self._tell),
+            "data": telling(StreamsHandler(), self._tell),
+            "meta": telling(ocp.JsonCheckpointHandler(), self._tell),
+        }
+        with library_noise.without_records("Given directory is read only="):  # a warning of what was asked for
+            return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, *, state: Any, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
         """Starts an asynchronous save; returns when the arrays are copied off the devices and may be donated.

@@ -241,8 +241,8 @@ class _Watch(threading.Thread):
         """Records a message of a host; a verdict of host 0 ends this process."""
         seen, now = self._seen[host], time.monotonic()
         match message:
-            case {"at": [int(step), str(what), seconds, limit_seconds]}:
-                seen.place = Place(step, what, seconds, limit_seconds)
+            case {"at": [int(step), str(what), seconds, limit_seconds, str(part)]}:
+                seen.place = Place(step, what, seconds, limit_seconds, part)
             case {"raised": error, "is_consequence": is_consequence}:
                 seen.raised, seen.is_consequence = (error, now), is_consequence
             case {"left": code, "why": why}:

@@ -36,15 +36,17 @@ class Place(NamedTuple):
       phase: one of the constants above.
       seconds: time since the phase began.
       limit_seconds: time limit that the work itself enforces; 0 if it has none.
+      part: which part of the phase it is, such as `batch 3 of 8`; empty if it has none. A new part begins a new time.
     """
 
     step: int
     phase: str
     seconds: float
     limit_seconds: float = 0.0
+    part: str = ""
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.phase}"
+        return f"step {self.step}, {self.phase}" + (f", {self.part}" if self.part else "")
 
 
 class _Record(NamedTuple):
@@ -52,6 +54,7 @@ class _Record(NamedTuple):
     phase: str
     since: float
     limit_seconds: float = 0.0
+    part: str = ""
 
 
 _now = _Record(0, JOINING, time.monotonic())
@@ -60,13 +63,13 @@ _now = _Record(0, JOINING, time.monotonic())
 def place() -> Place:
     """Returns the current place of this process. Thread-safe."""
     record = _now
-    return Place(record.step, record.phase, time.monotonic() - record.since, record.limit_seconds)
+    return Place(record.step, record.phase, time.monotonic() - record.since, record.limit_seconds, record.part)
 
 
-def at(phase: str, *, step: int | None = None, limit_seconds: float = 0.0) -> None:
-    """Records the start of a phase, with its step (None: unchanged) and its own time limit (0: none)."""
+def at(phase: str, *, step: int | None = None, limit_seconds: float = 0.0, part: str = "") -> None:
+    """Records the start of a phase or a part of it, with its step (None: unchanged) and its own limit (0: none)."""
     global _now
-    _now = _Record(_now.step if step is None else step, phase, time.monotonic(), limit_seconds)
+    _now = _Record(_now.step if step is None else step, phase, time.monotonic(), limit_seconds, part)
 
 
 @contextlib.contextmanager
@@ -75,4 +78,4 @@ def enter(phase: str, *, limit_seconds: float = 0.0) -> Iterator[None]:
     before = _now
     at(phase, limit_seconds=limit_seconds)
     yield
-    at(before.phase, limit_seconds=before.limit_seconds)
+    at(before.phase, limit_seconds=before.limit_seconds, part=before.part)

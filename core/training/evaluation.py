@@ -7,7 +7,7 @@ hundreds of thousands of grids.
 import collections
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -90,9 +90,9 @@ class EvaluationPass:
 
     def answers(self) -> Iterator[Mapping[str, np.ndarray]]:
         """Runs the pass and yields the answers batch by batch, one batch later than the devices."""
-        dispatched = None
-        for batch in self._batches:
-            phase.at(phase.EVALUATING)
+        dispatched, of = None, f" of {len(self._batches)}" if isinstance(self._batches, Sized) else ""
+        for number, batch in enumerate(self._batches, 1):
+            phase.at(phase.EVALUATING, part=f"batch {number}{of}")
             previous, dispatched = dispatched, self._dispatch(batch)
             if previous is not None:
                 yield self._read(previous)

@@ -151,7 +151,7 @@ class Scores:
         answers: Iterator[Any] = evaluation.answers()
         votes = None
         if distributed.is_host_zero():
-            answers = _with_progress(answers, f"step {step}", rows=held_out.batch_size)
+            answers = _with_progress(answers, f"step {step}", rows=held_out.batch_size, count=held_out.batches)
             votes = self.judge.votes(answers) if self.judge else None
         for _ in answers:  # runs the pass if no votes are counted
             pass
@@ -207,12 +207,14 @@ class Scores:
         return [str(self._folder / name) for name in names]
 
 
-def _with_progress(batches: Iterator[Any], what: str, *, rows: int) -> Iterator[Any]:
-    """Yields the same batches; prints a line now and then."""
-    began = last = time.monotonic()
+def _with_progress(batches: Iterator[Any], what: str, *, rows: int, count: int | None) -> Iterator[Any]:
+    """Yields the same batches, `count` of them (None: not known); prints a line now and then."""
+    began, of = time.monotonic(), f" of {count}" if count else ""
+    last = began
     for number, batch in enumerate(batches, 1):
         now = time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
-            print(f"{what}: {number * rows:,} rows, {number * rows / (now - began):.3g} rows/s", flush=True)
+            speed = f"{number * rows / (now - began):.3g} rows/s"
+            print(f"{what}: batch {number}{of}, {number * rows:,} rows, {speed}", flush=True)
         yield batch

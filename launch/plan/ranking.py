@@ -15,32 +15,46 @@ from parallel.planning.candidate_metrics import CandidateMetrics, between
 from parallel.planning.cost import AxisTime
 
 PIPED_WIDTH = 190
+_NO_LIMIT = 10_000  # columns, for measuring a table
+_SENT_WIDTH = 20
+_LAYOUT_WIDTH = 44  # to which layouts may be broken to show more columns
 _LEAST_GIB_SENT = 0.005
 _HEADINGS = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %", "bubble")
-_HEADINGS += ("sent, GiB a chip and step", "hours", "compiled in s")
-_TEXT = ("layout", "sent, GiB a chip and step")
-_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # what fits into 80 columns
+_SENT = "sent, GiB a step"
+_HEADINGS += (_SENT, "hours", "compiled in s")
+_TEXT = ("layout", _SENT)
+_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # in 80 columns
+_WIDER = ("MFU %", "bubble", _SENT, "free", "hours")  # in this order where the width allows
 _OF_COMPILED = ("scheduled", "compiled in s")
 
 
 def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
     """Prints ranked candidates. Ranges are from all traffic hidden to none hidden, smaller number first.
 
-    Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. With
-    `wide` the table has all columns.
+    Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. The
+    table has as many columns as the width allows, and with `wide` all.
     """
-    terminal.console(PIPED_WIDTH).print(_table(rows, title=title, wide=wide))
+    console, wanted = terminal.console(PIPED_WIDTH), _HEADINGS if wide else _NARROW
+    for heading in () if wide else _WIDER:
+        one_more = _table(rows, title=title, wanted=(*wanted, heading), layout_width=_LAYOUT_WIDTH)
+        if console.measure(one_more, options=console.options.update(max_width=_NO_LIMIT)).maximum <= console.width:
+            wanted = (*wanted, heading)
+    console.print(_table(rows, title=title, wanted=wanted))
     terminal.say(f"{label}.")
     if not wide:
         terminal.say("--wide shows all columns, --json FILE writes all figures.")
 
 
-def _table(rows: Sequence[CandidateMetrics], *, title: str, wide: bool) -> Table:
+def _table(
+    rows: Sequence[CandidateMetrics], *, title: str, wanted: Sequence[str], layout_width: int | None = None
+) -> Table:
     compiled = any(row.compile_seconds is not None for row in rows)
-    wanted = _HEADINGS if wide else _NARROW
     shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
     lines = [itertools.compress([str(number), *cells(row)], shown) for number, row in enumerate(rows, 1)]
-    return terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
+    table = terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
+    for column in table.columns if wanted != _HEADINGS else ():  # longer cells wrap
+        column.max_width = {"layout": layout_width, _SENT: _SENT_WIDTH}.get(str(column.header))
+    return table
 
 
 def cells(row: CandidateMetrics) -> list[str]:

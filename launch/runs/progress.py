@@ -281,13 +281,15 @@ class Progress:
 class Waiting:
     """Prints the cause and duration of long waits, from a thread: `compiling the training step, 0:20`.
 
-    It reads the current phase of the run from `core.health.phase`.
+    It reads the current phase of the run from `core.health.phase`. A phase in parts has one duration, and each line
+    says which part is done now: `evaluating, batch 3 of 8, 0:20`.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None, *, place: Callable[[], phase.Place] = phase.place):
         self._say = say or functools.partial(print, flush=True)
         self._place = place
-        self._phase, self._due = "", _FIRST_SECONDS
+        self._last = phase.Place(0, "", 0.0)
+        self._earlier_seconds, self._due = 0.0, _FIRST_SECONDS  # of earlier parts of the phase
         self._has_read = False  # whether a line said that data is read
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -302,17 +304,21 @@ class Waiting:
 
     def look(self) -> None:
         """Prints the phase and its time if a line is due."""
-        place = self._place()
+        place, last = self._place(), self._last
         is_first_reading = place.phase == phase.READING and not self._has_read
-        first = _READING_SECONDS if is_first_reading else _FIRST_SECONDS
-        if place.phase != self._phase or place.seconds < first:
-            self._phase, self._due = place.phase, first
-        if place.phase not in WAITS or place.seconds < self._due:
+        if place.phase == last.phase and place.part != last.part:
+            self._earlier_seconds += last.seconds
+        elif place.phase != last.phase or place.seconds < last.seconds:
+            self._earlier_seconds = 0.0
+            self._due = _READING_SECONDS if is_first_reading else _FIRST_SECONDS
+        self._last, seconds = place, self._earlier_seconds + place.seconds
+        if place.phase not in WAITS or seconds < self._due:
             return
-        self._has_read |= is_first_reading
-        while self._due <= place.seconds:
+        if is_first_reading:
+            self._has_read, self._due = True, _FIRST_SECONDS
+        while self._due <= seconds:
             self._due += 10 if self._due < 60 else 60
-        self._say(f"{WAITS[place.phase]}, {units.clock(place.seconds)}")
+        self._say(", ".join(filter(None, (WAITS[place.phase], place.part, units.clock(seconds)))))
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):

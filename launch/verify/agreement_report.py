@@ -64,7 +64,7 @@ def about(
 
 
 def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Sequence[int], bfloat16: bool) -> None:
-    """Prints what was compared, a row for each strategy, those that refuse the model, and what differs."""
+    """Prints what was compared, a row for each strategy, those that refuse the model, what differs, and a verdict."""
     further = [part for part in FURTHER if any(row.float32 and row.float32[part].where for row in rows)]
     headings = ["strategy", "slice", *PARTS, *further, *(f"params, {n} processes" for n in processes)]
     headings += ["bfloat16 losses"] if bfloat16 else []
@@ -86,6 +86,22 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
     for row in rows:
         for sentence in row.beyond:
             console.print(f"differs: {sentence}")
+    console.print(f"\n{verdict(rows)}")
+
+
+def verdict(rows: Sequence[StrategyRow]) -> str:
+    """Returns in a line whether the strategies agree with one device, and which differ or refuse the model."""
+    compared, refused = [row for row in rows if not row.refused], [row.name for row in rows if row.refused]
+    differing, count = (
+        [row.name for row in compared if row.beyond],
+        units.counted(len(compared), "strategy", "strategies"),
+    )
+    if not compared:
+        return f"NOT COMPARED: the model is refused by {', '.join(refused)}"
+    said = f"AGREES with one device, within the tolerances: {count}"
+    if differing:
+        said = f"DIFFERS from one device: {', '.join(differing)}, of {count}"
+    return said + (f"; the model is refused by {', '.join(refused)}" if refused else "")
 
 
 def write(file: Path, rows: Sequence[StrategyRow], what: Mapping[str, Any]) -> None:

@@ -138,3 +138,17 @@ def test_a_broken_pipe_that_is_not_standard_output_is_an_error(monkeypatch, capf
     monkeypatch.setattr(cli, "_command", breaks)
     assert cli.main([]) == exit_codes.RAISED
     assert "BrokenPipeError: a socket" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [((1, 2, 3), []), ((1, 11, 12), ["2 of 3", "3 of 3"]), ((11, 12, 13), ["1 of 3", "3 of 3"])],
+)
+def test_progress_in_a_pipe_is_that_of_long_work_to_its_end(capsys, monkeypatch, seconds, shown):
+    now = [0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[-1])
+    show = terminal.progress("parts")
+    for number, second in enumerate(seconds, 1):
+        now.append(second)
+        show("x", number, 3)
+    assert capsys.readouterr().err.splitlines() == [f"reads parts: {text} (x)" for text in shown]

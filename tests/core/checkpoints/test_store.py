@@ -165,6 +165,15 @@ def test_parameters_alone_are_saved_between_steps_and_never_resumed_from(opened,
 
 
 @pytest.mark.covers("C04")
+def test_a_reader_gets_no_warning_that_it_only_reads(opened, state, caplog):
+    writer = opened()
+    writer.save(1, state=state, data={}, meta={})
+    writer.close()
+    caplog.clear()
+    assert opened(read_only=True).latest_step() == 1
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_incomplete_steps_are_not_the_latest_and_do_not_block(opened, state, tmp_path):
     folder = tmp_path / "checkpoints"
     writer = opened()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from core.health import phase
 from core.training import evaluation
 from core.training.evaluation import EvaluationPass
 from core.types import WeightedSum
@@ -42,6 +43,15 @@ def test_a_batch_is_read_after_the_next_one_is_dispatched():
     found = evaluate(program, answering=True)
     seen = [(batch["said"].item(), list(program.dispatched)) for batch in found.answers()]
     assert seen == [(1.0, [1.0, 2.0]), (2.0, [1.0, 2.0, 4.0]), (4.0, [1.0, 2.0, 4.0])]
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_the_place_of_the_process_says_which_batch(monkeypatch, is_counted):
+    batches = [{"x": x} for x in (1.0, 2.0)]
+    program, seen = Program(), []
+    monkeypatch.setattr(program, "put", lambda batch: seen.append(phase.place().part) or batch["x"])
+    list(EvaluationPass(program, 1.0, batches if is_counted else iter(batches)).answers())
+    assert seen == (["batch 1 of 2", "batch 2 of 2"] if is_counted else ["batch 1", "batch 2"])
 
 
 def test_without_batches_there_are_no_sums():

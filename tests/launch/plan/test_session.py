@@ -358,6 +358,26 @@ def test_all_columns_are_shown_when_asked_for(arguments, filled, capsys):
     assert {"free", "scheduled", "MFU %", "bubble", "hours"} <= {cell.strip() for cell in headings.split("|")}
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown", "hidden"),
+    [
+        (80, ("tokens/s",), ("MFU %", "bubble", "sent, GiB a step")),
+        (160, ("tokens/s", "MFU %", "bubble", "sent, GiB a step"), ("compiled in s",)),
+    ],
+)
+def test_the_width_of_the_terminal_decides_which_columns_are_shown(
+    arguments, filled, capsys, monkeypatch, columns, shown, hidden
+):
+    monkeypatch.setattr(ranking, "PIPED_WIDTH", columns)
+    assert session.run(arguments("--cached")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (headings,) = [line for line in lines if "| layout" in line]
+    cells = {cell.strip() for cell in headings.split("|")}
+    assert set(shown) <= cells
+    assert not cells & set(hidden)
+    assert len(headings) <= columns
+
+
 @pytest.mark.covers("T16")
 def test_the_tokens_of_a_phase_are_those_of_its_steps():
     question = search.ask("gin/quickstart_phases.gin", slice_name="v4-16", bindings=["PHASE = 2"])

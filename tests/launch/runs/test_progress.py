@@ -35,6 +35,15 @@ def test_a_long_wait_is_printed_with_its_duration():
     assert said == [f"compiling the training step, {time}" for time in shown]
 
 
+def test_a_wait_in_parts_says_which_and_has_one_duration():
+    places = [(6.0, 1), (9.0, 1), (2.0, 2), (4.0, 2), (8.0, 2), (0.5, 3), (5.0, 3)]
+    said = waited(*((phase.EVALUATING, seconds, 0.0, f"batch {part} of 3") for seconds, part in places))
+    assert said == ["evaluating, batch 2 of 3, 0:11", "evaluating, batch 3 of 3, 0:22"]
+    again = [(phase.EVALUATING, 11.0, 0.0, "batch 3 of 3"), (phase.TRAINING, 1.0), (phase.EVALUATING, 2.0, 0.0, "")]
+    again = waited(*again, (phase.EVALUATING, 9.0, 0.0, "batch 1 of 3"))
+    assert again == ["evaluating, batch 3 of 3, 0:11", "evaluating, batch 1 of 3, 0:11"]
+
+
 def test_every_wait_has_its_own_time_and_training_is_no_wait():
     places = [(phase.COMPILING, 12.0), (phase.TRAINING, 500.0), (phase.SAVING, 3.0), (phase.SAVING, 11.0)]
     places += [(phase.COMPILING, 1.0), (phase.COMPILING, 10.0)]

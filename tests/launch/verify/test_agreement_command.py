@@ -195,12 +195,17 @@ def row(**ulp):
 
 def test_the_exit_code_says_whether_all_agree(in_process, monkeypatch):
     monkeypatch.setattr(agreement.agreement, "measure", lambda *_, **__: [row()])
-    assert in_process("--only", "fsdp", "--float32-only")[0] == 0
+    code, said = in_process("--only", "fsdp", "--float32-only")
+    assert (code, said.splitlines()[-1]) == (0, "AGREES with one device, within the tolerances: 1 strategy")
     monkeypatch.setattr(agreement.agreement, "measure", lambda *_, **__: [row(params=80_000.0)])
     code, said = in_process("--only", "fsdp", "--float32-only")
     assert code == 1
     assert "differs: fsdp, v4-32: params w 80000 ulp apart" in said
     assert "differs: fsdp, 2 processes: params w 80000 ulp apart" in said
+    assert said.splitlines()[-1] == "DIFFERS from one device: fsdp, of 1 strategy"
+    monkeypatch.setattr(agreement.agreement, "measure", lambda *_, **__: [row()._replace(refused="it has no axes")])
+    code, said = in_process("--only", "fsdp", "--float32-only")
+    assert (code, said.splitlines()[-1]) == (1, "NOT COMPARED: the model is refused by fsdp")
 
 
 def agree_when_played(names, *, steps, processes, model=agreement_subjects.MODEL, options=()):
