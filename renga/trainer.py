@@ -27,7 +27,7 @@ from launch.experiments import evaluate, saved_run
 from launch.hosts import machine
 from launch.hosts.cluster import Host
 from launch.loaded_model import LoadedModel
-from launch.runs import prepared_run, train
+from launch.runs import continuation, prepared_run, train
 from launch.runs.progress import Waiting
 from parallel.strategy import Strategy
 
@@ -131,8 +131,8 @@ class Trainer:
         for name, value in (("rows", rows), ("step", step)):
             if value is not None and (name, value) != ("rows", "all"):
                 check_integer(value, where=name, least=1)
-        steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
-        built = self._on_devices().spans()[-1].experiment
+        (chosen,) = steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
+        built = continuation.phase_of(self._on_devices().spans(), chosen).experiment
         sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
         asked = scoring.select(built.task, **sizes, rows=rows)
         experiment = dataclasses.replace(built, task=asked.task)

@@ -7,6 +7,7 @@ Recompiling a large model takes minutes on every host. The usual cause is one ar
 or sharding. Compilations on this thread are counted, which is free; inputs are compared only if the count changed.
 """
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -67,12 +68,19 @@ def cached_programs(folder: str) -> int:
     return sum(name.endswith("-cache") for name in paths.sizes(place)) if place.exists() else 0
 
 
+@functools.cache
+def found_at_start(folder: str) -> int:
+    """Returns how many compiled programs a cache folder had when this process first asked, which `use_cache` does."""
+    return cached_programs(folder)
+
+
 def use_cache(folder: str) -> None:
     """Caches compiled programs in `folder` (local or gs://) from now on.
 
     Raises:
       UserError: `folder` is not a valid path.
     """
+    found_at_start(folder)
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(paths.resolve(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

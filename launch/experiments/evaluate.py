@@ -29,12 +29,12 @@ from core.training.evaluation import Scored
 from core.training.scoring import HeldOut, Scores
 from core.types import AnswerJudge, Judges, can
 from launch import environment, flags, terminal
-from launch.experiment import Experiment
+from launch.experiment import Experiment, Span
 from launch.experiments import saved_run
 from launch.experiments.saved_run import SavedRun
 from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run
+from launch.runs import continuation, prepared_run
 from launch.runs.prepared_run import Run
 from parallel import host_memory, mesh, report
 
@@ -177,7 +177,8 @@ def run(args: argparse.Namespace) -> int:
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
-    built = found.config.build().spans()[-1].experiment  # PHASE = N evaluates on the data of another one
+    spans = found.config.build().spans()  # PHASE = N evaluates on the data of another one
+    built = continuation.phase_of(spans, found.step or 0).experiment
     slice_ = slices.get(built.slice)
     is_elsewhere = args.simulate or played or place.on_tpu_host or environment.process_layout().count
     alone = slice_.is_tpu and not is_elsewhere
@@ -254,16 +255,19 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
         last_step=experiment.total_steps,
         host=host,
     )
-    results, removed = score(run, asked, step=args.step, all_steps=args.all_steps)
+    results, removed = score(run, asked, step=args.step, all_steps=args.all_steps, spans=found.config.build().spans())
     if host.is_zero:
         _show(args, results, removed)
     distributed.barrier("evaluate/end")
 
 
 def score(
-    run: Run, asked: HeldOut, *, step: int | None = None, all_steps: bool = False
+    run: Run, asked: HeldOut, *, step: int | None = None, all_steps: bool = False, spans: Sequence[Span] = ()
 ) -> tuple[Scores, Sequence[int]]:
     """Scores checkpoints of a prepared run: the newest one, that of `step`, or all of them.
+
+    The rows are those of the phase of the newest of them; each step's record says whether the data of its own phase are
+    those that it was trained on. `spans` are the phases of the run; without them it has one.
 
     Returns:
       The scores, and the steps of checkpoints that the run removed before they were read.
@@ -283,8 +287,13 @@ def score(
     results = Scores(run.run_dir, about, judge, cumulative=all_steps)
     keep = run.experiment.keep_checkpoints
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True, origin=run.origin)
-    how = {"layout": run.program.partitioner.data_layout(asked.batch_size), "data": run.meta["data"]}
-    removed = [each for each in steps if not results.evaluate(run.program, checkpoints, each, asked, **how)]
+    layout, data = run.program.partitioner.data_layout(asked.batch_size), _data_by_phase(run, spans, steps)
+
+    def is_there(each: int) -> bool:
+        own = data[continuation.phase_of(spans, each).number] if data else run.meta["data"]
+        return results.evaluate(run.program, checkpoints, each, asked, layout=layout, data=own)
+
+    removed = [each for each in steps if not is_there(each)]
     checkpoints.close()
     if removed == steps:
         raise UserError(
@@ -292,6 +301,16 @@ def score(
             f"training and keeps its latest {keep} (KEEP_CHECKPOINTS). Evaluate again, without --step"
         )
     return results, removed
+
+
+def _data_by_phase(run: Run, spans: Sequence[Span], steps: Sequence[int]) -> dict[int, str]:
+    """Returns the fingerprint of the data of each phase that trained one of the steps; empty for a run of one phase."""
+    found = {}
+    phases = {span.number: span for span in (continuation.phase_of(spans, step) for step in steps if len(spans) > 1)}
+    for span in phases.values():
+        span.experiment.task.prepare(run.run_dir, is_host_zero=False)
+        found[span.number] = span.experiment.task.fingerprint()
+    return found
 
 
 def _show(args: argparse.Namespace, results: Scores, removed: Sequence[int]) -> None:

@@ -21,10 +21,11 @@ _OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot bu
 
 
 class SavedRun(NamedTuple):
-    """A run on disk: its resolved directory, and its configuration with the overrides applied."""
+    """A run on disk: its resolved directory, its configuration with the overrides applied, and the step it is of."""
 
     run_dir: str
     config: LoadedConfig
+    step: int | None = None
 
 
 def read(
@@ -42,7 +43,7 @@ def read(
     """
     is_of_hub = run_dir.startswith(published_files.HUB)
     folder = paths.resolve("." if is_of_hub else run_dir)
-    text = None if is_of_hub else config(run_dir) if step is None else _text_of_step(step)
+    text = None if is_of_hub else (step and _text_of_step(step)) or config(run_dir)
     if text is None:
         if is_of_hub or (folder / published_files.CONFIG).exists():
             raise UserError(
@@ -62,23 +63,26 @@ def read(
     published_files.use_copies(run_dir)
     name = f"{folder}/{CONFIG}" if step is None else f"the configuration of step {step.name} of {folder}"
     loaded = loader.load(name, text=text, bindings=bindings, slice_name=slice_name, of_environment=True)
-    return SavedRun(str(folder), loaded)
+    return SavedRun(str(folder), loaded, int(step.name) if step is not None else None)
 
 
 def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
     """Reads the configuration with which a checkpoint was saved: that of `step`, or the newest one.
 
+    A run without checkpoints has only its own.
+
     Raises:
       UserError: as `read`, or there is no such checkpoint.
     """
     if run_dir.startswith(published_files.HUB) or not steps.has_folder(run_dir):
-        read(run_dir, **options)  # says that there is no run
+        return read(run_dir, **options)
     folder = paths.resolve(run_dir) / steps.FOLDER
     (chosen,) = steps.select(run_dir, step=step, every=False)
     return read(run_dir, step=folder / str(chosen), **options)
 
 
 def _text_of_step(step: paths.Path) -> str | None:
+    """Returns the configuration in the metadata of a checkpoint; None if they have none."""
     with reading.refusing_damage(step):
         return steps.read(step).meta.get("config")
 

@@ -41,6 +41,11 @@ def phase_after(spans: Sequence[Span], step: int) -> Span:
     return next((span for span in spans if step < span.last_step), spans[-1])
 
 
+def phase_of(spans: Sequence[Span], step: int) -> Span:
+    """Returns the phase that trained a step, whose checkpoint at a boundary it saved."""
+    return next((span for span in spans if step <= span.last_step), spans[-1])
+
+
 def order(span: Span) -> dict[str, Any]:
     """Returns `settings`, and the hash of the vocabulary, which must be prepared."""
     vocabulary = span.experiment.task.vocabulary

@@ -85,8 +85,8 @@ def show_summary(
         card["phase"] = f"{run.span.number} of {run.span.count}, after step {run.span.first_step:,}"
     if about := cluster.about_hosts():
         card["hosts"] = "\n".join(units.shortened(about, most=_MOST_HOSTS))
-    kept, folder = compilation.cached_programs(cache_folder(run.run_dir)), cache_folder(run.run_dir)
-    card["programs"] = f"{kept or 'none'} compiled by earlier starts, kept in {folder}"
+    folder = cache_folder(run.run_dir)
+    card["programs"] = f"{compilation.found_at_start(folder) or 'none'} compiled before this start, kept in {folder}"
     card |= {**measured, "saves": saves, "steps": f"to {run.last_step:,}{early}, {left}", "run": run.run_dir}
     grid = Table.grid(padding=(0, 2))
     for name, value in card.items():

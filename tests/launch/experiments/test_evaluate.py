@@ -15,6 +15,7 @@ from launch.config import loader
 from launch.experiments import evaluate, saved_run
 from launch.runs import prepared_run
 from tasks import synthetic
+from tests.launch.experiments.saved_configs import save_config
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
 
@@ -141,8 +142,8 @@ def test_a_model_without_answers_is_not_judged(command, parrot, parrot_run, monk
     name = f"mute_{len(lacks)}"
     (parrot / f"{name}.py").write_text((parrot / "parrot.py").read_text().replace(*change))
     shutil.copytree(parrot_run, tmp_path / "run")
-    config = tmp_path / "run" / "config.gin"
-    config.write_text(config.read_text().replace("import parrot", f"import {name}").replace("parrot.P", f"{name}.P"))
+    text = (parrot_run / "config.gin").read_text()
+    save_config(tmp_path / "run", text.replace("import parrot", f"import {name}").replace("parrot.P", f"{name}.P"))
     monkeypatch.setattr(scores.Scores, "evaluate", None)  # not reached
     code, said = command("evaluate", tmp_path / "run")
     assert code == 2, said
@@ -171,7 +172,7 @@ def test_wrong_arguments_are_reported_before_anything_starts(command, monkeypatc
     text = tmp_path / "text"
     (text / "checkpoints").mkdir(parents=True)
     shutil.copytree(parrot_run / "checkpoints", text / "checkpoints", dirs_exist_ok=True)
-    (text / "config.gin").write_text(loader.load("gin/quickstart.gin").text)
+    save_config(text, loader.load("gin/quickstart.gin").text)
     (tmp_path / "published").mkdir()
     (tmp_path / "published" / "config.json").write_text("{}")
     names = {"run": parrot_run, "tmp": tmp_path, "text": text, "published": tmp_path / "published"}
@@ -235,7 +236,7 @@ def test_one_process_and_two_hosts_score_alike(launch, parrot, parrot_run, monke
 
 
 def test_the_strategy_of_the_example_fits_the_quickstart(tpu_topology):
-    (binding,) = re.findall(r'gin/quickstart .*--gin "(.*)"', evaluate.EXAMPLE)
+    (binding,) = re.findall(r'quickstart-v4-16 .*--gin "(.*)"', evaluate.EXAMPLE)
     experiment = loader.load("gin/quickstart.gin", bindings=[binding]).build()
     assert experiment.strategy.name in binding
     assert experiment.bind(tpu_topology(experiment.slice)).abstract_state.params

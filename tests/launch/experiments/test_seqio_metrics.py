@@ -12,6 +12,7 @@ from core.types import DataLayout
 from launch import __main__ as command
 from launch import environment
 from tasks import catalogue, seqio_tasks, text
+from tests.launch.experiments.saved_configs import save_config
 
 MODULE = """
 import seqio, tensorflow as tf
@@ -156,7 +157,7 @@ PROMPT = ''
     assert "likelihood" in scored.stdout
     assert launch("evaluate", run_dir, "--seqio", "nosuch").returncode == 2
 
-    (run_dir / "config.gin").write_text((run_dir / "config.gin").read_text().replace("import own_sums\n", ""))
+    save_config(run_dir, (run_dir / "config.gin").read_text().replace("import own_sums\n", ""))
     lost = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")
     assert (lost.returncode, "--gin 'import MODULE'" in " ".join(lost.stderr.split())) == (2, True)
     again = launch("evaluate", run_dir, "--seqio", "sums", "--rows", "2", "--gin", "import own_sums")

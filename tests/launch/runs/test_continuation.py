@@ -7,9 +7,10 @@ import pytest
 
 from core.checkpoints import steps
 from core.errors import UserError
+from core.training import compilation, scoring
 from launch.check import preflight
 from launch.config import differences, loader
-from launch.experiments import saved_run
+from launch.experiments import evaluate, saved_run
 from launch.hosts.cluster import Host
 from launch.runs import continuation, prepared_run, training
 
@@ -30,6 +31,14 @@ SMALL = (
     "transformer.Transformer.mlp_dim = 16",
 )
 FASTER = ("LEARNING_RATE = 0.25", "TOTAL_STEPS = 5")
+
+
+LONGER = (
+    "PHASES = (@longer/experiment.Phase(),)",
+    "longer/experiment.Phase.after = 3",
+    "longer/experiment.Phase.task = @longer/synthetic.random_tokens()",
+    "longer/synthetic.random_tokens.vocab_size = 9",
+)
 
 
 def loaded(*more):
@@ -167,3 +176,27 @@ def test_differences_of_configurations():
     described = "# An experiment of Python objects\n# batch_size = {}\n"
     (one,) = differences.between(described.format(8), described.format(16))
     assert str(one) == "batch_size = 16, was 8"
+
+
+def test_the_phase_of_a_step_decides_which_data_it_was_trained_on(tmp_path):
+    start(tmp_path, *LONGER, last_step=3)
+    config = loaded(*LONGER, "EVAL_BATCHES = 1")
+    spans = config.build().spans()
+    assert [continuation.phase_of(spans, step).number for step in (0, 1, 3, 4, 6, 7)] == [1, 1, 1, 2, 2, 2]
+    assert [continuation.phase_after(spans, step).number for step in (0, 1, 3, 4, 6, 7)] == [1, 1, 2, 2, 2, 2]
+    for span, is_same in zip(spans, (True, False), strict=True):  # evaluated on the rows of either phase
+        options = {"config_text": config.text, "revision": "", "run_dir": str(tmp_path), "last_step": 6}
+        run = prepared_run.prepare_run(span._replace(count=1), **options, host=Host(0, 1, True))
+        asked = scoring.select(span.experiment.task, batch_size=4, eval_batches=1, rows=None)
+        results, _ = evaluate.score(run, asked, spans=spans)
+        assert results.checkpoints[0]["same_data_as_in_training"]
+        results, _ = evaluate.score(run, asked)
+        assert results.checkpoints[0]["same_data_as_in_training"] == is_same
+
+
+def test_a_cache_has_what_was_compiled_before_this_process(tmp_path):
+    compilation.use_cache(str(tmp_path / "programs"))
+    (tmp_path / "programs").mkdir(exist_ok=True)
+    (tmp_path / "programs" / "x-cache").write_bytes(b"")
+    assert compilation.cached_programs(str(tmp_path / "programs")) == 1
+    assert compilation.found_at_start(str(tmp_path / "programs")) == 0

@@ -97,7 +97,7 @@ def test_stop_and_start_again_continues_bit_for_bit(launch, undisturbed, stopped
     said = launch("train", "gin/quickstart.gin", *where, *small(), slice_name="v4-16")
     assert "resumed from 6" in said
     assert re.search(r"compiled 0 programs and read [1-9]", said)
-    assert re.search(r"programs +[1-9]\d* compiled by earlier starts, kept in ", said)
+    assert re.search(r"programs +[1-9]\d* compiled before this start, kept in ", said)
     for name in ("loss", "gradient_norm", "validation/loss"):
         assert scalars(tmp_path / "run", name) == scalars(undisturbed[0], name)
     meta = json.loads(next((tmp_path / "run" / "checkpoints" / "12" / "meta").glob("*")).read_text())
