@@ -139,16 +139,19 @@ class PublishedFolder:
             lines.append(f"not read: {', '.join(units.shortened(others, most=3))}")
         return lines
 
-    def _repeated(self) -> list[tuple[Copy, str]]:
-        """Returns the copies in the folder that stand beside their parameter, and the tensors of these."""
-        found = [(copy_, self._sources[copy_.path].name) for copy_ in self._copies if copy_.name in self._tensors]
-        return [(copy_, name) for copy_, name in found if name in self._tensors and name != copy_.name]
+    def _differing(self, shapes: Any, *, rows: int | None = None) -> list[str]:
+        """Returns a line for each copy of one of these parameters that differs from it.
 
-    def _differing(self, rows: int | None = None) -> list[str]:
-        """Returns a line for each copy that differs from its parameter; compares the first rows only, if told so."""
-        lines = []
-        for copy_, name in self._repeated():
-            one, other = (self._tensors[tensor] for tensor in (copy_.name, name))
+        Args:
+          shapes: a tree of the parameters.
+          rows: how many of the first rows to compare; None: all.
+        """
+        lines, paths_read = [], set(parameters.names(shapes))
+        for copy_ in self._copies:
+            name = self._sources[copy_.path].name
+            if copy_.path not in paths_read or name == copy_.name or not {name, copy_.name} <= self._tensors.keys():
+                continue
+            one, other = self._tensors[copy_.name], self._tensors[name]
             if one.shape != other.shape or not safetensors_files.are_equal(one, other, rows):
                 lines.append(f"{copy_.name} is not a copy of {name}: {copy_.otherwise}")
         return lines
@@ -181,7 +184,7 @@ class PublishedFolder:
         return (
             unknown
             + self._misfits(expected)
-            + self._differing(_COMPARED_ROWS)
+            + self._differing(shapes, rows=_COMPARED_ROWS)
             + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
         )
 
@@ -220,7 +223,8 @@ class PublishedFolder:
         Raises:
           UserError: the folder does not fit, with every difference; or a number is not finite.
         """
-        if lines := self._unknown(abstract) + self._misfits(self._expected(abstract, specs)) + self._differing():
+        lines = self._unknown(abstract) + self._misfits(self._expected(abstract, specs)) + self._differing(abstract)
+        if lines:
             raise UserError(f"{self.folder} does not fit the model:\n  " + "\n  ".join(lines))
         described = _described(abstract, specs, self._sources, self._limits)
         leaves, structure = jax.tree.flatten(abstract)
