@@ -85,6 +85,14 @@ def has_tokens(spec: BatchSpec) -> bool:
     return any("length" in field.axes for field in spec.values())
 
 
+def has_ids(spec: BatchSpec) -> bool:
+    """Returns whether a field has the axis `length` and integers of more than a byte, such as ids of tokens."""
+    wide = [
+        field for field in spec.values() if np.dtype(field.dtype).kind in "iu" and np.dtype(field.dtype).itemsize > 1
+    ]
+    return any("length" in field.axes for field in wide)
+
+
 def check_spec(spec: BatchSpec) -> None:
     """Checks that all values of a spec are `Field`s with the same number of rows.
 

@@ -54,7 +54,11 @@ LOGICAL_AXES: Mapping[str, str] = {
     "layers": "layers of a stack, in model order",
     "puzzles": "rows of a table with one for each puzzle",
 }
-_declared: dict[str, str] = {"expert": "experts of a mixture"}  # axes that tables may leave out, then replicated
+EXPERT_BATCH = "expert_batch"
+_declared: dict[str, str] = {  # axes that tables may leave out, then replicated, apart from EXPERT_BATCH (`row`)
+    "expert": "experts of a mixture",
+    EXPERT_BATCH: "rows of the global batch in an array that is divided by `expert`, too",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +146,17 @@ def all_axes() -> Mapping[str, str]:
 def row(rules: Rules, name: str) -> MeshAxes:
     """Returns the mesh axes that a table assigns to a logical axis; a declared axis without a row is replicated.
 
+    Rows beside experts, `expert_batch`, have the mesh axes of `batch` that `expert` does not use: laying out an array
+    ("expert", "batch", …) as ("expert", "expert_batch", …) sends tokens to the chips of their experts (an all-to-all).
+
     Raises:
       UserError: the table lacks the name.
     """
     if name not in rules and name not in _declared:
         raise UserError(f"the table has no row for logical axis {name!r}; add one (None: replicated)")
+    if name == EXPERT_BATCH and name not in rules:
+        used = mesh_axes(rules.get("expert"))
+        return tuple(axis for axis in mesh_axes(rules.get("batch")) if axis not in used)
     return rules.get(name)
 
 

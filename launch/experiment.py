@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from core import logical, optimizers, parameters, slices, wrappers
-from core.batches import batch_shapes, has_tokens, row_length
+from core.batches import batch_shapes, has_ids, row_length
 from core.errors import UserError, check_integer, check_number
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer, Transformation
@@ -26,6 +26,7 @@ from core.types import (
     CachesHidden,
     CountsFlops,
     CountsTokens,
+    CouplesRows,
     Generates,
     HasPuzzles,
     HasVocabulary,
@@ -329,8 +330,18 @@ class Experiment:
 
     @property
     def unit(self) -> str:
-        """The unit of throughput: `token`, or `row` for data without the axis `length`."""
-        return "token" if has_tokens(self.task.spec(self.task.num_streams)) else "row"
+        """The unit of losses and throughput: `token`, or `row` for data without ids [rows, length].
+
+        A model whose loss couples rows has a loss for each row, whatever its data is.
+        """
+        if can(self.model, CouplesRows) and self.model.couples_rows:
+            return "row"
+        return "token" if has_ids(self.task.spec(self.task.num_streams)) else "row"
+
+    @property
+    def items_per_step(self) -> int:
+        """Tokens or rows (`unit`) per global batch."""
+        return self.tokens_per_step if self.unit == "token" else self.batch_size
 
     @property
     def tokens_per_step(self) -> int:

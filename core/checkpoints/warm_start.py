@@ -255,7 +255,7 @@ class SavedParameters:
                 f"{self.describe()} was removed after it was chosen: that run is still training and keeps its latest "
                 "KEEP_CHECKPOINTS steps. Start again, or copy the step and name the copy"
             )
-        progress("all", 1, 1)
+        progress("all together", len(wanted), len(wanted))
         by_path = self._read_left_out(wanted, _by_path(specs))
         places = {path: self._stored[path].rpartition("/")[::2] for path in wanted if path not in by_path}
         stored: dict[str, dict[str, Any]] = {}

@@ -303,7 +303,7 @@ def _logging(now: _UnderWay) -> list[Hook]:
             lines.compiled(totals)
         writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
 
-    items, every = run.experiment.tokens_per_step, run.experiment.log_interval
+    items, every = run.experiment.items_per_step, run.experiment.log_interval
     return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
 
 

@@ -41,6 +41,21 @@ def test_a_table_turns_names_into_a_spec(mesh):
     assert traced_spec(mesh, (4, 6, 2), "batch", "length", "mlp") == PartitionSpec(("data", "fsdp"), None, "tensor")
 
 
+@pytest.mark.parametrize(
+    ("rules", "want"),
+    [
+        ({"batch": ("fsdp", "expert"), "expert": "expert"}, ("expert", "fsdp")),
+        ({"batch": ("fsdp", "expert")}, (None, ("fsdp", "expert"))),
+        ({"batch": "fsdp", "expert": "tensor"}, ("tensor", "fsdp")),
+        ({"batch": None, "expert": "expert"}, ("expert", None)),
+        ({"batch": "fsdp", "expert": "expert", "expert_batch": None}, ("expert", None)),
+    ],
+)
+def test_rows_beside_experts_have_the_axes_that_experts_do_not_use(rules, want):
+    found = logical.partition_spec(Axes(("expert", "expert_batch", None)), rules)
+    assert found == PartitionSpec(*want, None)
+
+
 def test_constrain_is_the_identity_without_a_strategy():
     x = jnp.ones((3, 5))
     assert logical.constrain(x, "batch", "mlp") is x

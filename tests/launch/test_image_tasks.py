@@ -53,6 +53,29 @@ def test_images_beside_text(quickstart):
     assert small.task == Captions(length=smoke.LENGTH, num_streams=small.batch_size)
 
 
+@dataclasses.dataclass(frozen=True)
+class Patches(Classes):
+    def spec(self, batch_size):
+        return {"left": Field((batch_size, 5, 7), np.float32, ("batch", "length", None))}
+
+
+class Coupled:
+    couples_rows = True
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["model"], name)
+
+
+def test_a_loss_of_rows_is_counted_in_rows(quickstart):
+    for changes in ({"task": Patches()}, {"task": Captions(), "model": Coupled(quickstart.model)}):
+        run = dataclasses.replace(quickstart, batch_size=8, **changes)
+        assert (run.unit, run.items_per_step) == ("row", 8)
+    assert quickstart.items_per_step == quickstart.tokens_per_step > 8
+
+
 def test_images_without_text_are_counted_in_rows(quickstart):
     run = dataclasses.replace(quickstart, task=Classes(), batch_size=8)
     assert (run.unit, run.tokens_per_step) == ("row", 8)

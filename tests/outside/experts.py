@@ -67,8 +67,8 @@ class Experts(HaikuModel):
         chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), e) * real[..., None]
         place = (jnp.cumsum(chosen, axis=1) - 1) * chosen  # of a token among those of its row and expert
         sent = jax.nn.one_hot(place, int(self.capacity * x.shape[1] / e)) * chosen[..., None]  # [B, T, E, C]
-        taken = logical.constrain(jnp.einsum("btd,btec->ebcd", x, sent), "expert", "batch", None, None)
-        hidden = logical.constrain(jnp.einsum("ebcd,edf->ebcf", taken, up), "expert", "batch", None, "mlp")
+        taken = logical.constrain(jnp.einsum("btd,btec->ebcd", x, sent), "expert", "expert_batch", None, None)
+        hidden = logical.constrain(jnp.einsum("ebcd,edf->ebcf", taken, up), "expert", "expert_batch", None, "mlp")
         y = jnp.einsum("ebcf,efd,btec->btd", jax.nn.gelu(hidden), down, sent * gates[..., None])
         per_row = jnp.sum(chosen.sum(1) * gates.sum(1), axis=-1) / jnp.maximum(real.sum(1), 1)
         return y, e * jnp.sum(per_row)  # for each token 1 if balanced, up to E if one expert takes all

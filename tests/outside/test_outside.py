@@ -36,7 +36,7 @@ def use(strategy, schedule="", **degrees):
 
 STRATEGIES = {
     "captions": (use("context", sequence=2), use("fsdp"), use("pipeline_fsdp", "gpipe", stage=2)),
-    "experts": ([], use("fsdp"), use("pipeline_fsdp", "gpipe", stage=2)),  # [] is its own
+    "experts": ([], use("fsdp"), use("experts", expert=2), use("pipeline_fsdp", "gpipe", stage=2)),  # [] is its own
     "finetune": (use("fsdp_tensor", tensor=2), use("fsdp"), use("pipeline", "one_f_one_b", stage=2)),
     "gpt": (use("fsdp_tensor", tensor=2), use("context", sequence=2), use("pipeline", "one_f_one_b", stage=2)),
     "stable_adamw": (use("fsdp_tensor", tensor=2), use("zero1"), use("pipeline", "gpipe", stage=2)),
