@@ -324,6 +324,7 @@ class NonFiniteLossError(RuntimeError):
 
     exit_code = exit_codes.NON_FINITE
     ends_without_save = True
+    says_all = True
 
 
 def non_finite(values: Mapping[str, float]) -> str:
@@ -335,12 +336,19 @@ def non_finite(values: Mapping[str, float]) -> str:
 class Stop(Hook):
     """Ends the run at the first step with a non-finite loss or gradient norm, before the state can be saved."""
 
+    def __init__(self, *, newest: Callable[[], int | None] = lambda: None):
+        """Takes a function that returns the step of the newest checkpoint, or None."""
+        self._newest = newest
+
     def after_step(self, report: StepReport) -> None:
         """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""
         if bad := non_finite(report.metrics):
+            step = self._newest()
+            saved = "No checkpoint was saved before" if step is None else f"The checkpoint of step {step} precedes it"
+            start = "Start again" if step is None else "The same command continues from it: start it"
             raise NonFiniteLossError(
-                f"step {report.step}: {bad}. The last checkpoint precedes this step. {_CAUSES}; start again from the "
-                "checkpoint with a lower rate, or set experiment.Experiment.non_finite = 'skip' or 'roll_back'."
+                f"step {report.step}: {bad}. {saved}. {_CAUSES}. {start} with a lower rate, or set "
+                "experiment.Experiment.non_finite = 'skip' or 'roll_back'."
             )
 
 
@@ -430,8 +438,14 @@ def train_rolling_back(
                 state = restore()
 
 
-def policy_hook(name: str, *, warn: Callable[[str], None], writers: metrics.Writers) -> Hook:
-    """Returns the hook of one of POLICIES; it records skipped updates and rollbacks."""
+def policy_hook(
+    name: str,
+    *,
+    warn: Callable[[str], None],
+    writers: metrics.Writers,
+    newest: Callable[[], int | None] = lambda: None,
+) -> Hook:
+    """Returns the hook of one of POLICIES; it records skipped updates and rollbacks. For `newest` see `Stop`."""
 
     def say(step: int, metric: str, sentence: str) -> None:
         warn(sentence)
@@ -443,4 +457,4 @@ def policy_hook(name: str, *, warn: Callable[[str], None], writers: metrics.Writ
             return Skip(say)
         case "roll_back":
             return RollBack(say)
-    return Stop()
+    return Stop(newest=newest)

@@ -246,11 +246,17 @@ def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
-    written, fits = [], True
+    written, fits, shown = [], True, ""
     for span in config.build().spans():
+        own = span.experiment
         if span.count > 1:
-            print(f"\n{span}, after step {span.first_step:,} to {span.last_step:,}\n")
-        program = span.experiment.bind(compiled.devices_of(slices.get(span.experiment.slice)))
+            length = f" x {units.counted(own.row_length, 'token')}" if own.unit == "token" else ""
+            rows = units.counted(own.batch_size, "row") + length
+            print(f"\n{span}, steps {span.first_step + 1:,} to {span.last_step:,}: {own.strategy.name}, {rows}\n")
+        program = own.bind(compiled.devices_of(slices.get(own.slice)))
+        table = report.table(program)
+        print(table if table != shown else "arrays: as in the phase before")
+        shown = table
         figures, is_fitting = _described(program, is_compiled=bool(args.compile or args.json))
         written.append(figures)
         fits &= is_fitting
@@ -262,7 +268,6 @@ def _described(program: Program, *, is_compiled: bool) -> tuple[Any, bool]:
 
     The figures are None if it is not compiled.
     """
-    print(report.table(program))
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")
     if schedule := program.partitioner.pipeline:

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import trainer
 from core.types import CouplesRows, DataLayout, HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
-from launch.experiment import Experiment
+from launch.experiment import Experiment, Span
 from launch.runs import training
 from launch.runs.prepared_run import Run
 from parallel import compiler_options, strategy
@@ -144,9 +144,42 @@ def _random_batch(task: Task, model: Model) -> dict[str, jax.Array]:
     return {name: jnp.asarray(values[name], field.dtype) for name, field in spec.items()}
 
 
+def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
+    """Returns the phases of an experiment shrunk to sizes that keep their order, each of `STEPS` steps.
+
+    All phases have the same small model. Where their rows differ in number or length, the small ones do too.
+
+    Raises:
+      UserError: as `shrink`.
+    """
+    spans = experiment.spans()
+    if len(spans) == 1:
+        return shrink(spans[0].experiment).spans()
+    wholes = [span.experiment for span in spans]
+    small = [shrink(each, beside=[other for other in wholes if other is not each]) for each in wholes]
+    total = STEPS * len(spans)
+    found = []
+    for span, each, whole in zip(spans, small, wholes, strict=True):
+        rows = 1 + sorted({other.batch_size for other in wholes}).index(whole.batch_size)
+        each = dataclasses.replace(each, batch_size=rows * each.batch_size, total_steps=total)
+        length = 1 + sorted({other.row_length for other in wholes}).index(whole.row_length)
+        if length > 1 and dataclasses.is_dataclass(each.task) and hasattr(each.task, "length"):
+            each = dataclasses.replace(each, task=dataclasses.replace(each.task, length=length * each.row_length))
+        first = STEPS * (span.number - 1)
+        found.append(Span(span.number, span.count, first, first + STEPS, each))
+    return tuple(found)
+
+
 def attempt(run_dir: str) -> str:
     """Returns a new folder inside that of the smoke run, equal on all hosts, because a smoke run never resumes one."""
     return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
+
+
+def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir: str) -> None:
+    """Rehearses the phases one after another in a new folder, where each continues from the one before."""
+    folder = attempt(run_dir)
+    for span in spans:
+        rehearse(prepare(span, run_dir=folder))
 
 
 class _Losses(trainer.Hook):
@@ -160,23 +193,27 @@ class _Losses(trainer.Hook):
 
 
 def rehearse(run: Run) -> None:
-    """Trains, then restores the checkpoint of the middle step and repeats the second half: the losses must be equal.
+    """Trains a phase, then restores the checkpoint of its middle and repeats the second half to the same losses.
+
+    A phase after the first begins with the checkpoint of the one before it.
 
     Raises:
       RuntimeError: they are not.
       UserError: the loss couples rows, which a step divides.
     """
     require_divisible_rows(run.experiment)
-    first, again = _Losses(), _Losses()
+    first, again, span = _Losses(), _Losses(), run.span
+    if run.host.is_zero and span.count > 1:
+        print(f"\n{span}: steps {span.first_step + 1} to {span.last_step}", flush=True)
     training.train(run, also=[first])
     checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, origin=run.origin)
-    start = training.restore_or_init(run, checkpoints, step=STEPS // 2)
+    start = training.restore_or_init(run, checkpoints, step=span.first_step + STEPS // 2)
     with training.open_batches(run, start.position) as batches:
         trainer.train(
             run.program.train_step,
             batches,
             start.state,
-            total_steps=STEPS,
+            total_steps=run.last_step,
             hooks=[again],
             statistics=training.statistics_step(run),
         )
@@ -188,8 +225,9 @@ def rehearse(run: Run) -> None:
                 f"{loss!r}"
             )
     if run.host.is_zero:
+        begun = f"continued from the checkpoint of step {span.first_step}; " if span.first_step else ""
         print(
-            f"PASS  {STEPS} steps; restored at step {start.step}, "
+            f"PASS  {f'{span}, ' if span.count > 1 else ''}{STEPS} steps; {begun}restored at step {start.step}, "
             f"{units.counted(len(again.by_step), 'step')} repeated bit for bit"
         )
 

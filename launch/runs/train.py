@@ -60,7 +60,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if args.smoke:
         from launch.runs import smoke
 
-        spans = tuple(span for each in spans for span in smoke.shrink(each.experiment).spans())
+        spans = smoke.shrink_phases(experiment)
     environment.require_named(args.run_dir, slices.get(experiment.slice))
     metrics.require_wandb(experiment.wandb_project)
     revision = versions.git_revision()
@@ -98,8 +98,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
             tuning.tune(prepare(spans[0], run_dir=run_dir), config)
         elif args.smoke:
-            for span in spans:
-                smoke.rehearse(prepare(span, run_dir=smoke.attempt(run_dir)))
+            smoke.rehearse_phases(spans, prepare, run_dir)
         else:
             here = functools.partial(prepare, run_dir=run_dir)
             train_phases(spans, here, run_dir, last_step=last_step, lock=next(iter(held), None))

@@ -256,7 +256,13 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
     """Returns the hooks of a run. Those that may reject a step come before those that log and save it."""
     run = now.run
     preemption = hooks.StopWhenPreempted(distributed.preempted)
-    used = [hooks.policy_hook(run.experiment.non_finite, warn=now.lines.warning, writers=now.writers), *_logging(now)]
+    saved = paths.resolve(run.checkpoint_dir)
+    about = {
+        "warn": now.lines.warning,
+        "writers": now.writers,
+        "newest": lambda: max(steps.complete(saved), default=None),
+    }
+    used = [hooks.policy_hook(run.experiment.non_finite, **about), *_logging(now)]
     if run.host.is_zero:
         told = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
         used.append(

@@ -27,6 +27,15 @@ def test_every_policy_ends_with_its_own_exit_code():
         hooks.Stop().after_step(report(3, math.inf))
 
 
+@pytest.mark.parametrize(
+    ("newest", "says"), [(None, "No checkpoint was saved before"), (2, "The checkpoint of step 2")]
+)
+def test_the_advice_names_the_checkpoint_that_there_is(newest, says):
+    with pytest.raises(hooks.NonFiniteLossError, match=says) as raised:
+        hooks.Stop(newest=lambda: newest).after_step(report(3, math.nan))
+    assert raised.value.says_all  # no traceback: the message says what to do
+
+
 def test_skip_reports_each_update_and_ends_after_too_many():
     said = []
     skip = hooks.Skip(lambda *words: said.append(words))

@@ -6,6 +6,7 @@ from core.health import exit_codes
 from launch import __main__ as cli
 from launch import environment
 from launch.config import loader
+from launch.runs import smoke
 
 ROOT = environment.WORKSPACE
 
@@ -52,3 +53,28 @@ def test_a_smoke_run_of_other_steps_is_refused(tmp_path, capsys):
     assert cli.main(["train", "gin/quickstart.gin", *words]) == exit_codes.USER_ERROR
     assert "--smoke and --steps exclude each other: a smoke run has 20 steps" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_phases_of_a_smoke_run_differ_as_those_of_the_experiment():
+    whole = loader.load("gin/quickstart_phases.gin").build()
+    spans = smoke.shrink_phases(whole)
+    assert [(span.number, span.count, span.first_step, span.last_step) for span in spans] == [
+        (1, 2, 0, 20),
+        (2, 2, 20, 40),
+    ]
+    first, second = (span.experiment for span in spans)
+    assert first.model == second.model
+    assert first.batch_size == 2 * second.batch_size
+    assert 2 * first.row_length == second.row_length
+    assert {first.total_steps, second.total_steps} == {40}
+    (only,) = smoke.shrink_phases(loader.load("gin/quickstart.gin").build())
+    assert (only.last_step, only.experiment.total_steps) == (20, 20)
+
+
+@pytest.mark.slow
+def test_a_smoke_run_crosses_the_boundaries_of_phases(launch, tmp_path):
+    where = ["--smoke", "--run-dir", str(tmp_path)]
+    said = launch("train", "gin/quickstart_phases.gin", *where, slice_name="v4-16")
+    for words in ("phase 1 of 2: steps 1 to 20", "PASS  phase 1 of 2, 20 steps; restored at step 10", "phase 2 of 2"):
+        assert words in said
+    assert "PASS  phase 2 of 2, 20 steps; continued from the checkpoint of step 20; restored at step 30" in said
