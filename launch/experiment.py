@@ -18,6 +18,7 @@ import numpy as np
 
 from core import logical, optimizers, parameters, slices, wrappers
 from core.batches import batch_shapes, has_ids, row_length
+from core.checkpoints import best
 from core.errors import UserError, check_integer, check_number
 from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.optimizers import Optimizer, Transformation
@@ -87,7 +88,8 @@ _KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("frozen", "init_patterns"), ("a sequence of texts, such as ('linear/w',)", _are_texts)),
     **dict.fromkeys(("profile_steps", "memory_profile_steps"), ("a sequence of steps, such as (100,)", _are_steps)),
     **dict.fromkeys(
-        ("init_from", "persistent_directory", "prompt", "wandb_project"), ("text", lambda value: isinstance(value, str))
+        ("init_from", "keep_best", "persistent_directory", "prompt", "wandb_project"),
+        ("text", lambda value: isinstance(value, str)),
     ),
 }
 
@@ -122,6 +124,8 @@ class Experiment:
       log_interval, eval_interval, checkpoint_interval: in steps.
       eval_batches: the most validation batches per evaluation; 0: no evaluation.
       keep_checkpoints: number of latest checkpoints to keep.
+      keep_best: also keep the best checkpoint by a metric of its evaluation: `validation/loss` for the lowest,
+        `max:validation/accuracy` for the highest; "": only the latest ones.
       params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
         0: none.
       keep_params_checkpoints: number of latest ones of these to keep.
@@ -175,6 +179,7 @@ class Experiment:
     eval_batches: int = 8
     checkpoint_interval: int = 1000
     keep_checkpoints: int = 3
+    keep_best: str = ""
     params_checkpoint_interval: int = 0
     keep_params_checkpoints: int = 3
     persistent_directory: str = ""
@@ -259,6 +264,14 @@ class Experiment:
                 yield f"{name} = {getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}"
         for problem in compiler_options.problems(self.compiler_options):
             yield f"compiler_options: {problem}"
+        if self.keep_best:
+            yield from _refusals(lambda: best.parse(self.keep_best))
+            if not self.eval_batches or self.checkpoint_interval % self.eval_interval:
+                yield (
+                    f"keep_best = {self.keep_best!r}: expected evaluated checkpoints: checkpoint_interval (now "
+                    f"{self.checkpoint_interval}) a multiple of eval_interval (now {self.eval_interval}), and "
+                    f"eval_batches (now {self.eval_batches}) above 0"
+                )
         yield from phases.problems(self.phases, total_steps=self.total_steps)
         if not 0 <= self.phase <= len(self.phases) + 1:
             yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"

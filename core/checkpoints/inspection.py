@@ -158,8 +158,8 @@ def plan_pruning(
 ) -> tuple[list[int], list[paths.Path]]:
     """Returns the steps to keep, ascending, and the folders to delete.
 
-    The latest `keep` steps are kept, and the newest intact one, which is found by verifying steps from the newest
-    backwards.
+    The latest `keep` steps are kept, the best one of a run with KEEP_BEST, and the newest intact one, which is found by
+    verifying steps from the newest backwards.
 
     Args:
       folder: the folder of checkpoints.
@@ -173,6 +173,8 @@ def plan_pruning(
     assert keep > 0
     present = steps.complete(folder)
     kept = set(present[-keep:])
+    if found := steps.find_best(folder):
+        kept.add(found.step)
     if len(kept) < len(present):
         kept.add(_newest_intact(folder, present, say))
     aside = [left.folder for left in steps.leftovers(folder) if left.what in ("damaged", "incomplete")]

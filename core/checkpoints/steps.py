@@ -12,6 +12,7 @@ their source, and has their fingerprints too, so that another source is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -24,8 +25,10 @@ from core import paths, units  # isort: skip (paths decides how etils reaches bu
 import orbax.checkpoint as ocp
 
 from core import distributed, foreign_json
+from core.checkpoints import best
 from core.errors import UserError
 
+BEST = "best"  # in place of a step: RUN@best
 FOLDER = "checkpoints"  # of a run directory
 PARAMS_FOLDER = "params"  # beside it: steps that contain the parameters alone
 AVERAGED = "averaged"  # in the metadata of such a step: whether they are the optimizer's average
@@ -100,14 +103,17 @@ def folders_of(run: str) -> list[paths.Path]:
 def find(text: str) -> paths.Path:
     """Returns the folder of the step named by RUN@STEP, or of the latest complete step of RUN.
 
-    RUN@STEP may be a step that contains the parameters alone, if there is no other of this number.
+    RUN@STEP may be a step that contains the parameters alone, if there is no other of this number. RUN@best is the best
+    one by the metric of KEEP_BEST.
 
     Raises:
       UserError: there is no such run or step; lists the steps that exist.
     """
     run, mark, step = text.rpartition("@")
+    if mark and run and step == BEST:
+        step = str(best_of(run))
     if mark and not (run and step.isdecimal()):
-        raise UserError(f"{text!r}: expected RUN or RUN@STEP with a step number, such as runs/first@1000")
+        raise UserError(f"{text!r}: expected RUN, RUN@STEP with a step number, such as runs/first@1000, or RUN@{BEST}")
     folder, *beside = folders_of(run if mark else text)
     existing = complete(folder)
     chosen = int(step) if mark else max(existing, default=None)
@@ -119,6 +125,44 @@ def find(text: str) -> paths.Path:
             return other / str(chosen)
         listed += f"; with parameters alone: {', '.join(map(str, alone)) or 'none'}"
     raise UserError(f"no complete checkpoint {f'of step {step} ' if mark else ''}in {folder}; existing steps: {listed}")
+
+
+class Best(NamedTuple):
+    """The best step of a folder by a validation metric, and its value: `validation/loss 1.2345`."""
+
+    step: int
+    value: str
+
+
+def find_best(directory: paths.Path) -> Best | None:
+    """Returns the best of the complete steps, by the metric of the newest step that has one; None if none has."""
+    described = described_steps(directory)
+    if (metric := best.asked(described)) is None:
+        return None
+    found = best.values(described, metric)
+    step = metric.best(found)
+    return None if step is None else Best(step, f"{metric.name} {found[step]:.4f}")
+
+
+def described_steps(directory: paths.Path) -> dict[int, dict[str, Any]]:
+    """Returns the metadata of the complete steps, without steps whose metadata cannot be read."""
+    found = {}
+    for step in complete(directory):
+        with contextlib.suppress(Exception):  # of many types; a restore reports it
+            found[step] = read(directory / str(step)).meta
+    return found
+
+
+def best_of(run: str) -> int:
+    """Returns the step that RUN@best names. Raises UserError if no step of the run has a metric to compare."""
+    folder = folder_of(run)
+    if (found := find_best(folder)) is not None:
+        return found.step
+    listed = ", ".join(units.shortened(list(map(str, complete(folder))), most=8)) or "none"
+    raise UserError(
+        f"{run}@{BEST}: no checkpoint in {folder} has a validation metric to compare (KEEP_BEST); existing steps: "
+        f"{listed}"
+    )
 
 
 def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:

@@ -28,7 +28,7 @@ from core import distributed, library_noise, paths, units  # isort: skip (paths 
 import jax
 import orbax.checkpoint as ocp
 
-from core.checkpoints import reading, steps
+from core.checkpoints import best, reading, steps
 from core.checkpoints.reading import Misfit, UnreadableError
 from core.checkpoints.steps import DamagedError, LeftOut, StreamsHandler, StreamsSave
 from core.checkpoints.warm_start import Origin, ParameterSource
@@ -58,6 +58,7 @@ class Checkpoints:
         timeout_seconds: float | None = None,
         read_only: bool = False,
         origin: Origin | None = None,
+        keep_best: str = "",
     ):
         """Opens a folder of checkpoints; unless `read_only`, creates it and removes the rest of interrupted saves.
 
@@ -69,6 +70,7 @@ class Checkpoints:
             the bytes per host (`writing.limit_seconds`).
           read_only: creates and removes nothing, so that it can be used while a job runs.
           origin: reads the parameters that steps leave out; None: such a step cannot be restored.
+          keep_best: also keep the best step by this metric of its metadata (`best.parse`); "": only the latest.
 
         Raises:
           UserError: `keep` is below 1, or the folder to read does not exist.
@@ -86,17 +88,27 @@ class Checkpoints:
         self._timeout_seconds = timeout_seconds
         self._costs: list[Cost] = []
         self._quiet = contextlib.ExitStack()  # from the start of a save until it is complete, or until `close`
-        self._manager = self._opened_at(self._directory, keep, read_only=read_only)
+        self._kept = best.Kept(keep, metric := best.parse(keep_best), self._values(metric)) if keep_best else None
+        self._manager = self._opened_at(self._directory, keep, read_only=read_only, kept=self._kept)
         self._params_directory = self._directory.parent / steps.PARAMS_FOLDER
         self._params_manager = self._opened_at(self._params_directory, keep_params) if keep_params else None
 
-    def _opened_at(self, directory: paths.Path, keep: int, *, read_only: bool = False) -> ocp.CheckpointManager:
+    def _values(self, metric: best.Metric) -> dict[int, float]:
+        """Returns the values of the steps that host 0 sees, on every host."""
+        described = steps.described_steps(self._directory) if distributed.is_host_zero() else {}
+        found = best.values(described, metric)
+        return {int(step): value for step, value in json.loads(distributed.from_host_zero(json.dumps(found))).items()}
+
+    def _opened_at(
+        self, directory: paths.Path, keep: int, *, read_only: bool = False, kept: best.Kept | None = None
+    ) -> ocp.CheckpointManager:
         if not read_only and distributed.is_host_zero():
             steps.set_incomplete_aside(directory)
         distributed.barrier(f"checkpoints/open {directory.name}", timeout_seconds=OPEN_SECONDS)
         options = ocp.CheckpointManagerOptions(
             # For a reader, the values that Orbax would otherwise set with a warning: it neither saves nor removes.
-            max_to_keep=None if read_only else keep,
+            max_to_keep=None if read_only or kept else keep,
+            preservation_policy=None if read_only else kept,
             save_interval_steps=0 if read_only else 1,
             create=not read_only,
             read_only=read_only,
@@ -128,6 +140,8 @@ class Checkpoints:
         self.wait()
         if step in self._manager.all_steps():
             raise RuntimeError(f"step {step} is already saved in {self._directory}; a save never overwrites")
+        if self._kept:
+            self._kept.saving(step, meta)
         self._start(self._manager, self._directory, step, state=state, data=data, meta=meta)
 
     def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:

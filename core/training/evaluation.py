@@ -131,6 +131,7 @@ class Evaluate(Hook):
     Attributes:
       latest: the means of the last evaluation, as `validation/<name>`.
       scored: what it scored; known when `write` is called.
+      step: the step that was evaluated last.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Evaluate(Hook):
         self._share: float | None = None
         self.latest: dict[str, float] = {}
         self.scored: Scored | None = None
+        self.step: int | None = None
 
     def needs_state(self, step: int) -> bool:
         """Returns True at multiples of `every` and at the last step."""
@@ -162,6 +164,7 @@ class Evaluate(Hook):
                 self._batches, self._share = list(opened), opened.share
             sums = _sums(self._program, state, self._batches)
         self.latest = {f"validation/{name}": value for name, value in trainer.means(sums).items()}
+        self.step = step
         self.scored = Scored(float(sums["loss"].weight) if sums else 0.0, self._share)
         self._write(step, self.latest)
 

@@ -137,11 +137,13 @@ class Save(Hook):
         costs: Any,
         check: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
+        evaluated: Callable[[int], Mapping[str, Any]] = lambda step: {},
     ):
         """Takes a run's `Checkpoints`, the prefetcher's `position`, the metadata to store, and when a save is due.
 
         `costs.add(cost)` is called for each completed save, `costs.end()` after the last. `check()` is called before
         anything is written, and raises an error if nothing must be. `say(text)` reports a save after an error.
+        `evaluated(step)` returns further metadata of a step that was evaluated.
         """
         self._checkpoints = checkpoints
         self._position = position
@@ -149,7 +151,7 @@ class Save(Hook):
         self._due = due
         self._costs = costs
         self._check = check
-        self._say = say
+        self._say, self._evaluated = say, evaluated
         self._saved_step: int | None = None
         self._step_seconds = 0.0
 
@@ -169,7 +171,8 @@ class Save(Hook):
         with phase.enter(phase.SAVING):
             self._checkpoints.wait()  # the save before this one may take minutes
             self._check()
-            self._checkpoints.save(step, state=state, data=self._position(), meta=self._meta)
+            meta = {**self._meta, **self._evaluated(step)}
+            self._checkpoints.save(step, state=state, data=self._position(), meta=meta)
         self._saved_step = step
 
     def after_step(self, report: StepReport) -> None:

@@ -53,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _ls(args: argparse.Namespace) -> int:
     for folder in steps.folders_of(args.run_dir):
-        rows = inspection.table(folder)
+        rows, chosen = inspection.table(folder), steps.find_best(folder)
+        if chosen:
+            rows = [
+                (*row[:-1], f"{row[-1]}, best: {chosen.value}") if row[0] == str(chosen.step) else row for row in rows
+            ]
         print(f"{folder}: {units.counted(len(rows), 'folder')}")
         if rows:
             table = [inspection.HEADER, *rows]

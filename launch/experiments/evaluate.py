@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "RUN")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument(
-        "--step", metavar="N", type=flags.at_least(0), help="evaluate this checkpoint (default: the latest)"
+        "--step", metavar="N|best", type=_step, help="this checkpoint (default: the latest); best: see KEEP_BEST"
     )
     steps.add_argument(
         "--all-steps", action="store_true", help="evaluate every checkpoint; ARC also by votes over all of them"
@@ -141,6 +141,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "--simulate", "--slice", "--gin")
 
 
+def _step(text: str) -> int | str:
+    return text if text == saved_steps.BEST else flags.at_least(0)(text)
+
+
 class _NumExamples(argparse.Action):
     """Stores the value; names the new flag if the former one was given."""
 
@@ -157,6 +161,7 @@ def _examples(text: str) -> int | str:
 def run(args: argparse.Namespace) -> int:
     """Reads the run, checks the arguments and evaluates."""
     _require_one_kind(args)
+    args.step = saved_steps.best_of(args.run_dir) if args.step == saved_steps.BEST else args.step
     if any(value is not None for value in (args.lm_eval, args.humaneval, args.seqio)):
         from launch.experiments import benchmarks
 

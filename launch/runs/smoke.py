@@ -72,6 +72,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         eval_batches=1,
         checkpoint_interval=STEPS // 2,
         keep_checkpoints=2,
+        keep_best="",
         profile_steps=(),
         memory_profile_steps=(),
         statistics_interval=5 if experiment.statistics_interval else 0,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core import distributed, metrics, paths, slices
-from core.checkpoints import steps
+from core.checkpoints import best, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
 from core.health import heartbeat, interrupt, phase
@@ -128,6 +128,7 @@ def _open_checkpoints(run: Run) -> Checkpoints:
         keep_params=settings.keep_params_checkpoints if settings.params_checkpoint_interval else None,
         timeout_seconds=settings.save_limit_seconds,
         origin=run.origin,
+        keep_best=settings.keep_best,
     )
 
 
@@ -252,7 +253,9 @@ def _write_config(run: Run, writers: metrics.Writers) -> None:
     writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
 
 
-def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batches: prefetch.Prefetch) -> list[Hook]:
+def _hooks(
+    now: _UnderWay, evaluate: evaluation.Evaluate | None, checkpoints: Checkpoints, batches: prefetch.Prefetch
+) -> list[Hook]:
     """Returns the hooks of a run. Those that may reject a step come before those that log and save it."""
     run = now.run
     preemption = hooks.StopWhenPreempted(distributed.preempted)
@@ -274,7 +277,7 @@ def _hooks(now: _UnderWay, evaluate: Hook | None, checkpoints: Checkpoints, batc
         used.append(replicas.Compare(heartbeat.compare, every=every))
     if evaluate:
         used.append(evaluate)
-    saving = _saving(now, checkpoints, batches, preemption)
+    saving = _saving(now, checkpoints, batches, preemption, evaluate)
     if run.host.count > 1:
         together = {"checkpoint": saving[0]} | ({"evaluation": evaluate} if evaluate else {})
         used.insert(0, hooks.Meet(together, timeout_seconds=meeting_seconds(run)))
@@ -338,9 +341,21 @@ def _evaluation(now: _UnderWay) -> evaluation.Evaluate | None:
 
 
 def _saving(
-    now: _UnderWay, checkpoints: Checkpoints, batches: prefetch.Prefetch, preemption: hooks.StopWhenPreempted
+    now: _UnderWay,
+    checkpoints: Checkpoints,
+    batches: prefetch.Prefetch,
+    preemption: hooks.StopWhenPreempted,
+    evaluate: evaluation.Evaluate | None,
 ) -> list[Hook]:
-    run, lock = now.run, now.lock
+    run, lock, keep_best = now.run, now.lock, now.run.experiment.keep_best
+
+    def validated(step: int) -> Mapping[str, Any]:
+        if not keep_best or evaluate is None or evaluate.step != step:
+            return {}
+        if (name := best.parse(keep_best).name) not in evaluate.latest:
+            has = ", ".join(sorted(evaluate.latest))
+            now.lines.warning(f"KEEP_BEST = {keep_best!r}: no {name} in the evaluation, which has {has}")
+        return best.described(keep_best, evaluate.latest)
 
     def due(step: int) -> bool:
         last = step == run.last_step or preemption.needs_state(step)
@@ -351,7 +366,8 @@ def _saving(
             lock.check(now=True)
 
     costs = SaveCosts(say=now.lines.note, write=now.writers.scalars)
-    save = hooks.Save(checkpoints, batches.position, run.meta, due=due, costs=costs, check=check, say=now.lines.note)
+    how = {"due": due, "costs": costs, "check": check, "say": now.lines.note, "evaluated": validated}
+    save = hooks.Save(checkpoints, batches.position, run.meta, **how)
     if not (every := run.experiment.params_checkpoint_interval):
         return [save]
     optimizer, abstract = run.program.optimizer, run.program.abstract_state

@@ -67,6 +67,11 @@ def trainer(run_dir, **changes):
         ({"batch_size": "16"}, "batch_size = '16': expected an integer"),
         ({"batch_size": 16.0, "seed": "x"}, "batch_size = 16.0: expected an integer of at least 1; seed = 'x'"),
         ({"eval_batches": "2"}, "eval_batches = '2': expected an integer of at least 0"),
+        (
+            {"keep_best": "validation/loss", "checkpoint_interval": 3, "eval_interval": 2},
+            "checkpoint_interval (now 3) a multiple of eval_interval (now 2)",
+        ),
+        ({"keep_best": "loss"}, "keep_best = 'loss': expected a metric of evaluations"),
         ({"keep_checkpoints": "a"}, "keep_checkpoints = 'a': expected an integer"),
         ({"eval_interval": 1.5}, "eval_interval = 1.5: expected an integer"),
         ({"accum_steps": True}, "accum_steps = True: expected an integer"),
@@ -190,3 +195,12 @@ def test_another_model_in_a_run_directory_is_refused(tmp_path):
     trainer(tmp_path).fit(1)
     with pytest.raises(UserError, match="linear/w"):
         trainer(tmp_path, task=Points(dims=3)).fit(2)
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    """The loss rises from step to step, also after a restart."""
+    often = {"eval_interval": 2, "checkpoint_interval": 2, "keep_checkpoints": 1, "keep_best": "validation/loss"}
+    made = trainer(str(tmp_path), optimizer=optax.sgd(-0.1), **often)
+    assert made.fit(4)["validation/loss"] < made.fit(6)["validation/loss"]
+    assert steps.complete(tmp_path / "checkpoints") == [2, 6]
+    assert steps.find(f"{tmp_path}@best").name == "2"

@@ -64,6 +64,7 @@ FIELDS = {
     "eval_batches": (3, False),
     "checkpoint_interval": (3, False),
     "keep_checkpoints": (7, False),
+    "keep_best": ("validation/loss", False),
     "profile_steps": ((4,), False),
     "memory_profile_steps": ((4,), False),
     "prompt": ("x", False),
