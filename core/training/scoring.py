@@ -208,8 +208,8 @@ class Scores:
 
 
 def _with_progress(batches: Iterator[Any], what: str, *, rows: int, count: int | None) -> Iterator[Any]:
-    """Yields the same batches, `count` of them (None: not known); prints a line now and then."""
-    began, of = time.monotonic(), f" of {count}" if count else ""
+    """Yields the same batches, at most `count` (None: not known); prints a line now and then."""
+    began, of = time.monotonic(), f" of at most {count}" if count else ""
     last = began
     for number, batch in enumerate(batches, 1):
         now = time.monotonic()

@@ -18,6 +18,7 @@ from parallel.agreement import ONE_DEVICE, Apart, Batch, StrategyRow, Subject
 
 PARTS = ("gradients", "losses", "params", "opt_state")
 FURTHER = ("metrics", "carry", "counts")  # columns for those that have leaves; counts are not judged
+_NO_LIMIT = 10_000  # columns, for measuring a table
 _VERSIONS = ("jax", "jaxlib", "dm-haiku", "optax")
 
 
@@ -79,7 +80,10 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
     for module, digest in what["modules"].items():
         console.print(f"module    {module}, whose file has the SHA-256 digest {digest}…")
     cells = [_cells(row, further, bfloat16=bfloat16) for row in rows if not row.refused]
-    console.print(terminal.markdown(headings, cells, text=("strategy", "slice"), title=title))
+    table = terminal.markdown(headings, cells, text=("strategy", "slice"), title=title)
+    whole = console.measure(table, options=console.options.update(max_width=_NO_LIMIT)).maximum
+    console.width = max(console.width, whole)  # a narrower terminal breaks lines, but no figure is cut
+    console.print(table)
     for row in rows:
         if row.refused:
             console.print(f"{row.name} on {row.slice} is refused: {row.refused}")

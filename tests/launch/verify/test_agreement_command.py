@@ -9,7 +9,7 @@ import pytest
 
 from core.types import DataLayout
 from launch import __main__ as cli
-from launch import environment, program_identity
+from launch import environment, program_identity, terminal
 from launch.config import loader
 from launch.verify import agreement
 from models import agreement_subjects
@@ -206,6 +206,14 @@ def test_the_exit_code_says_whether_all_agree(in_process, monkeypatch):
     monkeypatch.setattr(agreement.agreement, "measure", lambda *_, **__: [row()._replace(refused="it has no axes")])
     code, said = in_process("--only", "fsdp", "--float32-only")
     assert (code, said.splitlines()[-1]) == (1, "NOT COMPARED: the model is refused by fsdp")
+
+
+def test_no_figure_is_cut_on_a_narrow_terminal(in_process, monkeypatch):
+    monkeypatch.setattr(agreement.agreement, "measure", lambda *_, **__: [row()])
+    monkeypatch.setattr(terminal, "width", lambda *_: 60)
+    _, said = in_process("--only", "fsdp", "--float32-only")
+    assert "| fsdp " in said
+    assert "…" not in said
 
 
 def agree_when_played(names, *, steps, processes, model=agreement_subjects.MODEL, options=()):
