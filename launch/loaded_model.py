@@ -10,7 +10,7 @@ be simulated.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from launch.experiments import saved_run
 from launch.hosts import tpu_host
 from launch.runs import warm_start
 from models.transformer import Transformer
-from parallel import strategies
+from parallel import generation, strategies
 from parallel.generation import Generator
 from parallel.partitioner import Partitioner, Program
 from parallel.sampling import GREEDY, Sampling
@@ -55,7 +55,7 @@ class LoadedModel:
     """A model with its parameters on devices."""
 
     program: Program  # model and layout
-    params: Params  # laid out as `program.abstract_state.params`
+    params: Params  # laid out as `program.abstract_state.params`; None before they are read
     vocabulary: Any  # vocabulary of the run or folder; None for data that is not text
     where: str  # one line that says what was loaded
     begins_with_bos: bool = True  # whether texts begin with the begin-of-text id
@@ -68,9 +68,6 @@ class LoadedModel:
     @functools.cached_property
     def generator(self) -> Generator:
         """The generator, which is created at first use."""
-        if not can(self.model, Generates):
-            lacks = ", ".join(missing(self.model, Generates))
-            raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
         return Generator(self.program, self.params)
 
     def encoded(self, text: str, *, is_chat: bool = False) -> list[int]:
@@ -80,14 +77,38 @@ class LoadedModel:
           text: the prompt.
           is_chat: whether it is the first message of a user, to be formatted by the chat template.
         """
-        if self.vocabulary is None:
-            raise UserError(f"{self.where} has no vocabulary: give ids (--prompt-ids)")
         if is_chat:
-            if not isinstance(self.vocabulary, FolderTokenizer):
-                raise UserError(f"{self.where} has no chat template: only folders of published models have one")
-            return self.vocabulary.encode(self.vocabulary.chat([{"role": "user", "content": text}]))
+            return self.chat_ids([{"role": "user", "content": text}])
+        if self.vocabulary is None:
+            raise UserError(f"{self.where} has no {self._lacks}: give ids (--prompt-ids)")
         ids = self.vocabulary.encode(text)
         return with_bos(ids, self.vocabulary) if self.begins_with_bos or not ids else ids
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Formats a conversation by the chat template, up to where the answer begins, and converts it to ids."""
+        if self.vocabulary is None:
+            raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
+        if not isinstance(self.vocabulary, FolderTokenizer):
+            raise UserError(f"{self.where} has no chat template: only folders of published models have one")
+        return self.vocabulary.encode(self.vocabulary.chat(messages))
+
+    @property
+    def _lacks(self) -> str:
+        return published_files.TOKENIZER if published_files.is_published(self.where) else "vocabulary"
+
+    def checked(self, prompts: Sequence[str | Sequence[int]], *, max_tokens: int, is_chat: bool) -> list[list[int]]:
+        """Converts prompts, given as text or as ids, to ids; parameters are not needed.
+
+        Raises:
+          UserError: the model cannot continue them (`parallel.generation.check_prompts`), or lacks a vocabulary or a
+            chat template.
+        """
+        if not can(self.model, Generates):
+            lacks = ", ".join(missing(self.model, Generates))
+            raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
+        ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
+        generation.check_prompts(self.program, ids, max_tokens=max_tokens)
+        return ids
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -108,6 +129,7 @@ class LoadedModel:
         sampling: Sampling = GREEDY,
         seed: int = 0,
         is_chat: bool = False,
+        slots: int | None = None,
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> Iterator[list[Text]]:
         """Continues prompts in batches; results do not depend on how they are batched, but for rounding.
@@ -117,11 +139,9 @@ class LoadedModel:
           rows: prompts of a batch.
           skip: continues only the prompts after so many.
           is_chat: see `encoded`.
-          max_tokens, sampling, seed, on_tokens: see `parallel.generation.Generator.generate`.
+          max_tokens, sampling, seed, slots, on_tokens: see `parallel.generation.Generator.generate`.
         """
-        generator = self.generator  # refuses a model that cannot generate
-        ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
-        generator.check(ids, max_tokens=max_tokens)
+        ids, generator = self.checked(prompts, max_tokens=max_tokens, is_chat=is_chat), self.generator
         num_ids = self.vocabulary.size if self.vocabulary is not None else None
         for first in range(skip, len(ids), rows):
             found = generator.generate(
@@ -129,6 +149,7 @@ class LoadedModel:
                 max_tokens=max_tokens,
                 sampling=sampling,
                 seed=seed,
+                slots=slots,
                 first_row=first,
                 stop_ids=self.stop_ids,
                 num_ids=num_ids,
@@ -163,6 +184,7 @@ def load(
     dtype: str | None = None,
     strategy: Strategy | None = None,
     check: Callable[[], object] = lambda: None,
+    check_model: Callable[[LoadedModel], object] = lambda model: None,
 ) -> LoadedModel:
     """Loads the model of a run, of one of its steps (RUN@STEP), or of the folder of a published model.
 
@@ -173,31 +195,37 @@ def load(
       dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16.
       strategy: overrides that of the run and of `bindings`; a published model is laid out by fsdp without either.
       check: called before the parameters are read, when the modules that the configuration imports are imported.
+      check_model: called with the model before its parameters are read, to check what it is wanted for.
 
     Raises:
       UserError: there is no such run, step or folder, it does not fit the model, or it is damaged.
     """
     published_files.use_copies(None)
     if published_files.is_published(text):
-        return _published(text, slice_name, bindings, dtype, strategy, check)
+        return _published(text, slice_name, bindings, dtype, strategy, check, check_model)
     if not steps.has_folder(text):
         raise UserError(published_files.unknown(text))
     folder = steps.find(text)
     run_dir = str(folder.parent.parent)
     found = saved_run.read(run_dir, step=folder, bindings=bindings, slice_name=slice_name)
     check()
-    return load_step(found.config.build(), folder, slice_name=slice_name, strategy=strategy)
+    return load_step(found.config.build(), folder, slice_name=slice_name, strategy=strategy, check_model=check_model)
 
 
 def load_step(
-    experiment: Experiment, folder: Any, *, slice_name: str | None = None, strategy: Strategy | None = None
+    experiment: Experiment,
+    folder: Any,
+    *,
+    slice_name: str | None = None,
+    strategy: Strategy | None = None,
+    check_model: Callable[[LoadedModel], object] = lambda model: None,
 ) -> LoadedModel:
     """Loads the model of an experiment with the parameters of one of its checkpoints.
 
     Args:
       experiment: the experiment of the run.
       folder: the checkpoint (`core.checkpoints.steps.find`).
-      slice_name, strategy: as in `load`.
+      slice_name, strategy, check_model: as in `load`.
 
     Raises:
       UserError: the checkpoint does not fit the experiment, or is damaged.
@@ -211,6 +239,9 @@ def load_step(
     stored = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
     program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
     where = f"step {folder.name} of {run_dir}"
+    task = experiment.task
+    begins_with_bos = task.begins_with_bos() if can(task, FramesTexts) else True
+    check_model(LoadedModel(program, None, vocabulary, where, begins_with_bos))
     open_source = functools.partial(warm_start.source_again, experiment)
     source = SavedParameters(folder, open_source=open_source)
     if source.is_averaged or not program.optimizer.is_averaging(program.abstract_state.opt_state):
@@ -222,8 +253,7 @@ def load_step(
             state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
         params = program.optimizer.evaluated(state.params, state.opt_state)
         where += " (averaged by its optimizer)"
-    task = experiment.task
-    return LoadedModel(program, params, vocabulary, where, task.begins_with_bos() if can(task, FramesTexts) else True)
+    return LoadedModel(program, params, vocabulary, where, begins_with_bos)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +271,7 @@ def _published(
     dtype: str | None,
     strategy: Strategy | None,
     check: Callable[[], object],
+    check_model: Callable[[LoadedModel], object],
 ) -> LoadedModel:
     on_cpu = jax.devices()[0].platform == "cpu"
     given = f"FOLDER = {folder!r}\nCOMPUTE_DTYPE = {dtype or ('float32' if on_cpu else 'bfloat16')!r}\n"
@@ -249,14 +280,19 @@ def _published(
     check()
     choice: Choice = config.build()
     model = choice.model
-    vocabulary = vocabularies.tokenizer(folder)
-    vocabularies.check_fits(vocabulary, vocab_size=model.vocab_size)
+    vocabulary: Any = None
+    if (published_files.small_files(folder) / published_files.TOKENIZER).exists():
+        vocabulary = vocabularies.tokenizer(folder)
+        vocabularies.check_fits(vocabulary, vocab_size=model.vocab_size)
     chips = slices.get(slice_name or ONE_CHIP).chips
     program = _bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(chips, length=32))
+    begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
+    found = LoadedModel(program, None, vocabulary, folder, begins_with_bos)
+    check_model(found)
     source = model.published(folder)
     abstract = in_compute_dtype(program)
     params = source.load(abstract, program.param_specs, progress=terminal.progress(f"parameters of {folder}"))
-    return LoadedModel(program, params, vocabulary, folder, vocabulary.begins_with_bos)
+    return dataclasses.replace(found, params=params)
 
 
 def in_compute_dtype(program: Program) -> Any:

@@ -72,7 +72,7 @@ class Decoder:
     def __init__(self, program: Program):
         """Takes model and layout of the program; its optimizer is not used."""
         self._program = program
-        outer = can(program.model, ExtendsCache) and not wrappers.is_outside(program.model, "logits", "extend")
+        outer = extends_cache(program.model)
         self.model: Any = program.model if outer else Recomputing(program)
         self.fixed_length = None if outer else row_length(program.spec)
         at = program.partitioner
@@ -219,6 +219,11 @@ class Decoder:
         nothing = Drawn(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.full(shape, NONE))
         _, state, drawn = jax.lax.while_loop(is_unfinished, add_token, (jnp.int32(0), state, nothing))
         return state, jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, PartitionSpec()), drawn)
+
+
+def extends_cache(model: Any) -> bool:
+    """Returns whether generation extends a cache of the model, instead of computing all its logits again."""
+    return can(model, ExtendsCache) and not wrappers.is_outside(model, "logits", "extend")
 
 
 def next_ids(

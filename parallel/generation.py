@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from core import units
+from core.batches import row_length
 from core.errors import UserError
 from core.types import HasVocabulary, LimitsPositions, Params, can
-from parallel import layerwise
+from parallel import decoding, layerwise
 from parallel.decoding import NEW, NONE, STOP, Decoder, Drawn, State
 from parallel.layerwise import LayerwiseDecoder
 from parallel.partitioner import Program
@@ -67,6 +68,7 @@ class Generator:
         first_row: int = 0,
         stop_ids: Sequence[int] = (),
         num_ids: int | None = None,
+        slots: int | None = None,
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> list[Continuation]:
         """Continues every prompt; the result is the same on all hosts.
@@ -79,6 +81,7 @@ class Generator:
           first_row: number of the first prompt in the draws; prompts of several calls then have draws of their own.
           stop_ids: ids that end a row.
           num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
+          slots: of the cache, if more than needed, for calls of different lengths that share their programs.
           on_tokens: called after each step with the new id of every row, None for rows that have ended. If it returns
             True, no further tokens are generated than those under way.
 
@@ -87,7 +90,7 @@ class Generator:
         """
         self.check(prompts, max_tokens=max_tokens)
         static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
-        state = self._after_prompts(prompts, max_tokens=max_tokens)
+        state = self._after_prompts(prompts, max_tokens=max_tokens, slots=slots)
         rows = first_row + jnp.arange(state.ended.shape[0])
         found = [Continuation([], [], False) for _ in prompts]
         key, waiting = jax.random.key(seed), []
@@ -102,37 +105,15 @@ class Generator:
         return found
 
     def check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-        """Checks prompts without running anything.
-
-        Raises:
-          UserError: an empty prompt, an id that the model does not have, or more positions than it has.
-        """
-        if not prompts:
-            raise UserError("generation needs prompts of at least one id each")
-        size = self._program.model.vocab_size if can(self._program.model, HasVocabulary) else None
-        most = self.max_positions
-        for number, prompt in enumerate(prompts, 1):
-            where = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
-            if not prompt:
-                raise UserError(f"{where} is empty: generation needs prompts of at least one id each")
-            if wrong := [i for i in prompt if i < 0 or (size is not None and i >= size)]:
-                raise UserError(f"{where} has the id {wrong[0]}, and the model's are 0 to {size - 1 if size else '…'}")
-            if most is not None and len(prompt) + max_tokens > most:
-                raise UserError(
-                    f"{where}, of {units.counted(len(prompt), 'id')}, and {max_tokens} new ones need "
-                    f"{len(prompt) + max_tokens} positions, and the model has {most}: shorten the prompt, or generate "
-                    f"at most {max(most - len(prompt), 0)}"
-                )
+        """Checks prompts as `check_prompts` does."""
+        check_prompts(self._program, prompts, max_tokens=max_tokens)
 
     @property
     def max_positions(self) -> int | None:
         """The largest number of positions of a prompt and its continuation; None: no limit."""
-        if self._decoder.fixed_length is not None:
-            return self._decoder.fixed_length
-        model = self._program.model
-        return model.max_positions if can(model, LimitsPositions) else None
+        return max_positions(self._program)
 
-    def _after_prompts(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> State:
+    def _after_prompts(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, slots: int | None = None) -> State:
         """Processes the prompts in chunks, padded at their beginnings to one length."""
         rows = self._program.partitioner.row_shards
         rows *= -(-len(prompts) // rows)
@@ -144,12 +125,44 @@ class Generator:
         for row, prompt in enumerate(padded):
             ids[row, -len(prompt) :] = prompt
         padding = jnp.asarray([ids.shape[1] - len(p) for p in padded], jnp.int32)
-        slots = fixed or -(-(ids.shape[1] + max_tokens) // CHUNK) * CHUNK
+        needed = -(-(ids.shape[1] + max_tokens) // CHUNK) * CHUNK
+        slots = fixed or max(slots or 0, needed)
         cache = self._decoder.empty_cache(rows, slots)
         for start in range(0, ids.shape[1], chunk):
             part = jnp.asarray(ids[:, start : start + chunk])
             logits, cache = self._decoder.prefill(self._params, cache, part, jnp.int32(start), padding)
         return State(cache, logits, jnp.int32(ids.shape[1]), padding, jnp.arange(rows) >= len(prompts))
+
+
+def max_positions(program: Program) -> int | None:
+    """Returns the largest number of positions of a prompt and its continuation; None: no limit."""
+    if not decoding.extends_cache(program.model):
+        return row_length(program.spec)
+    return program.model.max_positions if can(program.model, LimitsPositions) else None
+
+
+def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
+    """Checks prompts without running anything; parameters are not needed.
+
+    Raises:
+      UserError: an empty prompt, an id that the model does not have, or more positions than it has.
+    """
+    if not prompts:
+        raise UserError("generation needs prompts of at least one id each")
+    size = program.model.vocab_size if can(program.model, HasVocabulary) else None
+    most = max_positions(program)
+    for number, prompt in enumerate(prompts, 1):
+        where = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
+        if not prompt:
+            raise UserError(f"{where} is empty: generation needs prompts of at least one id each")
+        if wrong := [i for i in prompt if i < 0 or (size is not None and i >= size)]:
+            raise UserError(f"{where} has the id {wrong[0]}, and the model's are 0 to {size - 1 if size else '…'}")
+        if most is not None and len(prompt) + max_tokens > most:
+            raise UserError(
+                f"{where}, of {units.counted(len(prompt), 'id')}, and {max_tokens} new ones need "
+                f"{len(prompt) + max_tokens} positions, and the model has {most}: shorten the prompt, or generate "
+                f"at most {max(most - len(prompt), 0)}"
+            )
 
 
 def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[int | None]], bool | None]) -> bool:

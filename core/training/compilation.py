@@ -9,8 +9,11 @@ or sharding. Compilations on this thread are counted, which is free; inputs are 
 
 import functools
 import inspect
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +23,7 @@ from core import paths, units
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # reading from the cache included
 _FOUND = "/jax/compilation_cache/cache_hits"
+_USER_BYTES = 2**30  # of programs in the user's cache
 
 
 class Totals(NamedTuple):
@@ -37,6 +41,7 @@ class Totals(NamedTuple):
 
 
 _totals = Totals()
+_is_cached = False
 _of_thread = threading.local()
 
 
@@ -80,11 +85,33 @@ def use_cache(folder: str) -> None:
     Raises:
       UserError: `folder` is not a valid path.
     """
+    global _is_cached
+    _is_cached = True
     found_at_start(folder)
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(paths.resolve(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def use_cache_of_user() -> None:
+    """Caches compiled programs in `$XDG_CACHE_HOME/renga/programs`, at most `_USER_BYTES`, least used ones removed.
+
+    A folder that JAX_COMPILATION_CACHE_DIR or `use_cache` has named stays in use. If the folder cannot be written,
+    nothing is cached.
+    """
+    if _is_cached or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home) / "renga" / "programs"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return
+    jax.config.update("jax_compilation_cache_max_size", _USER_BYTES)
+    use_cache(str(folder))
 
 
 class RecompilationError(RuntimeError):

@@ -12,15 +12,20 @@ from typing import Any
 from core import units
 from core.checkpoints import reading
 from core.errors import UserError
-from launch import flags, loaded_model, program_identity, terminal
+from core.training import compilation
+from launch import conversation, flags, loaded_model, program_identity, terminal
+from launch.conversation import Conversation
+from launch.live_text import LiveText
 from parallel.sampling import GREEDY, Sampling
 
 HELP = "continue prompts with the model of a run, or with a published one"
 EXAMPLE = """launch/run generate runs/quickstart-v4-16 --prompt "import "
   launch/run generate smollm2 --prompt "Name three primary colors." --chat --greedy
+  launch/run generate smollm2 --chat
   launch/run generate runs/first@1000 --file prompts.jsonl --out answers.jsonl --max-tokens 200
   launch/run generate runs/first --prompt-ids 0,5,7 --slice v4-8 --simulate --gin "STRATEGY = @strategies.fsdp()" """
 
+_CONTINUATION, _ANSWER = 100, 500  # most new tokens, of a prompt and of an answer in a conversation
 _SHOWN = 100  # characters of each of several prompts
 _EXPECTED = 'expected lines such as {"prompt": "Once"} or {"ids": [0, 5]}'
 
@@ -31,14 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a run, RUN@STEP, or a published model: a folder (config.json, *.safetensors) or hf://OWNER/NAME",
     )
-    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-ids", metavar="N,N", help="ids to continue, separated by commas")
     prompt.add_argument("--file", metavar="FILE", help='JSON lines, each {"prompt": "…"} or {"ids": [0, 5]}')
     parser.add_argument(
-        "--chat", action="store_true", help="format the prompt by the chat template, as a user's message"
+        "--chat",
+        action="store_true",
+        help="format the prompt by the chat template, as a user's message; without a prompt, a conversation",
     )
-    parser.add_argument("--max-tokens", metavar="N", type=flags.at_least(1), default=100, help="default: 100")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=flags.at_least(1), help="default: 100; 500 for an answer in a conversation"
+    )
     drawn = parser.add_mutually_exclusive_group()
     drawn.add_argument("--greedy", action="store_true", help="always take the most likely token")
     drawn.add_argument("--temperature", metavar="T", type=flags.positive, default=0.8, help="default: 0.8")
@@ -70,23 +79,56 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")
     if args.json and args.out:
         raise UserError("--json prints the lines that --out writes to a file: give one of them")
-    prompts = _prompts(args)
+    is_conversation = args.prompt is args.prompt_ids is args.file is None
+    prompts = [] if is_conversation else _prompts(args)
+    if is_conversation:
+        _check_conversation(args)
+    compilation.use_cache_of_user()
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
-    model = loaded_model.load(args.model, slice_name=args.slice, bindings=args.gin)
+    max_tokens = args.max_tokens or (_ANSWER if is_conversation else _CONTINUATION)
+    ids: list[list[int]] = []
+
+    def check(model: loaded_model.LoadedModel) -> None:
+        if is_conversation:  # a short one, so that a model without a template is found
+            model.checked(["Hello"], max_tokens=1, is_chat=True)
+        else:
+            ids.extend(model.checked(prompts, max_tokens=max_tokens, is_chat=args.chat))
+
+    model = loaded_model.load(args.model, slice_name=args.slice, bindings=args.gin, check_model=check)
     sampling = GREEDY if args.greedy else Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    options = {"max_tokens": args.max_tokens, "sampling": sampling, "seed": args.seed}
-    ids = [model.encoded(p, is_chat=args.chat) if isinstance(p, str) else p for p in prompts]
+    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": args.seed}
+    if is_conversation:
+        conversation.run(Conversation(model, **options))
+        return 0
+    return _answer(args, model, prompts, ids, options)
+
+
+def _check_conversation(args: argparse.Namespace) -> None:
+    if not args.chat:
+        raise UserError("give --prompt, --prompt-ids or --file; or --chat alone for a conversation")
+    if args.json or args.out:
+        raise UserError("--chat without a prompt is a conversation, which neither --json nor --out records")
+
+
+def _answer(
+    args: argparse.Namespace,
+    model: loaded_model.LoadedModel,
+    prompts: list[str | list[int]],
+    ids: list[list[int]],
+    options: Mapping[str, Any],
+) -> int:
     answers = _Answers(args.out, len(prompts), _inputs(model, ids, options)) if args.out else None
-    shown = _Shown(model, ids[0], is_live=not args.json and not args.out and len(prompts) == 1)
+    live = None if args.json or args.out or len(prompts) > 1 else LiveText(model, ids[0])
+    watched = {} if live is None else {"on_tokens": live.add}
     done, count, began = answers.done if answers else 0, 0, time.monotonic()
-    for found in model.batches(ids, rows=args.batch, skip=done, on_tokens=shown.add, **options):
+    for found in model.batches(ids, rows=args.batch, skip=done, **watched, **options):
         lines = [_line(model, prompt, one) for prompt, one in zip(prompts[done:], found, strict=False)]
         if answers:
             answers.add(lines)
         elif args.json:
             print("\n".join(lines), flush=True)
-        elif shown.is_live:
-            shown.end(found[0].text)
+        elif live is not None:
+            live.end(found[0].text)
         else:
             _print(prompts, done, found)
         done, count = done + len(found), count + sum(len(one.ids) for one in found)
@@ -193,29 +235,3 @@ class _Answers:
     def finish(self) -> None:
         """Gives the complete file its name."""
         self._partial.replace(self._path)
-
-
-class _Shown:
-    """Prints the text of one row while it grows; what a terminal could not show is escaped."""
-
-    def __init__(self, model: loaded_model.LoadedModel, prompt: Sequence[int], *, is_live: bool):
-        self.is_live = is_live
-        self._model, self._prompt = model, prompt
-        self._ids: list[int] = []
-        self._printed = ""
-
-    def add(self, ids: list[int | None]) -> None:
-        """Prints what the new id of the first row adds; an incomplete character waits for its other bytes."""
-        if not self.is_live or ids[0] is None:
-            return
-        self._ids.append(ids[0])
-        text = self._model.decoded(self._ids, after=self._prompt)
-        if text.endswith("\ufffd") or not text.startswith(self._printed):
-            return
-        print(terminal.printable(text[len(self._printed) :]), end="", flush=True)
-        self._printed = text
-
-    def end(self, text: str) -> None:
-        """Prints what is left of the text."""
-        goes_on = text.startswith(self._printed)
-        print(terminal.printable(text[len(self._printed) :] if goes_on else f"\n{text}"))

@@ -45,3 +45,9 @@ def launch(launch_command):
         return done.stdout + (done.stderr if code else "")
 
     return run
+
+
+@pytest.fixture
+def no_cache_of_the_user(monkeypatch, tmp_path):
+    """Commands that run in the process of the test keep no compiled programs for later ones."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))

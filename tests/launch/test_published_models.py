@@ -35,6 +35,7 @@ from tasks.code import humaneval
 
 TESTS = pathlib.Path(__file__).parents[1]
 FAMILY = TESTS / "models" / "fixtures" / "families" / "llama3"
+pytestmark = pytest.mark.usefixtures("no_cache_of_the_user")
 WORDS = [f"w{i}" for i in range(83)]
 
 
