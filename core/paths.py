@@ -279,6 +279,13 @@ def file_version(path: str) -> str:
     return str(system.info(name)["generation"])
 
 
+def content_version(path: str) -> str:
+    """Returns what changes with the content of an object in a bucket: its checksum, else its generation."""
+    system, name = fsspec.core.url_to_fs(path)
+    about = system.info(name)
+    return str(about.get("crc32c") or about["generation"])
+
+
 def matching(pattern: str) -> dict[str, int]:
     """Returns the sizes in bytes of the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
     if not is_remote(pattern):

@@ -27,7 +27,7 @@ import numpy as np
 
 from core import paths, units
 from core.errors import UserError
-from tasks import documents, packing, text_formats
+from tasks import content_hash, documents, packing, text_formats
 from tasks.chat_answers import ASSISTANT, formatted
 from tasks.documents import VALIDATION_PERCENT, File, StreamSpec, list_files, pattern_problems, validation_names
 from tasks.ids import ChatVocabulary, with_bos, with_eos
@@ -155,6 +155,10 @@ class ChatFiles:
             (file.name, file.size_bytes) for patterns in (self.train, self.validation) for file in list_files(patterns)
         ]
         return hashlib.sha256(repr(listing).encode()).hexdigest()
+
+    def content_hash(self) -> str:
+        """See `documents.HashesContent`."""
+        return content_hash.of_files([f for patterns in (self.train, self.validation) for f in list_files(patterns)])
 
 
 class ChatStream(packing.PackedStream):

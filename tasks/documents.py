@@ -1,6 +1,6 @@
 """The interface of a source of documents, lists of text files, and the checks of documents.
 
-A file has a name that is the same on every machine. Order, split and fingerprint are computed from names and sizes
+A file has a name that is the same on every machine. Order and split are computed from names and sizes
 alone, so that all hosts agree whatever order their file systems list files in.
 
 Every document passes through the `Intake` of its source, which counts the documents that are skipped. The same checks
@@ -178,6 +178,13 @@ class Corpus(Protocol):
 
     def fingerprint(self) -> str:
         """Returns a hexadecimal hash, equal for sources that give the same documents in the same order."""
+
+
+class HashesContent(Protocol):
+    """A `Corpus` of files."""
+
+    def content_hash(self) -> str:
+        """Returns a hash of the content of the files (`tasks.content_hash`)."""
 
 
 class TriesExamples(Protocol):

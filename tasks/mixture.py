@@ -12,9 +12,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from core.types import can
 from tasks import packing
 from tasks.document_streams import DocumentSource
-from tasks.documents import StreamSpec
+from tasks.documents import HashesContent, StreamSpec
 from tasks.streams import Stream, read_position
 
 
@@ -54,6 +55,11 @@ class Mixture:
     def fingerprint(self) -> str:
         """See `Corpus`."""
         return hashlib.sha256(repr((self.weights, [s.fingerprint() for s in self.sources])).encode()).hexdigest()
+
+    def content_hash(self) -> str:
+        """See `documents.HashesContent`; sources that are not files have no part in it."""
+        found = [source.content_hash() for source in self.sources if can(source, HashesContent)]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 class MixtureStream:

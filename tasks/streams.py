@@ -18,7 +18,7 @@ import numpy as np
 from core import foreign_json, units
 from core.batches import BatchSpec, Field, KnowsShare, row_length
 from core.errors import UserError
-from core.types import DataLayout, can
+from core.types import DataLayout, can, is_same_data
 
 BATCH_DTYPES = {
     "inputs": np.int32,
@@ -238,7 +238,7 @@ def _differs(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describes a difference between identities; hashes are not shown, because they tell a reader nothing."""
     match key:
         case "source":
-            return "its files have other names or sizes"
+            return "its files have other names, sizes or content"
         case "packing":
             return "its rows were packed in another way, by an earlier version"
         case "vocabulary":
@@ -256,7 +256,11 @@ def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
         saved = foreign_json.load_object(header if newline else b"")
     except foreign_json.MalformedError as error:
         raise UserError(f"{sealed[:40]!r}... {_NO_POSITION}: {error}") from error
-    wrong = [_differs(key, saved, identity) for key, value in identity.items() if saved.get(key) != value]
+    wrong = [
+        _differs(key, saved, identity)
+        for key, value in identity.items()
+        if not (is_same_data(str(saved.get(key)), value) if key == "source" else saved.get(key) == value)
+    ]
     if wrong:
         raise UserError(
             f"the saved data position belongs to other data ({'; '.join(wrong)}): "

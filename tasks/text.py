@@ -9,16 +9,17 @@ T: tokens per row. S: number of streams.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from core import units
 from core.batches import BatchSpec
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, CountsTokens, DataLayout, can
+from core.types import Batches, CountsTokens, DataLayout, can, fingerprint_of
 from tasks import streams, vocabularies
 from tasks.document_streams import DocumentSource
-from tasks.documents import Corpus, StreamSpec, TriesExamples
+from tasks.documents import Corpus, HashesContent, StreamSpec, TriesExamples
 from tasks.ids import ChatVocabulary, Encodes, FormatsChats, ReadsFile, Vocabulary
 from tasks.text_files import TextFiles, python_library
 
@@ -109,15 +110,22 @@ class TextTask:
         return self.corpus.train_tokens() if can(self.corpus, CountsTokens) else None
 
     def fingerprint(self) -> str:
-        """Returns a hash, equal on all hosts that read the same documents; lists the files of the source."""
-        return self.corpus.fingerprint()
+        """Returns a hash, equal on all hosts that read the same documents; lists and reads the files of the source."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        listing = self.corpus.fingerprint()
+        if not can(self.corpus, HashesContent):
+            return listing
+        return fingerprint_of(listing, self.corpus.content_hash())
 
     def _batches(self, layout: DataLayout, seed: int) -> Batches:
         def open_stream(index: int, rows: int) -> streams.Stream:
             spec = StreamSpec("train", index, self.num_streams, rows, self.length, seed, self.vocabulary)
             return self.corpus.open_stream(spec)
 
-        source, vocabulary = self.corpus.fingerprint(), self.vocabulary.hash
+        source, vocabulary = self.fingerprint(), self.vocabulary.hash
         return streams.StreamBatches(
             layout,
             spec=self.spec(layout.batch_size),

@@ -15,7 +15,7 @@ from typing import Any
 
 from core import paths, units
 from core.errors import UserError
-from tasks import documents, text_formats
+from tasks import content_hash, documents, text_formats
 from tasks.document_streams import DocumentSource, Part, Parts
 from tasks.documents import (
     VALIDATION_PERCENT,
@@ -75,6 +75,10 @@ class FileSource(DocumentSource):
             (split, file.name, file.size_bytes) for split in ("train", "validation") for file in self.files(split)
         ]
         return hashlib.sha256(repr(listing).encode()).hexdigest()
+
+    def content_hash(self) -> str:
+        """See `documents.HashesContent`."""
+        return content_hash.of_files(dict.fromkeys(f for split in ("train", "validation") for f in self.files(split)))
 
 
 @dataclasses.dataclass(frozen=True)

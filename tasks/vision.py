@@ -28,8 +28,8 @@ import numpy as np
 from core import paths, units
 from core.batches import BatchSpec, Field
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, DataLayout
-from tasks import documents, images, streams, text_formats
+from core.types import Batches, DataLayout, fingerprint_of
+from tasks import content_hash, documents, images, streams, text_formats
 from tasks.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
 from tasks.ids import Vocabulary, with_eos
 from tasks.sampled import SampledTask
@@ -157,8 +157,9 @@ class ImageQuestions:
         )
 
     def fingerprint(self) -> str:
-        """Returns a hash of the names and sizes of the files, equal on all hosts."""
-        return hashlib.sha256(repr([(f.name, f.size_bytes) for f in self._files]).encode()).hexdigest()[:16]
+        """Returns a hash of the names, sizes and content of the files, equal on all hosts."""
+        listing = hashlib.sha256(repr([(f.name, f.size_bytes) for f in self._files]).encode()).hexdigest()[:16]
+        return fingerprint_of(listing, content_hash.of_files(self._files))
 
     def rehearsal(self) -> Any:
         """Returns random images and questions of the same shapes."""

@@ -26,6 +26,7 @@ from core.types import (
     SizesEvaluation,
     Task,
     can,
+    is_same_data,
     lacking,
 )
 
@@ -163,7 +164,7 @@ class Scores:
             **self.about,
             "scored": round(float(evaluation.sums["loss"].weight)),  # puzzles, or tokens
             "share": batches.share if can(held_out.task, EndsEvaluation) else None,
-            "same_data_as_in_training": meta.get("data") == data,
+            "same_data_as_in_training": is_same_data(meta.get("data", ""), data),
             "means": means,
             "by_step": by_step,
         }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from core import distributed, paths, units
 from core.checkpoints import reading, steps
 from core.errors import UserError
+from core.types import is_same_data
 from launch.config import differences
 from launch.config.differences import Difference
 from launch.experiment import Span
@@ -87,9 +88,9 @@ def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *,
         return []
     before, after = ({"SEED": meta.get("seed"), **meta.get(ORDER, {})} for meta in (then, now))
     found = [_told(name, before[name], after[name]) for name in before if name in after and before[name] != after[name]]
-    if then["data"] != now["data"]:
+    if not is_same_data(then["data"], now["data"]):
         found.append(
-            f"it was trained on other data (files are compared by name and size)\n"
+            f"it was trained on other data (files are compared by name, size and content)\n"
             f"    then: {then.get('data_source', 'not recorded')}\n    now:  {now['data_source']}"
         )
     return found

@@ -16,6 +16,7 @@ import numpy as np
 from core import paths
 from core.batches import BatchSpec, Field
 from core.errors import UserError
+from core.types import is_same_data
 from tasks.code import chunks
 
 _BEGUN = "begun.json"  # written first: what every split in the folder was computed from
@@ -194,7 +195,10 @@ def _begin(folder: str, begun: Mapping[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         paths.write_text_atomically(file, json.dumps(begun, indent=1) + "\n")
     saved = json.loads(file.read_text())
-    if differing := [name for name, value in begun.items() if saved.get(name) != json.loads(json.dumps(value))]:
+    now = json.loads(json.dumps(begun))
+    if is_same_data(saved.get("fingerprint", ""), now["fingerprint"]):
+        now["fingerprint"] = saved["fingerprint"]
+    if differing := [name for name, value in now.items() if saved.get(name) != value]:
         raise UserError(
             f"{folder} was begun with different {', '.join(differing)}: {[saved.get(name) for name in differing]}, now "
             f"{[begun[name] for name in differing]}. Give another folder, or remove this one"

@@ -18,8 +18,8 @@ import numpy as np
 
 from core import paths, units
 from core.errors import UserError, check_text
-from core.types import can
-from tasks import decontamination, documents, text_formats, vocabularies
+from core.types import can, fingerprint_of
+from tasks import content_hash, decontamination, documents, text_formats, vocabularies
 from tasks.code import chunks
 from tasks.document_streams import with_end
 from tasks.documents import File
@@ -100,11 +100,12 @@ class CodeFiles(chunks.ChunkTask):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (the task lives as long as the process)
     def fingerprint(self) -> str:
-        """Returns a hash of the files' names and sizes, and of what is left out."""
+        """Returns a hash of the files' names, sizes and content, and of what is left out."""
         listing = [(file.name, file.size_bytes) for file in self._listed]
         excluded = self._excluded.digest if self._excluded else ""
         settings = (self.held_out_percent, self.least_tokens, excluded, self.vocabulary.hash)
-        return hashlib.sha256(repr((listing, settings)).encode()).hexdigest()
+        listed = hashlib.sha256(repr((listing, settings)).encode()).hexdigest()
+        return fingerprint_of(listed, content_hash.of_files(self._listed))
 
     @property
     def _endings(self) -> tuple[str, ...]:
