@@ -387,7 +387,7 @@ def read(run_dir: str) -> RunMetrics:
         return RunMetrics()
     by_step: dict[int, dict[str, float]] = {}
     texts: dict[str, str] = {}
-    for line in file.read_text().splitlines():
+    for line in file.read_bytes().splitlines():
         row = _parsed(line)
         step = row.get("step")
         if "tag" in row:
@@ -398,7 +398,7 @@ def read(run_dir: str) -> RunMetrics:
     return RunMetrics(max(by_step, default=0), by_step, texts)
 
 
-def _parsed(line: str) -> Mapping[str, object]:
+def _parsed(line: bytes) -> Mapping[str, object]:
     try:
         row = foreign_json.loads(line, strict=False)
     except foreign_json.MalformedError:  # the run was interrupted while it wrote this line

@@ -108,7 +108,9 @@ def _header(file: paths.Path) -> dict[str, Tensor]:
     """Reads the header of one file, and requires that its tensors fill the file exactly, each byte once."""
     size = file.stat().length
     try:
-        length = int.from_bytes(paths.read_range(file, 0, min(8, size)), "little")
+        if size < 8:
+            raise foreign_json.MalformedError(f"it has {size} bytes")
+        length = int.from_bytes(paths.read_range(file, 0, 8), "little")
         header = foreign_json.load_object(paths.read_range(file, 8, min(8 + length, size)))
         header.pop("__metadata__", None)
         entries = {name: _entry(name, entry) for name, entry in header.items()}

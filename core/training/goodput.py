@@ -84,7 +84,7 @@ def read(run_dir: str) -> list[Session]:
     """Reads the sessions of a run; malformed lines are skipped."""
     file = paths.resolve(run_dir) / FILE
     sessions = []
-    for line in file.read_text().splitlines() if file.exists() else ():
+    for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
             found = foreign_json.load_object(line, _KINDS)
         except foreign_json.MalformedError:

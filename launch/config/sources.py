@@ -213,7 +213,10 @@ class _Delegate(config_parser.ParserDelegate):
 def parse(text: str) -> list[Statement]:
     """Parses a text without syntax errors; block declarations and the import of dynamic registration are left out."""
     parsed = config_parser.ConfigParser(text, _Delegate())
-    found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
+    try:
+        found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deeply") from error
     found = [_as_installed(s) for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
     return [Binding(s[-1].line_num, *s[:-1]) if isinstance(s, config_parser.BindingStatement) else s for s in found]
 

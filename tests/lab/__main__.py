@@ -13,6 +13,7 @@ COMMANDS = (
     "bench",
     "failures",
     "folder_memory",
+    "fuzz",
     "generation",
     "golden",
     "lm_eval_scores",
