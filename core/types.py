@@ -139,18 +139,7 @@ class Task(Protocol):
         """Returns one line for the run summary."""
 
     def fingerprint(self) -> str:
-        """Returns a hash, equal on all hosts that read the same data; compare two with `is_same_data`."""
-
-
-def fingerprint_of(listing: str, content: str) -> str:
-    """Joins a hash of what data consist of (names, sizes and settings) with one of their content."""
-    return f"{listing} {content}"
-
-
-def is_same_data(saved: str, now: str) -> bool:
-    """Compares fingerprints; checkpoints of earlier revisions have no hash of the content."""
-    (before, _, content_before), (after, _, content_after) = saved.partition(" "), now.partition(" ")
-    return before == after and (content_before == content_after or not (content_before and content_after))
+        """Returns a hash, equal on all hosts that read the same data; compare two with `core.batches.is_same_data`."""
 
 
 # Optional abilities of models, tested with `can`.

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from core import foreign_json, units
-from core.batches import BatchSpec, Field, KnowsShare, row_length
+from core.batches import BatchSpec, Field, KnowsShare, is_same_data, row_length
 from core.errors import UserError
-from core.types import DataLayout, can, is_same_data
+from core.types import DataLayout, can
 
 BATCH_DTYPES = {
     "inputs": np.int32,

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from core import units
-from core.batches import BatchSpec
+from core.batches import BatchSpec, fingerprint_of
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, CountsTokens, DataLayout, can, fingerprint_of
+from core.types import Batches, CountsTokens, DataLayout, can
 from tasks import streams, vocabularies
 from tasks.document_streams import DocumentSource
 from tasks.documents import Corpus, HashesContent, StreamSpec, TriesExamples

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core import paths, units
-from core.batches import BatchSpec, Field
+from core.batches import BatchSpec, Field, fingerprint_of
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, DataLayout, fingerprint_of
+from core.types import Batches, DataLayout
 from tasks import content_hash, documents, images, streams, text_formats
 from tasks.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
 from tasks.ids import Vocabulary, with_eos

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from core import distributed, paths
+from core.batches import is_same_data
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.health import phase
@@ -26,7 +27,6 @@ from core.types import (
     SizesEvaluation,
     Task,
     can,
-    is_same_data,
     lacking,
 )
 

@@ -57,7 +57,7 @@ class _UntrustedError(_UnresolvedError):
         super().__init__(
             f"this configuration of a run {what}, which can run any program",
             expected="constructors of this workspace and of optax",
-            fix=f"if you trust the run and this module, add --trust {module}",
+            fix=f'if you trust the run and this module, add --gin "{import_line(module)}"',
         )
 
 
@@ -76,13 +76,15 @@ class Names:
         Args:
           reader: the sources.
           folders: where the user's modules are, besides Python's path.
-          trust: what the first source may name; None: anything.
+          trust: what the first source may name, besides modules that the other sources import; None: anything.
         """
         self.problems: list[ConfigProblem] = []
         self.unresolved: list[str] = []
         self.own_modules: set[str] = set()
         self._unclear, sources = reader.unclear, reader.sources
-        self._trust = {reader.experiment: trust} if trust else {}
+        others = {name: source for name, source in sources.items() if name != reader.experiment}
+        named = {statement.module for source in others.values() for statement in source.imports}
+        self._trust = {reader.experiment: trust.also(named)} if trust else {}
         self._constructors: dict[Any, Constructor] = {}
         self._public = _public_modules()
         self._folders = [folder.resolve() for folder in folders]

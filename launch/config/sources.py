@@ -216,7 +216,7 @@ def parse(text: str) -> list[Statement]:
     try:
         found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
     except RecursionError as error:
-        raise ValueError("brackets are nested too deeply") from error
+        raise SyntaxError("brackets are nested too deeply") from error
     found = [_as_installed(s) for s in found if getattr(s, "module", "") != DYNAMIC_REGISTRATION]
     return [Binding(s[-1].line_num, *s[:-1]) if isinstance(s, config_parser.BindingStatement) else s for s in found]
 

@@ -2,9 +2,9 @@
 
 The configuration of an experiment file is the user's own, and may import and call anything. That of a run, or of a
 checkpoint, can come from a stranger: if its text could name any function, reading a run would run any program. So it
-may name the constructors listed here, those of optax, and those of modules that the user trusts (`--trust`). None of
-those listed here starts a program or imports a module that its arguments name. A task reads, and may build, its data
-where its settings say.
+may name the constructors listed here, those of optax, and those of modules that the user's command imports itself
+(`--gin "import MODULE"`). None of those listed here starts a program or imports a module that its arguments name. A
+task reads, and may build, its data where its settings say.
 """
 
 from collections.abc import Collection
@@ -54,10 +54,14 @@ _OPTAX = "optax"
 
 
 class Trust:
-    """What the configuration of a run may name: the public constructors, and those of further modules."""
+    """What the configuration of a run may name: the public constructors, and those of modules that the user names."""
 
     def __init__(self, modules: Collection[str] = ()):
         self._modules = frozenset(modules)
+
+    def also(self, modules: Collection[str]) -> "Trust":
+        """Returns a copy that trusts further modules."""
+        return Trust(self._modules | set(modules))
 
     def allows_import(self, module: str) -> bool:
         """Returns whether the module may be imported, by its full name."""

@@ -14,6 +14,7 @@ from core.checkpoints import reading, steps
 from core.errors import UserError
 from launch import environment, program_identity
 from launch.config import LoadedConfig, loader
+from launch.config.trust import Trust
 from launch.experiment import Experiment
 
 CONFIG = "config.gin"
@@ -32,6 +33,8 @@ def read(
     run_dir: str, *, step: paths.Path | None = None, bindings: Sequence[str] = (), slice_name: str | None = None
 ) -> SavedRun:
     """Reads the configuration of a run, local or gs://; `bindings` and `slice_name` override it.
+
+    It may name public constructors (`launch.config.trust`), and those of modules that `bindings` import.
 
     Args:
       run_dir: the run directory.
@@ -62,7 +65,7 @@ def read(
         )
     published_files.use_copies(run_dir)
     name = f"{folder}/{CONFIG}" if step is None else f"the configuration of step {step.name} of {folder}"
-    loaded = loader.load(name, text=text, bindings=bindings, slice_name=slice_name, of_environment=True)
+    loaded = loader.load(name, text=text, bindings=bindings, slice_name=slice_name, of_environment=True, trust=Trust())
     return SavedRun(str(folder), loaded, int(step.name) if step is not None else None)
 
 

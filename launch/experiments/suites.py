@@ -21,6 +21,7 @@ from core.errors import UserError
 from core.health import exit_codes
 from launch import config, environment
 from launch.config import differences, loader
+from launch.config.trust import Trust
 from launch.experiment import Experiment
 from launch.experiments import saved_run
 
@@ -135,7 +136,8 @@ def as_run(entry: Entry, *, text: str) -> Entry:
     """Returns a copy of an entry with the experiment that a run's canonical text describes."""
     if text == entry.text:
         return entry
-    return dataclasses.replace(entry, text=text, experiment=loader.load(entry.path, text=text).build())
+    trust = Trust(config.parse(entry.text).imports.values())
+    return dataclasses.replace(entry, text=text, experiment=loader.load(entry.path, text=text, trust=trust).build())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core import distributed, paths, units
+from core.batches import is_same_data
 from core.checkpoints import reading, steps
 from core.errors import UserError
-from core.types import is_same_data
 from launch.config import differences
 from launch.config.differences import Difference
 from launch.experiment import Span

@@ -14,6 +14,8 @@ from core.step import TrainState
 from core.types import AddsParameters, Model, ReadsPublished, can, lacking
 from launch import terminal
 from launch.config import loader
+from launch.config.names import PUBLIC_PACKAGES
+from launch.config.trust import Trust
 from launch.experiment import Experiment
 from parallel.partitioner import Program
 
@@ -50,6 +52,8 @@ def find(
     if not experiment.init_from:
         return None
     found = _opened(experiment.model, distributed.decided_by_host_zero(lambda: _pinned(experiment.init_from)))
+    if isinstance(found, warm_start.SavedParameters):
+        found.notes = _notes(found, experiment)
     found = _renamed(found, experiment.init_renames)
     shapes, specs, optional = program.abstract_state.params, program.param_specs, _optional(experiment)
     warm_start.require_fit(found, shapes, specs, experiment.init_patterns, optional=optional)
@@ -130,19 +134,26 @@ def _opened(model: Model, text: str) -> warm_start.ParameterSource:
     def open_source(left_out: steps.LeftOut) -> warm_start.ParameterSource:
         return _source_of(left_out, model, left_out.source, f"INIT_FROM = {text!r}")
 
-    saved = warm_start.SavedParameters(steps.find(text), open_source=open_source)
-    saved.notes = _notes(saved, model)
-    return saved
+    return warm_start.SavedParameters(steps.find(text), open_source=open_source)
 
 
-def _notes(saved: warm_start.SavedParameters, model: Model) -> tuple[str, ...]:
+def _trust(experiment: Experiment) -> Trust:
+    """Returns what the configuration of another run may name: also the user's modules that this experiment is of."""
+    parts = (experiment.model, experiment.task, experiment.optimizer, experiment.strategy)
+    modules = {type(part).__module__ for part in parts}
+    return Trust([module for module in modules if not module.startswith(PUBLIC_PACKAGES)])
+
+
+def _notes(saved: warm_start.SavedParameters, experiment: Experiment) -> tuple[str, ...]:
     """Returns a line for each setting in which the model of a run differs, and one if its optimizer averages."""
     where = saved.describe()
     if "config" not in saved.meta:
         return (f"{where} does not record its configuration, so the settings of its model were not compared",)
     try:
         with published_files.copies_of(str(saved.folder.parent.parent)):
-            other = loader.load(f"the configuration of {where}", text=saved.meta["config"]).build()
+            other = loader.load(
+                f"the configuration of {where}", text=saved.meta["config"], trust=_trust(experiment)
+            ).build()
             shapes, specs = logical.abstract_init(
                 other.model.init, jax.random.key(0), batch_shapes(other.task.spec(other.batch_size))
             )
@@ -152,7 +163,7 @@ def _notes(saved: warm_start.SavedParameters, model: Model) -> tuple[str, ...]:
         return (f"the model of {where} cannot be built here, so its settings were not compared: {error}",)
     lines = [
         f"{name} = {theirs!r} in {where}, {ours!r} in the model"
-        for name, (theirs, ours) in differing_settings(other.model, model).items()
+        for name, (theirs, ours) in differing_settings(other.model, experiment.model).items()
     ]
     if saved.is_averaged:
         lines.append(f"the parameters of {where} are an average, which its optimizer keeps for evaluation")

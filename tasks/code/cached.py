@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from core import paths
-from core.batches import BatchSpec, Field
+from core.batches import BatchSpec, Field, is_same_data
 from core.errors import UserError
-from core.types import is_same_data
 from tasks.code import chunks
 
 _BEGUN = "begun.json"  # written first: what every split in the folder was computed from

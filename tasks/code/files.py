@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from core import paths, units
+from core.batches import fingerprint_of
 from core.errors import UserError, check_text
-from core.types import can, fingerprint_of
+from core.types import can
 from tasks import content_hash, decontamination, documents, text_formats, vocabularies
 from tasks.code import chunks
 from tasks.document_streams import with_end

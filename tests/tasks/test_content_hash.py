@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from core.types import fingerprint_of, is_same_data
+from core.batches import fingerprint_of, is_same_data
 from tasks import content_hash, text, vocabularies
 from tasks.documents import list_files
 

@@ -51,7 +51,7 @@ def test_what_a_run_saves_is_read_as_it_is(saved):
 def test_what_could_run_a_program_is_named_and_not_imported(saved, what):
     imports, bindings, module = STRANGE[what]
     before = set(sys.modules)
-    found = [p for p in problems_of(f"{imports}\n{saved}{bindings}\n") if p.fix.endswith(f"--trust {module}")]
+    found = [p for p in problems_of(f"{imports}\n{saved}{bindings}\n") if module.rpartition(".")[2] in p.fix]
     assert found
     assert "antigravity" not in set(sys.modules) - before
 
@@ -76,7 +76,9 @@ def test_a_trusted_module_is_imported_with_what_it_contains(saved, tmp_path, mon
     (package / "prompts.py").write_text("def prompt() -> str:\n    return 'def '\n")
     monkeypatch.syspath_prepend(tmp_path)
     text = "from theirs import prompts\n" + saved.replace("PROMPT = 'import '", "PROMPT = @prompts.prompt()")
-    assert {p.fix[-22:] for p in problems_of(text)} == {"--trust theirs.prompts"}
+    assert {p.fix.partition(", add ")[2] for p in problems_of(text)} == {'--gin "from theirs import prompts"'}
+    by_flag = config.load("runs/theirs/config.gin", text=text, trust=Trust(), bindings=["from theirs import prompts"])
+    assert by_flag.build().prompt == "def "
     for allowed in ("theirs", "theirs.prompts"):
         found = config.load("runs/theirs/config.gin", text=text, trust=Trust([allowed]))
         assert found.build().prompt == "def "
