@@ -1,5 +1,6 @@
 """Runs whose answers are known: a small ARC dataset, and a model that says what it was told."""
 
+import importlib.util
 import json
 import sys
 
@@ -128,7 +129,8 @@ def command(monkeypatch, capsys):
     monkeypatch.setattr(cluster, "join", lambda slice_, *, limits: HOST)
 
     def run(*argv):
-        code = cli.main([*map(str, argv)])
+        trusted = ["--gin", "import parrot"] if argv[0] == "evaluate" and importlib.util.find_spec("parrot") else []
+        code = cli.main([*map(str, argv), *trusted])
         said = capsys.readouterr()
         return code, said.out + said.err
 

@@ -145,7 +145,7 @@ def test_a_model_without_answers_is_not_judged(command, parrot, parrot_run, monk
     text = (parrot_run / "config.gin").read_text()
     save_config(tmp_path / "run", text.replace("import parrot", f"import {name}").replace("parrot.P", f"{name}.P"))
     monkeypatch.setattr(scores.Scores, "evaluate", None)  # not reached
-    code, said = command("evaluate", tmp_path / "run")
+    code, said = command("evaluate", tmp_path / "run", "--gin", f"import {name}")
     assert code == 2, said
     assert f"the model's answers, but {lacks}. Expected inputs, predicted, puzzle_ids, q_halt" in said
 
@@ -213,7 +213,7 @@ def test_text_is_evaluated_in_whole_batches():
 
 def test_the_configuration_of_a_run_in_a_bucket_is_read(monkeypatch, parrot_run):
     monkeypatch.setattr(paths, "is_remote", lambda path: True)
-    found = saved_run.read(str(parrot_run), bindings=["BATCH_SIZE = 32"], slice_name="v4-16")
+    found = saved_run.read(str(parrot_run), bindings=["import parrot", "BATCH_SIZE = 32"], slice_name="v4-16")
     assert saved_steps.select(found.run_dir, step=None, every=True) == [1, 2]
     experiment = found.config.build()
     assert (experiment.batch_size, experiment.slice) == (32, "v4-16")
@@ -226,7 +226,8 @@ def test_one_process_and_two_hosts_score_alike(launch, parrot, parrot_run, monke
     found = []
     for name, how in (("one", {"slice_name": "v4-16"}), ("two", {})):
         shutil.copytree(parrot_run, tmp_path / name)
-        where = [str(tmp_path / name), "--all-steps", "--slice", "v4-16", *(["--simulate"] if name == "two" else [])]
+        where = [str(tmp_path / name), "--all-steps", "--slice", "v4-16", "--gin", "import parrot"]
+        where += ["--simulate"] if name == "two" else []
         said = launch("evaluate", *where, **how)
         assert "steps 1, 2 together (cumulative)" in said
         found.append([written(tmp_path / name, f) for f in ("step_1.json", "step_2.json", "cumulative.json")])

@@ -12,7 +12,6 @@ from core.types import DataLayout
 from launch import __main__ as command
 from launch import environment
 from tasks import catalogue, seqio_tasks, text
-from tests.launch.experiments.saved_configs import save_config
 
 MODULE = """
 import seqio, tensorflow as tf
@@ -146,22 +145,19 @@ PROMPT = ''
         command = [*environment.COMMAND, *map(str, arguments)]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
 
-    run_dir, out = tmp_path / "run", tmp_path / "scores.json"
+    run_dir, out, trusted = tmp_path / "run", tmp_path / "scores.json", ("--gin", "import own_sums")
     trained = launch("pod", "v5e-1", gin, "--simulate", "--run-dir", run_dir)
     assert trained.returncode == 0, trained.stderr
-    scored = launch("evaluate", run_dir, "--seqio", "sums", "--rows", "8", "--json", out)
+    scored = launch("evaluate", run_dir, "--seqio", "sums", "--rows", "8", "--json", out, *trusted)
     assert scored.returncode == 0, scored.stderr
     found = json.loads(out.read_text())["tasks"]["sums"]
     assert 0 <= found["equal"] <= 1
     assert -50 < found["likelihood"] < 0
     assert "likelihood" in scored.stdout
-    assert launch("evaluate", run_dir, "--seqio", "nosuch").returncode == 2
+    assert launch("evaluate", run_dir, "--seqio", "nosuch", *trusted).returncode == 2
 
-    save_config(run_dir, (run_dir / "config.gin").read_text().replace("import own_sums\n", ""))
-    lost = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")
-    assert (lost.returncode, "--gin 'import MODULE'" in " ".join(lost.stderr.split())) == (2, True)
-    again = launch("evaluate", run_dir, "--seqio", "sums", "--rows", "2", "--gin", "import own_sums")
-    assert again.returncode == 0, again.stderr
+    untrusted = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")
+    assert (untrusted.returncode, '--gin "import own_sums"' in " ".join(untrusted.stderr.split())) == (2, True)
 
 
 def test_samples_belong_to_other_benchmarks(capsys):
