@@ -34,7 +34,8 @@ class Buckets(gcsfs.GCSFileSystem):
 
 def address() -> str:
     """Returns the address of Google Cloud Storage, or of its emulator."""
-    if emulator := os.environ.get("STORAGE_EMULATOR_HOST", "").removeprefix("default"):
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+    if emulator and emulator != "default":
         return emulator if "://" in emulator else f"http://{emulator}"
     return f"https://storage.{os.environ.get('GOOGLE_CLOUD_UNIVERSE_DOMAIN') or 'googleapis.com'}"
 

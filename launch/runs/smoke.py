@@ -164,7 +164,8 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
         rows = 1 + sorted({other.batch_size for other in wholes}).index(whole.batch_size)
         each = dataclasses.replace(each, batch_size=rows * each.batch_size, total_steps=total)
         length = 1 + sorted({other.row_length for other in wholes}).index(whole.row_length)
-        if length > 1 and dataclasses.is_dataclass(each.task) and hasattr(each.task, "length"):
+        fields = dataclasses.fields(each.task) if dataclasses.is_dataclass(each.task) else ()
+        if length > 1 and any(field.name == "length" for field in fields):
             each = dataclasses.replace(each, task=dataclasses.replace(each.task, length=length * each.row_length))
         first = STEPS * (span.number - 1)
         found.append(Span(span.number, span.count, first, first + STEPS, each))
