@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from core import distributed, paths, units
 from core.checkpoints.steps import said
+from core.errors import UserError
 from core.health import phase
 from core.slices import GIB
 
@@ -59,6 +60,24 @@ def limit_seconds(host_bytes: int) -> float:
     `Writing` enforces the limit and reports it with the phase, so that the watchdog waits as long.
     """
     return BASE_SECONDS + SECONDS_PER_GIB * host_bytes / GIB
+
+
+def require_space(run_dir: str, size_bytes: int) -> None:
+    """Requires that one checkpoint fits on the disk of a run directory; buckets have no limit.
+
+    Raises:
+      UserError: `size_bytes`, of all arrays before compression, are more than what is free.
+    """
+    directory = paths.resolve(run_dir)
+    if not paths.is_remote(directory) and (free := _free_bytes(directory)) < size_bytes:
+        raise UserError(
+            f"{run_dir} is on a disk with {units.size(free)} free, and a checkpoint of this run takes up to "
+            f"{units.size(size_bytes)}: free some space, or give a --run-dir on another disk"
+        )
+
+
+def _free_bytes(directory: paths.Path) -> int:
+    return shutil.disk_usage(next(p for p in (directory, *directory.parents) if p.exists())).free
 
 
 class Writing:
@@ -296,7 +315,7 @@ def estimate_saves(run_dir: str, *, interval: int, keep: int, size_bytes: int) -
     directory = paths.resolve(run_dir)
     if paths.is_remote(directory):
         return text
-    free_bytes = shutil.disk_usage(next(p for p in (directory, *directory.parents) if p.exists())).free
+    free_bytes = _free_bytes(directory)
     needed_bytes = (keep + 1) * size_bytes  # the oldest is removed after the newest is complete
     short = f", but {units.size(needed_bytes)} are needed: free some space, or lower KEEP_CHECKPOINTS"
     return f"{text}; {units.size(free_bytes)} of disk free{short * (free_bytes < needed_bytes)}"

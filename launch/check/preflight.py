@@ -98,6 +98,8 @@ def check(
     if program is not None:
         if not smoked and _sees_run(run_dir, hosts):
             findings.append(_checkpoint(config, experiment, program, run_dir, hosts))
+        if not smoked and (hosts == "simulated" or (hosts == "here" and not slices.get(experiment.slice).is_tpu)):
+            _attempt("disk", lambda: (continuation.require_space(run_dir, experiment, program), "enough"), findings)
         if initial := _initial_parameters(meant, program, run_dir, hosts):
             findings.append(initial)
         findings += _memories(meant, program, hosts, with_activations=not smoked and hosts != "simulated")

@@ -3,16 +3,20 @@
 The check before a start, the doctor and the start itself ask the same functions, before anything of the run is written.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from core import distributed, paths, units
 from core.batches import is_same_data
-from core.checkpoints import reading, steps
+from core.checkpoints import reading, steps, writing
 from core.errors import UserError
 from launch.config import differences
 from launch.config.differences import Difference
-from launch.experiment import Span
+from launch.experiment import Experiment, Span
+from parallel.partitioner import Program
 
 ORDER = "data_order"  # in the metadata of checkpoints: the settings on which a position in the data depends
 _MOST_LINES = 20
@@ -102,6 +106,23 @@ def _told(name: str, before: Any, after: Any) -> str:
     if name == "phase":
         return f"it is of phase {before}, and its step is now in phase {after}"
     return f"{name} = {after}, was {before}"
+
+
+def require_space(run_dir: str, experiment: Experiment, program: Program) -> None:
+    """Requires that one checkpoint fits on the disk. Raises UserError.
+
+    Frozen parameters of a run that starts from others are not counted: checkpoints may leave them out.
+    """
+    num_bytes = sum(map(_bytes, jax.tree.leaves(program.abstract_state)))
+    if experiment.init_from:
+        specs = jax.tree.leaves(program.param_specs)
+        params = jax.tree.leaves(program.abstract_state.params)
+        num_bytes -= sum(_bytes(p) for p, spec in zip(params, specs, strict=True) if not spec.trainable)
+    writing.require_space(run_dir, num_bytes)
+
+
+def _bytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def refuse(step: int, found: Sequence[str]) -> None:

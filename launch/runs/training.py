@@ -55,6 +55,7 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
     """
     with phase.enter(phase.RESTORING):
         _require_newest_fits(run)
+        distributed.decided_by_host_zero(lambda: continuation.require_space(run.run_dir, run.experiment, run.program))
         checkpoints = _open_checkpoints(run)
         try:
             start = restore_or_init(run, checkpoints)

@@ -6,6 +6,7 @@ import pytest
 
 from core.checkpoints import writing
 from core.checkpoints.writing import Cost
+from core.errors import UserError
 
 
 @pytest.mark.covers("C14")
@@ -33,6 +34,14 @@ def test_a_run_without_saves_reports_nothing():
     said = []
     writing.SaveCosts(say=said.append, write=lambda *_: None).end()
     assert said == []
+
+
+def test_a_run_whose_checkpoint_does_not_fit_on_the_disk_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=3 * 2**30))
+    writing.require_space(str(tmp_path / "new" / "run"), 3 * 2**30)
+    writing.require_space("gs://bucket/run", 2**50)
+    with pytest.raises(UserError, match="3 GiB free, and a checkpoint of this run takes up to 4 GiB"):
+        writing.require_space(str(tmp_path / "new" / "run"), 4 * 2**30)
 
 
 def test_the_estimate_compares_the_space_needed_with_the_free_space(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import shutil
+import types
 
 import pytest
 
@@ -200,3 +202,16 @@ def test_a_cache_has_what_was_compiled_before_this_process(tmp_path):
     (tmp_path / "programs" / "x-cache").write_bytes(b"")
     assert compilation.cached_programs(str(tmp_path / "programs")) == 1
     assert compilation.found_at_start(str(tmp_path / "programs")) == 0
+
+
+def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="a checkpoint of this run takes up to"):
+        start(tmp_path / "run")
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert not (tmp_path / "run" / "config.gin").exists()
+    found = preflight.check(
+        "gin/quickstart.gin", bindings=SMALL, slice_name="v5e-1", run_dir=str(tmp_path / "run"), hosts="simulated"
+    )
+    assert not {finding.name: finding for finding in found.findings}["disk"].ok
