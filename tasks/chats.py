@@ -146,8 +146,19 @@ class ChatFiles:
 
     def describe(self) -> str:
         """See `Corpus`."""
-        validation = ", ".join(self.validation) or f"{VALIDATION_PERCENT} % of it"
+        validation = ", ".join(self.validation) or self._held_out()
         return f"text.chats: train {', '.join(self.train) or '(DATA is not set)'}; validation {validation}"
+
+    def _held_out(self) -> str:
+        """Describes the validation split that is a part of the training files, with its size if they can be read."""
+        try:
+            splits = {} if any(map(paths.is_remote, self.train)) else self._splits
+        except UserError:  # a malformed line, which `problems` reports
+            splits = {}
+        if not splits or not all(splits.values()):
+            return f"{VALIDATION_PERCENT} % of it"
+        total = units.counted(sum(map(len, splits.values())), "conversation")
+        return f"{len(splits['validation']):,} of {total}, by hash (or set VALIDATION_DATA)"
 
     def fingerprint(self) -> str:
         """See `Corpus`."""

@@ -30,6 +30,7 @@ from tasks.documents import (
 
 _SMALLEST_RANGE_BYTES = 2**20  # smaller .jsonl files are not divided
 _BLOCK_BYTES = 2**20
+_FEW_FILES = 3  # validation files that a description names
 _FIRST_ROWS = 200  # of a .parquet file that are checked before a run
 
 Take = Callable[..., bytes]  # an Intake's `take`
@@ -184,10 +185,21 @@ class TextFiles(FileSource):
 
     def describe(self) -> str:
         """See `Corpus`."""
-        validation = ", ".join(self.validation) or f"{VALIDATION_PERCENT} % of it"
+        validation = ", ".join(self.validation) or self._held_out()
         return (
             f"text.files: train {', '.join(self.train) or '(DATA is not set)'}{self._size()}; validation {validation}"
         )
+
+    def _held_out(self) -> str:
+        """Describes the validation split that is a part of the training files; names the files if they are few."""
+        listed = {} if any(map(paths.is_remote, self.train)) else self._listed
+        whole = {split: [file.name for file in files if not _has_many(file)] for split, files in listed.items()}
+        total, chosen = sum(map(len, whole.values())), whole.get("validation", [])
+        if not chosen:
+            return f"{VALIDATION_PERCENT} % of it"
+        names = f" ({', '.join(chosen)})" if len(chosen) <= _FEW_FILES else ""
+        lines = f" and {VALIDATION_PERCENT} % of the lines and rows" if any(map(_has_many, listed["train"])) else ""
+        return f"{len(chosen):,} of {total:,} .txt files{names}{lines}, by hash (or set VALIDATION_DATA)"
 
     def _size(self) -> str:
         """Returns, for local files, ` (2 files, 12,345 bytes)`: exact, because a resumed run compares it."""

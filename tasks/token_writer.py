@@ -86,6 +86,7 @@ class Writer:
 
     Attributes:
       counts: of what was added.
+      has_written: whether documents are written.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Writer:
         self._position: tuple[int, Any] | None = None
         self._read: set[str] = set()  # files whose documents are not written yet
         self._converted = 0  # ids since the last commit, also of documents that are left out
-        if not counts.total("documents"):
+        self.has_written = bool(counts.total("documents"))
+        if not self.has_written:
             self._save((0, None))  # before the arrays: what is in the folder is then ours
         self._splits = {
             name: {
@@ -168,7 +170,16 @@ class Writer:
             self._signatures.write()
         if self._position is not None:
             self._save(self._position)
-        self._read, self._converted = set(), 0
+        self._read, self._converted, self.has_written = set(), 0, True
+
+    def discard(self) -> None:
+        """Removes what was written; if that is interrupted, another command begins anew."""
+        self.counts = Counts()
+        self._save((0, None))
+        for name in (*SPLITS, SIGNATURES):
+            if (arrays := self._folder / name).exists():
+                arrays.rmtree()
+        (self._folder / STARTED).unlink()
 
     def _save(self, position: tuple[int, Any]) -> None:
         state = {**self._about, "counts": dataclasses.asdict(self.counts), "position": position}

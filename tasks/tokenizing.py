@@ -58,9 +58,7 @@ def run(
     """
     excluded = job.excluded()
     vocabulary, source, folder = vocabularies.named(job.vocabulary), job.source(), paths.resolve(job.out)
-    is_lenient = job.skip_bad and isinstance(source, TextFiles)
-    found = source.pattern_problems() if is_lenient else source.problems()
-    if found := [*found, *vocabulary.problems()]:
+    if found := [*job.problems(source), *vocabulary.problems()]:
         raise UserError("\n".join(dict.fromkeys(job.as_flags(problem) for problem in found)))
     files = _listed(source)
     begun = _description(job, vocabulary, excluded)
@@ -89,11 +87,16 @@ def run(
         described, seen = {**begun, "sources": files}, Seen(job.near_duplicates) if job.near_duplicates else None
         writer = Writer(folder, described, Counts(**state["counts"]), seen=seen, check=verify)
         batches = _batches(job, source, files, tuple(state["position"]), say)
-        for batch, converted in _in_order(pool, batches, most=2 * processes + 2):
-            writer.add(batch, converted)
-            report(writer.counts)
+        try:
+            for batch, converted in _in_order(pool, batches, most=2 * processes + 2):
+                writer.add(batch, converted)
+                report(writer.counts)
+        except UserError:  # of a document, which the user will correct
+            if not writer.has_written:
+                writer.discard()
+            raise
+        _require_documents(job, writer)
         writer.commit()
-    _require_documents(job.out, writer.counts)
     about = {**described, "left_out": writer.counts.left_out, "splits": writer.counts.splits}
     paths.write_text_atomically(folder / COMPLETE, json.dumps(about, indent=1))
     _remove_state(folder)
@@ -113,12 +116,23 @@ def _description(job: Job, vocabulary: Vocabulary, excluded: Excluded | None) ->
     }
 
 
-def _require_documents(out: str, counts: Counts) -> None:
-    """Raises UserError if no document is left for training."""
-    if not counts.splits["train"]["documents"]:
-        found = [f"{each['documents']:,} {reason}" for reason, each in counts.left_out.items() if each["documents"]]
-        left_out = f" (left out: {', '.join(found).replace('_', ' ')})" if found else ""
-        raise UserError(f"{out}: the sources have no document for training{left_out}: give others, and another --out")
+def _require_documents(job: Job, writer: Writer) -> None:
+    """Raises UserError, and removes what was written, if a split has no document."""
+    counts = writer.counts
+    if all(counts.splits[name]["documents"] for name in SPLITS):
+        return
+    writer.discard()
+    lacking = "validation" if counts.splits["train"]["documents"] else "training"
+    found = [f"{each['documents']:,} {reason}" for reason, each in counts.left_out.items() if each["documents"]]
+    left_out = f" (left out: {', '.join(found).replace('_', ' ')})" if found else ""
+    if total := 0 if job.validation else counts.total("documents"):
+        raise UserError(
+            f"--data: no document for {lacking} among {units.counted(total, 'document')}{left_out}, of which "
+            f"{documents.VALIDATION_PERCENT} % are for validation, by the hash of their text: give --validation, or "
+            "more documents"
+        )
+    flag = "--data" if lacking == "training" else "--validation"
+    raise UserError(f"{flag}: no document for {lacking}{left_out}: give other sources")
 
 
 def _remove_state(folder: paths.Path) -> None:

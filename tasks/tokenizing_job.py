@@ -60,11 +60,18 @@ class Job:
             return Tfds(name, *splits, self.field, None)
         return HuggingFace(name, *splits, self.field, True)
 
+    def problems(self, source: TextFiles | Tfds | HuggingFace) -> list[str]:
+        """Returns the problems of a source that are found before it is read; documents are tried unless `skip_bad`."""
+        if not isinstance(source, TextFiles):
+            return source.problems()
+        given = dataclasses.replace(source, validation=self.validation)
+        return given.pattern_problems() if self.skip_bad else given.problems()
+
     def as_flags(self, message: str) -> str:
         """Returns a message about `text.files` with the names of this command's flags."""
         flags = {
             "text.files.train": "--data",
-            "text.files.validation": "--validation" if self.validation else "--data",
+            "text.files.validation": "--validation",
             "text.files.field": "--field",
             "VOCABULARY is not set: bind it to": "--vocabulary is not set: give",
             "set VOCABULARY to": "set --vocabulary to",

@@ -270,6 +270,16 @@ def test_the_chat_template_is_tried_before_a_run(tmp_path, chat_file, tokenizer)
     assert "answers end with no token" in endless.describe()
 
 
+def test_the_description_counts_conversations_that_are_held_out(chat_file, tokenizer):
+    task = make_task(chat_file, tokenizer)
+    held, learned = (len(task.corpus.lines(split)) for split in ("validation", "train"))
+    assert f"validation {held} of {held + learned} conversations, by hash" in task.describe()
+    assert "validation 5 % of it" in make_task("gs://no-such-bucket/a.jsonl", tokenizer).corpus.describe()
+    assert f"validation {chat_file}" in make_task(chat_file, tokenizer, validation=str(chat_file)).describe()
+    chat_file.write_text("broken")
+    assert "validation 5 % of it" in make_task(chat_file, tokenizer).corpus.describe()
+
+
 def test_without_a_chat_template_prompts_and_completions_are_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
     task = make_task(tmp_path / "a.jsonl", with_template(tmp_path / "b", None), num_streams=1, validation="")

@@ -84,7 +84,29 @@ def test_a_folder_is_called_one(tmp_path):
 def test_the_description_has_number_and_size_of_the_files(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("two words")
-    assert f"train {tmp_path}/*.txt (1 file, 9 bytes); validation 5 % of it" in task(tmp_path / "*.txt").describe()
+    assert f"train {tmp_path}/*.txt (1 file, 9 bytes); validation 1" in task(tmp_path / "*.txt").describe()
+    (tmp_path / "part.jsonl").write_text("\n".join(GOOD))
+    assert "validation 5 % of it" in task(tmp_path / "*.jsonl").describe()
+
+
+def test_the_description_names_few_files_that_are_held_out(tmp_path):
+    def said(pattern, **options):
+        described = task(tmp_path / pattern, **options)
+        return described.describe().rpartition("; validation ")[2].partition(";")[0], described
+
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("two words")
+    whole, two = said("*.txt")
+    (held,) = two.corpus.files("validation")
+    assert whole == f"1 of 2 .txt files ({held.name}), by hash (or set VALIDATION_DATA)"
+    (tmp_path / "part.jsonl").write_text("\n".join(GOOD))
+    assert said("*")[0].startswith(f"1 of 2 .txt files ({held.name}) and 5 % of the lines and rows, by hash")
+    assert said("a.txt", validation=f"{tmp_path}/b.txt")[0] == f"{tmp_path}/b.txt"
+    for number in range(98):
+        (tmp_path / f"{number}.txt").write_text("two words")
+    whole, many = said("*.txt")
+    assert len(many.corpus.files("validation")) > 3
+    assert whole == f"{len(many.corpus.files('validation'))} of 100 .txt files, by hash (or set VALIDATION_DATA)"
 
 
 def test_a_bucket_is_not_asked():

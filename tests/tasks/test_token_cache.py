@@ -231,12 +231,10 @@ def test_what_is_not_a_complete_cache_of_this_tokenizer_is_refused(cache, tmp_pa
     assert "is not complete: wait for the command" in half
     with pytest.raises(UserError, match="is not complete"):
         make_task(tmp_path / "half").train(DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3)), seed=0)
-    tokenize(
-        tmp_path / "all",
-        write_lines(tmp_path / "b.jsonl", ["alone"]),
-        validation=[write_lines(tmp_path / "c.jsonl", [" "])],
-        skip_bad=True,
-    )
+    shutil.copytree(cache, tmp_path / "all")
+    about = json.loads((cache / "cache.json").read_text())
+    about["splits"]["validation"]["documents"] = 0  # as earlier revisions wrote
+    (tmp_path / "all" / "cache.json").write_text(json.dumps(about))
     (empty,) = make_task(tmp_path / "all").problems()
     assert "has no document for validation" in empty
 
@@ -400,15 +398,47 @@ def test_malformed_documents_are_refused_or_counted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("lines", "says"), [("", ""), (" \n\n", ""), ('{"text": " "}\n{}\n', "1 malformed, 1 blank")])
-def test_sources_without_text_are_refused(tmp_path, lines, says):
+@pytest.mark.parametrize("lacking", ["training", "validation"])
+def test_sources_without_text_are_refused_and_leave_nothing(tmp_path, lines, says, lacking):
     """They are compressed, so the check of the first bytes cannot know that nothing follows."""
     import gzip
 
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    data, held = tmp_path / "a.jsonl.gz", write_lines(tmp_path / "b.jsonl", TEXTS[:3])
+    data, held = (data, held) if lacking == "training" else (held, data)
+    with pytest.raises(UserError, match=rf"no document for {lacking}.*{says}"):
+        tokenize(tmp_path / "out", data, validation=[held], skip_bad=True)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_one_text_file_alone_is_refused_and_leaves_nothing(tmp_path, skip_bad):
+    (tmp_path / "a.txt").write_text("one document")
+    with pytest.raises(UserError, match=r"^--data: .*--validation"):
+        tokenize(tmp_path / "out", tmp_path / "a.txt", skip_bad=skip_bad)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("lacking", ["training", "validation"])
+def test_documents_that_are_all_of_one_split_leave_nothing(tmp_path, lacking):
+    """Also if a part of them is written already; with files for validation the same folder can then be used."""
+    chosen = [text for text in TEXTS * 2 if documents.is_validation(text) == (lacking == "training")]
+    data = write_lines(tmp_path / "a.jsonl", chosen * 5)
+    with pytest.raises(UserError, match=rf"no document for {lacking} among .* documents.*give --validation"):
+        tokenize(tmp_path / "out", data, near_duplicates=0.8 if lacking == "validation" else None)
+    assert not list((tmp_path / "out").iterdir())
     held = write_lines(tmp_path / "b.jsonl", TEXTS[:3])
-    with pytest.raises(UserError, match=rf"no document for training.*{says}"):
-        tokenize(tmp_path / "out", tmp_path / "a.jsonl.gz", validation=[held], skip_bad=True)
-    assert not (tmp_path / "out" / "cache.json").exists()
+    assert tokenize(tmp_path / "out", data, validation=[held])[0]["splits"]["validation"]["documents"] == 3
+
+
+def test_a_corrected_file_is_read_if_nothing_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_MOST_BYTES", 10)
+    data = write_lines(tmp_path / "a.jsonl", TEXTS[:60])
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "broken")
+    with pytest.raises(UserError, match="not JSON"):
+        tokenize(tmp_path / "out", data)
+    write_lines(tmp_path / "a.jsonl", TEXTS[:60])
+    assert sum(split["documents"] for split in tokenize(tmp_path / "out", data)[0]["splits"].values()) == 60
 
 
 def test_a_damaged_file_is_refused_even_if_malformed_documents_are_skipped(tmp_path):
