@@ -1,5 +1,6 @@
 """Compares two configurations binding by binding."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from launch.config.loader import parse
@@ -16,11 +17,11 @@ class Difference(NamedTuple):
     after: str | None
 
     def __str__(self) -> str:
-        was = "was not bound" if self.before is None else f"was {_shortened(self.before)}"
+        was = "was not bound" if self.before is None else f"was {shortened(self.before)}"
         return (
             f"{self.name} is not bound, {was}"
             if self.after is None
-            else f"{self.name} = {_shortened(self.after)}, {was}"
+            else f"{self.name} = {shortened(self.after)}, {was}"
         )
 
 
@@ -34,6 +35,14 @@ def between(before: str, after: str) -> list[Difference]:
     return [Difference(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
 
 
+def among(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Returns, for each canonical text, its settings that differ in the other texts or are not bound there, by name."""
+    every = [_values(text) for text in texts]
+    names = sorted({name for values in every for name in values})
+    differing = [name for name in names if len({values.get(name) for values in every}) > 1]
+    return [{name: values[name] for name in differing if name in values} for values in every]
+
+
 def _values(text: str) -> dict[str, str]:
     if bindings := parse(text).bindings:
         return {binding.name: render(binding.value) for binding in bindings}
@@ -41,6 +50,7 @@ def _values(text: str) -> dict[str, str]:
     return {name: value for name, mark, value in pairs if mark}
 
 
-def _shortened(text: str) -> str:
+def shortened(value: str) -> str:
+    """Returns the text of a value, without the middle of a long one."""
     half = _MOST_CHARACTERS // 2
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+    return value if len(value) <= _MOST_CHARACTERS else f"{value[:half]} … {value[-half:]}"

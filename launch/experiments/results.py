@@ -24,6 +24,7 @@ from core.batches import Field, batch_shapes
 from core.errors import UserError
 from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
 from launch import environment, flags, terminal
+from launch.config import differences
 from launch.experiment import Experiment
 from launch.experiments import suites
 from launch.experiments.suites import Entry, Suite
@@ -38,24 +39,41 @@ EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'g
   launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
 
 SCORE = "validation/exact_accuracy"
+LOSS = "validation/loss"
 GOAL = 0.8  # accuracy for which the first step that reaches it is reported
 _EXA = 1e18
+_SCORES = {"loss": ("loss", ".4f"), "validation loss": (LOSS, ".4f"), "exact": (SCORE, ".2%")}  # of the printed table
+_MOST_SETTINGS = 3  # of an experiment in the printed table
 
 
 def rows(
     entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """Returns a row for each entry, in order; a duplicate has the run directory of the other entry."""
-    found = [_row(entry, status[entry.id], run_dirs[entry.id]) for entry in entries]
+    told = settings(entries)
+    found = [_row(entry, told[entry.id], status[entry.id], run_dirs[entry.id]) for entry in entries]
     for entry, row in zip(entries, found, strict=True):
-        seeds = [r["exact_accuracy"] for e, r in zip(entries, found, strict=True) if e.path == entry.path]
-        known = [accuracy for accuracy in seeds if accuracy is not None]
+        seeds = [r for e, r in zip(entries, found, strict=True) if e.path == entry.path]
+        is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds)
+        row["score"] = "exact_accuracy" if is_accuracy else "validation_loss"
+        known = [seed[row["score"]] for seed in seeds if seed[row["score"]] is not None]
         if len(known) > 1:
             row |= {"mean_of_seeds": statistics.fmean(known), "spread_of_seeds": max(known) - min(known)}
     return found
 
 
-def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
+def settings(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """Returns, by entry id, the settings that differ in its group (`BATCH_SIZE = 8`), but the seed."""
+    told = {}
+    for group in dict.fromkeys(entry.group for entry in entries):
+        members = [entry for entry in entries if entry.group == group]
+        for entry, found in zip(members, differences.among([entry.text for entry in members]), strict=True):
+            values = {name: differences.shortened(value) for name, value in found.items() if name != "SEED"}
+            told[entry.id] = [f"{name} = {value}" for name, value in values.items()]
+    return told
+
+
+def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[str, Any]:
     run, found = entry.experiment, metrics.read(run_dir)
     puzzles, copies = run.task.asked if isinstance(run.task, PuzzleTask) else (None, None)
     best_step, best = found.best(SCORE) or (None, None)
@@ -64,6 +82,7 @@ def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
         "group": entry.group,
         "experiment": entry.name,
         "same_as": entry.same_as or "",
+        "settings": "; ".join(told),
         "status": status,
         "seed": run.seed,
         "parameters": trained_parameters(run),
@@ -76,6 +95,9 @@ def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
         "rows": found.step * run.batch_size,
         "eflop": _eflop(run, found.step),
         "total_eflop": _eflop(run, run.total_steps),
+        "loss": found.last("loss"),
+        "validation_loss": found.last(LOSS),
+        "score": None,
         "exact_accuracy": exact,
         "mean_of_seeds": None,
         "spread_of_seeds": None,
@@ -87,10 +109,9 @@ def _row(entry: Entry, status: str, run_dir: str) -> dict[str, Any]:
         "train_exact_accuracy": in_training,
         "gap": None if None in (exact, in_training) else in_training - exact,
         "train_steps_per_puzzle": found.last("steps"),
-        "validation_loss": found.last("validation/loss"),
         "step_seconds": found.median("step_seconds"),
         "evaluated": found.texts.get(metrics.EVALUATED_ON, evaluated_on(run)),
-        "curve": found.curve(SCORE),
+        "curve": found.curve(LOSS if exact is None else SCORE),
         "run": run_dir,
     }
 
@@ -227,17 +248,28 @@ def _table(suite: Suite) -> Table:
     distinct = sum(not entry.same_as for entry in suite.entries)
     title = f"{units.counted(len(suite.entries), 'experiment')}, {distinct} of them distinct; {done} done"
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for heading in ("experiment", "step", "of", "exact"):
+    told = settings(suite.entries)
+    shown = {entry.id: _shown(suite, entry) for entry in suite.entries}
+    scores = [name for name in _SCORES if any(name in values for values in shown.values())]
+    for heading in ("experiment", "step", "of", *scores):
         table.add_column(heading, no_wrap=True, justify="left" if heading == "experiment" else "right")
-    table.add_column("status", overflow="fold")
+    for heading in ("settings", "status"):
+        table.add_column(heading, overflow="fold")
     for entry in suite.entries:
-        cells = ("", "", "")
-        if not (entry.same_as or suite.mode.smoke):
-            found = metrics.read(suite.run_dirs[entry.id])
-            step, score = found.step, found.last(SCORE)
-            cells = (f"{step:,}", f"{suite.mode.last_step(entry):,}", "" if score is None else f"{score:.2%}")
-        table.add_row(entry.name, *cells, suite.status[entry.id])
+        numbers = [shown[entry.id].get(name, "") for name in ("step", "of", *scores)]
+        few = "\n".join(units.shortened(told[entry.id], most=_MOST_SETTINGS))
+        table.add_row(entry.name, *numbers, few, suite.status[entry.id])
     return table
+
+
+def _shown(suite: Suite, entry: Entry) -> dict[str, str]:
+    """Returns the numbers of an entry's run as text, by heading, without those that it does not have."""
+    if entry.same_as or suite.mode.smoke:
+        return {}
+    found = metrics.read(suite.run_dirs[entry.id])
+    scores = {heading: (found.last(metric), form) for heading, (metric, form) in _SCORES.items()}
+    told = {heading: format(value, form) for heading, (value, form) in scores.items() if value is not None}
+    return {"step": f"{found.step:,}", "of": f"{suite.mode.last_step(entry):,}", **told}
 
 
 def _print_failures(suite: Suite) -> None:

@@ -12,15 +12,16 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 
 ResultRow = Mapping[str, Any]
 
-_ONLY_IN_CSV = ("group", "same_as", "total_eflop", "rows", "validation_loss", "run", "curve")
-_SHARES = ("mean_of_seeds", "spread_of_seeds", "gap")  # shown as percentages, as every accuracy
-_CHARTS = (  # column, title, x axis, scale
-    ("parameters", "Accuracy and parameters", "trained parameters without the puzzle table", "log"),
-    ("depth", "Accuracy and depth", "layers in sequence per step: outer x (inner + 1) x layers", "linear"),
-    ("puzzles", "Accuracy and data", "training puzzles", "log"),
-    ("copies", "Accuracy and augmentation", "copies of each training puzzle", "log"),
-    ("batch", "Accuracy and batch size", "rows per batch", "log"),
-    ("eflop", "Accuracy and compute", "training EFLOP", "log"),
+_ONLY_IN_CSV = ("group", "same_as", "total_eflop", "rows", "score", "run", "curve")
+_OF_SCORES = ("mean_of_seeds", "spread_of_seeds", "gap")
+_SCORES = {"exact_accuracy": "Accuracy", "validation_loss": "Validation loss"}
+_CHARTS = (  # column, name in the title, x axis, scale
+    ("parameters", "parameters", "trained parameters without puzzle tables", "log"),
+    ("depth", "depth", "layers in sequence per step", "linear"),
+    ("puzzles", "data", "training puzzles", "log"),
+    ("copies", "augmentation", "copies of each training puzzle", "log"),
+    ("batch", "batch size", "rows per batch", "log"),
+    ("eflop", "compute", "training EFLOP", "log"),
 )
 _EQUAL = 1.01  # two quantities closer than this factor count as one
 _PAGE = """<!doctype html>
@@ -41,26 +42,31 @@ def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
 
 
 def charts(table: Sequence[ResultRow]) -> list[str]:
-    """Draws exact accuracy against each quantity that varies, and by step, as SVG."""
-    scored = [row for row in table if row["exact_accuracy"] is not None]
+    """Draws the score against each quantity that varies, and by step, as SVG; runs with other scores apart."""
+    return [chart for score in _SCORES for chart in _charts([row for row in table if row["score"] == score], score)]
+
+
+def _charts(table: Sequence[ResultRow], score: str) -> list[str]:
+    name = _SCORES[score]
+    scored = [row for row in table if row[score] is not None]
     found = []
-    for column, title, x_label, scale in _CHARTS:
+    for column, quantity, x_label, scale in _CHARTS:
         if rows := varying(scored, column):
-            figure, axes = _axes(title, x_label)
+            figure, axes = _axes(f"{name} and {quantity}", x_label)
             axes.set_xscale(scale)
             for group in dict.fromkeys(row["group"] for row in rows):
-                points = [(row[column], row["exact_accuracy"]) for row in rows if row["group"] == group]
+                points = [(row[column], row[score]) for row in rows if row["group"] == group]
                 axes.scatter(*zip(*points, strict=True), s=24, label=group)
             for row in rows:
-                at = (row[column], row["exact_accuracy"])
+                at = (row[column], row[score])
                 axes.annotate(row["experiment"], at, xytext=(4, 4), textcoords="offset points", fontsize=6)
-            found.append(_svg(figure, axes))
+            found.append(_svg(figure, axes, score))
     curves = {row["experiment"]: row["curve"] for row in scored if not row["same_as"] and len(row["curve"]) > 1}
     if curves:
-        figure, axes = _axes("Accuracy by step", "training step")
-        for name, points in curves.items():
-            axes.plot(*zip(*points, strict=True), label=name, linewidth=1.2)
-        found.append(_svg(figure, axes))
+        figure, axes = _axes(f"{name} by step", "training step")
+        for experiment, points in curves.items():
+            axes.plot(*zip(*points, strict=True), label=experiment, linewidth=1.2)
+        found.append(_svg(figure, axes, score))
     return found
 
 
@@ -88,9 +94,10 @@ def _axes(title: str, x_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, axes: Axes) -> str:
+def _svg(figure: Figure, axes: Axes, score: str) -> str:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if score == "exact_accuracy":
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.tick_params(labelsize=7)
     axes.legend(fontsize=6)
     out = io.StringIO()
@@ -102,14 +109,17 @@ def _svg(figure: Figure, axes: Axes) -> str:
 def _table(rows: Sequence[ResultRow]) -> str:
     names = [name for name in (rows[0] if rows else ()) if name not in _ONLY_IN_CSV]
     filled = [name for name in names if any(row[name] not in (None, "") for row in rows)]
-    lines = [filled, *([_cell(name, row[name]) for name in filled] for row in rows)]
+    lines = [filled, *([_cell(name, row) for name in filled] for row in rows)]
     cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines)
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
 
 
-def _cell(column: str, value: Any) -> str:
+def _cell(column: str, row: ResultRow) -> str:
+    value = row[column]
     if value is None or isinstance(value, str):
         return value or ""
-    if column in _SHARES or column.endswith("accuracy"):
+    if column.endswith("accuracy") or (column in _OF_SCORES and row["score"] == "exact_accuracy"):
         return f"{value:.2%}"
+    if column.endswith("loss"):
+        return f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

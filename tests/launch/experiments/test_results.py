@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import pathlib
 import re
 import types
 import xml.etree.ElementTree
@@ -33,14 +34,16 @@ def score(step, value, **more):
     return json.dumps({"step": step, "time_seconds": 1.0, "validation/exact_accuracy": value, **more})
 
 
-def test_the_name_of_the_score_is_the_one_that_runs_write(tmp_path):
+def test_the_names_of_the_scores_are_those_that_runs_write(tmp_path):
     written = {}
-    program = types.SimpleNamespace(
-        put=lambda batch: batch, eval_step=lambda state, batch: {"exact_accuracy": WeightedSum(1.0, 2.0)}
+    sums = {"exact_accuracy": WeightedSum(1.0, 2.0), "loss": WeightedSum(3.0, 2.0)}
+    program = types.SimpleNamespace(put=lambda batch: batch, eval_step=lambda state, batch: sums)
+    batches = evaluation.FirstBatches([{}], 1)
+    hook = evaluation.Evaluate(
+        program, lambda: batches, lambda step, values: written.update(values), every=1, last_step=1
     )
-    hook = evaluation.Evaluate(program, lambda: [{}], lambda step, values: written.update(values), every=1, last_step=1)
     hook.at_boundary(1, None)
-    assert list(written) == [results.SCORE]
+    assert written == {results.SCORE: 0.5, results.LOSS: 1.5}
 
 
 def table(entries, tmp_path):
@@ -93,6 +96,56 @@ def test_the_page_contains_charts_and_table_and_loads_nothing(entries, tmp_path)
     assert "20.00%" in text
     empty = results_page.page(table(entries[4:], tmp_path / "none")[:0], title="t", note="")
     assert "No charts: no run has a score yet" in empty
+
+
+TEXT = """from __gin__ import dynamic_registration
+include 'gin/quickstart.gin'
+SLICE = 'v4-8'
+LEARNING_RATE = {rate}
+"""
+
+
+@pytest.fixture(scope="module")
+def text_suite(tmp_path_factory):
+    """Two text experiments with two seeds, of which the last has no run."""
+    folder = tmp_path_factory.mktemp("suite") / "sweep"
+    folder.mkdir()
+    for name, rate in (("low", "1e-3"), ("high", "4e-3")):
+        (folder / f"{name}.gin").write_text(TEXT.format(rate=rate))
+    root = folder.parent / "runs"
+    entries = suites.load(suites.files(str(folder)), root=str(root), seeds=2, check_data=False)
+    for number, entry in enumerate(entries[:-1]):
+        steps = (100, 3.0 + number), (200, 2.0 + number)
+        lines = [json.dumps({"step": s, "loss": x, "validation/loss": x + 0.125}) for s, x in steps]
+        write(pathlib.Path(entry.run_dir), lines)
+        (pathlib.Path(entry.run_dir) / "config.gin").write_text(entry.text)
+    suite = suites.Suite(entries, mode=suites.Mode(), root=str(root), logs=folder)
+    suite.gather()
+    return suite
+
+
+def test_experiments_of_text_have_losses_and_what_they_differ_in(text_suite):
+    rows = results.rows(text_suite.entries, status=text_suite.status, run_dirs=text_suite.run_dirs)
+    assert [row["experiment"] for row in rows] == ["high", "high_seed1", "low", "low_seed1"]
+    assert [row["settings"] for row in rows] == [f"LEARNING_RATE = {rate}" for rate in (0.004, 0.004, 0.001, 0.001)]
+    assert [row["loss"] for row in rows] == [2.0, 3.0, 4.0, None]
+    assert [row["validation_loss"] for row in rows] == [2.125, 3.125, 4.125, None]
+    assert (rows[0]["mean_of_seeds"], rows[0]["spread_of_seeds"]) == (2.625, 1.0)
+    assert rows[2]["mean_of_seeds"] is None
+    text = results_page.page(rows, title="t", note="")
+    assert all(f"<td>{cell}</td>" in text for cell in ("LEARNING_RATE = 0.001", "2.0000", "2.1250", "2.62"))
+    assert "accuracy" not in text
+    (chart,) = results_page.charts(rows)
+    assert {"Validation loss by step", "high", "high_seed1", "low"} <= set(texts(chart))
+    assert not [label for label in texts(chart) if "%" in label]
+
+
+def test_the_printed_table_has_the_scores_that_runs_have_and_the_settings(text_suite):
+    columns = {column.header: list(column.cells) for column in results._table(text_suite).columns}
+    assert columns["loss"] == ["2.0000", "3.0000", "4.0000", ""]
+    assert columns["validation loss"] == ["2.1250", "3.1250", "4.1250", ""]
+    assert columns["settings"][::2] == ["LEARNING_RATE = 0.004", "LEARNING_RATE = 0.001"]
+    assert "exact" not in columns
 
 
 def test_a_quantity_that_varies_by_less_than_a_hundredth_is_not_drawn():
