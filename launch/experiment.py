@@ -79,12 +79,26 @@ def _are_renames(value: object) -> bool:
     return isinstance(value, Mapping) and _are_texts([*value, *value.values()])
 
 
+def _are_layers(value: object) -> bool:
+    """Returns whether a value maps texts to sequences of layers, counted from 0, or None."""
+
+    def is_layer(each: object) -> bool:
+        return each is None or (isinstance(each, int) and not isinstance(each, bool) and each >= 0)
+
+    return (
+        isinstance(value, Mapping)
+        and _are_texts([*value])
+        and all(_is_sequence(layers, object) and all(map(is_layer, layers)) for layers in value.values())
+    )
+
+
 _KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "phases": ("a sequence of launch.phases.Phase", lambda value: _is_sequence(value, Phase)),
     "phase": ("an integer", lambda value: isinstance(value, int)),
     "gather_once": ("True or False", lambda value: isinstance(value, bool)),
     "compiler_options": ("a dictionary", lambda value: isinstance(value, Mapping)),
     "init_renames": ("a dictionary of texts", _are_renames),
+    "init_layers": ("layers from 0, or None, by pattern, such as {'layers/*': (0, 0, 1, None)}", _are_layers),
     **dict.fromkeys(("frozen", "init_patterns"), ("a sequence of texts, such as ('linear/w',)", _are_texts)),
     **dict.fromkeys(("profile_steps", "memory_profile_steps"), ("a sequence of steps, such as (100,)", _are_steps)),
     **dict.fromkeys(
@@ -117,6 +131,8 @@ class Experiment:
       init_patterns: shell wildcards over the paths of the parameters to take from there; others start from `seed`.
       init_renames: names here by names there, such as `{"decoder/*": "layers/*"}`: of parameters of a run, or of
         tensors of a published folder.
+      init_layers: for each layer here, the layer there that it starts from, or None if it starts from `seed`, by shell
+        wildcards over paths: `{"layers/*": (0, 0, 1, None)}`. A group of layers counts as one.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
       max_epochs: the run is refused if it would read its training data more often, where the size is known.
@@ -170,6 +186,7 @@ class Experiment:
     init_from: str = ""
     init_patterns: Sequence[str] = ("*",)
     init_renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    init_layers: Mapping[str, Sequence[int | None]] = dataclasses.field(default_factory=dict)
     frozen: Sequence[str] = ()
     frozen_dtype: str = "bfloat16"
     max_epochs: float | None = None

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from core import paths, versions
 from core.checkpoints import steps
+from core.checkpoints.warm_start import GivenParameters
 from core.errors import UserError, check_integer
 from core.optimizers import Optimizer, Transformation
 from core.training import scoring
@@ -53,6 +54,7 @@ class Trainer:
         strategy: Strategy,
         run_dir: str | os.PathLike[str],
         batch_size: int,
+        init_from: str | Params = "",
         **settings: Any,
     ):
         """Checks the arguments; uses no device and writes nothing.
@@ -64,13 +66,16 @@ class Trainer:
           strategy: how arrays are sharded over the devices.
           run_dir: where checkpoints and metrics are written, local or gs://; one run per directory.
           batch_size: rows of a batch.
+          init_from: parameters that a new run starts from: a run, RUN@STEP or the folder of a published model; or
+            arrays in memory, `{module: {name: array}}`, such as `params` of another trainer, which are copied.
           **settings: other fields of `launch.experiment.Experiment`, such as `seed`, `accum_steps`, `eval_interval`,
-            `eval_batches`, `checkpoint_interval`, `init_from` and `frozen`.
+            `eval_batches`, `checkpoint_interval`, `init_layers` and `frozen`.
 
         Raises:
           UserError: an argument has the wrong type, is out of range or is unknown.
         """
         self._held: tuple[str, LoadedModel] | None = None  # the last one that was loaded, by its folder
+        self._given = None if isinstance(init_from, str) else GivenParameters(init_from)
         known = [field.name for field in dataclasses.fields(Experiment) if field.name not in _OWN]
         for name in sorted(set(settings) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
@@ -87,6 +92,7 @@ class Trainer:
             optimizer=optimizer,
             strategy=strategy,
             batch_size=batch_size,
+            init_from=init_from if isinstance(init_from, str) else "",
             **settings,
         )
 
@@ -190,6 +196,7 @@ class Trainer:
             last_step=last_step,
             host=_ALONE,
             started=started,
+            given=self._given,
         )
 
 

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +171,15 @@ class PublishedFolder:
     def has(self, path: str) -> bool:
         """Returns whether a tensor is known to hold the parameter with this path."""
         return path in self._sources
+
+    def num_layers(self, path: str) -> int | None:
+        """Returns the number of tensors along the first axis of a parameter with layers; None if there are none."""
+        source = self._sources.get(path)
+        if source is None or not source.num_stacked:
+            return None
+        others = (0,) * (source.num_stacked - 1)
+        numbers = itertools.takewhile(lambda i: source.tensor((i, *others)) in self._tensors, itertools.count())
+        return sum(1 for _ in numbers) or None
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns the differences between the folder and a model: missing, unused and differently shaped tensors.

@@ -90,23 +90,29 @@ def require_arrays(state: Any) -> None:
         raise TypeError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
 
 
-def differences(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
+def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "in the checkpoint") -> list[str]:
     """Returns one line for each leaf that is missing, extra, or of another shape or dtype.
 
     Args:
       saved: dtypes and shapes by name, as `kind` formats them.
       abstract_state: the requested state.
+      where: what has those of `saved`.
     """
     wanted = {name: kind(leaf) for name, leaf in by_name(abstract_state).items()}
-    lines = [f"{name}: not in the checkpoint, expected {wanted[name]}" for name in wanted if name not in saved]
-    lines += [f"{name}: {saved[name]} in the checkpoint, not expected" for name in saved if name not in wanted]
+    lines = [f"{name}: not {where}, expected {wanted[name]}" for name in wanted if name not in saved]
+    lines += [f"{name}: {saved[name]} {where}, not expected" for name in saved if name not in wanted]
     both = [name for name in wanted if name in saved and saved[name] != wanted[name]]
-    return lines + [f"{name}: {saved[name]} in the checkpoint, expected {wanted[name]}" for name in both]
+    return lines + [f"{name}: {saved[name]} {where}, expected {wanted[name]}" for name in both]
 
 
 def kind(leaf: Any) -> str:
     """Formats dtype and shape: `float32[8, 6]`."""
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def shape_of(described: str) -> tuple[int, ...]:
+    """Returns the shape in a text of `kind`."""
+    return tuple(json.loads(described[described.index("[") :]))
 
 
 def require_shardings(abstract_state: Any) -> None:

@@ -11,16 +11,20 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from core import parameters, paths, units
 from core.checkpoints import reading, steps
 from core.checkpoints.steps import Description, LeftOut
 from core.errors import UserError
 from core.parameters import ParamSpec, Specs
+
+if TYPE_CHECKING:
+    from core.checkpoints.layer_map import LayerMap  # a run that starts from no other does not import it
 
 Progress = Callable[[str, int, int], None]  # path of a parameter, its number from 1, how many there are
 MOST_LINES = 30
@@ -47,6 +51,9 @@ class ParameterSource(Protocol):
 
     def has(self, path: str) -> bool:
         """Returns whether the source has a parameter with this path."""
+
+    def num_layers(self, path: str) -> int | None:
+        """Returns the number of layers of a stacked parameter; None if the source has no layers of it."""
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns one line for each parameter that is missing, unused or of another shape."""
@@ -214,6 +221,10 @@ class SavedParameters:
         """See `ParameterSource`."""
         return path in self._stored
 
+    def num_layers(self, path: str) -> int | None:
+        """See `ParameterSource`."""
+        return next(iter(reading.shape_of(self._content[path][0])), None) if self.has(path) else None
+
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """See `ParameterSource`. Parameters that the step leaves out are compared by its metadata."""
         del specs
@@ -298,6 +309,80 @@ class SavedParameters:
         return {paths_of[name]: array.astype(wanted[paths_of[name]].dtype) for name, array in found.items()}
 
 
+class GivenParameters:
+    """Parameters in the memory of this process, which is the only one of the run.
+
+    Attributes:
+      notes: empty; see `ParameterSource`.
+    """
+
+    notes: Sequence[str] = ()
+
+    def __init__(self, params: Any, renames: Mapping[str, str] | None = None):
+        """Keeps the arrays, of JAX or numpy, of a tree `{module: {name: array}}`.
+
+        Args:
+          params: the tree; it is not changed, and its arrays are not donated.
+          renames: of its paths, as in `core.parameters.renamed`.
+
+        Raises:
+          UserError: params has another form.
+        """
+        if not _is_tree_of_arrays(params):
+            raise UserError(
+                f"init_from is of type {type(params).__name__}: expected text or {{module: {{name: array}}}}"
+            )
+        self._params, found = params, _by_path(params)
+        names = parameters.renamed(list(found), renames or {}, where="INIT_RENAMES")
+        self._arrays = {names[path]: array for path, array in found.items()}
+
+    def describe(self) -> str:
+        """See `ParameterSource`."""
+        return f"{units.counted(len(self._arrays), 'parameter')} in memory"
+
+    def renamed(self, renames: Mapping[str, str]) -> GivenParameters:
+        """See `ParameterSource`."""
+        return GivenParameters(self._params, renames)
+
+    def has(self, path: str) -> bool:
+        """See `ParameterSource`."""
+        return path in self._arrays
+
+    def num_layers(self, path: str) -> int | None:
+        """See `ParameterSource`."""
+        return next(iter(self._arrays[path].shape), None) if self.has(path) else None
+
+    def problems(self, shapes: Any, specs: Specs) -> list[str]:
+        """See `ParameterSource`."""
+        del specs
+        wanted = _by_path(shapes)
+        kinds = {path: _read_as(reading.kind(array), wanted.get(path)) for path, array in self._arrays.items()}
+        return reading.differences(kinds, wanted, where="in memory")
+
+    def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
+        """See `ParameterSource`. The arrays are copies, converted to the dtypes of `abstract`."""
+        del specs
+        progress("all together", len(self._arrays), len(self._arrays))
+
+        def copied(path: Sequence[Any], like: Any) -> jax.Array:
+            whole = np.asarray(self._arrays[parameters.path_name(path)])
+            shard = functools.partial(_copied_part, whole, like.dtype)
+            return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+        return jax.tree_util.tree_map_with_path(copied, abstract)
+
+
+def _copied_part(whole: np.ndarray, dtype: Any, index: Any) -> np.ndarray:
+    return np.array(whole[index], dtype)  # a copy: a step donates the array that is made of it
+
+
+def _is_tree_of_arrays(params: Any) -> bool:
+    return isinstance(params, Mapping) and all(
+        isinstance(entries, Mapping) and all(isinstance(array, jax.Array | np.ndarray) for array in entries.values())
+        for entries in params.values()
+    )
+
+
 _PREFIX = "params/"
 
 
@@ -353,7 +438,13 @@ def _keys(module: str, name: str) -> tuple:
 
 
 def require_fit(
-    source: ParameterSource, shapes: Any, specs: Specs, patterns: Sequence[str], *, optional: Sequence[str] = ()
+    source: ParameterSource,
+    shapes: Any,
+    specs: Specs,
+    patterns: Sequence[str],
+    *,
+    optional: Sequence[str] = (),
+    layers: LayerMap | None = None,
 ) -> None:
     """Checks that a source has the parameters that match the patterns, unless they are optional (see `load`).
 
@@ -369,7 +460,8 @@ def require_fit(
                 f"INIT_PATTERNS: {pattern!r} reads nothing: {source.describe()} has none of {absent}; leave "
                 "the pattern out, and they are initialized"
             )
-    lines = source.problems(*(read_from(source, tree, patterns, optional=optional) for tree in (shapes, specs)))
+    wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (shapes, specs))
+    lines = source.problems(layers.in_source(wanted) if layers else wanted, of_these)
     if tuple(patterns) != ("*",):
         lines = [line for line in lines if not _is_unused(line)]
     if lines:
@@ -378,7 +470,8 @@ def require_fit(
             f"INIT_FROM: {source.describe()} does not fit the model:\n  "
             + "\n  ".join([*source.notes, *lines[:MOST_LINES], *more])
             + "\nINIT_PATTERNS chooses the parameters to start from; all others are initialized. INIT_RENAMES gives "
-            "names here by names there: {'decoder/*': 'layers/*'}"
+            "names here by names there: {'decoder/*': 'layers/*'}. INIT_LAYERS gives a layer there for each layer "
+            "here: {'layers/*': (0, 0, 1, 1)}"
         )
 
 
@@ -390,25 +483,31 @@ def load(
     patterns: Sequence[str],
     *,
     optional: Sequence[str] = (),
+    layers: LayerMap | None = None,
     progress: Progress = lambda *_: None,
 ) -> Any:
     """Reads the parameters that match the patterns from `source`, and initializes all others.
 
     Args:
       source: the parameters to start from.
-      init: initializes all parameters; called unless all of them are read.
+      init: initializes all parameters; called unless all of them, and all of their layers, are read.
       abstract: shapes and shardings of the parameters.
       specs: the specs of the parameters.
       patterns: as in `chosen`.
       optional: wildcards over paths of parameters, such as adapters, that are initialized where the source lacks them.
+      layers: the layers of the source that the parameters start from; None: the same ones.
       progress: called before a parameter is read.
     """
-    wanted = read_from(source, abstract, patterns, optional=optional)
-    if len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)):
-        return source.load(abstract, specs, progress=progress)
-    fresh = init()
-    jax.tree.map(lambda a: a.delete(), read_from(source, fresh, patterns, optional=optional))  # to make room
-    loaded: Mapping = source.load(wanted, read_from(source, specs, patterns, optional=optional), progress=progress)
+    wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (abstract, specs))
+    is_whole = len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)) and not (layers and layers.initializes)
+    fresh = {} if is_whole else init()
+    for path, array in _by_path({} if is_whole else read_from(source, fresh, patterns, optional=optional)).items():
+        if not (layers and layers.needs_fresh(path)):
+            array.delete()  # to make room
+    read = source.load(layers.in_source(wanted) if layers else wanted, of_these, progress=progress)
+    loaded: Mapping = layers.arranged(read, wanted, fresh) if layers else read
+    if is_whole:
+        return loaded
     return {
         module: {name: loaded.get(module, {}).get(name, leaf) for name, leaf in entries.items()}
         for module, entries in fresh.items()

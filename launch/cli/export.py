@@ -71,11 +71,8 @@ def run(args: argparse.Namespace) -> int:
             f"{args.run}: the optimizer averages parameters, and step {step.name} has the average in the optimizer's "
             "state, which is not exported; a step of the parameters alone (params_checkpoint_interval) is"
         )
-    if model.lora is not None and not args.merge and not _is_published(experiment.init_from):
-        raise UserError(
-            f"{args.run}: its base is {experiment.init_from or 'no published model'!r}, "
-            "which PEFT cannot load: give --merge"
-        )
+    if model.lora is not None and not args.merge:
+        _require_base_of_peft(args.run, experiment)
     if args.merge and model.lora is None:
         raise UserError(f"{args.run} has no adapters: leave --merge out")
     base = dataclasses.replace(model, lora=None)
@@ -108,6 +105,15 @@ def run(args: argparse.Namespace) -> int:
     if args.push:
         print(f"uploaded to {published_files.push(out, args.push)}")
     return 0
+
+
+def _require_base_of_peft(run: str, experiment: Experiment) -> None:
+    """Raises UserError unless the library PEFT can load the base of a run's adapters."""
+    base = experiment.init_from
+    if not _is_published(base):
+        raise UserError(f"{run}: its base is {base or 'no published model'!r}, which PEFT cannot load: give --merge")
+    if experiment.init_layers:
+        raise UserError(f"{run}: its base has other layers than {base!r} (INIT_LAYERS): give --merge")
 
 
 def _is_published(base: str) -> bool:

@@ -12,7 +12,7 @@ import jax
 from core import distributed, paths, published_files, versions
 from core.checkpoints import steps
 from core.checkpoints.steps import LeftOut
-from core.checkpoints.warm_start import Origin, ParameterSource
+from core.checkpoints.warm_start import GivenParameters, Origin, ParameterSource
 from core.errors import UserError
 from core.health import phase
 from core.training import compilation
@@ -84,10 +84,12 @@ def prepare_run(
     last_step: int,
     host: Host,
     started: float | None = None,
+    given: GivenParameters | None = None,
 ) -> Run:
     """Binds an experiment to the devices of the joined hosts, prepares its data, and checks that everything fits.
 
-    Of an experiment with phases, it prepares the one given, or the first.
+    Of an experiment with phases, it prepares the one that is passed, or the first. A new run starts from the parameters
+    `given`, if there are some, in place of those of INIT_FROM.
 
     Raises:
       UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.
@@ -102,10 +104,10 @@ def prepare_run(
     initial = None
     saved = distributed.decided_by_host_zero(lambda: steps.complete(paths.resolve(run_dir) / steps.FOLDER))
     is_resumed = bool(saved)
-    if experiment.init_from and not is_resumed:
+    if (given or experiment.init_from) and not is_resumed:
         from launch.runs import warm_start
 
-        initial = warm_start.find(experiment, program)
+        initial = warm_start.find(experiment, program, given=given)
         if initial is not None and initial.notes and host.is_zero:
             print(f"note: {initial.notes}", flush=True)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)

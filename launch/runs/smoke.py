@@ -81,6 +81,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         init_from="" if shrinks else experiment.init_from,
         init_patterns=("*",) if shrinks else experiment.init_patterns,
         init_renames={} if shrinks else experiment.init_renames,
+        init_layers={} if shrinks else experiment.init_layers,
         prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
     )
 

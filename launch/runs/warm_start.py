@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import jax
 
-from core import distributed, logical, published_files, units
+from core import distributed, logical, parameters, published_files, units
 from core.batches import batch_shapes
-from core.checkpoints import reading, steps, warm_start
+from core.checkpoints import layer_map, reading, steps, warm_start
 from core.errors import UserError
 from core.model_settings import differing_settings
+from core.parameters import Specs
 from core.step import TrainState
 from core.types import AddsParameters, Model, ReadsPublished, can, lacking
 from launch import terminal
@@ -27,15 +28,21 @@ class Initial(NamedTuple):
       source: where they are: one step of a run, or a published folder.
       notes: how the model that they belong to differs, and whether they have an average, which is not taken.
       left_out: the frozen ones of a published folder, which checkpoints leave out; None: there are none.
+      layers: the layers of the source that they start from.
     """
 
     source: warm_start.ParameterSource
     notes: str
     left_out: steps.LeftOut | None
+    layers: layer_map.LayerMap
 
 
 def find(
-    experiment: Experiment, program: Program, *, is_visible: Callable[[str], bool] = lambda place: True
+    experiment: Experiment,
+    program: Program,
+    *,
+    given: warm_start.GivenParameters | None = None,
+    is_visible: Callable[[str], bool] = lambda place: True,
 ) -> Initial | None:
     """Returns the parameters that INIT_FROM names, after checking that they fit; None if the run starts from its seed.
 
@@ -44,30 +51,37 @@ def find(
     Args:
       experiment: the experiment.
       program: its program.
+      given: parameters in memory, in place of those that INIT_FROM names.
       is_visible: whether a folder can be read from here: that of the parameters that a step of a run leaves out.
 
     Raises:
       UserError: there is no such run, step or folder, the model cannot read published parameters, or they do not fit.
     """
-    if not experiment.init_from:
+    if given is None and not experiment.init_from:
         return None
-    found = _opened(experiment.model, distributed.decided_by_host_zero(lambda: _pinned(experiment.init_from)))
-    if isinstance(found, warm_start.SavedParameters):
-        found.notes = _notes(found, experiment)
-    found = _renamed(found, experiment.init_renames)
+    found = _renamed(given or _named(experiment), experiment.init_renames)
     shapes, specs, optional = program.abstract_state.params, program.param_specs, _optional(experiment)
-    warm_start.require_fit(found, shapes, specs, experiment.init_patterns, optional=optional)
-    lines = list(found.notes)
+    read, of_these = (
+        warm_start.read_from(found, t, experiment.init_patterns, optional=optional) for t in (shapes, specs)
+    )
+    layers = layer_map.of(experiment.init_layers, found, read, of_these)
+    warm_start.require_fit(found, shapes, specs, experiment.init_patterns, optional=optional, layers=layers)
+    lines = [*found.notes, *layers.notes]
     if isinstance(found, warm_start.SavedParameters) and (left_out := found.left_out):
         if is_visible(left_out.source):
-            read = (
-                warm_start.read_from(found, t, experiment.init_patterns, optional=optional) for t in (shapes, specs)
-            )
-            found.require_source(*read)
+            found.require_source(layers.in_source(read), of_these)
         else:
             lines.append(f"not checked: {left_out.source}, where the parameters that {found.describe()} leaves out are")
     notes = "INIT_FROM:\n  " + "\n  ".join(lines) if lines else ""
-    return Initial(found, notes, _left_out(experiment, program, found))
+    return Initial(found, notes, _left_out(experiment, of_these, found, layers), layers)
+
+
+def _named(experiment: Experiment) -> warm_start.ParameterSource:
+    """Returns the source that INIT_FROM names."""
+    found = _opened(experiment.model, distributed.decided_by_host_zero(lambda: _pinned(experiment.init_from)))
+    if isinstance(found, warm_start.SavedParameters):
+        found.notes = _notes(found, experiment)
+    return found
 
 
 def source_again(experiment: Experiment, left_out: steps.LeftOut) -> warm_start.ParameterSource:
@@ -185,20 +199,23 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
         program.param_specs,
         experiment.init_patterns,
         optional=_optional(experiment),
+        layers=initial.layers,
         progress=progress,
     )
     return program.init_from(params)
 
 
-def _left_out(experiment: Experiment, program: Program, found: warm_start.ParameterSource) -> steps.LeftOut | None:
-    """Returns the frozen parameters that are read from a published folder.
+def _left_out(
+    experiment: Experiment, read: Specs, found: warm_start.ParameterSource, layers: layer_map.LayerMap
+) -> steps.LeftOut | None:
+    """Returns the frozen ones of the parameters that are read from a published folder, unless their layers are mapped.
 
-    Those of another run are saved: the step that they come from may be removed.
+    Those of another run or in memory are saved: the step that they come from may be removed.
     """
-    if isinstance(found, warm_start.SavedParameters):
+    if isinstance(found, warm_start.SavedParameters | warm_start.GivenParameters):
         return None
-    read = warm_start.read_from(found, program.param_specs, experiment.init_patterns, optional=_optional(experiment))
-    arrays = [name for name, spec in reading.by_name({"params": read}).items() if not spec.trainable]
+    names = zip(reading.by_name({"params": read}).items(), parameters.names(read), strict=True)
+    arrays = [name for (name, spec), path in names if not spec.trainable and path not in layers.layers]
     if not arrays:
         return None
     source = published_files.described(experiment.init_from)

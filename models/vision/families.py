@@ -163,6 +163,10 @@ class TwoFolders:
         """Returns whether one of the folders has a parameter."""
         return any(folder.has(path) for folder in self._folders)
 
+    def num_layers(self, path: str) -> int | None:
+        """Returns the number of layers of a parameter in the folder that has it; None if neither does."""
+        return next((folder.num_layers(path) for folder in self._folders if folder.has(path)), None)
+
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns the differences between the folders and a model."""
         parts = [self._own(folder, shapes, specs) for folder in self._folders]

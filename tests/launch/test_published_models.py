@@ -519,6 +519,9 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(adapted, 
     capsys.readouterr()
     assert run_command("export", run, "--out", tmp_path / "none", "--gin", "INIT_FROM = ''") == 2
     assert "which PEFT cannot load: give --merge" in capsys.readouterr().err
+    others = "INIT_LAYERS = {'layers/*': (0, 2, 1)}"
+    assert run_command("export", run, "--out", tmp_path / "none", "--gin", others) == 2
+    assert "its base has other layers than" in capsys.readouterr().err
 
 
 @pytest.mark.covers("N07")

@@ -83,11 +83,14 @@ def trainer(run_dir, **changes):
         ({"phases": [4]}, "phases = [4]: expected a sequence of launch.phases.Phase"),
         ({"phases": [Phase(after="2", batch_size=32)]}, "phases[0].after = '2': expected an integer"),
         ({"phases": [Phase(after=2, batch_size="32")]}, "phase 2: Experiment: batch_size = '32': expected an integer"),
-        ({"init_from": 3}, "init_from = 3: expected text"),
+        ({"init_from": 3}, "init_from is of type int: expected text or {module: {name: array}}"),
         ({"frozen": "linear/w"}, "frozen = 'linear/w': expected a sequence of texts, such as ('linear/w',)"),
         ({"frozen": [1]}, "frozen = [1]: expected a sequence of texts"),
         ({"init_patterns": None}, "init_patterns = None: expected a sequence of texts"),
         ({"init_renames": "a"}, "init_renames = 'a': expected a dictionary of texts"),
+        ({"init_layers": (0, 0)}, "init_layers = (0, 0): expected layers from 0, or None, by pattern"),
+        ({"init_layers": {"layers/*": (0, -1)}}, "expected layers from 0, or None, by pattern"),
+        ({"init_layers": {"layers/*": (0, True)}}, "expected layers from 0, or None, by pattern"),
         ({"profile_steps": 4}, "profile_steps = 4: expected a sequence of steps"),
         ({"memory_profile_steps": ("4",)}, "memory_profile_steps = ('4',): expected a sequence of steps"),
         ({"compiler_options": 3}, "compiler_options = 3: expected a dictionary"),
@@ -109,6 +112,23 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, change
 def test_wrong_arguments_of_an_evaluation_are_refused_before_the_run_is_read(tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name} = {value!r}: expected an integer of at least 1"):
         trainer(tmp_path / "run").evaluate(**{name: value})
+
+
+def test_a_run_starts_from_parameters_in_memory(tmp_path):
+    given = {"linear": {"w": np.float32([[1, 2], [3, 4]]), "b": jnp.float32([5, 6])}}
+    still = optax.sgd(0.0)
+    first = trainer(tmp_path / "first", init_from=given, optimizer=still)
+    first.fit(1)
+    again = trainer(tmp_path / "again", init_from=first.params, optimizer=still)
+    again.fit(1)
+    for name, leaf in given["linear"].items():
+        np.testing.assert_array_equal(again.params["linear"][name], leaf)
+        np.testing.assert_array_equal(first.params["linear"][name], leaf)
+    assert steps.read(steps.find(str(tmp_path / "again"))).meta["init_from"] == "2 parameters in memory"
+    wrong = trainer(tmp_path / "wrong", init_from={"linear": {"w": given["linear"]["w"]}})
+    with pytest.raises(UserError, match=r"linear/b: not in memory, expected float32\[2\]"):
+        wrong.fit(1)
+    assert not (tmp_path / "wrong" / "checkpoints").exists()
 
 
 def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):

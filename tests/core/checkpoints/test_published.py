@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from core import logical, optimizers, parameters, paths, published_files, slices
-from core.checkpoints import published, safetensors_files, warm_start
+from core.checkpoints import layer_map, published, safetensors_files, warm_start
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models import family_tensors, pretrained, transformer
@@ -84,6 +84,25 @@ def test_tensors_are_found_under_other_names(llama):
     found = source.load(*wanted)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), want)
     assert jax.tree.map(lambda a: a.sharding, found) == program.state_shardings.params
+
+
+@pytest.mark.parametrize(("family", "group", "layers"), [("llama3", 1, (2, None)), ("qwen3_moe_sparse", 4, (1, 0, 0))])
+def test_layers_of_a_folder_start_a_model_of_another_depth(family, group, layers):
+    """Entries are groups of layers where a stack has them."""
+    folder, at = FAMILIES / family, strategies.fsdp_tensor(tensor=2)
+    want = jax.device_get(load(program_of(folder, at), folder))
+    program = program_of(folder, at, num_layers=group * len(layers))
+    source, shapes, specs = program.model.published(str(folder)), program.abstract_state.params, program.param_specs
+    mapping = layer_map.of({"layers/*": layers}, source, shapes, specs)
+    warm_start.require_fit(source, shapes, specs, ("*",), layers=mapping)
+    fresh = jax.device_get(program.init_params()) if None in layers else want
+    found = warm_start.load(source, program.init_params, shapes, specs, ("*",), layers=mapping)
+    assert jax.tree.map(lambda a: a.sharding, found) == program.state_shardings.params
+    for module, entries in jax.device_get(found).items():
+        for name, leaf in entries.items():
+            there, initialized = want[module][name], fresh[module][name]
+            chosen = [initialized[i] if n is None else there[n] for i, n in enumerate(layers)]
+            np.testing.assert_array_equal(leaf, np.stack(chosen) if module.startswith("layers") else there)
 
 
 def test_parameters_that_the_family_has_not_are_left_to_patterns(llama):

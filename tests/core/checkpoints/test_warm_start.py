@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core import optimizers, slices
-from core.checkpoints import comparing, inspection, reading, steps, warm_start
+from core.checkpoints import comparing, inspection, layer_map, reading, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
@@ -15,6 +15,7 @@ from models.lora import Lora
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
+from parallel.pipeline import schedules
 from tasks import streams
 
 
@@ -82,6 +83,65 @@ def test_parameters_are_found_under_other_names(saved, tmp_path):
     state = started(program, str(tmp_path), renames={**renames, "decoder/io/old_*": "*"})
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
     assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
+
+
+@pytest.mark.parametrize(
+    ("layers", "tables", "in_memory"),
+    [
+        ((0, 0, 1, 1), strategies.fsdp_tensor(tensor=2), False),
+        ((1, None, 0, None), strategies.pipeline_fsdp(stage=4, schedule=schedules.gpipe(num_microbatches=4)), False),
+        ((1,), strategies.fsdp(), True),
+        ((None, 1, 0), strategies.fsdp(), True),
+    ],
+)
+def test_another_depth_starts_from_the_layers_that_are_named(saved, layers, tables, in_memory):
+    params, run = saved
+    program = program_of(tables, seed=5, num_layers=len(layers))
+    fresh = jax.device_get(program.init_params()) if None in layers else params
+    source = warm_start.GivenParameters(params) if in_memory else warm_start.SavedParameters(steps.find(run))
+    shapes, specs = program.abstract_state.params, program.param_specs
+    mapping = layer_map.of({"layers/*": layers}, source, shapes, specs)
+    warm_start.require_fit(source, shapes, specs, ("*",), layers=mapping)
+    state = program.init_from(warm_start.load(source, program.init_params, shapes, specs, ("*",), layers=mapping))
+    assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
+    found = jax.device_get(state.params)
+    jax.tree.map(np.testing.assert_array_equal, found["~"], params["~"])
+    for name, leaf in found["layers/block"].items():
+        for layer, taken in enumerate(layers):
+            whole, place = (fresh, layer) if taken is None else (params, taken)
+            np.testing.assert_array_equal(leaf[layer], whole["layers/block"][name][place])
+
+
+def test_frozen_layers_that_a_run_leaves_out_are_read_for_another_depth(saved, adapted):
+    (params, _), (_, run) = saved, adapted
+    source = warm_start.SavedParameters(
+        steps.find(f"{run}@3"), open_source=lambda left_out: warm_start.SavedParameters(steps.find(left_out.source))
+    )
+    program = program_of(strategies.fsdp(), num_layers=3)
+    shapes, specs = program.abstract_state.params, program.param_specs
+    mapping = layer_map.of({"layers/*": (1, 0, 1)}, source, shapes, specs)
+    source.require_source(mapping.in_source(shapes), specs)
+    found = warm_start.load(source, program.init_params, shapes, specs, ("*",), layers=mapping)
+    for name, leaf in found["layers/block"].items():
+        stored = params["layers/block"][name].astype(jax.numpy.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(leaf, stored[np.array([1, 0, 1])])
+
+
+def test_parameters_in_memory_are_copied_renamed_and_compared(saved):
+    params, _ = saved
+    program = program_of(strategies.fsdp(), seed=5)
+    shapes, specs = program.abstract_state.params, program.param_specs
+    mine = {"decoder/layers": params["layers/block"], "~": jax.tree.map(jax.numpy.asarray, params["~"])}
+    source = warm_start.GivenParameters(mine)
+    with pytest.raises(UserError) as caught:
+        warm_start.require_fit(source, shapes, specs, ("*",))
+    assert "layers/block/up: not in memory, expected float32[2, 16, 16]" in str(caught.value)
+    source = source.renamed({"decoder/layers/*": "layers/block/*"})
+    state = program.init_from(warm_start.load(source, program.init_params, shapes, specs, ("*",)))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+    assert not any(leaf.is_deleted() for leaf in mine["~"].values())
+    with pytest.raises(UserError, match="init_from is of type list"):
+        warm_start.GivenParameters([np.zeros(3)])
 
 
 def test_frozen_parameters_are_read_in_the_dtype_that_they_are_stored_in(saved):

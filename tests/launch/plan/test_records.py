@@ -79,6 +79,7 @@ FIELDS = {
     "init_from": ("runs/first", False),
     "init_patterns": (("layers",), False),
     "init_renames": ({"decoder/*": "layers/*"}, False),
+    "init_layers": ({"layers/*": (0, 0, 1, None)}, False),
     "frozen": (("embedding",), True),
     "frozen_dtype": ("float32", False),  # alone: there is nothing that it is the dtype of
 }

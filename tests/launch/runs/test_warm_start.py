@@ -90,3 +90,33 @@ def test_fields_of_the_source_that_no_shape_shows_are_listed(folder, tmp_path, c
     assert f"  the optimizer of {where} averages parameters: the parameters are taken, not their average\n" in said
     assert said.count(where) == 3
     assert loaded_model.load(str(source)).where == f"step 3 of {source} (averaged by its optimizer)"
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_layers_of_another_depth_are_named_and_listed(folder, tmp_path, capsys, is_published):
+    """The fixture has 3 layers. Frozen parameters whose layers are mapped are saved, because no folder has them so."""
+    source = folder
+    if not is_published:
+        source = tmp_path / "source"
+        source.mkdir()
+        save(folder, source, 3)
+    deeper = (f"INIT_FROM = '{source}'", "pretrained.model.num_layers = 4", "FROZEN = ('layers/*', 'embedding')")
+    with pytest.raises(UserError, match=r"INIT_LAYERS gives a layer there for each layer here: \{'layers/\*'"):
+        prepare(folder, tmp_path / "run", *deeper)
+    for layers, said in {
+        "(0, 1)": "2 entries, but layers/block/",
+        "(0, 1, 2, 3)": "names layer 3, but layers/block/",
+    }.items():
+        with pytest.raises(UserError, match=r"INIT_LAYERS: 'layers/\*': ") as caught:
+            prepare(folder, tmp_path / "run", *deeper, f"INIT_LAYERS = {{'layers/*': {layers}}}")
+        assert said in str(caught.value)
+    capsys.readouterr()
+    run = prepare(folder, tmp_path / "run", *deeper, "INIT_LAYERS = {'layers/*': (0, 2, None, 0)}")
+    line = "  layers/*: layers 0 from 0, 1 from 2, 3 from 0; initialized: 2; not taken from the source: 1\n"
+    assert line in capsys.readouterr().out
+    assert run.initial.left_out is None if not is_published else run.initial.left_out.arrays == ["params/~/embedding"]
+    state = warm_start.first_state(run.experiment, run.program, run.initial, is_host_zero=True)
+    query = jax.device_get(state.params["layers/block"]["query"])
+    np.testing.assert_array_equal(query[0], query[3])
+    assert query.shape[0] == 4
+    assert not np.array_equal(query[0], query[2])
