@@ -70,8 +70,8 @@ def _tried(address: str) -> str:
         while time.monotonic() < end:
             try:
                 socket.create_connection(place, timeout=REACH_SECONDS).close()
-            except OSError as error:
-                reasons.append(error.strerror or str(error))
+            except (OSError, UnicodeError) as error:  # UnicodeError: no host can have such a name
+                reasons.append(getattr(error, "strerror", "") or str(error))
                 time.sleep(_PAUSE_SECONDS)
             else:
                 is_reached.set()

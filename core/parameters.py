@@ -259,6 +259,14 @@ def by_layer(
     )
 
 
+_OF_LAYERS = re.compile(r"inner_states/(whole|\d+ \w+( x \d+ \w+)*)/inner_state/")  # in names of `by_layer`'s state
+
+
+def outside_layers(name: str) -> str:
+    """Returns the name that a leaf of the state of `by_layer` has if the same rule is applied without it."""
+    return _OF_LAYERS.sub("", name)
+
+
 def _in_turn(update: Callable) -> Callable:
     return lambda *trees: jax.lax.map(lambda layer: update(*layer), trees)
 

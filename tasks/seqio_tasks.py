@@ -183,9 +183,11 @@ class SeqioCorpus:
         return [f"text.seqio: {problem}" for problem in found if problem]
 
     def lengths(self, length: int) -> dict[str, int]:
-        """Returns the most ids of each feature in a row of `length` tokens."""
-        inputs = {} if self.inputs_length is None else {"inputs": self.inputs_length}
-        return {**inputs, "targets": length - sum(inputs.values())}
+        """Returns the most ids of each feature in a row of `length` tokens; inputs have half of a smoke run's rows."""
+        if self.inputs_length is None:
+            return {"targets": length}
+        inputs = self.inputs_length if self.inputs_length < length else length // 2
+        return {"inputs": inputs, "targets": length - inputs}
 
     def describe(self) -> str:
         """See `Corpus`."""
@@ -214,7 +216,8 @@ class SeqioStream:
         except StopIteration:
             if self._once and self._has_read:
                 raise
-            raise UserError(f"{self._where}: no example; use more examples, or a lower NUM_STREAMS") from None
+            fix = "add examples to this split" if self._once else "use more examples, or a lower NUM_STREAMS"
+            raise UserError(f"{self._where}: no example; {fix}") from None
         except self._tf.errors.OpError as error:
             raise UserError(f"{self._where}: {error.message.strip().splitlines()[0]}") from error
 

@@ -87,6 +87,20 @@ def _no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", guarded_connect)
 
 
+@pytest.fixture
+def closed_port(monkeypatch):
+    """The number of a port on which nobody listens, where gs:// is expected to be."""
+    from core import buckets
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{(port := free_port())}")
+    monkeypatch.setattr(buckets, "REACH_SECONDS", 0.3)
+    monkeypatch.setattr(buckets, "_failed", {})
+    monkeypatch.setattr(buckets, "_reached", set())
+    buckets.Buckets.clear_instance_cache()
+    yield port
+    buckets.Buckets.clear_instance_cache()
+
+
 @pytest.fixture(scope="session")
 def pinned_compiler():
     """{package: version} of jax, jaxlib and libtpu in requirements.txt: committed records were made with these."""

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from core import parameters
 from core.checkpoints import steps
 from core.checkpoints.steps import DamagedError
 from core.errors import UserError
@@ -103,6 +104,24 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
     lines += [f"{name}: {saved[name]} {where}, not expected" for name in saved if name not in wanted]
     both = [name for name in wanted if name in saved and saved[name] != wanted[name]]
     return lines + [f"{name}: {saved[name]} {where}, expected {wanted[name]}" for name in both]
+
+
+def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
+    """Returns, in a list, the setting with which a state fits that an optax transformation had without `by_layer`.
+
+    Args:
+      saved: as of `differences`.
+      abstract_state: the requested state, which has differences.
+    """
+    wanted = set(by_name(abstract_state))
+    plain = set(map(parameters.outside_layers, wanted))
+    if plain == wanted or plain != saved.keys():
+        return []
+    return [
+        "its optimizer was applied to stacks as they are, and is now applied to each layer separately: set "
+        "optimizers.from_optax.by_layer = False, with OPTIMIZER = @optimizers.from_optax() "
+        "(README.md, 'Your own optimizer')"
+    ]
 
 
 def kind(leaf: Any) -> str:

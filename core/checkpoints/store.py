@@ -349,7 +349,8 @@ class Checkpoints:
     def _require_same_tree(self, step: int, described: steps.Description, abstract_state: Any) -> None:
         differences = reading.differences(described.kinds, abstract_state)
         if differences:
-            listed = "\n  ".join(units.shortened(differences, most=20))
+            advice = reading.advice(described.kinds, abstract_state)
+            listed = "\n  ".join([*units.shortened(differences, most=20), *advice])
             raise Misfit(
                 f"the checkpoint of step {step} in {self._directory} does not fit this model and optimizer "
                 f"({len(differences)} leaves):\n  {listed}\nUse the configuration saved with it, or another run_dir."

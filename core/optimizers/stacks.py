@@ -123,7 +123,8 @@ def _check_muon(state: Any, specs: Specs, single: Params) -> None:
         raise UserError(
             f"from_optax: optax.contrib.muon tells matrices by their two dimensions, which gives {'; '.join(wrong)}. "
             "Use optimizers.muon (gin/optimizers/muon.gin), or a rule that tells them by kind (README.md, 'Your own "
-            "optimizer'). from_optax(…, by_layer=True) applies it to each layer as it is"
+            "optimizer'). from_optax(…, by_layer=True) applies it to each layer as it is; by_layer=False applies it to "
+            "stacks, which continues a run that began so"
         )
 
 

@@ -30,8 +30,8 @@ class FirstBatches:
     """The first batches of an evaluation.
 
     Attributes:
-      share: of the data that these batches are, known when they have been read: 1.0 if there are no more; None if it
-        is not known.
+      share: share of the data that was read, known after the last batch: 1.0 if there are no more; None if it is not
+        known.
     """
 
     def __init__(self, batches: HostBatches, most: int | None):

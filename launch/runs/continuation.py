@@ -80,7 +80,8 @@ def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_stat
     """
     data = data_problems(found.step, found.described.meta, now, span=span)
     misfits = reading.differences(found.described.kinds, abstract_state)
-    return [*data, *units.shortened(misfits, most=_MOST_LINES)]
+    advice = reading.advice(found.described.kinds, abstract_state)
+    return [*data, *units.shortened(misfits, most=_MOST_LINES), *advice]
 
 
 def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *, span: Span) -> list[str]:

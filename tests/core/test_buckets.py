@@ -9,20 +9,6 @@ from core import buckets, paths
 from core.errors import UnreachableError
 
 
-@pytest.fixture
-def closed_port(monkeypatch):
-    """The number of a port on which nobody listens, where gs:// is expected to be."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{port}")
-    monkeypatch.setattr(buckets, "REACH_SECONDS", 0.3)
-    monkeypatch.setattr(buckets, "_failed", {})
-    monkeypatch.setattr(buckets, "_reached", set())
-    buckets.Buckets.clear_instance_cache()
-    yield port
-    buckets.Buckets.clear_instance_cache()
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -51,6 +37,14 @@ def test_the_limit_is_waited_for_once_and_a_server_is_found_again_later(closed_p
     with socket.create_server(("127.0.0.1", closed_port)):
         buckets.require_reachable(buckets.address())
     buckets.require_reachable(buckets.address())  # a server that was reached may go: requests are repeated
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_name_that_no_host_can_have_is_the_same_error(closed_port, monkeypatch):
+    monkeypatch.undo()  # the guard of the tests would look at the name first
+    monkeypatch.setattr(buckets, "REACH_SECONDS", 0.3)
+    with pytest.raises(UnreachableError, match="label empty or too long"):
+        buckets.require_reachable("http://storage..invalid")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import optax.contrib
 import pytest
 
 from core import optimizers, parameters
+from core.checkpoints import reading
 from core.errors import UserError
 from core.optimizers import stacks
 from core.parameters import ParamSpec
@@ -183,8 +184,24 @@ def test_muon_of_optax_is_an_error_where_dimensions_do_not_tell_the_matrices(mak
     said = r"Adam for layers/block/query \(a matrix of 3 dim.*Muon for embedding \(kind embedding\).*by kind"
     with pytest.raises(UserError, match=said):
         jax.eval_shape(optimizer.init, PARAMS)
-    as_it_is = optimizers.from_optax(transformation=make(), by_layer=True).bound(SPECS)
-    jax.eval_shape(as_it_is.init, PARAMS)
+    for by_layer in (True, False):
+        as_it_is = optimizers.from_optax(transformation=make(), by_layer=by_layer).bound(SPECS)
+        jax.eval_shape(as_it_is.init, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("saved", "is_advised"), [({"by_layer": False}, True), ({}, False), ({"clip_norm": None, "by_layer": False}, False)]
+)
+def test_a_state_from_before_layers_were_separate_names_the_setting(saved, is_advised):
+    def state(**settings):
+        made = optimizers.from_optax(
+            **{"transformation": optax.adamw(0.1, mask=matrices), "clip_norm": 1.0, **settings}
+        )
+        return jax.eval_shape(made.bound(SPECS).init, PARAMS)
+
+    kinds = {name: reading.kind(leaf) for name, leaf in reading.by_name(state(**saved)).items()}
+    advice = "".join(reading.advice(kinds, state()))
+    assert ("set optimizers.from_optax.by_layer = False" in advice) == is_advised
 
 
 def test_muon_of_optax_takes_the_matrices_of_each_layer():

@@ -9,7 +9,7 @@ import pytest
 
 from core.errors import UserError
 from launch import environment
-from tasks import catalogue, text
+from tasks import catalogue, seqio_tasks, text
 from tasks.documents import StreamSpec
 
 MODULE = """
@@ -97,8 +97,16 @@ def test_opening_a_stream_shows_no_harmless_message(registered, caplog):
 @pytest.mark.slow
 def test_a_stream_without_examples_is_refused(registered):
     task = text.seqio(name="tried_works", length=16, num_streams=2)
-    with pytest.raises(UserError, match="validation stream 1 of 2: no example"):
-        next(task.corpus.open_stream(StreamSpec("validation", 1, 2, 2, 16, None, task.vocabulary)))
+    for once, fix in ((False, "use more examples, or a lower NUM_STREAMS"), (True, "add examples to this split")):
+        spec = StreamSpec("validation", 1, 2, 2, 16, None, task.vocabulary, once=once)
+        with pytest.raises(UserError, match=f"validation stream 1 of 2: no example; {fix}"):
+            next(task.corpus.open_stream(spec))
+
+
+def test_inputs_leave_room_for_targets_in_the_short_rows_of_a_smoke_run():
+    corpus = seqio_tasks.SeqioCorpus("any", inputs_length=1024)
+    assert corpus.lengths(1536) == {"inputs": 1024, "targets": 512}
+    assert corpus.lengths(128) == {"inputs": 64, "targets": 64}
 
 
 @pytest.mark.slow

@@ -114,3 +114,37 @@ def test_only_the_first_step_is_reported():
     for step in (7, 8):
         hook.after_step(trainer.StepReport(step, {"loss": 1.0}, {}, 1.0, 0.0))
     assert [step for step, _ in said] == [7]
+
+
+@pytest.fixture
+def own_cache(monkeypatch):
+    """A process that has not named a cache; the configuration of jax is restored."""
+    names = [f"jax_compilation_cache_{name}" for name in ("dir", "max_size")]
+    names += [f"jax_persistent_cache_min_{name}" for name in ("compile_time_secs", "entry_size_bytes")]
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setattr(compilation, "_is_cached", False)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation.compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_used"),
+    [
+        ({"XDG_CACHE_HOME": "{}/home"}, True),
+        ({"XDG_CACHE_HOME": "{}/file"}, False),  # a folder cannot be made there
+        ({"XDG_CACHE_HOME": "{}/home", "JAX_COMPILATION_CACHE_DIR": "{}/other"}, False),
+    ],
+)
+@pytest.mark.usefixtures("own_cache")
+def test_the_cache_of_a_user_is_bounded_and_gives_way(variables, is_used, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size
+    compilation.use_cache_of_user()
+    after = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size
+    assert after == ((str(tmp_path / "home/renga/programs"), 2**30) if is_used else before)
+    assert (tmp_path / "home/renga/programs").is_dir() == is_used

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 
+import jax
 import pytest
 
 from core import paths, slices
@@ -13,6 +14,7 @@ from launch import __main__ as cli
 from launch.check import preflight
 from launch.config import loader
 from launch.hosts import workstation
+from launch.runs import smoke
 from parallel import host_memory, mesh
 from parallel.planning import arithmetic
 
@@ -62,6 +64,8 @@ def test_a_local_disk_is_a_note_if_the_hosts_are_unknown(tmp_path, capsys):
     assert "FAIL  run directory" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("closed_port")
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bucket_that_only_the_hosts_may_write_is_a_note(monkeypatch):
     def fails_with(error):
         def check_writable(directory):
@@ -73,7 +77,6 @@ def test_a_bucket_that_only_the_hosts_may_write_is_a_note(monkeypatch):
     found = fails_with(PermissionError("no credentials"))
     assert (found.ok, found.detail, found.is_note) == (True, "cannot write to gs://bucket/x", True)
     assert not fails_with(FileNotFoundError("no such bucket")).ok
-    monkeypatch.undo()
     asked = []
     monkeypatch.setattr(paths, "check_writable", asked.append)
     assert check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="dry run")["run directory"].is_note
@@ -314,3 +317,10 @@ def test_a_loss_that_couples_rows_is_found_where_steps_divide_them(tmp_path, mon
     ):
         found = check(str(tmp_path / "coupled.gin"), run_dir=tmp_path / "run", bindings=bindings)
         assert [f for f in found if not found[f].ok] == [name] * bool(name), found
+
+    def without_cpus(backend):
+        raise RuntimeError(f"Unknown backend {backend}")  # as jax does under JAX_PLATFORMS=tpu
+
+    experiment = loader.load(str(tmp_path / "coupled.gin"), bindings=["ACCUM_STEPS = 2"]).build()
+    monkeypatch.setattr(jax, "local_devices", without_cpus)
+    assert smoke.require_divisible_rows(experiment) == ""
