@@ -29,7 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from core import jax_internals, paths, rendezvous, units
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.health import exit_codes, heartbeat
 from core.health.failure_diagnosis import Limits
 
@@ -259,17 +259,17 @@ def decided_by_host_zero(decide: Callable[[], Any]) -> Any:
     the same order.
 
     Raises:
-      UserError: `decide` raised one; on every host.
+      UserError: `decide` raised one, or an UnreachableError; on every host.
     """
     decided: dict[str, Any] = {}
     if is_host_zero():
         try:
             decided = {"result": decide()}
         except UserError as error:
-            decided = {"error": str(error)}
+            decided = {"error": str(error), "is_unreachable": isinstance(error, UnreachableError)}
     decided = json.loads(from_host_zero(json.dumps(decided)))
     if "error" in decided:
-        raise UserError(decided["error"])
+        raise (UnreachableError if decided["is_unreachable"] else UserError)(decided["error"])
     return decided["result"]
 
 

@@ -143,14 +143,30 @@ def run_directory(
     An experiment file that is not directly in the workspace's `gin/` adds its folder: `runs/trm/sudoku4-v4-8`. The file
     is searched for as the loader does. A smoke run has its own directory.
     """
-    if "://" in str(experiment):
-        file = Path(experiment)
-    else:
-        places = (folder / experiment for folder in (Path.cwd(), WORKSPACE))
-        file = next((place for place in places if place.is_file()), Path(experiment)).resolve()
+    file = _found(experiment)
     group = "" if file.parent == WORKSPACE / "gin" else file.parent.name
     name = f"{file.stem}-{slice_name.replace(':', '-')}{'-smoke' if smoke else ''}"
     return "/".join(filter(None, (run_root(environ=environ), group, name)))
+
+
+def former_run_directory(experiment: str | Path, *, environ: Mapping[str, str] | None = None) -> str:
+    """Returns the default run directory of earlier versions, whose name had no slice, such as `runs/gin/quickstart`.
+
+    Without RENGA_RUN_ROOT it was in the workspace, or beside an experiment file of another folder.
+    """
+    file = _found(experiment)
+    is_ours = "://" in str(experiment) or file.is_relative_to(WORKSPACE)
+    folder = (Path.cwd() if PACKAGE else WORKSPACE) if is_ours else file.parent
+    root = read("RENGA_RUN_ROOT", environ=environ) or str(folder / "runs")
+    return f"{root.rstrip('/')}/{file.parent.name}/{file.stem}"
+
+
+def _found(experiment: str | Path) -> Path:
+    """Returns the path of an experiment file, which is searched for as the loader does."""
+    if "://" in str(experiment):
+        return Path(experiment)
+    places = (folder / experiment for folder in (Path.cwd(), WORKSPACE))
+    return next((place for place in places if place.is_file()), Path(experiment)).resolve()
 
 
 def require_named(run_dir: str | None, slice_: "Slice") -> None:

@@ -234,20 +234,26 @@ def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
     return json.dumps(identity, sort_keys=True).encode() + b"\n" + position
 
 
+def difference(name: str, *, now: Any, was: Any) -> str:
+    """Describes a setting on which a position in the data depends, and which has changed; of a hash, its beginning."""
+    if name == "vocabulary":
+        now, was = (str(value or "none")[:8] for value in (now, was))
+        return f"the vocabulary is another one (hash {now}, was {was})"
+    return f"{name} = {now!r}, was {was!r}"
+
+
 def _differs(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes a difference between identities; hashes are not shown, because they tell a reader nothing."""
+    """Describes a difference between identities."""
     match key:
         case "source":
             return "its files have other names, sizes or content"
         case "packing":
             return "its rows were packed in another way, by an earlier version"
-        case "vocabulary":
-            return "the vocabulary is another one"
         case "rows_per_stream":
             was, rows = (identity.get(key, 0) * identity.get("num_streams", 0) for identity in (saved, now))
-            return f"BATCH_SIZE = {rows}, was {was}"
+            return difference("BATCH_SIZE", now=rows, was=was)
     name = key.upper() if key in ("num_streams", "length", "seed") else key
-    return f"{name} = {now[key]!r}, was {saved.get(key)!r}"
+    return difference(name, now=now[key], was=saved.get(key))
 
 
 def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ operating system's handler writes the number of the signal to a socket (`signal.
 it answers at once:
 
     first Ctrl-C, steps to save      asks the training loop to save and end
+    first Ctrl-C, after the last     lets the run end by itself, which saves
     first Ctrl-C, nothing to save    raises KeyboardInterrupt in the main thread; if that takes long, ends the process
     second Ctrl-C                    ends the process
 """
@@ -24,19 +25,33 @@ from core.health import exit_codes, phase
 
 _UNWINDING_SECONDS = 2.0  # for the main thread to close files and give back the run directory
 
-_has_unsaved_steps = False
+_trained: int | None = None  # the last step that was dispatched
+_saved: int | None = None  # the last step whose checkpoint is complete
+_is_ending = False
 
 
-def trained() -> None:
-    """Notes that a step was dispatched whose state is not yet in a checkpoint."""
-    global _has_unsaved_steps
-    _has_unsaved_steps = True
+def trained(step: int) -> None:
+    """Notes that a step was dispatched, whose state is not yet in a checkpoint."""
+    global _trained, _saved, _is_ending
+    _trained, _is_ending = step, False
+    if _saved == step:  # trained again, after the run went back to an earlier step
+        _saved = None
 
 
-def saved() -> None:
-    """Notes that all steps are in complete checkpoints."""
-    global _has_unsaved_steps
-    _has_unsaved_steps = False
+def saved(step: int) -> None:
+    """Notes that the checkpoint of a step is complete."""
+    global _saved
+    _saved = step
+
+
+def ending() -> None:
+    """Notes that the last step of the run is done: the run evaluates, saves and ends by itself."""
+    global _is_ending
+    _is_ending = True
+
+
+def _has_unsaved_steps() -> bool:
+    return _trained is not None and _trained != _saved
 
 
 class Interrupts:
@@ -86,19 +101,21 @@ class Interrupts:
     def _answer(self) -> None:
         if not self._came(None):
             return
-        if self._save is None or not _has_unsaved_steps:
-            self._say("interrupted: ends now, because there is nothing new to save")
+        if self._save is None or not _has_unsaved_steps():
+            self._say("Interrupted. The run ends now: there is no new step to save.")
             self._raises.set()
             if self._came(_UNWINDING_SECONDS) is not False:
                 self._end(exit_codes.INTERRUPTED, "stopped by Ctrl-C")
             return
-        self._say(
-            f"interrupted at step {phase.place().step:,}: saves a checkpoint after the current step, then ends. "
-            "Ctrl-C again ends at once, without saving"
-        )
-        self._save()
+        at, again = f"Interrupted at step {phase.place().step:,}.", "Ctrl-C again ends it at once, without saving."
+        if _is_ending:
+            self._say(f"{at} It is the last one: the run ends after its evaluation and its checkpoint. {again}")
+        else:
+            self._say(f"{at} The run saves a checkpoint after the current step, then ends. {again}")
+            self._save()
         if self._came(None):
-            self._say("interrupted again: ends without saving; steps since the last checkpoint are lost")
+            lost = "Steps since the last checkpoint are lost" if _has_unsaved_steps() else "All steps are saved"
+            self._say(f"Interrupted again. The run ends now. {lost}.")
             self._end(exit_codes.INTERRUPTED, "stopped by a second Ctrl-C")
 
     def _came(self, seconds: float | None) -> bool | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from core import distributed, metrics
-from core.health import exit_codes, phase
+from core.health import exit_codes, interrupt, phase
 from core.step import TrainState
 from core.training import compilation, trainer
 from core.training.trainer import DeviceBatches, Hook, StepReport, TrainStep
@@ -228,6 +228,8 @@ class Save(Hook):
     def _tell(self) -> None:
         for cost in self._checkpoints.costs():
             self._costs.add(cost)
+            if cost.step == self._saved_step:  # otherwise it is of parameters alone
+                interrupt.saved(cost.step)
 
 
 class SaveParams(Hook):
@@ -300,6 +302,19 @@ class StopWhenPreempted(Hook):
             f"saved a checkpoint at step {step}; run the same command to resume",
             interrupted=distributed.is_interrupted(),
         )
+
+
+class NoteEnding(Hook):
+    """Tells `interrupt` when the last step of the run is done: a last evaluation and a save may follow."""
+
+    def __init__(self, last_step: int):
+        """Takes the last step of the run."""
+        self._last_step = last_step
+
+    def after_step(self, report: StepReport) -> None:
+        """Notes the last step."""
+        if report.step == self._last_step:
+            interrupt.ending()
 
 
 class NoteStep(Hook):

@@ -218,7 +218,7 @@ class _Loop:
         with reader.with_devices():
             self._state, metrics = train_step(self._state, batch)
         self._step, self._is_between_steps = step, True
-        interrupt.trained()
+        interrupt.trained(step)
         self._last = _Dispatched(step, metrics, self._batches.input_wait_seconds)
         return self._last
 

@@ -97,7 +97,7 @@ def check(
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if program is not None:
         if not smoked and _sees_run(run_dir, hosts):
-            findings.append(_checkpoint(config, experiment, program, run_dir, hosts))
+            findings.append(_checkpoint(path, config, experiment, program, run_dir, hosts))
         if not smoked and (hosts == "simulated" or (hosts == "here" and not slices.get(experiment.slice).is_tpu)):
             _attempt("disk", lambda: (continuation.require_space(run_dir, experiment, program), "enough"), findings)
         if initial := _initial_parameters(meant, program, run_dir, hosts):
@@ -170,14 +170,22 @@ def _sees_run(run_dir: str, hosts: Hosts) -> bool:
     return hosts != "dry run" and (paths.is_remote(run_dir) or hosts not in _AWAY)
 
 
-def _checkpoint(config: LoadedConfig, experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding:
+def _checkpoint(
+    path: str, config: LoadedConfig, experiment: Experiment, program: Program, run_dir: str, hosts: Hosts
+) -> Finding:
     """Checks that a start could continue from the newest checkpoint, as the start does."""
     name = "checkpoint"
+    is_away = hosts in _AWAY
     try:
-        found, there = continuation.newest(run_dir), steps.complete(paths.resolve(run_dir) / steps.FOLDER)
-    except Exception as error:  # files, formats and buckets raise many types
-        return Finding(name, True, f"cannot be read from here: {error}", is_note=True)
+        found = continuation.newest(run_dir)
+    except UserError as error:  # the hosts may reach it
+        return Finding(name, is_away, str(error), is_note=is_away)
     if found is None:
+        try:
+            continuation.require_not_moved(run_dir, path, config.slice)
+        except UserError as error:
+            return Finding(name, False, str(error))
+        there = steps.complete(paths.resolve(run_dir) / steps.FOLDER)
         said = "none: a fresh start" if not there else f"none of {len(there)} is intact"
         return Finding(name, not there, said, "launch/run checkpoints verify RUN lists what is damaged")
     changed = continuation.changes(found.described.meta, config.text)
@@ -187,7 +195,7 @@ def _checkpoint(config: LoadedConfig, experiment: Experiment, program: Program, 
         return Finding(name, not changed, "\n".join(filter(None, (said, what))), continuation.FIX, is_note=True)
     span = continuation.phase_after(experiment.spans(), found.step)
     try:
-        if hosts in _AWAY:  # the data are not here
+        if is_away:  # the data are not here
             now = {**found.described.meta, continuation.ORDER: continuation.settings(span)}
         else:
             span.experiment.task.prepare(run_dir, is_host_zero=False)  # reads what host 0 made at the first start

@@ -268,7 +268,8 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
         if finding.is_note:
             print(f"# {finding.name}: {finding.detail}")
     # A local directory of this name is not that of the hosts.
-    if not args.dry_run and paths.is_remote(run_directory) and _is_finished(args, checked, run_directory):
+    is_shared = not args.dry_run and paths.is_remote(run_directory)
+    if is_shared and _is_finished(args, checked, run_directory, is_elsewhere=True):
         return 0
     options = flags.passed_on(args, "--gin", "--steps", "--smoke", "--tune", *(["--restarts"] if args.restarts else []))
     variables = [f"{name}={value}" for name in environment.SENT if (value := environment.read(name))]
@@ -304,13 +305,14 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
     )
 
 
-def _is_finished(args: argparse.Namespace, checked: preflight.Checked, run_directory: str) -> bool:
+def _is_finished(
+    args: argparse.Namespace, checked: preflight.Checked, run_directory: str, *, is_elsewhere: bool = False
+) -> bool:
     """Returns whether nothing is left to train, and prints it; smoke runs never resume, tuning trains nothing."""
     from launch.runs import continuation
 
-    total = checked.experiment.total_steps
     return not (args.smoke or args.tune) and continuation.has_ended(
-        run_directory, checked.config.text, total_steps=total, steps=args.steps
+        run_directory, checked.config.text, checked.experiment.spans(), steps=args.steps, is_elsewhere=is_elsewhere
     )
 
 

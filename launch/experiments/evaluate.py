@@ -40,8 +40,8 @@ from parallel import host_memory, mesh, report
 
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4-v4-8
-  launch/run evaluate gs://BUCKET/runs/trm/sudoku --num-examples all          (on every host of the slice)
-  launch/run evaluate runs/trm/arc1 --all-steps --submission submission.json --simulate --slice v4-8
+  launch/run evaluate gs://BUCKET/runs/trm/maze-v4-32 --num-examples all   (on every host of the slice)
+  launch/run evaluate runs/trm/arc1-v4-64 --all-steps --submission submission.json --simulate --slice v4-8
   launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200
   launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
   launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets

@@ -109,13 +109,15 @@ def config(run_dir: str) -> str | None:
 
 
 def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = str) -> dict[str, list[str]]:
-    """Returns the run directories {group}/{experiment} in `root` whose configuration equals one of `texts`.
+    """Returns the run directories in `root`, and in its folders, whose configuration equals one of `texts`.
 
-    Two texts are equal if their keys are; the result is by key.
+    These are {experiment}-{slice}, {group}/{experiment}-{slice}, and {group}/{experiment} of a suite. Two texts are
+    equal if their keys are; the result is by key.
     """
     found: dict[str, list[str]] = {key(text): [] for text in texts}
     folder = paths.resolve(root)
-    for file in sorted(folder.glob(f"*/*/{CONFIG}")) if folder.exists() else ():
+    forms = (f"*/{CONFIG}", f"*/*/{CONFIG}") if folder.exists() else ()
+    for file in sorted(file for form in forms for file in folder.glob(form)):
         if (same := key(file.read_text())) in found:
             found[same].append(str(file.parent))
     return found

@@ -3,8 +3,9 @@
 The check before a start, the doctor and the start itself ask the same functions, before anything of the run is written.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +13,13 @@ import jax
 from core import distributed, paths, units
 from core.batches import is_same_data
 from core.checkpoints import reading, steps, writing
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
+from launch import environment
 from launch.config import differences
 from launch.config.differences import Difference
 from launch.experiment import Experiment, Span
 from parallel.partitioner import Program
+from tasks import streams
 
 ORDER = "data_order"  # in the metadata of checkpoints: the settings on which a position in the data depends
 _MOST_LINES = 20
@@ -30,15 +33,58 @@ class Newest(NamedTuple):
 
 
 def newest(run_dir: str) -> Newest | None:
-    """Returns the newest checkpoint of a run with intact metadata; None if there is none. Not collective."""
-    folder = paths.resolve(run_dir) / steps.FOLDER
-    for step in reversed(steps.complete(folder)):
-        try:
-            with reading.refusing_damage(folder / str(step)):
-                return Newest(step, steps.read(folder / str(step)))
-        except UserError:
-            continue
-    return None
+    """Returns the newest checkpoint of a run with intact metadata; None if there is none. Not collective.
+
+    Raises:
+      UserError: the checkpoints cannot be listed or read from here, so it is not known whether there is one.
+    """
+    with _reading(run_dir):
+        folder = paths.resolve(run_dir) / steps.FOLDER
+        for step in reversed(steps.complete(folder)):
+            try:
+                with reading.refusing_damage(folder / str(step)):
+                    return Newest(step, steps.read(folder / str(step)))
+            except UnreachableError:
+                raise
+            except UserError:
+                continue
+        return None
+
+
+@contextlib.contextmanager
+def _reading(run_dir: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # disks and the clients of buckets raise many types
+        raise UserError(
+            f"the checkpoints of {run_dir} cannot be read from here: {type(error).__name__}: {error}. Check the "
+            "permissions and the credentials, then start again"
+        ) from error
+
+
+def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
+    """Requires that a start in the default run directory is not meant for one of `former_run_directory`.
+
+    Args:
+      run_dir: the run directory.
+      experiment: the experiment file.
+      slice_name: of the slice.
+
+    Raises:
+      UserError: `run_dir` is the default one and has no checkpoints, and the former one has; or they cannot be read.
+    """
+    if paths.resolve(run_dir) != paths.resolve(environment.run_directory(experiment, slice_name)):
+        return
+    former = environment.former_run_directory(experiment)
+    with _reading(run_dir):
+        now, then = (steps.complete(paths.resolve(place) / steps.FOLDER) for place in (run_dir, former))
+    if then and not now:
+        raise UserError(
+            f"{run_dir} has no checkpoints, and {former}, the default of an earlier version, has step {then[-1]:,}. "
+            f"Give --run-dir {former} to continue that run. For a new run, give another --run-dir or rename that folder"
+        )
 
 
 def phase_after(spans: Sequence[Span], step: int) -> Span:
@@ -85,7 +131,7 @@ def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_stat
 
 
 def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *, span: Span) -> list[str]:
-    """Returns why a phase cannot continue in its data; the first step of a phase begins them.
+    """Returns why a phase cannot continue in its data. At the first step of a phase the data start anew.
 
     `then` is the metadata of the checkpoint. Earlier revisions recorded no ORDER; the position itself is then checked.
     """
@@ -102,11 +148,9 @@ def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *,
 
 
 def _told(name: str, before: Any, after: Any) -> str:
-    if name == "vocabulary":
-        return "the vocabulary is another one"
     if name == "phase":
         return f"it is of phase {before}, and its step is now in phase {after}"
-    return f"{name} = {after}, was {before}"
+    return streams.difference(name, now=after, was=before)
 
 
 def require_space(run_dir: str, experiment: Experiment, program: Program) -> None:
@@ -155,40 +199,51 @@ def described_changes(step: int, found: Sequence[Difference]) -> str:
     return "\n  ".join([f"{what} from the checkpoint of step {step}:", *lines])
 
 
-def has_ended(run_dir: str, config_text: str, *, total_steps: int, steps: int | None) -> bool:
+def has_ended(
+    run_dir: str, config_text: str, spans: Sequence[Span], *, steps: int | None, is_elsewhere: bool = False
+) -> bool:
     """Returns whether nothing is left to train, and prints it on host 0. Collective.
-
-    If checkpoints cannot be listed, there may be something left.
 
     Args:
       run_dir: the run directory.
       config_text: the configuration.
-      total_steps: of the experiment.
+      spans: the phases of the experiment.
       steps: of --steps.
+      is_elsewhere: other machines will train. If this one cannot read the checkpoints, there may be something left.
 
     Raises:
-      UserError: nothing is left, and the run has other settings; lists them.
+      UserError: nothing is left, and the run has other settings; lists them. Or the checkpoints cannot be read.
     """
-    last_step, named = (steps, "--steps") if steps and steps < total_steps else (total_steps, "TOTAL_STEPS")
-    said = distributed.decided_by_host_zero(lambda: _ended(run_dir, last_step, named, config_text))
+
+    def decide() -> str:
+        try:
+            found = newest(run_dir)
+        except UserError as error:
+            if not is_elsewhere:
+                raise
+            print(f"note: {error}", flush=True)
+            return ""
+        return _ended(found, run_dir, config_text, spans, steps) if found else ""
+
+    said = distributed.decided_by_host_zero(decide)
     if said and distributed.is_host_zero():
         print(said, flush=True)
     return bool(said)
 
 
-def _ended(run_dir: str, last_step: int, named: str, config_text: str) -> str:
-    try:
-        found = newest(run_dir)
-    except Exception as error:  # a bucket may be out of reach of a workstation, or fail with its client's own types
-        print(f"cannot list checkpoints: {type(error).__name__}: {error}", flush=True)
-        return ""
-    if found is None or found.step < last_step:
+def _ended(found: Newest, run_dir: str, config_text: str, spans: Sequence[Span], steps: int | None) -> str:
+    total = spans[-1].last_step
+    last_step, named = (steps, "--steps") if steps and steps < total else (total, "TOTAL_STEPS")
+    if found.step < last_step:
         return ""
     what = f"{run_dir} has the checkpoint of step {found.step:,}, and this run ends after step {last_step:,} ({named})"
-    if changed := changes(found.described.meta, config_text):
+    if changed := changes(then := found.described.meta, config_text):
+        span = phase_after(spans, found.step)
+        cannot_continue = data_problems(found.step, then, {**then, ORDER: settings(span)}, span=span)
+        further = "" if cannot_continue else f", or raise {named} to train this one further"
         raise UserError(
             f"nothing would be trained: {what}. {described_changes(found.step, changed)}\n"
-            f"Give another --run-dir for a new run, or raise {named} to train this one further"
+            f"Give another --run-dir for a new run{further}"
         )
     return (
         f"nothing to train: {what}.\n"

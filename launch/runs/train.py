@@ -87,8 +87,9 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         stack.enter_context(Waiting())
     if not (args.smoke or args.tune):
         _fetch_copy(experiment, run_dir, host)
-        if continuation.has_ended(run_dir, config.text, total_steps=spans[-1].last_step, steps=args.steps):
+        if continuation.has_ended(run_dir, config.text, spans, steps=args.steps):
             return exit_codes.DONE
+        distributed.decided_by_host_zero(lambda: continuation.require_not_moved(run_dir, args.experiment, config.slice))
     prepare = functools.partial(
         prepared_run.prepare_run, config_text=config.text, revision=revision, last_step=last_step, host=host
     )

@@ -9,7 +9,7 @@ from core import distributed, metrics, paths, slices
 from core.checkpoints import best, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
-from core.health import heartbeat, interrupt, phase
+from core.health import heartbeat, phase
 from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, prefetch, profiling, run_lock
 from core.training.trainer import Hook, StatisticsStep, TrainStep
@@ -93,7 +93,6 @@ def train(run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook
             evaluate.at_boundary(now.first_step, state)
     with phase.enter(phase.SAVING):
         checkpoints.close()
-    interrupt.saved()
     phase.at(phase.ENDING)
     validation = evaluate.latest if evaluate else {}
     if run.is_last:
@@ -184,7 +183,7 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
             f"the newest checkpoint that can be restored is of step {step}, and {run.span} begins after step "
             f"{run.span.first_step}: start the run again, and it trains the phase before once more"
         )
-    # Once more, because the newest one may have been damaged.
+    # This is checked once more, because the newest one may have been damaged.
     continuation.refuse(step, continuation.data_problems(step, meta, run.meta, span=run.span))
     is_new_phase = 0 < step == run.span.first_step  # the position is in the data of the phase before
     kept = {name: meta[name] for name in (INIT_FROM,) if name in meta}
@@ -267,6 +266,8 @@ def _hooks(
         "newest": lambda: max(steps.complete(saved), default=None),
     }
     used = [hooks.policy_hook(run.experiment.non_finite, **about), *_logging(now)]
+    if run.is_last:
+        used.insert(1, hooks.NoteEnding(run.last_step))
     if run.host.is_zero:
         told = {"first_step": now.first_step, "last_step": run.last_step, "every": run.experiment.log_interval}
         used.append(

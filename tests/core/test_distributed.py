@@ -16,7 +16,7 @@ EXPLICIT = (
     + JOIN
     + """
 import pathlib, time
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 assert distributed.initialize() is cluster
 assert distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS) is cluster
 try:
@@ -40,6 +40,12 @@ except UserError as error:
     assert str(error) == "refused by 0"
 else:
     raise AssertionError("no host was told")
+def fail():
+    raise UnreachableError("no network")
+try:
+    distributed.decided_by_host_zero(fail)
+except UnreachableError as error:
+    assert str(error) == "no network"
 if PROCESS == 0:
     port = f"{int(COORDINATOR.split(':')[1]):04X}"
     tables = pathlib.Path("/proc/net/tcp").read_text() + pathlib.Path("/proc/net/tcp6").read_text()

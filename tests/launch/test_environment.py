@@ -129,6 +129,17 @@ def test_a_run_goes_to_a_folder_of_its_experiment_and_slice(monkeypatch, tmp_pat
     assert environment.run_directory(experiment, slice_name, smoke=True, environ={}) == f"runs/{directory}-smoke"
 
 
+def test_earlier_versions_named_a_run_by_folder_and_experiment(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.gin").touch()
+    for experiment, beside in (("gin/quickstart.gin", ROOT), ("mine.gin", tmp_path), ("gs://bucket/a/x.gin", ROOT)):
+        path = Path(tmp_path / experiment if beside == tmp_path else experiment)
+        name = f"{path.parent.name}/{path.stem}"
+        assert environment.former_run_directory(experiment, environ={}) == f"{beside}/runs/{name}"
+        root = {"RENGA_RUN_ROOT": "gs://bucket/runs/"}
+        assert environment.former_run_directory(experiment, environ=root) == f"gs://bucket/runs/{name}"
+
+
 def test_git_ignores_runs_and_the_environment():
     paths = [".venv", ".venv.lock", ".venv.log", ".venv-newest", ".venv-newest.lock", "runs/gin/x/logs/host_0.log"]
     ignored = subprocess.run(

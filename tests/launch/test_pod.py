@@ -68,14 +68,14 @@ def calls(monkeypatch):
 def test_a_finished_run_starts_no_host(place, calls, monkeypatch, tmp_path, steps, newest, is_finished, where):
     asked = []
 
-    def has_ended(run_dir, config_text, *, total_steps, steps):
-        asked.append((run_dir, "TOTAL_STEPS = 200" in config_text))
-        return newest >= min(steps or total_steps, total_steps)
+    def has_ended(run_dir, config_text, spans, *, steps, is_elsewhere):
+        asked.append((run_dir, "TOTAL_STEPS = 200" in config_text, is_elsewhere))
+        return newest >= min(steps or spans[-1].last_step, spans[-1].last_step)
 
     monkeypatch.setattr(continuation, "has_ended", has_ended)
     run_dir = str(tmp_path) if where == ("--simulate",) else "gs://bucket/run"
     assert cli.main(["pod", "v4-8", "gin/quickstart.gin", *where, *steps, "--run-dir", run_dir]) == 0
-    assert asked == [(run_dir, True)]
+    assert asked == [(run_dir, True, where != ("--simulate",))]
     assert (not calls) == is_finished
 
 

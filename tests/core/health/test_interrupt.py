@@ -36,10 +36,12 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 IN_PYTHON, IN_C, BRIEFLY_IN_C = "time.sleep(60)", "in_c(200)", "in_c(3)"
-NOTHING, SAVES, SECOND = (
-    "host 1 of 2: interrupted: ends now",
-    "host 1 of 2: interrupted at step 0: saves a checkpoint",
-    "host 1 of 2: interrupted again: ends without saving",
+NOTHING, SAVES, LAST, LOSES, LOSES_NOTHING = (
+    "host 1 of 2: Interrupted. The run ends now: there is no new step to save.",
+    "host 1 of 2: Interrupted at step 0. The run saves a checkpoint after the current step, then ends.",
+    "host 1 of 2: Interrupted at step 0. It is the last one: the run ends after its evaluation and its checkpoint.",
+    "host 1 of 2: Interrupted again. The run ends now. Steps since the last checkpoint are lost.",
+    "host 1 of 2: Interrupted again. The run ends now. All steps are saved.",
 )
 
 
@@ -69,8 +71,8 @@ def rest(process):
     [
         ({}, ["unwound"]),
         ({"work": IN_C}, ["ended: stopped by Ctrl-C"]),
-        ({"steps": "interrupt.trained(); interrupt.saved()"}, ["unwound"]),
-        ({"steps": "interrupt.trained()", "save": "None"}, ["unwound"]),
+        ({"steps": "interrupt.trained(1); interrupt.saved(1); interrupt.ending()"}, ["unwound"]),
+        ({"steps": "interrupt.trained(1)", "save": "None"}, ["unwound"]),
     ],
     ids=["before the first step", "while it compiles", "all steps are saved", "a run that saves nothing"],
 )
@@ -84,7 +86,7 @@ def test_with_nothing_to_save_the_process_ends_right_away(start, said):
 
 
 def test_the_answer_comes_at_once_and_the_loop_is_asked_to_save():
-    process = started(steps="interrupt.trained()", work=BRIEFLY_IN_C)
+    process = started(steps="interrupt.saved(1); interrupt.trained(1)", work=BRIEFLY_IN_C)  # trained once more
     assert interrupted(process).startswith(SAVES)
     assert rest(process) == ["asked to save", "worked"]
     assert process.returncode == 0
@@ -92,14 +94,29 @@ def test_the_answer_comes_at_once_and_the_loop_is_asked_to_save():
 
 @pytest.mark.parametrize("work", [IN_PYTHON, IN_C])
 def test_a_second_one_ends_the_process_without_saving(work):
-    process = started(steps="interrupt.trained()", work=work)
+    process = started(steps="interrupt.trained(1)", work=work)
     assert interrupted(process).startswith(SAVES)
     assert process.stdout.readline() == "asked to save\n"
     began = time.monotonic()
-    assert interrupted(process).startswith(SECOND)
+    assert interrupted(process).startswith(LOSES)
     assert rest(process) == ["ended: stopped by a second Ctrl-C"]
     assert process.returncode == exit_codes.INTERRUPTED
     assert time.monotonic() - began < 5
+
+
+def test_after_the_last_step_the_run_is_left_to_end():
+    process = started(steps="interrupt.trained(7); interrupt.ending()", work=BRIEFLY_IN_C)
+    assert interrupted(process).startswith(LAST)
+    assert rest(process) == ["worked"]
+    assert process.returncode == 0
+
+
+def test_a_second_one_after_the_save_says_that_nothing_is_lost():
+    process = started(steps="interrupt.trained(1)", save="lambda: interrupt.saved(1)")
+    assert interrupted(process).startswith(SAVES)
+    time.sleep(0.1)
+    assert interrupted(process).startswith(LOSES_NOTHING)
+    assert rest(process) == ["ended: stopped by a second Ctrl-C"]
 
 
 def test_other_signals_are_not_taken_for_ctrl_c():

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from core.health import phase
+from core.checkpoints.writing import Cost
+from core.health import interrupt, phase
 from core.training import compilation, hooks, run_lock, trainer
 from core.training.trainer import StepReport
 from core.types import WeightedSum
@@ -73,7 +74,7 @@ class Checkpoints:
 
     def wait(self):
         self.waited += 1
-        self.finished.append("the last")
+        self.finished.append(Cost(self.saved[-1][0] if self.saved else 0, 0.0, 0.0, 0))
 
 
 class Costs:
@@ -103,12 +104,17 @@ def test_save_takes_the_position_at_that_moment():
         (5, "state 5", {"stream 0": b"1"}, {"seed": 7}),
         (10, "state 10", {"stream 0": b"2"}, {"seed": 7}),
     ]
-    checkpoints.finished[:], costs.told[:] = ["the first"], []
+    first, last, of_parameters = (Cost(step, 0.0, 0.0, 0) for step in (5, 10, 11))
+    checkpoints.finished[:], costs.told[:] = [first], []
     save.before_step(11)
-    assert (checkpoints.checked, costs.told) == (1, ["the first"])
+    assert (checkpoints.checked, costs.told) == (1, [first])
     save.close()
     assert checkpoints.waited == 3
-    assert costs.told == ["the first", "the last", "end"]
+    assert costs.told == [first, last, "end"]
+    assert interrupt._saved == 10
+    checkpoints.finished[:] = [of_parameters]
+    save.before_step(12)
+    assert interrupt._saved == 10
 
 
 @pytest.mark.covers("T14")

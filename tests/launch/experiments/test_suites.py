@@ -106,6 +106,9 @@ def test_an_experiment_done_in_another_group_is_not_repeated(suite, folder, tmp_
     there.find_done()
     assert there.status["other/z"] == f"already done in {root}/mine/b"
     assert there.run_dirs["other/z"] == f"{root}/mine/b"
+    (tmp_path / "runs/mine/b").rename(tmp_path / "runs/b-v4-8")  # the default of a run that was started alone
+    there.find_done()
+    assert there.status["other/z"] == f"already done in {root}/b-v4-8"
 
 
 def test_a_run_before_its_last_step_is_not_done(suite):

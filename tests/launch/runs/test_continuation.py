@@ -8,7 +8,7 @@ import types
 import pytest
 
 from core.checkpoints import steps
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.training import compilation, scoring
 from launch.check import preflight
 from launch.config import differences, loader
@@ -88,7 +88,7 @@ def run_dir(tmp_path_factory):
         (("BATCH_SIZE = 8",), "BATCH_SIZE = 8, was 4"),
         (("LENGTH = 32",), "LENGTH = 32, was 16"),
         (("SEED = 1",), "SEED = 1, was 0"),
-        (("VOCAB_SIZE = 12",), "the vocabulary is another one"),
+        (("VOCAB_SIZE = 12",), r"the vocabulary is another one \(hash \w{8}, was \w{8}\)"),
         (("TASK = @text.python_source()", "VOCAB_SIZE = 259"), "now:  text.python_source: "),
         (
             ("OPTIMIZER = @optimizers.lion()", "optimizers.lion.learning_rate = @optimizers.warmup_cosine()"),
@@ -142,19 +142,61 @@ def test_a_resumed_start_lists_the_settings_that_differ(run_dir, tmp_path, capsy
 
 
 def test_a_run_that_has_ended_says_so_and_is_not_taken_for_another(run_dir, capsys):
-    def ended(*more, total_steps=6, steps=3):
-        return continuation.has_ended(str(run_dir), loaded(*more).text, total_steps=total_steps, steps=steps)
+    def ended(*more, steps=3):
+        config = loaded(*more)
+        return continuation.has_ended(str(run_dir), config.text, config.build().spans(), steps=steps)
 
-    for options, named in (({}, "--steps"), ({"total_steps": 3, "steps": 9}, "TOTAL_STEPS"), ({"steps": 2}, "--steps")):
+    for options, named in (({}, "--steps"), ({"steps": 2}, "--steps")):
         assert ended(**options)
         said = capsys.readouterr().out
         for words in (f"{run_dir} has the checkpoint of step 3", f"raise {named}", f"launch/run evaluate {run_dir}"):
             assert words in said
     with pytest.raises(UserError, match=r"LEARNING_RATE = 0\.25, was") as error:
         ended(*FASTER)
-    assert "another --run-dir" in str(error.value)
+    assert "another --run-dir for a new run, or raise --steps" in str(error.value)
+    with pytest.raises(UserError, match="or raise TOTAL_STEPS to train"):
+        ended("TOTAL_STEPS = 3", steps=9)
+    for setting in ("BATCH_SIZE = 8", "SEED = 1", "LENGTH = 32", "NUM_STREAMS = 4"):
+        with pytest.raises(UserError, match=re.escape(setting)) as error:
+            ended(setting)
+        assert "raise" not in str(error.value)  # which would be the next error
     assert not ended(*FASTER, steps=4)
-    assert not continuation.has_ended(f"{run_dir}/none", "", total_steps=3, steps=None)
+    assert not continuation.has_ended(f"{run_dir}/none", "", loaded().build().spans(), steps=None)
+
+
+@pytest.mark.parametrize("kind", [UnreachableError, PermissionError])
+def test_checkpoints_that_cannot_be_read_end_a_start_and_not_a_check_from_elsewhere(run_dir, monkeypatch, kind):
+    def fail(folder):
+        raise kind("503")
+
+    monkeypatch.setattr(steps, "read", fail)
+    error = UserError if kind is PermissionError else kind
+    config = loaded()
+    about = (str(run_dir), config.text, config.build().spans())
+    with pytest.raises(error, match="503"):
+        continuation.has_ended(*about, steps=None)
+    with pytest.raises(error, match="503"):
+        start(run_dir)
+    assert not continuation.has_ended(*about, steps=None, is_elsewhere=True)
+    assert not checked(run_dir).ok
+    found = preflight._checkpoint("", config, config.build(), None, str(run_dir), "shipped to")
+    assert (found.ok, found.is_note) == (True, True)
+
+
+def test_a_run_in_the_directory_of_an_earlier_version_is_named(run_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("RENGA_RUN_ROOT", str(tmp_path))
+    now, former = f"{tmp_path}/quickstart-v5e-1", f"{tmp_path}/gin/quickstart"
+    about = ("gin/quickstart.gin", "v5e-1")
+    continuation.require_not_moved(now, *about)
+    shutil.copytree(run_dir, former)
+    with pytest.raises(UserError, match=f"Give --run-dir {former} to continue"):
+        continuation.require_not_moved(now, *about)
+    found = checked(now)
+    assert not found.ok
+    assert f"--run-dir {former} " in found.detail
+    continuation.require_not_moved(f"{tmp_path}/mine", *about)  # a directory that was named
+    shutil.copytree(run_dir, now)
+    continuation.require_not_moved(now, *about)
 
 
 def test_the_newest_checkpoint_is_the_newest_that_is_intact(tmp_path):

@@ -238,7 +238,7 @@ def test_ctrl_c_in_a_local_run_saves_what_it_has_trained(launch, launch_command,
     (saved,) = steps.complete(tmp_path / "checkpoints")
     assert saved == max(scalars(tmp_path, "loss"))
     assert saved >= 4
-    assert re.search(r"interrupted at step \d+: saves a checkpoint", said)
+    assert re.search(r"Interrupted at step \d+\. The run saves a checkpoint", said)
     assert f"interrupted (Ctrl-C): saved a checkpoint at step {saved}; run the same command to resume" in said
     assert not (tmp_path / "lock.json").exists()
 
