@@ -50,7 +50,7 @@ LOGICAL_AXES: Mapping[str, str] = {
     "kv_heads": "key and value heads",
     "head_dim": "width of one head",
     "vocab": "entries of the vocabulary, as stored",
-    "norm": "scale of a normalisation: the width of what it normalises, too small to split",
+    "norm": "scale of a normalization: the width of what it normalizes, too small to split",
     "layers": "layers of a stack, in model order",
     "puzzles": "rows of a table with one for each puzzle",
 }

@@ -12,7 +12,7 @@ def differing_settings(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
     """Returns both values of every setting that two models share and in which they differ.
 
     The settings of a dataclass without the ability `ListsSettings` are its fields, except those that describe how a run
-    computes: the dtype, the kind of rematerialisation and of attention.
+    computes: the dtype, the kind of rematerialization and of attention.
     """
     found, others = _settings(ours), _settings(theirs)
     return {name: (others[name], found[name]) for name in found if name in others and others[name] != found[name]}

@@ -1,7 +1,7 @@
 """Describes parameters, selects them by path or `ParamSpec`, and applies optimizer rules per layer or per matrix.
 
 A `ParamSpec` is what is known of a parameter besides its value. A model states it where it makes the parameter
-(`core.logical.param`). Optimizers, layouts and reports read it, so that none of them has to recognise parameters by
+(`core.logical.param`). Optimizers, layouts and reports read it, so that none of them has to recognize parameters by
 name, and a model of any origin is treated alike.
 
 A layer stack stores one array [layers, ...] where papers describe one matrix per layer. Rules that use a whole matrix
@@ -33,7 +33,7 @@ from core.types import Params
 KINDS: Mapping[str, str] = {
     "matrix": "maps inputs to outputs",
     "embedding": "one vector for each entry of a vocabulary or each position, or the transposed output matrix",
-    "norm": "scale or offset of a normalisation",
+    "norm": "scale or offset of a normalization",
     "bias": "a vector or number that is added or multiplied",
     "table": "one vector for each of many items, of which a step uses a few rows",
     "constant": "not trained",
@@ -227,7 +227,7 @@ def by_layer(
         arguments of an update, such as the loss, are the same for all layers.
       specs: specs of the parameters; `ParamSpec.stacked` dimensions count layers, or other independent parameters.
       in_turn: whether to process one layer after the other, for rules whose intermediate results are as large as the
-        matrix; otherwise, and over declared axes such as experts, all are vectorised.
+        matrix; otherwise, and over declared axes such as experts, all are vectorized.
     """
     spec_at, rule = lookup(specs), optax.with_extra_args_support(rule)
 

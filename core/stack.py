@@ -115,9 +115,9 @@ class LayerFn:
     """One layer as a pure function, with information about its parameters for runners.
 
     Attributes:
-      plain: `(layer, x, side, kind) -> (x, outputs)`, without rematerialisation, for runners that recompute layers
-        themselves; of a group, each layer is rematerialised.
-      rematerialized: `(kind, in_loop) -> function (layer, x, side) -> (x, outputs)` with the model's rematerialisation.
+      plain: `(layer, x, side, kind) -> (x, outputs)`, without rematerialization, for runners that recompute layers
+        themselves; of a group, each layer is rematerialized.
+      rematerialized: `(kind, in_loop) -> function (layer, x, side) -> (x, outputs)` with the model's rematerialization.
       kinds: the kind of every layer; of a group, a tuple of kinds.
       is_small: whether it is worth running without a loop on CPUs: no layer is rematerialized, and there are at most
         `UNROLLED` layers, those of groups counted one by one.
@@ -139,7 +139,7 @@ class LayerFn:
     def __call__(
         self, layer: Layer, x: Stream, side: Side, kind: Kind = None, *, in_loop: bool = True
     ) -> tuple[Stream, Outputs]:
-        """Applies a layer of this kind to the residual stream `x`, with the rematerialisation that the model chose.
+        """Applies a layer of this kind to the residual stream `x`, with the rematerialization that the model chose.
 
         Args:
           layer, x, side: its arrays.

@@ -345,7 +345,7 @@ class ChoosesDtype(Protocol):
 
 
 class ChoosesRemat(Protocol):
-    """A dataclass with a field for its rematerialisation policy.
+    """A dataclass with a field for its rematerialization policy.
 
     Enables: plans that try every policy.
     """

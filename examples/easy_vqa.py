@@ -4,7 +4,7 @@
     .venv/bin/python examples/easy_vqa.py /tmp/easy_vqa/easy_vqa/data ~/easy_vqa
 
 The result is a folder with train.jsonl, validation.jsonl (questions about every tenth image of training), test.jsonl
-and a tokenizer with an id for each word. The package is by Victor Zhou, 5,000 images of one coloured shape each.
+and a tokenizer with an id for each word. The package is by Victor Zhou, 5,000 images of one colored shape each.
 
 Three quarters of the answers are yes or no, and the words of a question alone predict four of five of them. The weights
 make yes and no equally frequent for each question, and draw questions about shapes more often. The weights of the

@@ -103,7 +103,7 @@ def table(program: Program) -> str:
 
 
 class Weights:
-    """Recognises weights in a compiled program by their shapes: those of parameters, or of single layers of them."""
+    """Recognizes weights in a compiled program by their shapes: those of parameters, or of single layers of them."""
 
     def __init__(self, program: Program):
         self._by_shape: dict[tuple[int, ...], str] = {}

@@ -60,7 +60,7 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """Any vocabulary, recognised without reading its model."""
+    """Any vocabulary, recognized without reading its model."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""

@@ -1,6 +1,6 @@
 """Decodes images, and encodes arrays as images, on the host.
 
-Grey images get three equal colours; of 16 bits the upper 8 are used; transparent pixels are put on white; the
+Gray images get three equal colors; of 16 bits the upper 8 are used; transparent pixels are put on white; the
 orientation that a camera noted is applied.
 """
 

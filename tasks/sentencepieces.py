@@ -1,6 +1,6 @@
 """SentencePiece vocabularies: an existing model, or one that the first run trains on its own text.
 
-A trained model reproduces every text exactly (byte fallback, no normalisation). Training is deterministic, and every
+A trained model reproduces every text exactly (byte fallback, no normalization). Training is deterministic, and every
 host compares the model with the hash stored beside it.
 """
 
@@ -27,7 +27,7 @@ class SentencePiece:
 
     @functools.cached_property
     def _model(self) -> bytes:
-        """The serialised model."""
+        """The serialized model."""
         try:
             return paths.resolve(self.path).read_bytes()
         except FileNotFoundError as error:
@@ -176,7 +176,7 @@ def _sentences(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _train(documents: Iterable[str], size: int) -> bytes:
-    """Trains a byte-pair model that reproduces every text exactly, and returns it serialised.
+    """Trains a byte-pair model that reproduces every text exactly, and returns it serialized.
 
     It is deterministic: one thread, and byte-pair encoding, which counts and does no floating-point arithmetic.
     """

@@ -180,7 +180,7 @@ class FolderTokenizer:
         return hashlib.sha256(json.dumps([self._text, self.bos_id, self.eos_id]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See `Vocabulary`. Adds no special tokens, but recognises those that are written in the text."""
+        """See `Vocabulary`. Adds no special tokens, but recognizes those that are written in the text."""
         return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

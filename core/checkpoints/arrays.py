@@ -99,7 +99,7 @@ class Arrays:
 
 
 def _comparable(name: str) -> str:
-    """Normalises a name, so that the one in a description equals the one under which the array is stored."""
+    """Normalizes a name, so that the one in a description equals the one under which the array is stored."""
     return name.replace("/", JOINED_BY)
 
 

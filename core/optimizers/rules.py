@@ -86,7 +86,7 @@ def muon(
 ) -> Rule:
     """Muon (Jordan 2024) for matrices; AdamW for parameters of all other kinds.
 
-    The momentum of a matrix [rows, columns] is nearly orthogonalised by five Newton-Schulz steps, and scaled so that
+    The momentum of a matrix [rows, columns] is nearly orthogonalized by five Newton-Schulz steps, and scaled so that
     the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4). Layers of a stack are processed
     one after the other, so that only one is gathered at a time. Several input or output dimensions are joined: a query
     weight [embed, heads, head_dim] is a matrix [embed, heads x head_dim] (`core.parameters.ParamSpec.in_dims`).

@@ -1,7 +1,7 @@
 """Scores checkpoints on held-out rows, and writes the scores to the run directory as JSON.
 
 The scores of one checkpoint are in step_N.json. Votes of several checkpoints together are an ensemble: their scores are
-in cumulative.json and labelled as such. Only the sum of the votes over checkpoints is kept, because the votes of one
+in cumulative.json and labeled as such. Only the sum of the votes over checkpoints is kept, because the votes of one
 checkpoint can be hundreds of thousands of grids.
 """
 

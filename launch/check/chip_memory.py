@@ -52,7 +52,7 @@ def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> 
         return Finding("memory", True, f"{said}; launch/run report --compile decides whether it fits", is_note=True)
     excess = f"{units.significant((estimated.peak_bytes - have) / GIB)} GiB too much"
     advice = (
-        f"BATCH_SIZE = {batch_size(program.spec):,}: lower it, raise ACCUM_STEPS, or let the model rematerialise more."
+        f"BATCH_SIZE = {batch_size(program.spec):,}: lower it, raise ACCUM_STEPS, or let the model rematerialize more."
     )
     return Finding("memory", False, f"{said}, {excess}. {advice} {_more_chips(program)}")
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=flags.at_least(1), help="for circular: passes of a microbatch through all stages"
     )
-    help_ = "also write an image: forward blue, backward red, bubbles grey"
+    help_ = "also write an image: forward blue, backward red, bubbles gray"
     parser.add_argument("--png", **flags.OUTPUT, help=help_)
     flags.add(parser, "--overwrite")
 

@@ -2,7 +2,7 @@
 
 A configuration is a graph: macros and constructors are its nodes, and bound values are its edges. Nodes that cannot be
 reached from the root have no effect. A walk over the graph predicts which constructors gin will call, without calling
-them. All checks run, whether or not others have failed. A misspelt name or a syntax error can make other bindings
+them. All checks run, whether or not others have failed. A misspelled name or a syntax error can make other bindings
 appear missing or unused; these are not reported.
 """
 

@@ -1,6 +1,6 @@
 """Loads an experiment file: checks it and builds its object with gin, or raises an error that lists all mistakes.
 
-gin parses the files and calls the constructors. In between, the checks refuse mistakes that gin accepts: a misspelt
+gin parses the files and calls the constructors. In between, the checks refuse mistakes that gin accepts: a misspelled
 macro, a value bound twice, a number in quotes, a parameter of a strategy that is not in use. Valid bindings are written
 as one canonical text, with a line for each value and one spelling for each name. A run saves this text, and hosts
 compare it. gin gets it with macros replaced by their values, because it evaluates a macro in the macro's own scope.

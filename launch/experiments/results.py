@@ -136,7 +136,7 @@ def depth(model: Model) -> int | None:
 
 
 def _eflop(run: Experiment, steps: int) -> float | None:
-    """Returns the training EFLOP up to a step, without rematerialisation and evaluation; None if not counted."""
+    """Returns the training EFLOP up to a step, without rematerialization and evaluation; None if not counted."""
     if can(run.model, CountsRunFlops):
         return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None

@@ -287,7 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--quick", action="store_true", help="compile until 10 fit")
     how.add_argument("--arithmetic", action="store_true", help="compile nothing: rough estimates in seconds")
     how.add_argument("--cached", action="store_true", help="compile nothing: show only earlier results")
-    how.add_argument("--explain", metavar="CHOICE", help="analyse one layout: a gin file or bindings of STRATEGY")
+    how.add_argument("--explain", metavar="CHOICE", help="analyze one layout: a gin file or bindings of STRATEGY")
     how.add_argument(
         "--generate",
         action="store_true",

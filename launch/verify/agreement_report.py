@@ -94,18 +94,22 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
 
 
 def verdict(rows: Sequence[StrategyRow]) -> str:
-    """Returns in a line whether the strategies agree with one device, and which differ or refuse the model."""
+    """Returns in a line whether the strategies agree with one device, and which differ or do not support the model."""
     compared, refused = [row for row in rows if not row.refused], [row.name for row in rows if row.refused]
     differing, count = (
         [row.name for row in compared if row.beyond],
         units.counted(len(compared), "strategy", "strategies"),
     )
     if not compared:
-        return f"NOT COMPARED: the model is refused by {', '.join(refused)}"
+        return f"NOT COMPARED: {_unsupported(refused)}"
     said = f"AGREES with one device, within the tolerances: {count}"
     if differing:
         said = f"DIFFERS from one device: {', '.join(differing)}, of {count}"
-    return said + (f"; the model is refused by {', '.join(refused)}" if refused else "")
+    return said + (f"; {_unsupported(refused)}" if refused else "")
+
+
+def _unsupported(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not support the model"
 
 
 def write(file: Path, rows: Sequence[StrategyRow], what: Mapping[str, Any]) -> None:

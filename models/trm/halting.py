@@ -116,11 +116,11 @@ class Scores(NamedTuple):
     """Losses in float32 and correctness by row, [B].
 
     Attributes:
-      token_loss: mean over the row's labelled positions.
+      token_loss: mean over the row's labeled positions.
       halt_loss: binary cross-entropy of q_halt with target `right`.
-      accuracy: fraction of labelled positions that are right.
-      right: whether all labelled positions are right.
-      labelled: whether the row has a labelled position.
+      accuracy: fraction of labeled positions that are right.
+      right: whether all labeled positions are right.
+      labelled: whether the row has a labeled position.
     """
 
     token_loss: jax.Array

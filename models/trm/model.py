@@ -76,7 +76,7 @@ class TRM(Config):
         return carry, out._replace(extras=extras)
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Runs `halt_max_steps` steps from the initial states; sums the results of the last one over labelled rows.
+        """Runs `halt_max_steps` steps from the initial states; sums the results of the last one over labeled rows.
 
         Metrics include the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the answers by row:
         `inputs` and `predicted` [B, S], `puzzle_ids` [B], int32, and the logit `q_halt` [B].

@@ -3,8 +3,8 @@
     stage 0 | 0f 1f 2f 3f .. .. .. 0b 1b ..
     stage 1 | .. 0f 1f 2f 3f 0b …
 
-Text is for terminals and logs. In the PNG forward work is blue, backward work red and a bubble grey; shades distinguish
-microbatches. It is encoded here because coloured squares do not need an image library.
+Text is for terminals and logs. In the PNG forward work is blue, backward work red and a bubble gray; shades distinguish
+microbatches. It is encoded here because colored squares do not need an image library.
 """
 
 import struct

@@ -1,7 +1,7 @@
 """Estimates a chip's HBM and time per step for a layout by arithmetic, in a millisecond and without a compiler.
 
 State is exact: bytes of the shapes divided by the degrees of a table. The rest is a model, good enough to choose which
-layouts to compile. Wherever its figures are printed, they are labelled as arithmetic:
+layouts to compile. Wherever its figures are printed, they are labeled as arithmetic:
 
     peak        state + the larger of    the end of the forward pass: kept activations, logits with their gradient,
                                          accumulated gradients

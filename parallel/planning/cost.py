@@ -8,7 +8,7 @@
 
 Nothing is fitted. The constants below have their sources beside them, and every printed figure is followed by how far
 predictions are from published measurements (`planning.calibration`). `optimal_seconds` and `cost_analysis()` are not
-used because they count the body of a loop once. Not modelled: latency, input, and work of hosts between steps.
+used because they count the body of a loop once. Not modeled: latency, input, and work of hosts between steps.
 """
 
 from __future__ import annotations

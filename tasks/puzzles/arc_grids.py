@@ -80,7 +80,7 @@ def check(grid: Sequence[Sequence[int]], *, where: str) -> np.ndarray:
     """Validates a grid and returns it as an array [H, W]; `where` names it in messages.
 
     Raises:
-      UserError: it is not a rectangle of 1 to 30 rows and columns of colours 0 to 9.
+      UserError: it is not a rectangle of 1 to 30 rows and columns of colors 0 to 9.
     """
     try:
         found = np.asarray(grid)
@@ -88,7 +88,7 @@ def check(grid: Sequence[Sequence[int]], *, where: str) -> np.ndarray:
         found = np.zeros(0)
     sizes_fit = found.ndim == 2 and all(1 <= n <= FRAME for n in found.shape)
     if not sizes_fit or not np.issubdtype(found.dtype, np.integer) or not 0 <= found.min() <= found.max() < COLOURS:
-        raise UserError(f"{where} is not a grid: expected 1 to {FRAME} rows of equal length with colours 0 to 9")
+        raise UserError(f"{where} is not a grid: expected 1 to {FRAME} rows of equal length with colors 0 to 9")
     return found.astype(np.uint8)
 
 

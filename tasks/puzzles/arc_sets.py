@@ -2,7 +2,7 @@
 
 The training split has the demonstrations of all puzzles, and the tests of every subset except the scored one, whose
 tests are held out. Every variant of a puzzle has an identifier of its own, the same in both splits, because the model
-recognises a puzzle by its identifier and not by its demonstrations.
+recognizes a puzzle by its identifier and not by its demonstrations.
 
 A group is a puzzle with its variants. All training examples of a variant but one are placed at random in the frame.
 """

@@ -311,6 +311,6 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Serialises a value of the dataset as JSON; equal values give equal bytes."""
+    """Serializes a value of the dataset as JSON; equal values give equal bytes."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
     return json.dumps(plain, indent=1, sort_keys=isinstance(plain, Mapping)) + "\n"

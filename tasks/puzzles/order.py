@@ -109,7 +109,7 @@ class Shuffled:
         return self._pick_single() if self._single else self._pick_several()
 
     def _pick_single(self) -> Picked | None:
-        """Picks a batch if every puzzle has one example: vectorised, with the same draws as `_pick_several`."""
+        """Picks a batch if every puzzle has one example: vectorized, with the same draws as `_pick_several`."""
         groups = self._order[self._visit : self._visit + self._batch_size]
         if len(groups) < self._batch_size:
             return None

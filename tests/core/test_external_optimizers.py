@@ -84,7 +84,7 @@ def test_layers_may_be_parameters_of_their_own():
             params, _ = trained(adapted(make(), specs, by_layer=by_layer), params=stack)
             found = params["layers/block"]["query"]
             differs = max(float(jnp.max(jnp.abs(found[i] - want[str(i)]["query"]))) for i in range(3))
-            assert (differs < 1e-6) == by_layer  # a vectorised norm is summed in another order
+            assert (differs < 1e-6) == by_layer  # a vectorized norm is summed in another order
 
 
 @pytest.mark.parametrize(

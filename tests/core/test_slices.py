@@ -61,7 +61,7 @@ def test_unknown_slice_names_the_nearest(wrong, nearest):
         slices.get(wrong)
 
 
-def test_utilisation_by_hand_and_never_above_all_of_it():
+def test_utilization_by_hand_and_never_above_all_of_it():
     flops, v4_32 = 41.25e9 * 32 * 2048, slices.get("v4-32")  # a 7B at 2,048 tokens
     assert v4_32.mfu(flops, seconds=1.0) == pytest.approx(flops / (16 * 275e12))
     with pytest.raises(ValueError, match=r"are 123% of its peak.*expected at most 100 %"):

@@ -22,7 +22,7 @@ def piped(schedule):
 
 
 PLANNED = Step(None, 32, 1)  # of a pipeline, which computes layers again by itself
-# Peak GiB and GiB on the wire of Valkyrie-7B, 32 x 2048, full rematerialisation, v4-32: parallel/README.md. After them
+# Peak GiB and GiB on the wire of Valkyrie-7B, 32 x 2048, full rematerialization, v4-32: parallel/README.md. After them
 # the ratio of arithmetic to each: the table of launch/plan/README.md. `context`, `mesh3d`, `tensor` and `hsdp` were
 # compiled while the gradient of the embedding was still reduced as a whole table.
 COMPILED = {

@@ -22,7 +22,7 @@ def test_products_of_a_forward_pass(seven_b, sizes):
     assert by_hand <= seven_b.works["none"].forward_flops <= by_hand + turns
 
 
-def test_arrays_saved_by_full_rematerialisation(seven_b):
+def test_arrays_saved_by_full_rematerialization(seven_b):
     loops = sorted((k for k in seven_b.works["full"].kept if k.copies > 1 and k.has_rows), key=lambda k: k.bytes)
     *lengths, inputs = loops
     assert sum(k.bytes for k in lengths) < inputs.bytes / 100
