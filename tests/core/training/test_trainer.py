@@ -140,7 +140,7 @@ def test_training_continues_from_the_step_of_the_state():
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(loss):
     events = []
-    with pytest.raises(hooks.NonFiniteLossError, match=r"step 3: loss = (nan|inf)\. The last checkpoint precedes"):
+    with pytest.raises(hooks.NonFiniteLossError, match=r"step 3: loss = (nan|inf)\. No checkpoint was saved before"):
         run(events, total=6, boundaries=(2, 3), losses={3: loss}, also=[hooks.Stop()])
     assert "boundary 2" in events
     assert "boundary 3" not in events
