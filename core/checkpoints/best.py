@@ -48,8 +48,12 @@ def parse(text: str) -> Metric:
 
 
 def described(text: str, validation: Mapping[str, float]) -> dict[str, Any]:
-    """Returns entries for the metadata of a step: the metric that was asked for, and the means of its evaluation."""
-    return {_KEEP_BEST: text, _VALIDATION: {name: float(value) for name, value in validation.items()}}
+    """Returns entries for the metadata of a step: the metric that was asked for, and the means of its evaluation.
+
+    Means that are not finite are left out, because metadata is strict JSON.
+    """
+    finite = {name: float(value) for name, value in validation.items() if math.isfinite(value)}
+    return {_KEEP_BEST: text, _VALIDATION: finite}
 
 
 def values(described: Mapping[int, Mapping[str, Any]], metric: Metric) -> dict[int, float]:

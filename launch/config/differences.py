@@ -1,9 +1,10 @@
 """Compares two configurations binding by binding."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from launch.config.loader import parse
+from launch.config.loader import declared_text, parse
 from launch.config.statements import render
 
 _MOST_CHARACTERS = 160  # of a value in a message
@@ -28,11 +29,19 @@ class Difference(NamedTuple):
 def between(before: str, after: str) -> list[Difference]:
     """Returns the settings in which two canonical texts differ, sorted by name.
 
-    Texts of comments alone, which `renga.Trainer` saves, are compared line by line (`# batch_size = 8`).
+    A macro that a text lacks, because it was saved before there was such a macro, has the value that `gin/defaults.gin`
+    declares. A parameter that a text lacks is not a difference if the other text binds it to a macro, which is compared
+    itself. Texts of comments alone, which `renga.Trainer` saves, are compared line by line (`# batch_size = 8`).
     """
     old, new = _values(before), _values(after)
-    names = sorted(old.keys() | new.keys())
-    return [Difference(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+    declared = _values(declared_text())
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        was, now = (side.get(name, declared.get(name)) for side in (old, new))
+        follows_macro = None in (was, now) and (was or now or "").startswith("%")
+        if was != now and not follows_macro:
+            found.append(Difference(name, was, now))
+    return found
 
 
 def among(texts: Sequence[str]) -> list[dict[str, str]]:
@@ -43,7 +52,16 @@ def among(texts: Sequence[str]) -> list[dict[str, str]]:
     return [{name: values[name] for name in differing if name in values} for values in every]
 
 
-def _values(text: str) -> dict[str, str]:
+def is_same(before: str, after: str, *, ignoring: Collection[str] = ()) -> bool:
+    """Returns whether two canonical texts import the same and differ in no setting but those to be ignored."""
+    if before == after:
+        return True
+    imports = [set(parse(text).imports.values()) for text in (before, after)]
+    return imports[0] == imports[1] and all(one.name in ignoring for one in between(before, after))
+
+
+@functools.lru_cache(maxsize=256)  # a suite compares each experiment with each run
+def _values(text: str) -> Mapping[str, str]:
     if bindings := parse(text).bindings:
         return {binding.name: render(binding.value) for binding in bindings}
     pairs = (line.removeprefix("# ").partition(" = ") for line in text.splitlines())

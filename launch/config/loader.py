@@ -176,7 +176,12 @@ def load(
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
     """Returns the macros that a file declares."""
-    return _macros((sources.WORKSPACE / defaults).read_text(encoding="utf-8"))
+    return _macros(declared_text(defaults))
+
+
+def declared_text(defaults: str = DEFAULTS) -> str:
+    """Returns the text that declares the macros."""
+    return (sources.WORKSPACE / defaults).read_text(encoding="utf-8")
 
 
 @functools.cache  # plans ask for each of a thousand candidates

@@ -6,14 +6,14 @@ machine, reads from run directories which experiments are done.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from core import paths, published_files
 from core.checkpoints import reading, steps
 from core.errors import UserError
 from launch import environment, program_identity
-from launch.config import LoadedConfig, loader
+from launch.config import LoadedConfig, differences, loader
 from launch.config.trust import Trust
 from launch.experiment import Experiment
 
@@ -108,16 +108,18 @@ def config(run_dir: str) -> str | None:
     return file.read_text() if file.exists() else None
 
 
-def find_runs(root: str, texts: Iterable[str], *, key: Callable[[str], str] = str) -> dict[str, list[str]]:
-    """Returns the run directories in `root`, and in its folders, whose configuration equals one of `texts`.
+def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()) -> dict[str, list[str]]:
+    """Returns the run directories in `root`, and in its folders, whose configuration equals one of `texts`, by text.
 
-    These are {experiment}-{slice}, {group}/{experiment}-{slice}, and {group}/{experiment} of a suite. Two texts are
-    equal if their keys are; the result is by key.
+    These are {experiment}-{slice}, {group}/{experiment}-{slice}, and {group}/{experiment} of a suite. Settings in
+    `ignoring` may differ.
     """
-    found: dict[str, list[str]] = {key(text): [] for text in texts}
+    found: dict[str, list[str]] = {text: [] for text in texts}
     folder = paths.resolve(root)
     forms = (f"*/{CONFIG}", f"*/*/{CONFIG}") if folder.exists() else ()
     for file in sorted(file for form in forms for file in folder.glob(form)):
-        if (same := key(file.read_text())) in found:
-            found[same].append(str(file.parent))
+        saved = file.read_text()
+        for text, runs in found.items():
+            if differences.is_same(saved, text, ignoring=ignoring):
+                runs.append(str(file.parent))
     return found

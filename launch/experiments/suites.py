@@ -28,6 +28,7 @@ from launch.experiments import saved_run
 HOME = environment.WORKSPACE / "gin" / "trm"
 NUMBERED = ("exp", "contrib")  # prefixes of the groups that `all` stands for
 DONE = ("done", "already done")
+LOCATION = ("DATA", "SLICE")  # settings of where an experiment runs, not of what it is
 _LAST_LINES = 5
 
 
@@ -188,13 +189,18 @@ class Suite:
 
     def _find_done(self, entry: Entry, elsewhere: Sequence[str]) -> None:
         for run_dir in (entry.run_dir, *elsewhere):
-            if saved_run.config(run_dir) == entry.text and metrics.read(run_dir).step >= self.mode.last_step(entry):
+            saved = saved_run.config(run_dir)
+            if (
+                saved is not None
+                and differences.is_same(saved, entry.text)
+                and metrics.read(run_dir).step >= self.mode.last_step(entry)
+            ):
                 same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
                 self.status[entry.id] = "already done" if same else f"already done in {run_dir}"
                 self.run_dirs[entry.id] = run_dir
                 return
         existing = saved_run.config(entry.run_dir)
-        if existing not in (None, entry.text):
+        if existing is not None and not differences.is_same(existing, entry.text):
             said = f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)})"
             self.status[entry.id] = f"{said}. Give another --run-root, or remove that directory"
 
@@ -203,10 +209,9 @@ class Suite:
 
         An entry with a run is replaced by the experiment recorded in the run directory.
         """
-        found = saved_run.find_runs(self._root, [e.text for e in self.entries], key=without_location)
+        found = saved_run.find_runs(self._root, [e.text for e in self.entries], ignoring=LOCATION)
         for number, entry in enumerate(self.entries):
-            equal = found.get(without_location(entry.text), ())
-            places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *equal)
+            places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *found[entry.text])
             run_dir = next((place for place in places if saved_run.config(place) is not None), None)
             if run_dir is None:
                 self.status[entry.id] = "not run"
@@ -264,13 +269,6 @@ class Suite:
         """Returns the end of the process's output."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
-
-
-def without_location(text: str) -> str:
-    """Returns a canonical text without the location of the data and the slice."""
-    settings = config.parse(text)
-    bindings = [str(b) for b in settings.bindings if b.name not in ("DATA", "SLICE")]
-    return "\n".join([*map(settings.import_line, settings.imports), *bindings])
 
 
 def difference(existing: str, wanted: str) -> str:

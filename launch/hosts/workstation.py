@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import NamedTuple
 
 from core import paths, slices, units, versions
@@ -63,7 +64,7 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
         print(f"# ARCHIVE: {shipment}", flush=True)
         gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=True)
         ships = {_ARCHIVE: Path("ARCHIVE"), **{name: Path(f"FILE_WITH_{name}") for name in secrets}}
-        steps = _start_steps(tpus, run, ships, coordinator=f"ADDRESS_OF_{tpus[0].name}")
+        steps = _start_steps(tpus, run, ships, coordinator=f"ADDRESS_OF_{tpus[0].name}", secret="RANDOM_TEXT")
         return gcloud.perform(steps, dry_run=True)
     coordinator, *_ = [_ready(tpu, slice_).address for tpu in tpus]
     with tempfile.TemporaryDirectory(prefix="renga-ship-") as folder:
@@ -72,7 +73,9 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
         for name, value in secrets.items():
             ships[name].touch(mode=0o600)
             ships[name].write_text(value)
-        code = gcloud.perform(_start_steps(tpus, run, ships, coordinator=coordinator), dry_run=False)
+        code = gcloud.perform(
+            _start_steps(tpus, run, ships, coordinator=coordinator, secret=token_hex()), dry_run=False
+        )
     if code == 0:
         print(
             f"Started on {units.counted(slice_.hosts, 'host')}. "
@@ -94,7 +97,9 @@ def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
     return found
 
 
-def _start_steps(tpus: Sequence[Tpu], run: Run, ships: Mapping[str, Path], *, coordinator: str) -> list[Step]:
+def _start_steps(
+    tpus: Sequence[Tpu], run: Run, ships: Mapping[str, Path], *, coordinator: str, secret: str
+) -> list[Step]:
     """Returns the steps that ship the archive and the secrets and start the run; each on all TPUs before the next.
 
     `ships` has the local file of each by its name on the hosts.
@@ -109,7 +114,8 @@ def _start_steps(tpus: Sequence[Tpu], run: Run, ships: Mapping[str, Path], *, co
     for index, tpu in enumerate(tpus):
         megascale = {"NUM_SLICES": len(tpus), "SLICE_ID": index, "COORDINATOR_ADDRESS": coordinator}
         joined = [f"MEGASCALE_{name}={value}" for name, value in megascale.items()] if len(tpus) > 1 else []
-        text = gcloud.on_host("start", run.directory, *run.arguments, variables=(*joined, *run.variables))
+        variables = (*joined, f"RENGA_JOIN_SECRET={secret}", *run.variables)
+        text = gcloud.on_host("start", run.directory, *run.arguments, variables=variables)
         steps.append(("start on all hosts, detached", tpu, gcloud.ssh(tpu, text)))
     several = len(tpus) > 1
     return [Step(f"{tpu.name}: {purpose}" if several else purpose, argv) for purpose, tpu, argv in steps]

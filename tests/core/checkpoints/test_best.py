@@ -25,7 +25,9 @@ def test_the_best_step_stays_until_another_is_better(tmp_path):
     assert train(tmp_path, {5: 1.8, 6: None}) == [2, 5, 6]  # the values are read again
     assert steps.find(f"{tmp_path}@best").name == "2"
     assert steps.find_best(tmp_path / "checkpoints") == (2, "validation/loss 1.5000")
-    assert train(tmp_path, {7: 1.2, 8: float("nan"), 9: 1.3, 10: 1.2}) == [7, 9, 10]  # the first of equal ones
+    assert train(tmp_path, {7: 1.2, 8: float("nan"), 9: 1.3}) == [7, 8, 9]
+    assert steps.read(tmp_path / "checkpoints" / "8").meta["validation"] == {}  # read, without what is not finite
+    assert train(tmp_path, {10: 1.2}) == [7, 9, 10]  # the first of equal ones
 
 
 @pytest.mark.parametrize(

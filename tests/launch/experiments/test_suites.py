@@ -11,6 +11,7 @@ import pytest
 from core import metrics
 from core.health import exit_codes
 from launch import __main__ as main
+from launch.config import differences
 from launch.experiments import results, suites
 from launch.experiments import results as command
 from launch.hosts import tpu_host
@@ -160,7 +161,10 @@ def test_the_command_of_an_experiment(suite):
 def test_a_difference_is_named():
     assert suites.difference("A = 1\nB = 2", "A = 1\nB = 3") == "B = 3, was 2"
     assert suites.difference("A = 1", "A = 1\nC = 3") == "C = 3, was not bound"
-    assert suites.without_location("A = 1\nDATA = 'x'\nSLICE = 'v4-8'") == "A = 1"
+    here, there = "A = 1\nDATA = 'x'\nSLICE = 'v4-8'\n", "A = 1\nDATA = 'y'\n"
+    assert differences.is_same(here, there, ignoring=suites.LOCATION)
+    assert not differences.is_same(here, there)
+    assert not differences.is_same(here, there.replace("1", "2"), ignoring=suites.LOCATION)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ ON_HOSTS += (
     "core/host_messages.py",
     "core/library_noise.py",
     "core/rendezvous.py",
+    "core/tied_process.py",
     "core/units.py",
 )  # what acts there, of what is shipped
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'

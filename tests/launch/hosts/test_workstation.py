@@ -165,6 +165,7 @@ def test_dry_run_prints_commands_that_gcloud_takes_and_runs_none(cloud, workspac
     assert [word for line in printed for word in line.split() if word.isupper() and word != "-C"] == [
         "ARCHIVE",
         "FILE_WITH_HF_TOKEN",
+        "RENGA_JOIN_SECRET=RANDOM_TEXT",
     ]
     assert subprocess.run(["bash", "-c", printed[0]], check=False).returncode == 0
     assert calls(cloud) == [
@@ -271,6 +272,8 @@ def test_two_tpus_are_one_job(two_slices, workspace, capfd):
             log = two_slices / f"{prefix}worker_{worker}/.renga/run.log"
             wait_for(log, f"pod.sh got 2xv4-16 gin/x.gin --run-dir gs://b/run; {names} {index}; token 0")
     started = [call[-1] for call in calls(two_slices) if call[3] == "ssh" and " start " in call[-1]]
+    (secret,) = {word for call in started for word in call.split() if word.startswith("RENGA_JOIN_SECRET=")}
+    assert len(secret) > 40  # the same for all hosts, and nobody can guess it
     assert [f"MEGASCALE_SLICE_ID={i} MEGASCALE_COORDINATOR_ADDRESS=10.130.0.4" in c for i, c in enumerate(started)] == [
         True,
         True,
@@ -301,6 +304,7 @@ def test_a_dry_run_of_two_slices_says_what_only_gcloud_knows(two_slices, workspa
     printed = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
     assert len(printed) == 8
     assert sum("MEGASCALE_COORDINATOR_ADDRESS=ADDRESS_OF_my-tpu" in line for line in printed) == 2
+    assert sum("RENGA_JOIN_SECRET=RANDOM_TEXT" in line for line in printed) == 2
     assert not calls(two_slices)
 
 

@@ -222,6 +222,17 @@ def test_differences_of_configurations():
     assert str(one) == "batch_size = 16, was 8"
 
 
+def test_a_text_saved_before_there_was_a_macro_has_its_declared_value():
+    now = loaded().text
+    before = "".join(line for line in now.splitlines(keepends=True) if "KEEP_BEST" not in line)
+    assert before != now
+    assert differences.between(before, now) == []
+    assert differences.is_same(before, now)
+    (one,) = differences.between(before, loaded("KEEP_BEST = 'validation/loss'").text)
+    assert str(one) == "KEEP_BEST = 'validation/loss', was ''"
+    assert not differences.is_same(before, loaded("KEEP_BEST = 'validation/loss'").text)
+
+
 def test_the_phase_of_a_step_decides_which_data_it_was_trained_on(tmp_path):
     start(tmp_path, *LONGER, last_step=3)
     config = loaded(*LONGER, "EVAL_BATCHES = 1")
