@@ -122,12 +122,19 @@ def batch_shapes(spec: BatchSpec, *, rows: int | None = None) -> dict[str, jax.S
     }
 
 
+_CONTENT = " content="
+
+
 def fingerprint_of(listing: str, content: str) -> str:
-    """Joins a hash of what data consist of (names, sizes and settings) with one of their content."""
-    return f"{listing} {content}"
+    """Joins a hash of what data consist of (names, sizes and settings) with one of their content, `KIND:HASH`."""
+    return f"{listing}{_CONTENT}{content}"
 
 
 def is_same_data(saved: str, now: str) -> bool:
-    """Compares fingerprints; checkpoints of earlier revisions have no hash of the content."""
-    (before, _, content_before), (after, _, content_after) = saved.partition(" "), now.partition(" ")
-    return before == after and (content_before == content_after or not (content_before and content_after))
+    """Compares fingerprints; contents are compared if both have a hash of one kind.
+
+    Checkpoints of earlier revisions have none, and objects in buckets have hashes of another kind than files on a disk.
+    """
+    (before, _, content_before), (after, _, content_after) = (text.partition(_CONTENT) for text in (saved, now))
+    kinds = [content.partition(":")[0] for content in (content_before, content_after)]
+    return before == after and (content_before == content_after or kinds[0] != kinds[1])

@@ -279,21 +279,35 @@ def file_version(path: str) -> str:
     return str(system.info(name)["generation"])
 
 
-def content_version(path: str) -> str:
-    """Returns what changes with the content of an object in a bucket: its checksum, else its generation."""
-    system, name = fsspec.core.url_to_fs(path)
-    about = system.info(name)
-    return str(about.get("crc32c") or about["generation"])
+class Listed(NamedTuple):
+    """A file in a listing.
+
+    Attributes:
+      size_bytes: its size.
+      checksum: of an object in a bucket, what changes with its content; empty for a local file.
+    """
+
+    size_bytes: int
+    checksum: str = ""
+
+
+def listed(pattern: str) -> dict[str, Listed]:
+    """Returns the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
+    if not is_remote(pattern):
+        found = glob.glob(os.fspath(resolve(pattern)), recursive=True)  # noqa: PTH207 (absolute patterns)
+        return {name: Listed(pathlib.Path(name).stat().st_size) for name in found if pathlib.Path(name).is_file()}
+    system, name = fsspec.core.url_to_fs(pattern)
+    about = system.glob(name, detail=True)
+    return {
+        f"gs://{name}": Listed(entry["size"], str(entry.get("crc32c") or entry.get("generation", "")))
+        for name, entry in about.items()
+        if entry["type"] == "file"
+    }
 
 
 def matching(pattern: str) -> dict[str, int]:
-    """Returns the sizes in bytes of the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
-    if not is_remote(pattern):
-        found = glob.glob(os.fspath(resolve(pattern)), recursive=True)  # noqa: PTH207 (absolute patterns)
-        return {name: pathlib.Path(name).stat().st_size for name in found if pathlib.Path(name).is_file()}
-    system, name = fsspec.core.url_to_fs(pattern)
-    about = system.glob(name, detail=True)
-    return {f"gs://{name}": entry["size"] for name, entry in about.items() if entry["type"] == "file"}
+    """Returns the sizes in bytes of the files that match a pattern, as `listed`."""
+    return {name: found.size_bytes for name, found in listed(pattern).items()}
 
 
 def copy_between(source: epath.Path, target: epath.Path) -> None:

@@ -16,17 +16,17 @@ _BLOCK_BYTES, _MOST_BLOCKS = 2**16, 2**10
 
 
 def of_files(files: Collection[File]) -> str:
-    """Returns a hash of the content of files; equal on all hosts that have copies of them."""
+    """Returns the kind of hash and a hash of the content of files; equal on all hosts that have copies of them."""
     digest = hashlib.sha256()
     local = [file for file in files if not paths.is_remote(file.path)]
     for file in files:
         if paths.is_remote(file.path):
-            digest.update(f"{file.name} {paths.content_version(file.path)}\n".encode())
+            digest.update(f"{file.name} {file.checksum}\n".encode())
     for file, start, length in _blocks(local):
         with open(file.path, "rb") as opened:  # noqa: PTH123 (a path is text here)
             opened.seek(start)
             digest.update(opened.read(length))
-    return digest.hexdigest()
+    return f"{'files' if len(local) == len(files) else 'objects'}:{digest.hexdigest()}"
 
 
 def _blocks(files: Sequence[File]) -> Iterator[tuple[File, int, int]]:

@@ -42,11 +42,13 @@ class File(NamedTuple):
       name: identifies the file, the same on every machine.
       path: where this machine finds it.
       size_bytes: its size.
+      checksum: of an object in a bucket, as its listing says.
     """
 
     name: str
     path: str
     size_bytes: int
+    checksum: str = ""
 
 
 def is_validation(name: str | bytes) -> bool:
@@ -64,11 +66,11 @@ def validation_names(names: Iterable[str]) -> set[str]:
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
     """Returns the files that match any pattern, sorted by name: the path relative to their common folder."""
-    sizes = {path: size for pattern in patterns for path, size in paths.matching(pattern).items()}
-    if not sizes:
+    found = {path: about for pattern in patterns for path, about in paths.listed(pattern).items()}
+    if not found:
         return ()
-    common = os.path.commonpath([os.path.dirname(path) for path in sizes])  # noqa: PTH120 (gs:// is text here)
-    return tuple(File(path[len(common) :].lstrip("/"), path, size) for path, size in sorted(sizes.items()))
+    common = os.path.commonpath([os.path.dirname(path) for path in found])  # noqa: PTH120 (gs:// is text here)
+    return tuple(File(path[len(common) :].lstrip("/"), path, *about) for path, about in sorted(found.items()))
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:

@@ -59,7 +59,8 @@ class Mixture:
     def content_hash(self) -> str:
         """See `documents.HashesContent`; sources that are not files have no part in it."""
         found = [source.content_hash() for source in self.sources if can(source, HashesContent)]
-        return hashlib.sha256(repr(found).encode()).hexdigest()
+        kinds = "+".join(one.partition(":")[0] for one in found)
+        return f"{kinds}:{hashlib.sha256(repr(found).encode()).hexdigest()}"
 
 
 class MixtureStream:

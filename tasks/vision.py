@@ -158,6 +158,10 @@ class ImageQuestions:
 
     def fingerprint(self) -> str:
         """Returns a hash of the names, sizes and content of the files, equal on all hosts."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         listing = hashlib.sha256(repr([(f.name, f.size_bytes) for f in self._files]).encode()).hexdigest()[:16]
         return fingerprint_of(listing, content_hash.of_files(self._files))
 

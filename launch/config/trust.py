@@ -4,7 +4,7 @@ The configuration of an experiment file is the user's own, and may import and ca
 checkpoint, can come from a stranger: if its text could name any function, reading a run would run any program. So it
 may name the constructors listed here, those of optax, and those of modules that the user's command imports itself
 (`--gin "import MODULE"`). None of those listed here starts a program or imports a module that its arguments name. A
-task reads, and may build, its data where its settings say.
+task reads, and may build, its data where its settings say, with the libraries that read them.
 """
 
 from collections.abc import Collection

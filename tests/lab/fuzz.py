@@ -105,7 +105,7 @@ def targets() -> Iterator[Mapping[str, Target]]:
 
         yield {
             "json": Target(foreign_json.loads, (foreign_json.MalformedError,), [_as_json({"a": [1, 2.5, None, "é"]})]),
-            "message": Target(_message, (host_messages.Stranger,), _messages()),
+            "message": Target(_message, (), _messages()),
             "lock": Target(_lock, (), [_as_json(run_lock.Owner("h", 1, 1e9, 7, "m", "t")._asdict())]),
             "metadata": Target(reading(f"7/{steps.PART}/metadata", _step), (steps.DamagedError,), [_metadata()]),
             "safetensors": Target(reading("model.safetensors", _tensors), (UserError,), [_tensor_file()]),
@@ -230,16 +230,17 @@ def _messages() -> list[bytes]:
     return [hello, hello * 3, _as_json({"host": 1, "of": 2, "description": "x"})]
 
 
-def _message(case: bytes) -> Any:
+def _message(case: bytes) -> None:
     """Reads the bytes as they are, and as the content of an authenticated message."""
+    with contextlib.suppress(host_messages.Stranger):
+        host_messages.Inbox(b"").add(_sealed(case))
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        authenticated = host_messages.Inbox(b"").add(_sealed(case))
+    with ours, theirs, contextlib.suppress(host_messages.Stranger):
         with contextlib.suppress(OSError):
             theirs.settimeout(0.01)
             theirs.send(case[: 2**16])
         theirs.shutdown(socket.SHUT_WR)
-        return authenticated, host_messages.receive(ours, b"", seconds=1.0)
+        host_messages.receive(ours, b"", seconds=1.0)
 
 
 def _sealed(body: bytes) -> bytes:
@@ -254,7 +255,8 @@ def _lock(case: bytes) -> Any:
 
 
 def _metadata() -> bytes:
-    return _as_json(steps.sealed({"seed": 3, "config": "x"}, step=7, content={"w": [1, 2]}, streams={"a": "b"}))
+    meta = {"seed": 3, "config": "x", "validation": {"loss": 2.5}}
+    return _as_json(steps.sealed(meta, step=7, content={"w": [1, 2]}, streams={"a": "b"}))
 
 
 def _tensor_file() -> bytes:
@@ -263,6 +265,11 @@ def _tensor_file() -> bytes:
 
 
 def _step(folder: Any) -> Any:
+    """Reads the metadata as it is, and as somebody would seal it who knows the format."""
+    file = folder / "metadata"
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        meta = json.loads(file.read_bytes())
+        file.write_bytes(_as_json({**meta, "checksum": steps._checksum(meta)}))
     return steps.read(folder.parent)
 
 
@@ -294,4 +301,4 @@ def _sessions(folder: Any) -> Any:
 
 
 def _configuration(case: bytes) -> Any:
-    return config.load("runs/theirs/config.gin", text=case.decode(errors="replace"), trust=Trust()).text
+    return config.load("runs/theirs/config.gin", text=case.decode(errors="replace"), trust=Trust()).build()

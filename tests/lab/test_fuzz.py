@@ -28,6 +28,10 @@ def test_a_case_that_found_something_is_read_or_refused(targets, case):
     assert not fuzz.attempt(case.parent.name, targets[case.parent.name], case.read_bytes())
 
 
+def test_cases_are_kept():
+    assert KEPT
+
+
 def test_changed_files_and_messages_are_read_or_refused(targets):
     cheap = [name for name in targets if name not in ("configuration", "model")]
     done, failures = fuzz.run_for(30.0, seed=20, names=cheap, tries=60)
