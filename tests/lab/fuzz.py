@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
     for failure in failures:
         print(f"{failure.target}: {failure.case[:200]!r}\n{failure.said}")
         if args.keep:
-            file = CASES / failure.target / hashlib.sha256(failure.case).hexdigest()[:12]
+            file = CASES / failure.target / f"{hashlib.sha256(failure.case).hexdigest()[:12]}.bin"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(failure.case)
     about = f"{done:,} cases of {len(names)} targets in {args.seconds:g} s (seed {args.seed})"
