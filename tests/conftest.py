@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "16"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, as would what tests start
 os.environ["NO_GCE_CHECK"] = "true"  # google.auth reads it when it is imported
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -71,6 +71,7 @@ class Session:
 
 
 _KINDS = typing.get_type_hints(Session)
+_REQUIRED = {f.name: _KINDS[f.name] for f in dataclasses.fields(Session) if f.default is dataclasses.MISSING}
 
 
 def share(sessions: Sequence[Session]) -> float:
@@ -86,10 +87,12 @@ def read(run_dir: str) -> list[Session]:
     sessions = []
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
-            found = foreign_json.load_object(line, _KINDS)
+            found = foreign_json.load_object(line, _REQUIRED)
         except foreign_json.MalformedError:
             continue
-        sessions.append(Session(**{name: found[name] for name in _KINDS}))
+        own = {name: found[name] for name in _KINDS if name in found}
+        if all(foreign_json.is_a(value, _KINDS[name]) for name, value in own.items()):
+            sessions.append(Session(**own))
     return sessions
 
 
