@@ -199,7 +199,7 @@ def test_prune_keeps_the_latest_and_the_newest_intact_one(run, command):
         (("ls", "nowhere"), r"the run 'nowhere' does not exist \(expected"),
         (("ls", "{run}/checkpoints/9"), "has no checkpoints"),
         (("verify", "{run}", "--step", "4"), "no complete checkpoint of step 4 in .*; existing steps: 3, 7, 9"),
-        (("diff", "{run}@x", "{run}"), "expected RUN or RUN@STEP"),
+        (("diff", "{run}@x", "{run}"), "expected RUN, RUN@STEP"),
         (("diff", "{run}@8", "{run}"), "no complete checkpoint of step 8"),
         (("prune", "{run}", "--keep", "0"), "--keep: 0: expected a whole number, at least 1"),
     ],

@@ -220,7 +220,7 @@ def test_a_missing_checkpoint_is_reported_before_anything_starts(capsys, tmp_pat
     ("text", "message"),
     [
         ("hosts=two", "hosts=two: expected a whole number"),
-        ("checkpoint=runs/a@", "expected RUN or RUN@STEP"),
+        ("checkpoint=runs/a@", "expected RUN, RUN@STEP"),
     ],
 )
 def test_a_variant_that_makes_no_sense(text, message):
