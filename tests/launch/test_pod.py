@@ -61,6 +61,15 @@ def calls(monkeypatch):
     return made
 
 
+@pytest.fixture
+def a_bucket(bucket, monkeypatch):
+    """An emulated bucket `gs://bucket`."""
+    for key, value in bucket.environment.items():
+        monkeypatch.setenv(key, value)
+    bucket.write("gs://bucket/there", b"")
+
+
+@pytest.mark.usefixtures("a_bucket")
 @pytest.mark.parametrize(
     ("steps", "newest", "is_finished"), [((), 200, True), ((), 199, False), (("--steps", "30"), 30, True)]
 )
@@ -245,6 +254,7 @@ def test_a_home_directory_is_that_of_the_launcher_not_of_a_host(place, calls, mo
         assert logs == str(tmp_path / run / "logs")
 
 
+@pytest.mark.usefixtures("a_bucket")
 def test_a_tpu_host_wins_over_the_environment_but_not_over_the_flag(place, calls, monkeypatch):
     monkeypatch.setattr(paths, "check_writable", lambda directory: directory)
     place(TPU_HOST)
