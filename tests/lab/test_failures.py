@@ -4,6 +4,8 @@ import dataclasses
 import gc
 import random
 import re
+import subprocess
+import sys
 import threading
 import tracemalloc
 
@@ -14,6 +16,7 @@ import pytest
 
 from core.checkpoints import writing
 from core.health import exit_codes, phase
+from launch.environment import WORKSPACE
 from tests.lab import faults, growth, table
 from tests.lab.flips import Flips
 from tests.lab.growth import Sample
@@ -191,7 +194,16 @@ def test_a_sample_is_of_the_memory_of_this_process(tmp_path):
 
 
 def test_memory_that_was_freed_is_not_held():
-    """Even if the last of many blocks lies above the freed ones, so that the C library cannot return them by itself."""
+    """Even if the last of many blocks lies above the freed ones, so that the C library cannot return them by itself.
+
+    In a process of its own: memory that other tests have freed would be taken first.
+    """
+    program = f"from tests.lab import test_failures; test_failures.{hold_and_free.__name__}()"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=WORKSPACE, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def hold_and_free():
     before = growth.sample(1).memory_bytes
     blocks = [bytearray(b"x" * 2**10) for _ in range(2**17)]
     during, last = growth.sample(1).memory_bytes, blocks.pop()
