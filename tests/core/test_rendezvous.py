@@ -194,7 +194,8 @@ def test_silent_connections_do_not_delay_the_hosts(address, monkeypatch):
 
 
 def test_hosts_of_another_start_are_missing_and_counted(address):
-    zero, other = Host(address, 0, 2, seconds=0.8, secret="a"), Host(address, 1, 2, seconds=0.8, secret="b")
+    # Host 0 listens longer: a last attempt after it has left would end with "Connection refused".
+    zero, other = Host(address, 0, 2, seconds=3, secret="a"), Host(address, 1, 2, seconds=1, secret="b")
     here, there = finish(zero, other)
     assert isinstance(here, TimeoutError)
     assert re.search(r"missing: host 1\. \d+ connections? of other programs, or of hosts of another start", str(here))
