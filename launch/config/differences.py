@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from launch.config.loader import declared_text, parse
+from launch.config.names import OURS
 from launch.config.statements import render
 
 _MOST_CHARACTERS = 160  # of a value in a message
@@ -53,11 +54,17 @@ def among(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def is_same(before: str, after: str, *, ignoring: Collection[str] = ()) -> bool:
-    """Returns whether two canonical texts import the same and differ in no setting but those to be ignored."""
+    """Returns whether two canonical texts import the same and differ in no setting but those to be ignored.
+
+    One may import modules of ours that the other does not: new macros may name them.
+    """
     if before == after:
         return True
-    imports = [set(parse(text).imports.values()) for text in (before, after)]
-    return imports[0] == imports[1] and all(one.name in ignoring for one in between(before, after))
+    old, new = (parse(text).imports for text in (before, after))
+    both = old.keys() & new.keys()
+    if any(symbol in both or not module.startswith(OURS) for symbol, module in old.items() ^ new.items()):
+        return False
+    return all(one.name in ignoring for one in between(before, after))
 
 
 @functools.lru_cache(maxsize=256)  # a suite compares each experiment with each run

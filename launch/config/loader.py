@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib.util  # noqa: F401  gin forgets this import, and then fails in an obscure way on a missing file
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from core import paths
 from core.errors import UserError
 from gin import config as gin_engine
 from launch import environment
-from launch.config import checks, sources
+from launch.config import checks, moved, sources
 from launch.config.names import Names
 from launch.config.signatures import Constructor
 from launch.config.statements import (
@@ -158,6 +158,7 @@ def load(
     flags |= {"--slice": f"SLICE = {slice_name!r}"} if slice_name is not None else {}
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
+    reader.sources, reader.bindings, spelling = moved.current(reader.sources, reader.bindings)
     names = Names(reader, folders=folders, trust=trust)
     shown, declared = sources.display(sources.WORKSPACE / defaults), declared_macros(defaults)
     config = checks.Configuration(reader, names, root=root, defaults=shown, declared=declared)
@@ -165,13 +166,14 @@ def load(
     if wrong := dict.fromkeys(reader.problems + names.problems + problems):
         position = {name: number for number, name in enumerate(reader.sources)}
         raise ConfigError(str(path), sorted(wrong, key=lambda p: (position.get(p.file, len(position)), p.line)))
+    notes += [note for name, note in spelling.items() if trust is None or name != reader.experiment]
     others = [b for b in reader.bindings if b.name == "SLICE" and b.file in flags and slice_name not in (None, b.value)]
     notes += [f"{b.place}: {b} is left out, the SLICE argument chose {slice_name!r}" for b in others]
     if mesh:
         said = " ".join(f"{name}={environment.read(name)}" for name in (_MESH, "TPU_AXIS_NAMES"))
         notes.insert(0, f"{said} bind {'; '.join(mesh)}, after the file and before --gin")
-    imports, ordered = _canonical(kept, names.own_modules)
-    return LoadedConfig(imports, ordered, reader.experiment, tuple(notes), config.root)
+    made = _canonical(kept, lambda named: named.target.module, names.own_modules)
+    return LoadedConfig(made.imports, made.bindings, reader.experiment, tuple(notes), config.root)
 
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
@@ -190,10 +192,17 @@ def _macros(text: str) -> frozenset[str]:
 
 
 def parse(text: str) -> Settings:
-    """Parses a canonical text, such as the config.gin of a run, without importing the modules that it names."""
+    """Parses a canonical text, such as the config.gin of a run, without importing the modules that it names.
+
+    Old names and values (`launch.config.moved`) become the current ones.
+    """
     statements = sources.parse(text)
-    imports = {s.bound_name(): s.module for s in statements if isinstance(s, ImportStatement)}
-    return Settings(imports, tuple(s for s in statements if isinstance(s, Binding)))
+    read = {"": sources.Source([s for s in statements if isinstance(s, ImportStatement)], ())}
+    now = moved.current(read, [s for s in statements if isinstance(s, Binding)])
+    imports = {s.bound_name(): s.module for s in now.sources[""].imports}
+    if not now.notes:
+        return Settings(imports, tuple(now.bindings))
+    return _canonical(now.bindings, lambda named: imports[named.selector.partition(".")[0]], imports.values())
 
 
 def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
@@ -219,26 +228,31 @@ def _content(path: str) -> str:
         raise ConfigError(path, [sources.unreadable(path, error)]) from error
 
 
-def _canonical(bindings: Iterable[Binding], own_modules: Iterable[str]) -> tuple[dict[str, str], tuple[Binding, ...]]:
-    """Returns modules by symbol, and the bindings in canonical order, with these symbols.
+def _canonical(bindings: Iterable[Binding], module: Callable[[Any], str], others: Iterable[str]) -> Settings:
+    """Returns settings in canonical order, with one symbol for each module.
 
-    The modules are those that the bindings use, followed by the other modules of the user: importing one may be its
-    purpose, for example if it registers a seqio task.
+    Args:
+      bindings: the bindings.
+      module: returns the full name of the module of a parameter's binding or of a reference.
+      others: further modules of the user, which follow those that bindings use: importing one may be its purpose, for
+        example if it registers a seqio task.
     """
     bindings = list(bindings)
-    named = [*bindings, *(leaf for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))]
+    references = [leaf for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference)]
+    used = {module(named) for named in (*references, *(b for b in bindings if not b.is_macro))}
     symbols: dict[str, str] = {}
-    used = {x.target.module for x in named if x.target}
-    for module in (*sorted(used), *sorted(set(own_modules) - used)):
-        name = module.rpartition(".")[2]
+    for module_name in (*sorted(used), *sorted(set(others) - used)):
+        name = module_name.rpartition(".")[2]
         taken = {"gin", *symbols.values()}
-        symbols[module] = next(s for s in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if s not in taken)
+        symbols[module_name] = next(
+            s for s in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if s not in taken
+        )
 
     def renamed(named: Any) -> Any:
-        if not isinstance(named, Binding | Reference) or named.target is None:
+        if not isinstance(named, Reference) and (not isinstance(named, Binding) or named.is_macro):
             return named
-        return dataclasses.replace(named, selector=f"{symbols[named.target.module]}.{named.target.name}")
+        return dataclasses.replace(named, selector=f"{symbols[module(named)]}.{named.selector.rpartition('.')[2]}")
 
     written = [dataclasses.replace(renamed(b), value=transform(b.value, renamed)) for b in bindings]
     ordered = tuple(sorted(written, key=lambda b: (not b.is_macro, str(b))))
-    return {symbol: module for module, symbol in symbols.items()}, ordered
+    return Settings({symbol: name for name, symbol in symbols.items()}, ordered)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
 _EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
-_OURS = tuple(f"{package}." for package in (*PUBLIC_PACKAGES, f"{environment.PACKAGE}launch"))
+OURS = tuple(f"{package}." for package in (*PUBLIC_PACKAGES, f"{environment.PACKAGE}launch"))
 
 _Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import failed, which was reported
 
@@ -132,7 +132,7 @@ class Names:
             module, details = None, {"fix": f"give {shadowed.name} a name of its own"}
         if module and not (statement.is_from or statement.alias):
             module = sys.modules[name.split(".")[0]]
-        if module and not f"{name}.".startswith(_OURS):
+        if module and not f"{name}.".startswith(OURS):
             self.own_modules.add(name)
         first = symbols.setdefault(symbol, module)
         if module and first not in (module, None):

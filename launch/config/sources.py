@@ -221,6 +221,13 @@ def parse(text: str) -> list[Statement]:
     return [Binding(s[-1].line_num, *s[:-1]) if isinstance(s, config_parser.BindingStatement) else s for s in found]
 
 
+def imported(module: str, symbol: str, *, at: ImportStatement | None = None) -> ImportStatement:
+    """Returns the import, with a symbol, of a module by its name in the workspace; it has the place of `at`."""
+    alias = None if module.rpartition(".")[2] == symbol else symbol
+    location = at.location if at else config_parser.Location(None, 0, None, "")
+    return ImportStatement(_installed_name(module), "." in module, alias, location)
+
+
 def _as_installed(statement: Any) -> Any:
     """Returns an import of one of our modules with its name in this installation, other statements as they are.
 

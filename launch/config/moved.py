@@ -1,0 +1,203 @@
+"""Old names and values in gin files, which are accepted for one release: one table, and what applies it.
+
+The table applies to statements as they were read, before names are resolved. So it serves files, flags and the saved
+configurations of runs, and a text in an old spelling compares as equal to one in the new. Notes say the new spelling.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from gin.config_parser import ImportStatement
+
+from core import units
+from launch.config import sources
+from launch.config.sources import Source
+from launch.config.statements import REQUIRED, Binding, Macro, Reference, expand, is_flag, leaves, transform
+
+_ACCEPTED = "these names are old, and the next release will not accept them:"
+_MOST_LINES = 12  # of a note
+_UNKNOWN = "?"  # before a name whose module is not known
+_OF_PARAMETER, _OF_CONSTRUCTOR, _OF_MACRO = 2, 1, 0  # components of a full name that follow the module
+
+# Gets a value, and all values bound to the same constructor in the same scope, by parameter, without macros. Returns
+# statements that replace the binding, first the one with its new value; none removes it; None: the value is current.
+Rewrite = Callable[[Any, Mapping[str, Any]], Sequence[str] | None]
+
+
+class Table(NamedTuple):
+    """What moved. Names are full names in the workspace, such as `models.transformer.Transformer.mixer`.
+
+    Attributes:
+      names: new names of modules, constructors, parameters and macros, by old names. No new name begins with an
+        old one: if the module `models.trm` becomes a folder, its constructors are listed instead.
+      values: what replaces old values of a parameter, by the new name of the parameter.
+    """
+
+    names: Mapping[str, str] = MappingProxyType({})
+    values: Mapping[str, Rewrite] = MappingProxyType({})
+
+
+TABLE = Table()
+
+
+class Current(NamedTuple):
+    """Statements in the current spelling."""
+
+    sources: dict[str, Source]
+    bindings: list[Binding]
+    notes: dict[str, str]  # for each source with old spellings, a note that says the new ones
+
+
+def current(read: Mapping[str, Source], bindings: Sequence[Binding]) -> Current:
+    """Returns the statements of all sources, in the order in which they apply, in the current spelling."""
+    return _Spelling(read).current(bindings) if any(TABLE) else Current(dict(read), list(bindings), {})
+
+
+class _Spelling:
+    """Converts the names in all sources to full names, applies the table, and converts them back."""
+
+    def __init__(self, read: Mapping[str, Source]):
+        self._read = read
+        self._written = {name: {i.bound_name(): _module(i) for i in source.imports} for name, source in read.items()}
+        self._now = {
+            file: {symbol: _renamed(module) for symbol, module in symbols.items()}
+            for file, symbols in self._written.items()
+        }
+        self._shared: dict[str, str] = {}  # symbols of all sources, which flags may use
+        for symbols in self._written.values():
+            self._shared = symbols | self._shared
+        self._lines: dict[str, list[str]] = {name: [] for name in read}
+        self._used: set[str] = set()  # symbols of names that stay
+        self._left: set[str] = set()  # symbols of names that moved
+
+    def current(self, bindings: Sequence[Binding]) -> Current:
+        """Returns all statements in the current spelling."""
+        written = [_mapped(b, functools.partial(self._full, file=b.file)) for b in bindings]
+        renamed = [_mapped(b, lambda name, _: _renamed(name)) for b in written]
+        hooks, found = _hooks(renamed), []
+        for old, was, now in zip(bindings, written, renamed, strict=True):
+            statements = hooks[now.name](now.value) if now.name in hooks else None
+            is_current = statements is None and (was.name, was.value) == (now.name, now.value)
+            (self._used if is_current else self._left).update(_symbols(old))
+            if is_current:
+                found.append(old)
+                continue
+            replaced = [now] if statements is None else _parsed(statements, at=now)
+            spelled = [_mapped(b, functools.partial(self._short, file=old.file)) for b in replaced]
+            self._tell(old, spelled, is_same_value=statements is None and was.value == now.value)
+            known = {str(b) for b in (*bindings, *found) if b.file == old.file}  # what a statement adds may be there
+            found += [*spelled[:1], *(b for b in spelled[1:] if str(b) not in known)]
+        ordered = [dataclasses.replace(binding, order=order) for order, binding in enumerate(found)]
+        read = {file: source._replace(imports=self._imports(file)) for file, source in self._read.items()}
+        lines = {file: units.shortened(lines, most=_MOST_LINES) for file, lines in self._lines.items() if lines}
+        return Current(read, ordered, {file: "\n  ".join([_ACCEPTED, *several]) for file, several in lines.items()})
+
+    def _full(self, name: str, depth: int, *, file: str) -> str:
+        """Returns the full name of a name in a file."""
+        symbol, _, rest = name.partition(".")
+        symbols = self._shared if is_flag(file) else self._written[file]
+        if depth == _OF_MACRO or symbol in symbols:
+            return name if depth == _OF_MACRO else f"{symbols[symbol]}.{rest}"
+        former = (old.partition(f".{symbol}.") for old in TABLE.names if is_flag(file))  # flags need no import
+        homes = [home for home, found, inner in former if found and f"{rest}.".startswith(f"{inner}.")]
+        return f"{homes[0]}.{name}" if homes else _UNKNOWN + name
+
+    def _short(self, name: str, depth: int, *, file: str) -> str:
+        """Returns a full name as the file writes it; its module gets a symbol if it has none there."""
+        if depth == _OF_MACRO or name.startswith(_UNKNOWN):
+            return name.removeprefix(_UNKNOWN)
+        parts = name.split(".")
+        module, rest = ".".join(parts[:-depth]), parts[-depth:]
+        symbols = self._now[file]
+        symbol = next((symbol for symbol, known in symbols.items() if known == module), "")
+        if not symbol:
+            taken = {"gin", *(s for known in self._now.values() for s, m in known.items() if m != module)}
+            last = module.rpartition(".")[2]
+            symbol = next(s for s in (last, *(f"{last}{i}" for i in range(2, len(taken) + 3))) if s not in taken)
+            symbols[symbol] = module
+        return ".".join([symbol, *rest])
+
+    def _tell(self, old: Binding, new: Sequence[Binding], *, is_same_value: bool) -> None:
+        if [str(b) for b in new] == [str(old)]:
+            return  # only the import of its module changes
+        before, after = (old.name, new[0].name) if is_same_value else (str(old), "; ".join(map(str, new)))
+        self._lines[old.file].append(
+            f"{old.place}: write {after} for {before}" if new else f"{old.place}: remove {old}"
+        )
+
+    def _imports(self, file: str) -> list[ImportStatement]:
+        """Returns the imports of a file: without those of which all names moved, and with those that they need."""
+        found = []
+        for statement in self._read[file].imports:
+            symbol = statement.bound_name()
+            if _renamed(_module(statement)) != _module(statement):
+                new = sources.imported(self._now[file][symbol], symbol, at=statement)
+                place = f"{file}:{statement.location.line_num}"
+                self._lines[file].append(f"{place}: write {new.format()} for {statement.format()}")
+                found.append(new)
+            elif symbol in self._used or symbol not in self._left:
+                found.append(statement)
+        added = {s: module for s, module in self._now[file].items() if s not in self._written[file]}
+        return [*found, *(sources.imported(module, symbol) for symbol, module in added.items())]
+
+
+def _hooks(bindings: Iterable[Binding]) -> dict[str, Callable[[Any], Sequence[str] | None]]:
+    """Returns what rewrites values, by the names of bindings, or of the macros that are their whole values."""
+    bindings, bound = list(bindings), {}
+    macros = {b.name: b for b in bindings if b.is_macro}
+    for b in bindings:
+        bound.setdefault((b.scope, b.selector), {})[b.parameter] = expand(b.value, macros)
+    readers = [(b, TABLE.values[name]) for b in bindings if (name := f"{b.selector}.{b.parameter}") in TABLE.values]
+    return {
+        b.value.name if isinstance(b.value, Macro) else b.name: lambda value, rewrite=rewrite, b=b: rewrite(
+            value, bound[b.scope, b.selector]
+        )
+        for b, rewrite in readers
+    }
+
+
+def _renamed(name: str) -> str:
+    """Returns a full name with the new name of its longest part that has one."""
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        if new := TABLE.names.get(".".join(parts[:size])):
+            return _renamed(".".join([new, *parts[size:]]))
+    return name
+
+
+def _module(statement: ImportStatement) -> str:
+    """Returns the name in the workspace of what the symbol of an import stands for."""
+    name = statement.module.removeprefix("renga.")
+    return name if statement.is_from or statement.alias else name.partition(".")[0]
+
+
+def _symbols(binding: Binding) -> set[str]:
+    """Returns the symbols with which the names in a binding begin."""
+    named = [leaf.selector for leaf in leaves(binding.value) if isinstance(leaf, Reference)]
+    return {name.partition(".")[0] for name in (*named, *([] if binding.is_macro else [binding.selector]))}
+
+
+def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:
+    """Changes every name in a binding; `change` gets the name, and how many of its components follow the module."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Reference):
+            return dataclasses.replace(leaf, selector=change(leaf.selector, _OF_CONSTRUCTOR))
+        return Macro(change(leaf.name, _OF_MACRO)) if isinstance(leaf, Macro) and leaf.name != REQUIRED else leaf
+
+    value = transform(binding.value, of_leaf)
+    if binding.is_macro:
+        return dataclasses.replace(binding, selector=change(binding.selector, _OF_MACRO), value=value)
+    name = change(f"{binding.selector}.{binding.parameter}", _OF_PARAMETER)
+    selector, _, parameter = name.rpartition(".")
+    return dataclasses.replace(binding, selector=selector, parameter=parameter, value=value)
+
+
+def _parsed(statements: Sequence[str], *, at: Binding) -> list[Binding]:
+    """Parses the statements that replace a binding, and gives them its place; the first one keeps its name."""
+    parsed = sources.parse("\n".join(statements)) if statements else []
+    found = [dataclasses.replace(b, scope=b.scope or at.scope, file=at.file, line=at.line) for b in parsed]
+    return [dataclasses.replace(at, value=found[0].value), *found[1:]] if found and at.is_macro else found

@@ -1,0 +1,156 @@
+"""Old spellings in files, flags and saved configurations: what they become, and that texts in both compare as equal."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.config import ConfigError, differences, loader, moved
+from launch.config.statements import render
+from launch.config.trust import Trust
+
+SAVED = Path(__file__).parent / "saved"  # of runs, as the first release wrote them; they are never written again
+FILES = {
+    "quickstart": "gin/quickstart.gin",
+    "valkyrie": "gin/valkyrie_7b.gin",
+    "trm": "gin/trm/sudoku.gin",
+    "ponder": "gin/ponder/quick.gin",
+    "arrcoc": "gin/arrcoc/v5p_8.gin",
+}
+
+
+def load_saved(text):
+    return loader.load("config.gin", text=text, trust=Trust())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_saved_configuration_loads_builds_and_equals_that_of_its_file(name):
+    saved, now = (SAVED / f"{name}.gin").read_text(), loader.load(FILES[name])
+    assert differences.between(saved, now.text) == []
+    assert differences.is_same(saved, now.text)
+    loaded = load_saved(saved)
+    assert (loaded.notes, loaded.slice) == ((), now.slice)
+    assert differences.is_same(loaded.text, now.text)
+    assert type(loaded.build()) is type(now.build())
+
+
+def mixers(value, bound):
+    """An old value of a choice, with a parameter of the same constructor, becomes two statements."""
+    if not isinstance(value, str):
+        return None
+    settings = [f"core.optimizers.adamw.b1 = {render(bound['share'])}"] if "share" in bound else []
+    return [f"launch.experiment.Experiment.optimizer = @core.optimizers.{value}()", *settings]
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A table in which today's names are the new ones of others."""
+    names = {
+        "core.rules": "core.optimizers",
+        "models.decoder": "models.transformer",
+        "models.decoder.Decoder": "models.transformer.Transformer",
+        "models.transformer.Transformer.depth": "models.transformer.Transformer.num_layers",
+        "launch.experiment.Experiment.rule": "launch.experiment.Experiment.optimizer",
+        "BATCH": "BATCH_SIZE",
+    }
+    values = {"launch.experiment.Experiment.optimizer": mixers}
+    monkeypatch.setattr(moved, "TABLE", moved.Table(names, values))
+
+
+HEAD = """\
+from __gin__ import dynamic_registration
+from launch import experiment
+from models import decoder
+from core import rules
+include 'gin/defaults.gin'
+include 'gin/strategies/data_parallel.gin'
+include 'gin/models/quickstart.gin'
+MODEL = @decoder.Decoder()
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch, table):
+    monkeypatch.chdir(tmp_path)
+
+    def write(*lines):
+        (tmp_path / "mine.gin").write_text("\n".join([HEAD, *lines, ""]))
+        return "mine.gin"
+
+    return write
+
+
+def values(config):
+    return {b.name: b.value for b in config.bindings}
+
+
+def test_old_names_of_modules_constructors_parameters_and_macros(write):
+    file = write("decoder.Decoder.depth = 3", "BATCH = 16", "rules.adamw.b1 = 0.8")
+    config = loader.load(file, bindings=["decoder.Decoder.mlp_dim = 64", "experiment.Experiment.accum_steps = 2"])
+    found = values(config)
+    assert found["transformer.Transformer.num_layers"] == 3
+    assert found["transformer.Transformer.mlp_dim"] == 64
+    assert (found["BATCH_SIZE"], found["optimizers.adamw.b1"]) == (16, 0.8)
+    assert "decoder" not in config.imports
+    assert "rules" not in config.imports
+    assert config.build().model.num_layers == 3
+    of_file, of_flag = config.notes
+    assert "mine.gin:10: write decoder.Transformer.num_layers for decoder.Decoder.depth" in of_file
+    assert "mine.gin:11: write BATCH_SIZE for BATCH" in of_file
+    assert "mine.gin:12" not in of_file  # whose module's import changes
+    assert "mine.gin:4: write from core import optimizers as rules for from core import rules" in of_file
+    assert "--gin #1: write transformer.Transformer.mlp_dim for decoder.Decoder.mlp_dim" in of_flag
+
+
+def test_a_flag_needs_no_import_of_a_former_module(write):
+    config = loader.load("gin/quickstart.gin", bindings=["decoder.Decoder.depth = 3"])
+    assert values(config)["transformer.Transformer.num_layers"] == 3
+
+
+def test_old_and_new_spelling_override_one_another(write):
+    file = write("transformer.Transformer.num_layers = 3", "from models import transformer")
+    assert loader.load(file, bindings=["decoder.Decoder.depth = 4"]).build().model.num_layers == 4
+    with pytest.raises(ConfigError, match="given twice") as error:
+        loader.load(write("decoder.Decoder.depth = 3", "decoder.Decoder.num_layers = 4"))
+    assert [p.place for p in error.value.problems] == ["mine.gin:11"]
+
+
+def test_old_values_become_statements(write):
+    file = write("experiment.Experiment.rule = 'adamw'", "experiment.Experiment.share = 0.7")
+    with pytest.raises(ConfigError, match="no parameter 'share'"):
+        loader.load(file)
+    config = loader.load(
+        write("rules.lion.learning_rate = @rules.warmup_cosine()", "experiment.Experiment.rule = 'lion'")
+    )
+    assert render(values(config)["experiment.Experiment.optimizer"]) == "@optimizers.lion()"
+    (note,) = config.notes
+    assert "experiment.Experiment.optimizer = @rules.lion() for experiment.Experiment.rule = 'lion'" in note
+
+
+def test_an_old_value_of_a_macro(write):
+    config = loader.load(write("rules.lion.learning_rate = @rules.warmup_cosine()", "OPTIMIZER = 'lion'"))
+    assert render(values(config)["OPTIMIZER"]) == "@optimizers.lion()"
+
+
+def test_mistakes_in_old_spelling_have_their_place(write):
+    with pytest.raises(ConfigError) as error:
+        loader.load(write("decoder.Decoder.depth = 'three'", "decoder.Decodr.depth = 3"))
+    assert [p.place for p in error.value.problems] == ["mine.gin:10", "mine.gin:11"]
+
+
+def test_saved_texts_in_old_and_new_spelling_are_equal(write):
+    new = loader.load("gin/quickstart.gin").text
+    old = new.replace("from models import transformer", "from models import decoder")
+    old = old.replace("transformer.Transformer.", "decoder.Decoder.").replace("@transformer.T", "@decoder.Decoder.T")
+    old = old.replace("@decoder.Decoder.Transformer", "@decoder.Decoder").replace("num_layers", "depth")
+    old = old.replace("import optimizers", "import rules").replace("optimizers.", "rules.")
+    assert old.count("decoder") > 3
+    assert differences.is_same(old, new)
+    assert differences.between(old, new) == []
+    assert differences.among([old, new]) == [{}, {}]
+    loaded = load_saved(old)
+    assert (loaded.text, loaded.notes) == (new, ())  # the user cannot change what a run saved
+
+
+def test_no_new_name_begins_with_an_old_one():
+    names = moved.TABLE.names
+    assert not [new for new in names.values() if any(f"{new}.".startswith(f"{old}.") for old in names)]
