@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core import optimizers, slices, versions
+from core import identity, optimizers, slices, versions
 from core.batches import Field
 from core.optimizers import schedules
 from launch import environment
@@ -31,7 +31,7 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
     parts = _parts(experiment, _optimizer(settings))
     if own := own_modules(experiment, settings):
         parts["own modules"] = own
-    return "\n".join(f"{name}: {value!r}" for name, value in parts.items())
+    return identity.text(parts)
 
 
 def fingerprint(experiment: Experiment, settings: Settings) -> str:
@@ -40,7 +40,7 @@ def fingerprint(experiment: Experiment, settings: Settings) -> str:
     It covers what `program_text` covers, without the optimizer's learning rate and without digests of modules.
     """
     parts = _parts(experiment, [binding for binding in _optimizer(settings) if not _is_rate(binding)])
-    return hashlib.sha256("\n".join(f"{name}: {value!r}" for name, value in parts.items()).encode()).hexdigest()[:16]
+    return hashlib.sha256(identity.text(parts).encode()).hexdigest()[:16]
 
 
 def _is_rate(binding: Binding) -> bool:
@@ -58,7 +58,7 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     parts = {
         "slice": experiment.slice,
         "strategy": experiment.strategy,
-        "model": described(experiment.model),
+        "model": experiment.model,
         "batch": spec,
         "accum_steps": experiment.accum_steps,
         "gather_once": experiment.gather_once,
@@ -67,19 +67,9 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
     }
     if experiment.non_finite == "skip":  # the only policy that is part of the program
         parts["non_finite"] = experiment.non_finite
-    if experiment.strategy.overlap_reduction:
-        parts["overlap_reduction"] = True
     if experiment.frozen:
         parts["frozen"] = (tuple(experiment.frozen), experiment.frozen_dtype)
     return parts
-
-
-def described(part: Any) -> Any:
-    """Returns a value whose `repr` tells models apart: an object without its own `repr` by its attributes."""
-    if type(part).__repr__ is not object.__repr__:
-        return part
-    attributes = {name: described(value) for name, value in sorted(getattr(part, "__dict__", {}).items())}
-    return (f"{type(part).__module__}.{type(part).__qualname__}", attributes)
 
 
 def _field(field: Field) -> tuple[Any, ...]:

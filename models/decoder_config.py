@@ -54,10 +54,6 @@ _CHOICES = {
     "activation": derivatives.ACTIVATIONS,
     "positions": ("rotary", "learned"),
 }
-# Always shown by `repr`, in this order; other fields where they differ from their defaults. Plans and records identify
-# a program by this text, which a new field with a neutral default leaves as it was.
-_SHOWN = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "tied", "remat")
-_SHOWN += ("dtype", "attention", "rope_theta", "norm_eps", "vocab_multiple")
 # Fields that do not change the function of the model.
 _NOT_SETTINGS = {
     "remat",
@@ -97,7 +93,7 @@ class LayerKind(NamedTuple):
     module: str = "block"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The fields of `models.transformer.Transformer`; the defaults are Llama's.
 
@@ -289,12 +285,6 @@ class DecoderConfig:
                 f"which mixer = {self.mixer!r} and feed_forward = {self.feed_forward!r} repeat; nearest: "
                 f"{max(self.num_layers // group, 1) * group}, {(self.num_layers // group + 1) * group}"
             )
-
-    def __repr__(self) -> str:
-        others = [
-            f.name for f in dataclasses.fields(self) if f.name not in _SHOWN and getattr(self, f.name) != f.default
-        ]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in (*_SHOWN, *others))})"
 
     def settings(self) -> dict[str, Any]:
         """See `core.types.ListsSettings`."""

@@ -61,7 +61,7 @@ class Head(NamedTuple):
     unembed: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer(DecoderConfig):
     """A decoder-only language model; its fields are described in `models.decoder_config`.
 

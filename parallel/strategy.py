@@ -51,9 +51,9 @@ class Strategy:
       dcn_shape: degree by mesh axis across slices; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
       overlap_reduction: whether the gradients of a layer are reduced over the axes that shard its parameters while the
-        layer before it computes (`parallel.overlapped`). Not in `repr`, so that records of other strategies stay valid.
+        layer before it computes (`parallel.overlapped`).
       own_mesh_axes: additional mesh axes of this strategy, each with the axis of `MESH_AXES` that it follows in the
-        order of networks, slowest first: `{"ring": "fsdp"}`. Not in `repr`, which identifies recorded programs.
+        order of networks, slowest first: `{"ring": "fsdp"}`.
 
     Raises:
       UserError: lists every unknown or missing name in the tables.
@@ -66,8 +66,8 @@ class Strategy:
     optimizer_rules: Rules | None = None
     dcn_shape: Mapping[str, int] = dataclasses.field(default_factory=dict)
     pipeline: Schedule | None = None
-    overlap_reduction: bool = dataclasses.field(default=False, repr=False)
-    own_mesh_axes: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    overlap_reduction: bool = False
+    own_mesh_axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         problems = _own_axes_problems(self.own_mesh_axes)

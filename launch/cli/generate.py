@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import units
+from core import identity, units
 from core.checkpoints import reading
 from core.errors import UserError
 from core.training import compilation
-from launch import conversation, flags, loaded_model, program_identity, terminal
+from launch import conversation, flags, loaded_model, terminal
 from launch.conversation import Conversation
 from launch.live_text import LiveText
 from parallel.sampling import GREEDY, Sampling
@@ -201,10 +201,10 @@ def _shortened(prompt: str | list[int]) -> str:
 
 
 def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], options: Mapping[str, Any]) -> Any:
-    """Returns a value whose `repr` covers everything that the answers depend on, which the layout is not part of."""
+    """Returns everything that the answers depend on, which the layout is not part of."""
     vocabulary = None if model.vocabulary is None else model.vocabulary.size
     numbers = reading.fingerprints(reading.by_name(model.params))
-    return program_identity.described(model.model), numbers, model.stop_ids, vocabulary, ids, options
+    return model.model, numbers, model.stop_ids, vocabulary, ids, options
 
 
 class _Answers:
@@ -217,7 +217,7 @@ class _Answers:
     """
 
     def __init__(self, path: Path, prompts: int, inputs: Any):
-        digest = hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(identity.text(inputs).encode()).hexdigest()[:8]
         self._path, self._partial = path, path.with_name(f"{path.name}.{digest}.partial")
         written = self._partial.read_bytes() if self._partial.exists() else b""
         whole = written[: written.rfind(b"\n") + 1]  # the last line may have been cut off

@@ -5,14 +5,13 @@ machine, reads from run directories which experiments are done.
 """
 
 import dataclasses
-import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from core import paths, published_files
+from core import identity, paths, published_files
 from core.checkpoints import reading, steps
 from core.errors import UserError
-from launch import environment, program_identity
+from launch import environment
 from launch.config import LoadedConfig, differences, loader
 from launch.config.trust import Trust
 from launch.experiment import Experiment
@@ -97,8 +96,7 @@ def described(experiment: Experiment) -> str:
         value = getattr(experiment, field.name)
         is_required = field.default is field.default_factory is dataclasses.MISSING
         if is_required or value != (field.default_factory() if field.default is dataclasses.MISSING else field.default):
-            text = repr(program_identity.described(value)).replace("\n", " ")
-            lines.append(f"# {field.name} = {re.sub(r' at 0x[0-9a-f]+', '', text)}")
+            lines.append(f"# {field.name} = {identity.text(value)}")
     return "\n".join(lines) + "\n"
 
 

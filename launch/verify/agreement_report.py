@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from core import random_bits, units, versions
+from core import identity, random_bits, units, versions
 from core.batches import Field, batch_shapes
-from launch import program_identity, terminal
+from launch import terminal
 from parallel import agreement
 from parallel.agreement import ONE_DEVICE, Apart, Batch, StrategyRow, Subject
 
@@ -47,7 +47,7 @@ def about(
     shapes = jax.eval_shape(subject.model.init, jax.random.key(0), batch_shapes(spec))
     installed = versions.of_training()
     return {
-        "model": repr(program_identity.described(subject.model)),
+        "model": identity.of(subject.model),
         "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)),
         "data": source,
         "batch": {name: f"{array.dtype}{list(array.shape)}" for name, array in first.items()},

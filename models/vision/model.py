@@ -18,7 +18,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from core import logical, parameters, published_files, random_bits
+from core import identity, logical, parameters, published_files, random_bits
 from core.errors import UserError
 from core.types import Batch, Carry, LossOutput, Params, WeightedSum
 from models import derivatives, families, losses
@@ -68,7 +68,7 @@ class VisionLanguageModel:
     decoder: Transformer
     vision: VisionTower
     selector: Selector | None = None
-    vision_folder: str = dataclasses.field(default="", repr=False)  # no part of the program
+    vision_folder: str = dataclasses.field(default="", metadata=identity.NOT_IDENTITY)
     connector_dim: int | None = None
     freeze: tuple[str, ...] = ()
     frozen_dtype: str = "bfloat16"

@@ -130,11 +130,21 @@ def compile_record(source: Source) -> dict[str, Any]:
     return figures | {
         "experiment": source.file,
         "fingerprint": program_identity.fingerprint(experiment, config),
+        "program": compiled.trace_digest(program),
         "versions": versions.installed(versions.COMPILER),
         "tokens_per_step": experiment.tokens_per_step,
         "flops_per_step": experiment.flops_per_step,
         "predicted": predicted(cost.step_time(found, program), experiment),
     }
+
+
+def traced(source: Source) -> dict[str, str]:
+    """Returns what a record says of an experiment's training step before it is compiled: its identity and digest."""
+    config = source.load()
+    experiment = config.build()
+    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    fingerprint = program_identity.fingerprint(experiment, config)
+    return {"fingerprint": fingerprint, "program": compiled.trace_digest(program)}
 
 
 def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
@@ -199,6 +209,7 @@ def _rounded(number: float) -> float:
 HELP = "compile every experiment file for its slice, and record or check its memory and time (tests/golden)"
 EXAMPLE = """tests/run.sh lab golden                        list what is recorded and what is not; compiles nothing
   tests/run.sh lab golden --check quickstart     compile and print the changes; exit code 1 if there are any
+  tests/run.sh lab golden --trace                trace every step and compare its digest; compiles nothing
   tests/run.sh lab golden --write                compile what is not recorded, one by one; run again to resume
   tests/run.sh lab golden --write --again valkyrie_7b"""
 
@@ -208,6 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="experiments, as `tests/run.sh lab golden` lists them")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compile and print how the records differ; writes nothing")
+    what.add_argument("--trace", action="store_true", help="trace each step and compare its digest with the record's")
     what.add_argument("--write", action="store_true", help="compile and record experiments without a current record")
     parser.add_argument("--again", action="store_true", help="with --write: compile recorded experiments too")
 
@@ -222,6 +234,8 @@ def run(args: argparse.Namespace) -> int:
     names = args.names or every
     if args.check:
         return _check(names)
+    if args.trace:
+        return _trace(names)
     return _write(names, again=args.again) if args.write else _list(names)
 
 
@@ -245,6 +259,17 @@ def _check(names: list[str]) -> int:
             print(diff, end="")
     as_recorded = f"{units.counted(len(names), 'experiment')} as recorded"
     print(f"different: {', '.join(different)}" if different else as_recorded)
+    return int(bool(different))
+
+
+def _trace(names: list[str]) -> int:
+    """Returns 1 if a step that is traced now is another program than the recorded one, or its identity is another."""
+    different = []
+    for name in names:
+        record, found = read(name) or {}, traced(files()[name])
+        changed = [key for key, value in found.items() if record.get(key) != value]
+        different += [name] if changed else []
+        print(f"{name:<24} {'another ' + ' and '.join(changed) if changed else 'as recorded'}", flush=True)
     return int(bool(different))
 
 

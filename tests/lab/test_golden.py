@@ -266,3 +266,13 @@ def test_quickstart_compiles_to_its_record():
 @pytest.mark.parametrize("name", [name for name in RECORDS if name != "quickstart"])
 def test_every_experiment_compiles_to_what_is_recorded(name):
     check_compiled(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart", *(pytest.param(n, marks=pytest.mark.slow) for n in golden.files() if n != "quickstart")]
+)
+def test_the_code_still_makes_the_recorded_program(name, pinned_compiler):
+    record, found = golden.read(name), golden.traced(golden.files()[name])
+    assert found["fingerprint"] == record["fingerprint"]
+    if versions.installed(versions.COMPILER) == pinned_compiler:  # another JAX may trace the same code differently
+        assert found["program"] == record["program"]

@@ -116,10 +116,7 @@ def test_the_long_context_preset_has_the_size_of_its_original(vocab_size, origin
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == original - PLANNER - REDUNDANT
 
 
-def test_defaults_are_not_shown():
-    assert "mixer" not in repr(PLAIN)
-    assert "feed_forward" not in repr(PLAIN)
-    assert "feed_forward=('mlp', 'experts')" in repr(ALTERNATING)
+def test_equal_layers_repeat_after_one():
     same = dataclasses.replace(PLAIN, mixer=("attention", "attention"), feed_forward=("mlp",))
     assert same.settings() == PLAIN.settings()
     assert same.group == 1

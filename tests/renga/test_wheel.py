@@ -224,7 +224,7 @@ def test_a_run_of_objects_cannot_be_built_by_gin(tmp_path):
     from tests.renga.test_trainer import trainer
 
     text = saved_run.described(trainer(tmp_path)._experiment)
-    assert "# model = Line()" in text
+    assert '# model = {"class": "Line"}' in text
     assert " at 0x" not in text
     assert loader.parse(text).bindings == ()
     (tmp_path / "config.gin").write_text(text)

@@ -1,6 +1,5 @@
 """Records are found by the inputs of a program and by nothing else."""
 
-import ast
 import dataclasses
 import json
 import sys
@@ -160,8 +159,7 @@ def test_a_module_of_one_s_own_that_is_edited_makes_another_program(own):
 
 def test_ours_and_what_is_installed_is_not_among_modules_of_one_s_own(question, own):
     assert "own modules" not in program_identity.program_text(question.experiment, question.config)
-    (said,) = [line for line in own[0]().splitlines() if line.startswith("own modules: ")]
-    assert list(ast.literal_eval(said.removeprefix("own modules: "))) == [own[1].stem]
+    assert list(json.loads(own[0]())["own modules"]) == [own[1].stem]
 
 
 @pytest.mark.parametrize("binding", ["own.sgd.momentum = 0.5", "in/own.factor.by = 3.0"])
@@ -252,4 +250,4 @@ def test_a_macro_of_one_s_own_that_the_optimizer_takes_counts(question):
         return program_identity.program_text(question.experiment, loader.load(question.path, bindings=given))
 
     assert text(0.8) != text(0.7)
-    assert "'DECAY = 0.8'" in text(0.8)
+    assert '"DECAY = 0.8"' in text(0.8)

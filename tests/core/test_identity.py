@@ -1,0 +1,95 @@
+import dataclasses
+import enum
+import functools
+import json
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import identity
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    size: int
+    names: tuple[str, ...] = ()
+    table: dict = dataclasses.field(default_factory=dict)
+    folder: str = dataclasses.field(default="", metadata=identity.NOT_IDENTITY)
+
+
+class Wrapper:
+    def __init__(self, inner, by):
+        self.inner, self.by = inner, by
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+def scaled(by, x):
+    return by * x
+
+
+def closed(by):
+    return lambda x: by * x
+
+
+def test_fields_at_their_defaults_and_fields_without_effect_are_left_out():
+    assert identity.of(Inner(3, folder="here")) == {"class": "Inner", "size": 3} == identity.of(Inner(3, ()))
+    assert identity.of(Inner(3, ("b",), {"y": Kind.ONE})) == {
+        "class": "Inner", "size": 3, "names": ["b"], "table": {"y": "ONE"},
+    }  # fmt: skip
+
+
+DISTINCT = {
+    "number": 1,
+    "float": 1.5,
+    "text": "1",
+    "nothing": None,
+    "class": Inner,
+    "inner": Inner(1),
+    "another inner": Inner(2),
+    "object": Wrapper(Inner(1), 2),
+    "another object": Wrapper(Inner(1), 3),
+    "named tuple": Pair(1, 2),
+    "tuple": (1, 2),
+    "mapping by tuples": {(1, 2): 3},
+    "set": {3, 1},
+    "array": np.arange(3),
+    "another array": np.arange(1, 4),
+    "dtype": np.dtype(np.int8),
+    "function": scaled,
+    "partial": functools.partial(scaled, 2),
+    "another partial": functools.partial(scaled, 3),
+    "closure": closed(2),
+    "another closure": closed(3),
+    "method": Wrapper(1, 2).__init__,
+}
+
+
+def test_different_values_have_different_identities_which_are_plain():
+    texts = {name: identity.text(value) for name, value in DISTINCT.items()}
+    assert len(set(texts.values())) == len(DISTINCT)
+    assert all("0x" not in text and json.dumps(json.loads(text), sort_keys=True) == text for text in texts.values())
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        ({"b": 1, "a": 2}, {"a": 2, "b": 1}),
+        ({2, 1, 30}, {30, 1, 2}),
+        ([1, (2,)], (1, [2])),
+        (Wrapper(Inner(1), np.float32), Wrapper(Inner(1, folder="x"), np.float32)),
+        (closed(2), closed(2)),
+        (np.arange(3), jnp.arange(3, dtype=np.int64) if jnp.arange(1).dtype == np.int64 else np.arange(3)),
+    ],
+)
+def test_equal_values_have_one_identity(one, same):
+    assert identity.text(one) == identity.text(same)
