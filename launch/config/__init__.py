@@ -1,9 +1,7 @@
 """Builds an experiment from gin files and flags, and reports all mistakes in them at once.
 
-No other folder imports gin. `sources` reads files and flags into statements with their lines. `names` resolves names
-to Python objects, and `trust` says which of them the configuration of a run may name. `checks` and `signatures` check
-the statements that are reachable from the root, with the types of their values. `loader` passes valid statements to
-gin, which builds the object.
+No other folder imports gin. `loader` shows the steps from a file to the object that it builds. `trust` says what the
+configuration of a run may name, `differences` compares configurations, and `changes` writes statements.
 """
 
 from launch.config.loader import LoadedConfig, Settings, declared_macros, load, parse

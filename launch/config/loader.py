@@ -1,15 +1,21 @@
 """Loads an experiment file: checks it and builds its object with gin, or raises an error that lists all mistakes.
 
-gin parses the files and calls the constructors. In between, the checks refuse mistakes that gin accepts: a misspelled
-macro, a value bound twice, a number in quotes, a parameter of a strategy that is not in use. Valid bindings are written
-as one canonical text, with a line for each value and one spelling for each name. A run saves this text, and hosts
-compare it. gin gets it with macros replaced by their values, because it evaluates a macro in the macro's own scope.
+    sources     gin's parser reads files and flags into statements with their places, in the order in which they apply
+    moved       old names and values become the current ones
+    names       names become constructors, through the imports of each file
+    checks      find mistakes that gin accepts: a misspelled macro, a value bound twice, a number in quotes, a parameter
+                of a strategy that is not in use; what has no effect is left out
+    build       gin gets the constructors and their values, and calls them. It gets macros replaced by their values,
+                because it would evaluate a macro in the macro's own scope
+
+The canonical text has a line for each value and one spelling for each name. A run saves it, and hosts compare it.
 """
 
 import dataclasses
 import functools
 import importlib.util  # noqa: F401  gin forgets this import, and then fails in an obscure way on a missing file
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +28,7 @@ import gin
 from core import paths
 from core.errors import UserError
 from gin import config as gin_engine
+from gin import utils as gin_utils
 from launch import environment
 from launch.config import checks, moved, sources
 from launch.config.names import Names
@@ -35,6 +42,8 @@ from launch.config.statements import (
     expand,
     import_line,
     leaves,
+    scoped,
+    symbol_for,
     transform,
 )
 
@@ -77,12 +86,15 @@ class LoadedConfig(Settings):
     notes: tuple[str, ...]  # sentences for the user: bindings left out because a later source chose otherwise
     _root: Constructor
 
+    @functools.cached_property
+    def _macros(self) -> dict[str, Binding]:
+        return {b.name: b for b in self.bindings if b.is_macro}
+
     @property
     def slice(self) -> str:
         """The name of the slice; empty if the root has no parameter `slice`."""
-        macros = {b.name: b for b in self.bindings if b.is_macro}
         bound = (b for b in self.bindings if b.parameter == "slice" and b.target == self._root and not b.scope)
-        return next((str(expand(b.value, macros)) for b in bound), "")
+        return next((str(expand(b.value, self._macros)) for b in bound), "")
 
     def build(self) -> Any:
         """Builds the root object; every call builds a new one.
@@ -90,28 +102,45 @@ class LoadedConfig(Settings):
         Raises:
           ConfigError: a constructor refused its values with a ValueError.
         """
-        macros = {b.name: b for b in self.bindings if b.is_macro}
-        flat = [dataclasses.replace(b, value=expand(b.value, macros)) for b in self.bindings if not b.is_macro]
         gin.clear_config()
         with gin_engine.interactive_mode():  # a module imported anew brings new constructors under known names
-            gin.parse_config(Settings(self.imports, tuple(flat)).text)
-        gin.finalize()
+            for constructor in {self._root, *(named.target for b in self.bindings for named in _named(b))}:
+                gin.external_configurable(constructor.target, name=constructor.name, module=constructor.module)
+        for b in self.bindings:
+            if not b.is_macro:
+                value = transform(expand(b.value, self._macros), _as_gin_has_it)
+                gin.bind_parameter((b.scope, b.target.full_name, b.parameter), value)
         try:
-            return gin.get_configurable(self._root.target)() if flat else self._root.target()
+            return gin.get_configurable(self._root.full_name)()
         except ValueError as error:
-            raise ConfigError(self.experiment, [self._refusal(str(error))]) from error
+            raise ConfigError(self.experiment, [self._refusal(error)]) from error
 
-    def _refusal(self, message: str) -> ConfigProblem:
+    def _refusal(self, error: BaseException) -> ConfigProblem:
         """Converts the ValueError of a constructor to a problem with the place of the values it was given."""
-        reason, *calls = message.split("\n  In call to configurable '")
-        name = calls[0].partition("'")[0] if calls else self._root.name
-        given = sorted((b for b in self.bindings if b.target and b.target.name == name), key=lambda b: b.order)
-        named = [b for b in given if re.search(rf"\b{re.escape(b.parameter)}\b", reason)]
-        macros = {b.name: b for b in self.bindings if b.is_macro}
-        written = [macros[b.value.name] if isinstance(b.value, Macro) else b for b in named or given]
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals is vars(gin_engine))
+        calls = [frame.f_locals["current_selector"] for frame in frames if "current_selector" in frame.f_locals]
+        while getattr(type(error).__str__, "__module__", "") == gin_utils.__name__:  # a copy with a longer message
+            error = error.__context__ or ValueError()
+        refused = calls[-1] if calls else self._root.full_name
+        given = sorted((b for b in self.bindings if b.target and b.target.full_name == refused), key=lambda b: b.order)
+        named = [b for b in given if re.search(rf"\b{re.escape(b.parameter)}\b", str(error))]
+        written = [self._macros[b.value.name] if isinstance(b.value, Macro) else b for b in named or given]
         file, line = (written[0].file, written[0].line) if written else (self.experiment, 0)
         actual = ", ".join(f"{b} ({b.place})" for b in written)
-        return ConfigProblem(file, line, f"{name} refuses its values: {reason}", actual=actual)
+        name = refused.rpartition(".")[2]
+        return ConfigProblem(file, line, f"{name} refuses its values: {error}", actual=actual)
+
+
+def _named(binding: Binding) -> list[Binding | Reference]:
+    """Returns what names constructors in a binding: references, and the binding itself if it is of a parameter."""
+    references = [leaf for leaf in leaves(binding.value) if isinstance(leaf, Reference)]
+    return references if binding.is_macro else [binding, *references]
+
+
+def _as_gin_has_it(leaf: Any) -> Any:
+    if not isinstance(leaf, Reference):
+        return leaf
+    return gin_engine.ConfigurableReference(scoped(leaf.scope, leaf.target.full_name), leaf.evaluate)
 
 
 def load(
@@ -238,18 +267,13 @@ def _canonical(bindings: Iterable[Binding], module: Callable[[Any], str], others
         example if it registers a seqio task.
     """
     bindings = list(bindings)
-    references = [leaf for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Reference)]
-    used = {module(named) for named in (*references, *(b for b in bindings if not b.is_macro))}
+    used = {module(named) for b in bindings for named in _named(b)}
     symbols: dict[str, str] = {}
-    for module_name in (*sorted(used), *sorted(set(others) - used)):
-        name = module_name.rpartition(".")[2]
-        taken = {"gin", *symbols.values()}
-        symbols[module_name] = next(
-            s for s in (name, *(f"{name}{i}" for i in range(2, len(taken) + 3))) if s not in taken
-        )
+    for name in (*sorted(used), *sorted(set(others) - used)):
+        symbols[name] = symbol_for(name, {"gin", *symbols.values()})
 
     def renamed(named: Any) -> Any:
-        if not isinstance(named, Reference) and (not isinstance(named, Binding) or named.is_macro):
+        if not isinstance(named, Binding | Reference) or (isinstance(named, Binding) and named.is_macro):
             return named
         return dataclasses.replace(named, selector=f"{symbols[module(named)]}.{named.selector.rpartition('.')[2]}")
 

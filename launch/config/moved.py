@@ -15,7 +15,7 @@ from gin.config_parser import ImportStatement
 from core import units
 from launch.config import sources
 from launch.config.sources import Source
-from launch.config.statements import REQUIRED, Binding, Macro, Reference, expand, is_flag, leaves, transform
+from launch.config.statements import REQUIRED, Binding, Macro, Reference, expand, is_flag, leaves, symbol_for, transform
 
 _ACCEPTED = "these names are old, and the next release will not accept them:"
 _MOST_LINES = 12  # of a note
@@ -115,8 +115,7 @@ class _Spelling:
         symbol = next((symbol for symbol, known in symbols.items() if known == module), "")
         if not symbol:
             taken = {"gin", *(s for known in self._now.values() for s, m in known.items() if m != module)}
-            last = module.rpartition(".")[2]
-            symbol = next(s for s in (last, *(f"{last}{i}" for i in range(2, len(taken) + 3))) if s not in taken)
+            symbol = symbol_for(module, taken)
             symbols[symbol] = module
         return ".".join([symbol, *rest])
 

@@ -5,6 +5,7 @@ An unresolved name is reported as a problem with a suggestion.
 
 import collections
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -86,7 +87,7 @@ class Names:
         named = {statement.module for source in others.values() for statement in source.imports}
         self._trust = {reader.experiment: trust.also(named)} if trust else {}
         self._constructors: dict[Any, Constructor] = {}
-        self._public = _public_modules()
+        self._public = _public_modules(PUBLIC_PACKAGES)
         self._folders = [folder.resolve() for folder in folders]
         make_importable(self._folders)
         self._symbols: dict[str, _Symbols] = {name: {} for name in sources}
@@ -228,9 +229,10 @@ def _public_members(module: types.ModuleType) -> list[str]:
     return [name for name, member in constructors.items() if str(member.__module__).split(".")[0] == top]
 
 
-def _public_modules() -> dict[str, str]:
+@functools.cache
+def _public_modules(packages: tuple[str, ...]) -> dict[str, str]:
     """Returns full module names of this workspace by their last part, if it is unique: `strategies`."""
-    found = [f"{p}.{name}" for p in PUBLIC_PACKAGES if importlib.import_module(p) for name in _siblings(p)]
+    found = [f"{p}.{name}" for p in packages if importlib.import_module(p) for name in _siblings(p)]
     names = [module.rpartition(".")[2] for module in (*found, _EXPERIMENT)]
     return {name: m for name, m in zip(names, (*found, _EXPERIMENT), strict=True) if names.count(name) == 1}
 

@@ -39,6 +39,11 @@ class Constructor:
     def __str__(self) -> str:
         return f"{self.module.rpartition('.')[2]}.{self.name}"
 
+    @property
+    def full_name(self) -> str:
+        """The name with that of the module."""
+        return f"{self.module}.{self.name}"
+
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters that gin can bind, by name."""

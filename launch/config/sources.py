@@ -270,18 +270,13 @@ def _explanation(error: Exception, piece: str, *, line: str) -> tuple[str, str]:
         is_constant = token[1].lower() in ("true", "false", "none")
         return f"the value {token[1]} is not known", f"write {token[1].capitalize()}" if is_constant else fix
     if written := _OTHER_SIGN.match(line):
-        return f"gin writes = between a name and its value, not {written['sign']}", "{name} = {value}".format_map(
-            written
-        )
+        what = f"gin writes = between a name and its value, not {written['sign']}"
+        return what, f"{written['name']} = {written['value']}"
     if _IMPORTS.match(piece):
         return "a gin import statement can import one module only", "write one import statement for each"
-    if isinstance(error, tokenize.TokenError) or _stops_at_a_quote(error):
+    # Python 3.11's tokenizer stops at an unclosed string; later versions raise TokenError.
+    text, column = getattr(error, "text", None) or "", getattr(error, "offset", None) or 0
+    if isinstance(error, tokenize.TokenError) or text[column : column + 1] in ("'", '"'):
         return "a bracket or a string is not closed", "close it"
     other = f"gin cannot read this: {message[:1].lower()}{message[1:].rstrip('.')}", ""
     return next((said for start, said in _EXPLANATIONS.items() if message.startswith(start)), other)
-
-
-def _stops_at_a_quote(error: Exception) -> bool:
-    """Returns whether Python 3.11's tokenizer stopped at an unclosed string; later versions raise TokenError."""
-    text, column = getattr(error, "text", None) or "", getattr(error, "offset", None) or 0
-    return text[column : column + 1] in ("'", '"')

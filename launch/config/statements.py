@@ -4,7 +4,8 @@ Values are plain Python literals in which `@name` is a `Reference` and `%NAME` a
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +139,13 @@ def import_line(module: str, symbol: str = "") -> str:
     package, _, name = module.rpartition(".")
     alias = f" as {symbol}" if symbol and symbol != name else ""
     return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
+
+
+def symbol_for(module: str, taken: Container[str]) -> str:
+    """Returns the last part of a module's name, with a number if it is taken."""
+    name = module.rpartition(".")[2]
+    numbered = (f"{name}{number}" for number in itertools.count(2))
+    return next(symbol for symbol in itertools.chain([name], numbered) if symbol not in taken)
 
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -84,6 +84,15 @@ MODULES = {
                 self.parts, self.weights = list(parts), weights
 
 
+        def checked(*, limit: int = 5) -> Text:
+            try:
+                {}["limit"]
+            except KeyError:
+                if limit < 5:
+                    raise ValueError(f"the limit is {limit}")
+            return Text(length=limit)
+
+
         def random(*, length: int = 8, make: Callable[[], Text] | None = None) -> Text:
             return make() if make else Text(length=length)
     """,
@@ -413,6 +422,19 @@ def test_a_refused_macro_is_found_where_it_is_written(bench):
     bench.add("strategies.fsdp.data = %BATCH_SIZE\nBATCH_SIZE = 0")
     with pytest.raises(ConfigError, match=r"toy.gin:11: fsdp refuses"):
         bench.load().build()
+
+
+def test_the_innermost_constructor_that_refuses_its_values_is_named(bench):
+    bench.add("""
+        from toy import tasks
+        TASK = @tasks.Mixture()
+        tasks.Mixture.parts = [@tasks.checked()]
+        tasks.checked.limit = 1
+    """)
+    with pytest.raises(ConfigError) as error:
+        bench.load().build()
+    (problem,) = error.value.problems
+    assert (problem.place, problem.what) == ("toy.gin:13", "checked refuses its values: the limit is 1")
 
 
 def test_gin_keeps_quiet(bench, capfd, caplog):
