@@ -119,7 +119,7 @@ class Trainer:
             stack.enter_context(lock.explaining())
             stack.enter_context(Waiting())
             prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.time())
-            return train.train_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
+            return train.run_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
 
     def evaluate(self, *, rows: int | Literal["all"] | None = None, step: int | None = None) -> dict[str, float]:
         """Computes the mean metrics of a checkpoint on held-out rows, and writes them to the run directory.
@@ -190,7 +190,7 @@ class Trainer:
     ) -> prepared_run.Run:
         return prepared_run.prepare_run(
             span,
-            config_text=saved_run.described(experiment),
+            config=saved_run.described(experiment),
             revision=versions.git_revision(),
             run_dir=self.run_dir,
             last_step=last_step,

@@ -1,13 +1,22 @@
 """Identifies the frozen parameters of a run, which precomputed hidden states must come from."""
 
-from typing import Any
+from typing import Protocol
 
 from core.checkpoints import reading
 from core.errors import UserError
-from core.types import CachesHidden, Params, can
+from core.parameters import Specs
+from core.types import CachesHidden, Params, Task, can
 
 
-def checksum(program: Any, params: Params) -> int | None:
+class HasSpecs(Protocol):
+    """Interface of a program that names its frozen parameters."""
+
+    @property
+    def param_specs(self) -> Specs:
+        """The specs of its parameters."""
+
+
+def checksum(program: HasSpecs, params: Params) -> int | None:
     """Returns the sum of the fingerprints of the frozen parameters modulo 2^32; None if there are none.
 
     All hosts call it.
@@ -25,7 +34,7 @@ def checksum(program: Any, params: Params) -> int | None:
     return reading.checksum(leaves) if leaves else None
 
 
-def require_base(task: Any, found: int | None) -> None:
+def require_base(task: Task, found: int | None) -> None:
     """Checks that the cached hidden states of a task were computed with these frozen parameters.
 
     Args:

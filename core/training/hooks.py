@@ -1,28 +1,29 @@
 """Hooks of the training loop: logs, checkpoints, preemption, and the policies for a loss that is not finite.
 
 Each hook does one thing and gets everything it needs through its constructor. More hooks are in `evaluation`,
-`goodput`, `profiling`, `replicas`, `run_lock` and `evaluation`.
+`goodput`, `profiling`, `replicas` and `run_lock`.
 
 For a non-finite loss or gradient norm there is one hook per policy. The metrics of a step are the same on all hosts, so
 all hosts decide alike without communication.
 
     Stop      ends the run before such a state can be saved
     Skip      counts skipped updates (`core.step` skips them), and ends the run after too many in a row
-    RollBack  ends the loop; `train_rolling_back` restores the newest checkpoint and continues with the following data
+    RollBack  makes the loop continue from the newest checkpoint, with the following data, a few times
 """
 
 import math
 import mmap
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from core import distributed, metrics
+from core.checkpoints.writing import Cost
 from core.health import exit_codes, interrupt, phase
 from core.step import TrainState
 from core.training import compilation, trainer
-from core.training.trainer import DeviceBatches, Hook, StepReport, TrainStep
-from core.types import WeightedSum
+from core.training.trainer import Hook, StepReport
+from core.types import Params, WeightedSum
 
 _STEP_FILE_BYTES = 64
 # How long a host that raised waits for the others to raise at the same step: this, and two steps.
@@ -124,17 +125,49 @@ class Meet(Hook):
             )
 
 
+class Checkpoints(Protocol):
+    """Interface of where `Save` and `SaveParams` save; `core.checkpoints.store.Checkpoints` implements it.
+
+    All hosts call the methods in order, except `costs`.
+    """
+
+    def check(self) -> None:
+        """Raises an error if the current save has failed on any host."""
+
+    def wait(self) -> None:
+        """Waits until the last save is complete. Raises RuntimeError if it fails."""
+
+    def save(self, step: int, *, state: TrainState, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
+        """Starts an asynchronous save of the state, the positions of this host's streams, and metadata as JSON."""
+
+    def save_params(self, step: int, params: Params, meta: Mapping[str, Any]) -> None:
+        """Starts an asynchronous save of parameters alone."""
+
+    def costs(self) -> Sequence[Cost]:
+        """Returns the costs of the saves that were completed since the last call."""
+
+
+class Costs(Protocol):
+    """Interface of a record of what saves cost; `core.checkpoints.writing.SaveCosts` implements it."""
+
+    def add(self, cost: Cost) -> None:
+        """Records a completed save."""
+
+    def end(self) -> None:
+        """Reports the total."""
+
+
 class Save(Hook):
     """Saves the state, the position in the data and the run's metadata at the steps that are due."""
 
     def __init__(
         self,
-        checkpoints: Any,
+        checkpoints: Checkpoints,
         position: Callable[[], Mapping[str, bytes]],
         meta: Mapping[str, Any],
         *,
         due: Callable[[int], bool],
-        costs: Any,
+        costs: Costs,
         check: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
         evaluated: Callable[[int], Mapping[str, Any]] = lambda step: {},
@@ -237,17 +270,14 @@ class SaveParams(Hook):
 
     def __init__(
         self,
-        checkpoints: Any,
-        evaluated: Callable[[TrainState], Any],
+        checkpoints: Checkpoints,
+        evaluated: Callable[[TrainState], Params],
         meta: Mapping[str, Any],
         *,
         due: Callable[[int], bool],
         check: Callable[[], None] = lambda: None,
     ):
-        """Takes a run's `Checkpoints`, and a function that returns the parameters that an evaluation uses.
-
-        For the other arguments see `Save`.
-        """
+        """Takes a run's `Checkpoints`, a function that selects what an evaluation uses, and arguments of `Save`."""
         self._checkpoints, self._evaluated, self._meta = checkpoints, evaluated, meta
         self._due, self._check = due, check
 
@@ -394,7 +424,7 @@ class Skip(Hook):
 
 
 class RollBack(Hook):
-    """Ends the loop like `Stop`, and limits the number of rollbacks to the newest checkpoint."""
+    """Makes the loop continue from the newest checkpoint, and ends the run after several times without progress."""
 
     def __init__(self, say: Say):
         """Takes a function that is called for every rollback."""
@@ -403,57 +433,20 @@ class RollBack(Hook):
         self._in_vain = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""
-        if bad := non_finite(report.metrics):
-            self._failed_at = max(self._failed_at, report.step)
-            raise NonFiniteLossError(f"step {report.step}: {bad}. {_CAUSES}.")
-        if report.step > self._failed_at:
-            self._in_vain = 0
-
-    def again(self, error: NonFiniteLossError) -> None:
-        """Counts a rollback. Raises NonFiniteLossError if several in a row have made no progress."""
+        """Raises RollBackError if the loss or the gradient norm is not finite, or NonFiniteLossError if in vain."""
+        if not (bad := non_finite(report.metrics)):
+            if report.step > self._failed_at:
+                self._in_vain = 0
+            return
+        self._failed_at = max(self._failed_at, report.step)
         self._in_vain += 1
+        said = f"step {report.step}: {bad}. {_CAUSES}."
         if self._in_vain > MOST_ROLLED_BACK:
             raise NonFiniteLossError(
-                f"{error} Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
-            ) from error
-        self._say(self._failed_at, ROLLED_BACK, f"{error} Back to the newest checkpoint, with the data after this.")
-
-
-def train_rolling_back(
-    train_step: TrainStep,
-    batches: DeviceBatches,
-    state: TrainState,
-    *,
-    restore: Callable[[], TrainState],
-    total_steps: int,
-    hooks: Sequence[Hook],
-    statistics: trainer.StatisticsStep | None = None,
-) -> TrainState:
-    """Runs `trainer.train`; a `RollBack` hook that ends the loop makes it continue from the newest checkpoint.
-
-    The data is never rewound: the batch with the non-finite loss and the one after it, already dispatched by then, are
-    dropped, and later checkpoints store the position that the data has reached.
-
-    Args:
-      train_step, batches, state, total_steps, hooks, statistics: as in `trainer.train`.
-      restore: returns the state of the newest checkpoint, or a fresh one if there is none.
-
-    Raises:
-      NonFiniteLossError: without a `RollBack` hook, or when rolling back repeatedly made no progress.
-    """
-    roll_back = next((hook for hook in hooks if isinstance(hook, RollBack)), None)
-    while True:
-        try:
-            return trainer.train(
-                train_step, batches, state, total_steps=total_steps, hooks=hooks, statistics=statistics
+                f"{said} Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
             )
-        except NonFiniteLossError as error:
-            if roll_back is None:
-                raise
-            roll_back.again(error)
-            with phase.enter(phase.RESTORING):
-                state = restore()
+        self._say(self._failed_at, ROLLED_BACK, f"{said} Back to the newest checkpoint, with the data after this.")
+        raise trainer.RollBackError(said)
 
 
 def policy_hook(

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -174,21 +174,38 @@ class Requests:
         paths.write_text_atomically(self._answer, json.dumps(answer) + "\n")
 
 
+class Asks(Protocol):
+    """Interface of the profile requests of a run; `Requests` implements it."""
+
+    def asked(self, step: int) -> Window | None:
+        """Returns the window that `step` belongs to, once. Called before every step; does not wait."""
+
+    def done(self) -> None:
+        """Reports that this host has written the requested profile."""
+
+
+class Stops(Protocol):
+    """Interface of a trace in progress; `Trace` implements it."""
+
+    def stop(self) -> object:
+        """Ends the trace, when its steps have finished on the devices."""
+
+
 class Profile(Hook):
     """Profiles windows of steps: those of the configuration and those requested while the run trains."""
 
-    def __init__(self, start: Callable[[int], Any], requests: Any, *, at: Sequence[int] = (), num_steps: int = 3):
+    def __init__(self, start: Callable[[int], Stops], requests: Asks, *, at: Sequence[int] = (), num_steps: int = 3):
         """Profiles windows of `num_steps` at the given steps, and the requested ones.
 
         Args:
-          start: begins the trace of the window that begins at this step; what it returns has `stop()`.
-          requests: the run's `Requests`.
+          start: begins the trace of the window that begins at this step.
+          requests: the windows that are requested while the run trains.
           at: steps at which a window begins.
           num_steps: number of steps in each of these profiles.
         """
         self._start, self._requests = start, requests
         self._at, self._num_steps = frozenset(at), num_steps
-        self._open: tuple[Any, Window, bool] | None = None
+        self._open: tuple[Stops, Window, bool] | None = None
 
     def before_step(self, step: int) -> None:
         """Opens a window if one begins at this step."""

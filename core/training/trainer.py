@@ -7,6 +7,10 @@ n + 1 starts; a non-finite loss is then detected before it is saved.
     dispatch n   read metrics of n - 1   -> hook.after_step(n - 1)
     …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
 
+A hook that finds a step to be wrong raises `RollBackError`; the loop then restores an earlier state and continues. The
+data is never rewound: the wrong batch and the one after it, already dispatched by then, are dropped, and later
+checkpoints store the position that the data has reached.
+
 The loop records its current phase in `core.health.phase`, for the hosts that monitor one another.
 """
 
@@ -60,6 +64,10 @@ class StepReport(NamedTuple):
     seconds: float
     input_wait_seconds: float
     device_seconds: float = 0.0
+
+
+class RollBackError(RuntimeError):
+    """Raised in `Hook.after_step`, on all hosts at the same step: the loop continues from an earlier state."""
 
 
 class LastStep(NamedTuple):
@@ -181,13 +189,26 @@ class _Loop:
         hooks: Sequence[Hook],
         statistics: StatisticsStep | None,
     ):
-        self._train_step, self._batches, self._state, self._hooks = train_step, batches, state, hooks
-        self._statistics = statistics
+        self._train_step, self._batches, self._hooks, self._statistics = train_step, batches, hooks, statistics
+        self._state: TrainState | None = state  # None while an earlier one is restored
         self._step = int(state.step)
         self._is_between_steps = True  # otherwise the position in the data is one batch after the state
         self._last: _Dispatched | None = None
 
-    def run(self, total_steps: int) -> TrainState:
+    def run(self, total_steps: int, restore: Callable[[], TrainState] | None) -> TrainState:
+        while True:
+            try:
+                return self._run(total_steps)
+            except RollBackError:
+                if restore is None:
+                    raise
+                self._state = None  # frees its memory for the other
+            with phase.enter(phase.RESTORING):
+                self._state = restore()
+            self._step = int(self._state.step)
+
+    def _run(self, total_steps: int) -> TrainState:
+        assert self._state is not None
         reader = _Reader(self._hooks)
         unread: _Dispatched | None = None
         for step in range(self._step + 1, total_steps + 1):
@@ -216,6 +237,7 @@ class _Loop:
         statistics = self._statistics
         train_step = statistics.run if statistics and step % statistics.interval == 0 else self._train_step
         with reader.with_devices():
+            assert self._state is not None
             self._state, metrics = train_step(self._state, batch)
         self._step, self._is_between_steps = step, True
         interrupt.trained(step)
@@ -263,6 +285,7 @@ def train(
     total_steps: int,
     hooks: Sequence[Hook],
     statistics: StatisticsStep | None = None,
+    restore: Callable[[], TrainState] | None = None,
 ) -> TrainState:
     """Trains from `state.step` to `total_steps`.
 
@@ -273,6 +296,8 @@ def train(
       total_steps: number of the last step.
       hooks: called in this order.
       statistics: the step that also computes statistics of the update; None: no step does.
+      restore: returns the state of the newest checkpoint, or a fresh one if there is none; None: a `RollBackError` ends
+        the loop like other errors.
 
     Returns:
       The state after the last step.
@@ -280,7 +305,7 @@ def train(
     loop = _Loop(train_step, batches, state, hooks, statistics)
     del state
     try:
-        final = loop.run(total_steps)
+        final = loop.run(total_steps, restore)
     except BaseException as error:
         loop.close(error)
         raise

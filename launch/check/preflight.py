@@ -188,7 +188,7 @@ def _checkpoint(
         there = steps.complete(paths.resolve(run_dir) / steps.FOLDER)
         said = "none: a fresh start" if not there else f"none of {len(there)} is intact"
         return Finding(name, not there, said, "launch/run checkpoints verify RUN lists what is damaged")
-    changed = continuation.changes(found.described.meta, config.text)
+    changed = continuation.changes(found.described.meta, config)
     what = continuation.described_changes(found.step, changed) if changed else ""
     if found.step >= experiment.total_steps:
         said = f"step {found.step:,} of {experiment.total_steps:,}: nothing is left to train"
@@ -199,7 +199,7 @@ def _checkpoint(
             now = {**found.described.meta, continuation.ORDER: continuation.settings(span)}
         else:
             span.experiment.task.prepare(run_dir, is_host_zero=False)  # reads what host 0 made at the first start
-            now = prepared_run.metadata(span, config_text=config.text, revision="")
+            now = prepared_run.metadata(span, config=config, revision="")
     except (UserError, OSError) as error:
         return Finding(name, False, str(error))
     like = {"span": span, "abstract_state": program.abstract_state}

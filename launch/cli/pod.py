@@ -312,7 +312,7 @@ def _is_finished(
     from launch.runs import continuation
 
     return not (args.smoke or args.tune) and continuation.has_ended(
-        run_directory, checked.config.text, checked.experiment.spans(), steps=args.steps, is_elsewhere=is_elsewhere
+        run_directory, checked.config, checked.experiment.spans(), steps=args.steps, is_elsewhere=is_elsewhere
     )
 
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from launch.config.loader import declared_text, parse
+from launch.config.loader import Settings, declared_text, parse
 from launch.config.names import OURS
 from launch.config.statements import render
 
@@ -27,14 +27,14 @@ class Difference(NamedTuple):
         )
 
 
-def between(before: str, after: str) -> list[Difference]:
-    """Returns the settings in which two canonical texts differ, sorted by name.
+def between(before: str, after: Settings | str) -> list[Difference]:
+    """Returns the settings in which two configurations, as canonical texts or as data, differ, sorted by name.
 
     A macro that a text lacks, because it was saved before there was such a macro, has the value that `gin/defaults.gin`
     declares. A parameter that a text lacks is not a difference if the other text binds it to a macro, which is compared
     itself. Texts of comments alone, which `renga.Trainer` saves, are compared line by line (`# batch_size = 8`).
     """
-    old, new = _values(before), _values(after)
+    old, new = _values(before), _values(after) if isinstance(after, str) else _rendered(after)
     declared = _values(declared_text())
     found = []
     for name in sorted(old.keys() | new.keys()):
@@ -69,10 +69,14 @@ def is_same(before: str, after: str, *, ignoring: Collection[str] = ()) -> bool:
 
 @functools.lru_cache(maxsize=256)  # a suite compares each experiment with each run
 def _values(text: str) -> Mapping[str, str]:
-    if bindings := parse(text).bindings:
-        return {binding.name: render(binding.value) for binding in bindings}
+    if values := _rendered(parse(text)):
+        return values
     pairs = (line.removeprefix("# ").partition(" = ") for line in text.splitlines())
     return {name: value for name, mark, value in pairs if mark}
+
+
+def _rendered(settings: Settings) -> dict[str, str]:
+    return {binding.name: render(binding.value) for binding in settings.bindings}
 
 
 def shortened(value: str) -> str:

@@ -254,7 +254,7 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     """Evaluates the same checkpoints on all hosts; host 0 prints the scores."""
     run = prepared_run.prepare_run(
         experiment,
-        config_text=found.config.text,
+        config=found.config,
         revision=versions.git_revision(),
         run_dir=found.run_dir,
         last_step=experiment.total_steps,

@@ -15,7 +15,7 @@ from core.batches import is_same_data
 from core.checkpoints import reading, steps, writing
 from core.errors import UnreachableError, UserError
 from launch import environment
-from launch.config import differences
+from launch.config import Settings, differences
 from launch.config.differences import Difference
 from launch.experiment import Experiment, Span
 from parallel.partitioner import Program
@@ -153,6 +153,17 @@ def _told(name: str, before: Any, after: Any) -> str:
     return streams.difference(name, now=after, was=before)
 
 
+def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Program) -> None:
+    """Requires that the newest checkpoint, if there is one, fits by its metadata, and that another fits on the disk.
+
+    Raises:
+      UserError: lists the problems.
+    """
+    if found := newest(run_dir):
+        refuse(found.step, problems(found, meta, span=span, abstract_state=program.abstract_state))
+    require_space(run_dir, span.experiment, program)
+
+
 def require_space(run_dir: str, experiment: Experiment, program: Program) -> None:
     """Requires that one checkpoint fits on the disk. Raises UserError.
 
@@ -187,9 +198,9 @@ FIX = (
 )
 
 
-def changes(then: Mapping[str, Any], config_text: str) -> list[Difference]:
+def changes(then: Mapping[str, Any], config: Settings | str) -> list[Difference]:
     """Returns the settings in which a configuration differs from that of a checkpoint with the metadata `then`."""
-    return differences.between(then["config"], config_text) if "config" in then else []
+    return differences.between(then["config"], config) if "config" in then else []
 
 
 def described_changes(step: int, found: Sequence[Difference]) -> str:
@@ -200,13 +211,13 @@ def described_changes(step: int, found: Sequence[Difference]) -> str:
 
 
 def has_ended(
-    run_dir: str, config_text: str, spans: Sequence[Span], *, steps: int | None, is_elsewhere: bool = False
+    run_dir: str, config: Settings | str, spans: Sequence[Span], *, steps: int | None, is_elsewhere: bool = False
 ) -> bool:
     """Returns whether nothing is left to train, and prints it on host 0. Collective.
 
     Args:
       run_dir: the run directory.
-      config_text: the configuration.
+      config: the configuration.
       spans: the phases of the experiment.
       steps: of --steps.
       is_elsewhere: other machines will train. If this one cannot read the checkpoints, there may be something left.
@@ -223,7 +234,7 @@ def has_ended(
                 raise
             print(f"note: {error}", flush=True)
             return ""
-        return _ended(found, run_dir, config_text, spans, steps) if found else ""
+        return _ended(found, run_dir, config, spans, steps) if found else ""
 
     said = distributed.decided_by_host_zero(decide)
     if said and distributed.is_host_zero():
@@ -231,13 +242,13 @@ def has_ended(
     return bool(said)
 
 
-def _ended(found: Newest, run_dir: str, config_text: str, spans: Sequence[Span], steps: int | None) -> str:
+def _ended(found: Newest, run_dir: str, config: Settings | str, spans: Sequence[Span], steps: int | None) -> str:
     total = spans[-1].last_step
     last_step, named = (steps, "--steps") if steps and steps < total else (total, "TOTAL_STEPS")
     if found.step < last_step:
         return ""
     what = f"{run_dir} has the checkpoint of step {found.step:,}, and this run ends after step {last_step:,} ({named})"
-    if changed := changes(then := found.described.meta, config_text):
+    if changed := changes(then := found.described.meta, config):
         span = phase_after(spans, found.step)
         cannot_continue = data_problems(found.step, then, {**then, ORDER: settings(span)}, span=span)
         further = "" if cannot_continue else f", or raise {named} to train this one further"

@@ -15,8 +15,10 @@ from core.checkpoints.steps import LeftOut
 from core.checkpoints.warm_start import GivenParameters, Origin, ParameterSource
 from core.errors import UserError
 from core.health import phase
-from core.training import compilation
+from core.training import compilation, prefetch
+from core.training.trainer import StatisticsStep
 from launch import environment
+from launch.config import Settings
 from launch.experiment import Experiment, Span
 from launch.hosts.cluster import Host
 from launch.runs import continuation
@@ -26,6 +28,7 @@ from parallel.partitioner import Program
 if TYPE_CHECKING:
     from launch.runs.warm_start import Initial  # imported below by runs that need it
 
+_A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 INIT_FROM = "init_from"  # in the metadata of checkpoints: what the run was initialized from
 DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run build
 
@@ -38,6 +41,7 @@ class Run:
     program: Program  # its training and evaluation steps on this slice
     host: Host  # the host of this process
     run_dir: str  # the run directory, shared by all hosts
+    config: Settings | str  # its configuration; a description where it was not built from one (`renga.Trainer`)
     meta: Mapping[str, Any]  # metadata saved with every checkpoint; equal on all hosts
     last_step: int  # the step at which to stop
     span: Span  # the phase of the experiment that it trains
@@ -61,6 +65,26 @@ class Run:
         """The folder of the checkpoints."""
         return f"{self.run_dir}/checkpoints"
 
+    @property
+    def meeting_seconds(self) -> float:
+        """How long hosts wait for one another while none of them is stuck."""
+        return _A_DAY_SECONDS if self.experiment.limits.reports_only else self.experiment.compile_limit_seconds
+
+    @property
+    def statistics_step(self) -> StatisticsStep | None:
+        """The step that computes the run's statistics of the update, not yet compiled; None if it has none."""
+        interval = self.experiment.statistics_interval
+        return StatisticsStep(self.program.statistics_step, interval) if interval else None
+
+    def open_batches(self, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
+        """Returns training batches on the devices, starting at a position; None is the beginning."""
+        layout = self.program.partitioner.data_layout(self.experiment.batch_size)
+        batches = self.experiment.task.train(layout, seed=self.span.seed)
+        if position is not None:
+            prefetch.restore(batches, position)
+        interval = self.experiment.checkpoint_interval
+        return prefetch.Prefetch(batches, to_device=self.program.put, snapshot_interval=interval)
+
 
 def cache_folder(run_dir: str) -> str:
     """Returns the folder of compiled programs of a run."""
@@ -78,7 +102,7 @@ def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: i
 def prepare_run(
     experiment: Experiment | Span,
     *,
-    config_text: str,
+    config: Settings | str,
     revision: str,
     run_dir: str,
     last_step: int,
@@ -117,18 +141,18 @@ def prepare_run(
         published_files.keep_copies(run_dir)
     if problems := [*experiment.data_problems(prepared=True), *span.repeats()]:
         raise UserError("\n".join(problems))
-    meta = metadata(span, config_text=config_text, revision=revision)
+    meta = metadata(span, config=config, revision=revision)
     if initial is not None:
         meta[INIT_FROM] = initial.source.describe()
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
-    return Run(experiment, program, host, run_dir, meta, last_step, span, is_last, started, initial)
+    return Run(experiment, program, host, run_dir, config, meta, last_step, span, is_last, started, initial)
 
 
-def metadata(span: Span, *, config_text: str, revision: str) -> dict[str, Any]:
+def metadata(span: Span, *, config: Settings | str, revision: str) -> dict[str, Any]:
     """Returns what every checkpoint of a phase records, as JSON; its task must be prepared."""
     experiment = span.experiment
     return {
-        "config": config_text,
+        "config": config if isinstance(config, str) else config.text,
         "git_revision": revision,
         "versions": versions.of_training(),
         "seed": experiment.seed,

@@ -20,8 +20,8 @@ from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.training import trainer
 from core.types import CouplesRows, DataLayout, HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
+from launch import session
 from launch.experiment import Experiment, Span
-from launch.runs import training
 from launch.runs.prepared_run import Run
 from parallel import compiler_options, strategy
 from tasks import synthetic
@@ -217,17 +217,17 @@ def rehearse(run: Run) -> None:
     first, again, span = _Losses(), _Losses(), run.span
     if run.host.is_zero and span.count > 1:
         print(f"\n{span}: steps {span.first_step + 1} to {span.last_step}", flush=True)
-    training.train(run, also=[first])
+    session.Session(run, also=[first]).run()
     checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, origin=run.origin)
-    start = training.restore_or_init(run, checkpoints, step=span.first_step + STEPS // 2)
-    with training.open_batches(run, start.position) as batches:
+    start = session.restore_or_init(run, checkpoints, step=span.first_step + STEPS // 2)
+    with run.open_batches(start.position) as batches:
         trainer.train(
             run.program.train_step,
             batches,
             start.state,
             total_steps=run.last_step,
             hooks=[again],
-            statistics=training.statistics_step(run),
+            statistics=run.statistics_step,
         )
     checkpoints.close()
     for number, loss in again.by_step.items():

@@ -16,8 +16,9 @@ from launch import environment, flags
 from launch.config import loader
 from launch.experiment import Experiment, Span
 from launch.hosts import cluster, tpu_host
-from launch.runs import continuation, prepared_run, training
+from launch.runs import continuation, prepared_run
 from launch.runs.progress import Waiting
+from launch.session import EarlierPhaseError, Session
 
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
@@ -87,11 +88,11 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         stack.enter_context(Waiting())
     if not (args.smoke or args.tune):
         _fetch_copy(experiment, run_dir, host)
-        if continuation.has_ended(run_dir, config.text, spans, steps=args.steps):
+        if continuation.has_ended(run_dir, config, spans, steps=args.steps):
             return exit_codes.DONE
         distributed.decided_by_host_zero(lambda: continuation.require_not_moved(run_dir, args.experiment, config.slice))
     prepare = functools.partial(
-        prepared_run.prepare_run, config_text=config.text, revision=revision, last_step=last_step, host=host
+        prepared_run.prepare_run, config=config, revision=revision, last_step=last_step, host=host
     )
     try:
         if args.tune:
@@ -102,7 +103,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             smoke.rehearse_phases(spans, prepare, run_dir)
         else:
             here = functools.partial(prepare, run_dir=run_dir)
-            train_phases(spans, here, run_dir, last_step=last_step, lock=next(iter(held), None))
+            run_phases(spans, here, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
         print(f"{host.name}: {stop}", flush=True)
         return stop.exit_code
@@ -135,7 +136,7 @@ def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> Non
         print(f"checkpoint {step} was copied back from {experiment.persistent_directory}", flush=True)
 
 
-def train_phases(
+def run_phases(
     spans: Sequence[Span],
     prepare: Callable[[Span], prepared_run.Run],
     run_dir: str,
@@ -146,8 +147,8 @@ def train_phases(
     """Trains the phases that are left, up to a step; returns the last validation means, such as `validation/loss`."""
     validation: dict[str, float] = {}
     while (span := _next(spans, run_dir)).first_step < last_step:
-        with contextlib.suppress(training.EarlierPhaseError):  # the phase before is trained again
-            validation = training.train(prepare(span), lock=lock)
+        with contextlib.suppress(EarlierPhaseError):  # the phase before is trained again
+            validation = Session(prepare(span), lock=lock).run()
             if last_step <= span.last_step:
                 return validation
     print(f"note: step {span.first_step} is already done: raise --steps, or use another --run-dir")

@@ -28,7 +28,6 @@ from core.training.hooks import PreemptedError
 from core.types import Batch
 from launch.config import LoadedConfig, changes
 from launch.experiment import Experiment
-from launch.runs import training
 from launch.runs.prepared_run import Run
 from models.splash_tiles import Tiles
 from parallel import compiler_options
@@ -123,7 +122,7 @@ def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
     write = changes.Changes(config, run.experiment.model)
     generation = slices.get(run.experiment.slice).generation
     found = levers(generation, has_tiles=write.constructor(_TILES) is not None)
-    with training.open_batches(run, None) as batches:
+    with run.open_batches(None) as batches:
         trials = _Trials(run, next(batches), steps=steps)
     chosen, ratio = search(found, trials.measure)
     if run.host.is_zero:
@@ -187,7 +186,7 @@ class _Trials:
             raise
         except Exception as error:  # compilers of kernels have classes of their own
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
-        name, limit = f"tune/{next(self._agreements)}", training.meeting_seconds(self._run)
+        name, limit = f"tune/{next(self._agreements)}", self._run.meeting_seconds
         problem = next(filter(None, distributed.all_gather_text(name, problem, timeout_seconds=limit)), "")
         return (None if problem else found), problem
 

@@ -131,7 +131,7 @@ def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments:
     host = cluster.join(slices.get(experiment.slice), limits=experiment.limits)
     run = prepared_run.prepare_run(
         experiment,
-        config_text=" ".join(sys.argv),
+        config=" ".join(sys.argv),
         revision="",
         run_dir=f"{args.into}/run",
         last_step=args.steps,

@@ -23,8 +23,8 @@ import numpy as np
 
 from core.health import phase
 from core.training.hooks import Hook
-from launch.runs import training
 from launch.runs.prepared_run import Run
+from launch.session import Session
 from tests.lab import gcs_emulator, growth
 
 _POLL_SECONDS = 0.002
@@ -93,14 +93,14 @@ def plant(fault: Fault, *, process_index: int) -> list[str]:
 
 def _add_hook(prepare: Callable[[Run], tuple[Run, Hook]]) -> None:
     """Changes the run that this process will train, and adds a hook to it."""
-    train = training.train
+    begin = Session.__init__
 
-    @functools.wraps(train)
-    def planted(run: Run, *, also: Sequence[Hook] = (), **more: Any) -> dict[str, float]:
+    @functools.wraps(begin)
+    def planted(self: Session, run: Run, *, also: Sequence[Hook] = (), **more: Any) -> None:
         run, hook = prepare(run)
-        return train(run, also=(*also, hook), **more)
+        begin(self, run, also=(*also, hook), **more)
 
-    training.train = planted
+    Session.__init__ = planted
 
 
 def _with_bad_data(run: Run, fault: Fault) -> Run:

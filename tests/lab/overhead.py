@@ -21,7 +21,8 @@ from core.training.trainer import StepReport
 from core.types import Batch
 from launch.experiment import Experiment
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training
+from launch.runs import prepared_run
+from launch.session import Session
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Program
@@ -84,12 +85,12 @@ def measure(timed: Experiment, *, turn_steps: int, run_dir: str, host: Host) -> 
       host: this process among its peers.
     """
     run = prepared_run.prepare_run(
-        timed, config_text="", revision="", run_dir=run_dir, last_step=timed.total_steps, host=host
+        timed, config="", revision="", run_dir=run_dir, last_step=timed.total_steps, host=host
     )
     layout = run.program.partitioner.data_layout(timed.batch_size)
     batch = run.program.put(next(timed.task.train(layout, seed=timed.seed)))
     turns = _Turns(run.program, batch, turn_steps=turn_steps)
-    training.train(run, also=[turns])
+    Session(run, also=[turns]).run()
     return Overhead(turns.trainer_turns[1:], turns.bare_turns[1:])  # the first pair includes compilation
 
 

@@ -9,7 +9,8 @@ from core import paths
 from core.checkpoints import steps
 from launch.config import loader
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training
+from launch.runs import prepared_run
+from launch.session import Session
 
 COMMON = ("TOTAL_STEPS = 8", "CHECKPOINT_INTERVAL = 4", "EVAL_BATCHES = 0", "WARMUP_STEPS = 6", "BATCH_SIZE = 8")
 TOKENS = (
@@ -52,7 +53,7 @@ def ready(name, folder):
     config = loader.load(file, bindings=bindings, slice_name="v5e-4")
     straight = str(folder / "straight")
     return prepared_run.prepare_run(
-        config.build(), config_text=config.text, revision="", run_dir=straight, last_step=8, host=Host(0, 1, True)
+        config.build(), config=config, revision="", run_dir=straight, last_step=8, host=Host(0, 1, True)
     )
 
 
@@ -73,10 +74,10 @@ def test_a_run_resumes_bit_for_bit(name, tmp_path):
         words = ["sudoku", "--size", "4", "--train", "40", "--test", "8", "--out", str(tmp_path / "data")]
         assert main.main(["build", *words]) == 0
     run = ready(name, tmp_path)
-    training.train(run)
+    Session(run).run()
     resumed = dataclasses.replace(run, run_dir=str(tmp_path / "resumed"))
-    training.train(dataclasses.replace(resumed, last_step=4))
-    training.train(resumed)
+    Session(dataclasses.replace(resumed, last_step=4)).run()
+    Session(resumed).run()
     (content, streams), (want, want_streams) = left_behind(resumed), left_behind(run)
     assert content == want  # of every array, optimizer and carry included
     assert streams == want_streams

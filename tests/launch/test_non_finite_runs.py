@@ -13,7 +13,8 @@ import pytest
 from core.training import hooks
 from launch.config import loader
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training
+from launch.runs import prepared_run
+from launch.session import Session
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.pipeline import schedules
@@ -76,8 +77,8 @@ def losses(tmp_path, kept_programs, monkeypatch):
 
     def run(name, made):
         run_dir = tmp_path / name
-        told = {"config_text": "", "revision": "", "run_dir": str(run_dir), "last_step": made.total_steps}
-        training.train(prepared_run.prepare_run(made, host=Host(0, 1, True), **told))
+        told = {"config": "", "revision": "", "run_dir": str(run_dir), "last_step": made.total_steps}
+        Session(prepared_run.prepare_run(made, host=Host(0, 1, True), **told)).run()
         rows = map(json.loads, pathlib.Path(run_dir, "metrics.jsonl").read_text().splitlines())
         by_step = {}
         for row in rows:

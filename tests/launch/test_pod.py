@@ -77,8 +77,8 @@ def a_bucket(bucket, monkeypatch):
 def test_a_finished_run_starts_no_host(place, calls, monkeypatch, tmp_path, steps, newest, is_finished, where):
     asked = []
 
-    def has_ended(run_dir, config_text, spans, *, steps, is_elsewhere):
-        asked.append((run_dir, "TOTAL_STEPS = 200" in config_text, is_elsewhere))
+    def has_ended(run_dir, config, spans, *, steps, is_elsewhere):
+        asked.append((run_dir, "TOTAL_STEPS = 200" in config.text, is_elsewhere))
         return newest >= min(steps or spans[-1].last_step, spans[-1].last_step)
 
     monkeypatch.setattr(continuation, "has_ended", has_ended)

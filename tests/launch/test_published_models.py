@@ -20,14 +20,14 @@ from core.checkpoints import steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from launch import __main__ as command
-from launch import loaded_model
+from launch import loaded_model, session
 from launch.check import preflight
 from launch.cli import export, generate
 from launch.config import loader
 from launch.experiments import saved_run
 from launch.hosts import tpu_host
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training, warm_start
+from launch.runs import prepared_run, warm_start
 from models import pretrained
 from parallel.sampling import Sampling
 from tasks import streams
@@ -66,7 +66,7 @@ def run_dir(folder, tmp_path_factory):
     (run / "config.gin").write_text(config.text)
     experiment = config.build()
     ready = prepared_run.prepare_run(
-        experiment, config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
+        experiment, config=config, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
     )
     assert ready.meta["init_from"] == f"the published folder {folder}"
     assert ready.initial.left_out is None  # nothing is frozen
@@ -342,7 +342,7 @@ def adapted(tmp_path_factory):
     (run / "config.gin").write_text(config.text)
     ready = prepared(config, run)
     checkpoints = Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)
-    state = training.restore_or_init(ready, checkpoints).state
+    state = session.restore_or_init(ready, checkpoints).state
     block = dict(state.params["layers/block"])
     block["query_lora_b"] = jax.numpy.full_like(block["query_lora_b"], 0.25)
     state = state._replace(params={**state.params, "layers/block": block})
@@ -354,7 +354,7 @@ def adapted(tmp_path_factory):
 
 def prepared(config, run):
     return prepared_run.prepare_run(
-        config.build(), config_text=config.text, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
+        config.build(), config=config, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
     )
 
 
@@ -362,7 +362,7 @@ def resumed(run, **changes):
     """The state of a run that is started again; other fields of the experiment may be changed."""
     ready = prepared(saved_run.read(str(run)).config, run)
     ready = dataclasses.replace(ready, experiment=dataclasses.replace(ready.experiment, **changes))
-    return training.restore_or_init(ready, Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)).state
+    return session.restore_or_init(ready, Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)).state
 
 
 @pytest.mark.covers("N07")
@@ -472,7 +472,7 @@ def test_a_run_that_starts_from_another_run_saves_all_of_its_parameters(adapted,
     ready = prepared(config, tuned)
     assert ready.initial.left_out is None
     checkpoints = Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)
-    checkpoints.save(1, state=training.restore_or_init(ready, checkpoints).state, data={}, meta=ready.meta)
+    checkpoints.save(1, state=session.restore_or_init(ready, checkpoints).state, data={}, meta=ready.meta)
     checkpoints.close()
     base.rename(moved)
     try:

@@ -11,7 +11,8 @@ import pytest
 from core.checkpoints.store import Checkpoints
 from launch.config import loader
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training
+from launch.runs import prepared_run
+from launch.session import Session
 
 SMALL = (
     "BATCH_SIZE = 16",
@@ -41,7 +42,7 @@ def run(tmp_path_factory):
     config = loader.load("gin/trm/sudoku4.gin", bindings=(*SMALL, data), slice_name="v5e-1")
     return prepared_run.prepare_run(
         config.build(),
-        config_text=config.text,
+        config=config,
         revision="",
         run_dir=str(folder / "straight"),
         last_step=40,
@@ -71,12 +72,12 @@ def differs(one, other):
 @pytest.mark.covers("C06", "N12")
 def test_a_recursive_run_resumes_to_the_last_bit(run, tmp_path):
     resumed = dataclasses.replace(run, run_dir=str(tmp_path / "resumed"))
-    training.train(run)
-    training.train(dataclasses.replace(resumed, last_step=20))
+    Session(run).run()
+    Session(dataclasses.replace(resumed, last_step=20)).run()
     halfway, position = left_behind(resumed, 20)
     assert len(np.unique(halfway.carry.steps)) > 2  # rows are in the middle of their puzzles
     assert 0 < np.sum(halfway.carry.halted) < 16
-    training.train(resumed)
+    Session(resumed).run()
     (want, want_position), (got, got_position) = left_behind(run, 40), left_behind(resumed, 40)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert got_position == want_position != position

@@ -7,7 +7,7 @@ import pytest
 
 from core import metrics
 from core.step import TrainState
-from core.training import hooks
+from core.training import hooks, trainer
 
 
 class Program:
@@ -37,11 +37,11 @@ def state(step):
     return TrainState(jnp.int32(step), (), (), ())
 
 
-def train(policy, program):
+def train(policy, program, *also):
     warnings = []
     hook = hooks.policy_hook(policy, warn=warnings.append, writers=metrics.Writers())
-    end = hooks.train_rolling_back(
-        program.train_step, Batches(), state(0), restore=lambda: state(2), total_steps=4, hooks=[hook]
+    end = trainer.train(
+        program.train_step, Batches(), state(0), restore=lambda: state(2), total_steps=4, hooks=[hook, *also]
     )
     return int(end.step), warnings
 
@@ -65,3 +65,35 @@ def test_without_a_rollback_hook_the_loop_raises():
     with pytest.raises(hooks.NonFiniteLossError, match="step 3: loss = nan"):
         train("stop", program)
     assert program.trained[-1] == (4, 4)
+
+
+class Told(trainer.Hook):
+    def __init__(self):
+        self.calls = []
+
+    def after_step(self, report):
+        self.calls.append(report.step)
+
+    def on_error(self, error, last):
+        self.calls.append((type(error), last.state))
+
+    def close(self):
+        self.calls.append("closed")
+
+
+def test_hooks_stay_open_while_the_loop_rolls_back():
+    told = Told()
+    train("roll_back", Program(), told)
+    assert told.calls == [1, 2, 3, 4, "closed"]
+
+
+def test_an_error_while_restoring_leaves_no_state_to_save():
+    told, batches = Told(), Batches()
+
+    def restore():
+        raise OSError("the bucket is away")
+
+    how = {"total_steps": 4, "hooks": [hooks.RollBack(lambda *_: None), told], "restore": restore}
+    with pytest.raises(OSError, match="the bucket is away"):
+        trainer.train(Program().train_step, batches, state(0), **how)
+    assert told.calls == [1, 2, (OSError, None), "closed"]

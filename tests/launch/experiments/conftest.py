@@ -151,9 +151,7 @@ def framed(grid, variant=None):
 
 def save(config, run_dir):
     """A checkpoint for each turn of the parrot."""
-    run = prepared_run.prepare_run(
-        config.build(), config_text=config.text, revision="", run_dir=run_dir, last_step=2, host=HOST
-    )
+    run = prepared_run.prepare_run(config.build(), config=config, revision="", run_dir=run_dir, last_step=2, host=HOST)
     checkpoints = Checkpoints(run.checkpoint_dir, keep=3)
     state = run.program.init()
     for turn in range(2):

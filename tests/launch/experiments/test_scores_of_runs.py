@@ -10,7 +10,8 @@ import pytest
 from core.checkpoints.store import Checkpoints
 from launch.config import loader
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training
+from launch.runs import prepared_run
+from launch.session import Session
 
 TRM = """
 from __gin__ import dynamic_registration
@@ -63,7 +64,7 @@ def ready(run_dir, text, *, bindings=(), last_step=1):
     (run_dir / "experiment.gin").write_text(text)
     config = loader.load(str(run_dir / "experiment.gin"), bindings=bindings)
     (run_dir / "config.gin").write_text(config.text)
-    told = {"config_text": config.text, "revision": "", "run_dir": str(run_dir), "host": Host(0, 1, True)}
+    told = {"config": config, "revision": "", "run_dir": str(run_dir), "host": Host(0, 1, True)}
     return prepared_run.prepare_run(config.build(), last_step=last_step, **told)
 
 
@@ -83,7 +84,7 @@ def fresh(run):
 def test_the_means_are_those_of_training(command, dataset, one_host, tmp_path):
     run_dir = tmp_path / "run"
     run = ready(run_dir, TRM, bindings=[f"DATA = '{dataset[0]}'"], last_step=2)
-    training.train(run)
+    Session(run).run()
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     logged = {row["step"]: row for row in rows if "validation/loss" in row}
     code, said = command("evaluate", run_dir, "--all-steps")

@@ -28,8 +28,9 @@ os.environ |= {{
 from core import optimizers, slices
 from core.training.trainer import Hook
 from launch.config import loader
-from launch.runs import prepared_run, training
+from launch.runs import prepared_run
 from launch.hosts import cluster
+from launch.session import Session
 from models.transformer import Transformer
 from tasks import synthetic
 import dataclasses
@@ -52,9 +53,9 @@ experiment = dataclasses.replace(
 )
 host = cluster.join(slices.get("v4-16"), description="the same", limits=experiment.limits)
 run = prepared_run.prepare_run(
-    experiment, config_text="", revision="", run_dir={run_dir!r}, last_step=experiment.total_steps, host=host
+    experiment, config="", revision="", run_dir={run_dir!r}, last_step=experiment.total_steps, host=host
 )
-training.train(run, also=[Fault()])
+Session(run, also=[Fault()]).run()
 """
 LOST, HUNG, RAISED = exit_codes.PEER_LOST, exit_codes.HUNG, exit_codes.RAISED
 LAST_SEEN = r"step \d+, (training|between steps|reading data)"

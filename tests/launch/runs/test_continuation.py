@@ -14,7 +14,8 @@ from launch.check import preflight
 from launch.config import differences, loader
 from launch.experiments import evaluate, saved_run
 from launch.hosts.cluster import Host
-from launch.runs import continuation, prepared_run, training
+from launch.runs import continuation, prepared_run
+from launch.session import Session
 
 SMALL = (
     "TASK = @synthetic.random_tokens()",
@@ -51,13 +52,13 @@ def start(run_dir, *more, last_step=6):
     config = loaded(*more)
     run = prepared_run.prepare_run(
         config.build(),
-        config_text=config.text,
+        config=config,
         revision="",
         run_dir=str(run_dir),
         last_step=last_step,
         host=Host(0, 1, True),
     )
-    return training.train(run)
+    return Session(run).run()
 
 
 def checked(run_dir, *more):
@@ -240,7 +241,7 @@ def test_the_phase_of_a_step_decides_which_data_it_was_trained_on(tmp_path):
     assert [continuation.phase_of(spans, step).number for step in (0, 1, 3, 4, 6, 7)] == [1, 1, 1, 2, 2, 2]
     assert [continuation.phase_after(spans, step).number for step in (0, 1, 3, 4, 6, 7)] == [1, 1, 2, 2, 2, 2]
     for span, is_same in zip(spans, (True, False), strict=True):  # evaluated on the rows of either phase
-        options = {"config_text": config.text, "revision": "", "run_dir": str(tmp_path), "last_step": 6}
+        options = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 6}
         run = prepared_run.prepare_run(span._replace(count=1), **options, host=Host(0, 1, True))
         asked = scoring.select(span.experiment.task, batch_size=4, eval_batches=1, rows=None)
         results, _ = evaluate.score(run, asked, spans=spans)

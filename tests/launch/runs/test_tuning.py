@@ -98,7 +98,7 @@ def test_an_experiment_that_does_not_run_is_refused():
 def made(tmp_path):
     """A small run that is prepared in this process, and its configuration."""
     config = loader.load("gin/quickstart.gin", bindings=SMALL, slice_name="v4-8")
-    how = {"config_text": config.text, "revision": "", "run_dir": str(tmp_path), "last_step": 1}
+    how = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 1}
     return prepared_run.prepare_run(config.build(), host=Host(0, 1, True), **how), config
 
 

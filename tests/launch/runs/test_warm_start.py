@@ -53,7 +53,7 @@ def save(folder, run, step, *bindings):
 def prepare(folder, run_dir, *bindings):
     config = load(folder, *bindings)
     return prepared_run.prepare_run(
-        config.build(), config_text=config.text, revision="", run_dir=str(run_dir), last_step=3, host=Host(0, 1, True)
+        config.build(), config=config, revision="", run_dir=str(run_dir), last_step=3, host=Host(0, 1, True)
     )
 
 

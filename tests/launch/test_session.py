@@ -15,11 +15,12 @@ import pytest
 from core import metrics
 from core.checkpoints import steps
 from core.errors import UserError
-from core.health import exit_codes, failure_diagnosis
+from core.health import exit_codes
 from core.training import compilation
-from launch import environment
+from core.training.trainer import StatisticsStep
+from launch import environment, session
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, training
+from launch.runs import prepared_run
 
 ROOT = environment.WORKSPACE
 
@@ -126,7 +127,7 @@ def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monke
     def prepare(run_dir, *, is_host_zero):
         done.append(f"{run_dir} {is_host_zero}")
 
-    monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: done.append(timeout_seconds))
+    monkeypatch.setattr(session.distributed, "barrier", lambda name, timeout_seconds: done.append(timeout_seconds))
     experiment = types.SimpleNamespace(task=types.SimpleNamespace(prepare=prepare))
     prepared_run._prepare_data(types.SimpleNamespace(experiment=experiment), "run", Host(index, 2, simulated=True))
     assert done == (["run True", 3600, 3600] if index == 0 else [3600, "run False", 3600])
@@ -134,9 +135,7 @@ def test_a_host_has_an_hour_for_the_data_and_the_others_say_that_they_wait(monke
     assert capsys.readouterr().out == (said if index else "")
 
 
-SETTINGS = types.SimpleNamespace(
-    compile_limit_seconds=50.0, limits=failure_diagnosis.USUAL_LIMITS, statistics_interval=0
-)
+COMPILING = {"meeting_seconds": 50.0, "statistics_step": None}
 
 
 @pytest.mark.parametrize(
@@ -147,11 +146,11 @@ def test_no_host_runs_a_step_before_all_have_compiled_it(monkeypatch, count, don
     lowered = types.SimpleNamespace(compile=lambda: did.append("compiled"))
     program = types.SimpleNamespace(lower_train_step=lambda: did.append("lowered") or lowered, train_step=None)
     monkeypatch.setattr(
-        training.distributed, "barrier", lambda name, timeout_seconds: did.append((name, timeout_seconds))
+        session.distributed, "barrier", lambda name, timeout_seconds: did.append((name, timeout_seconds))
     )
-    run = types.SimpleNamespace(host=Host(0, count, True), program=program, experiment=SETTINGS, last_step=9)
-    training.compile_together(run, 8)
-    training.compile_together(run, 9)  # nothing is left to train
+    run = types.SimpleNamespace(host=Host(0, count, True), program=program, last_step=9, **COMPILING)
+    session.compile_together(run, 8)
+    session.compile_together(run, 9)  # nothing is left to train
     assert did == done
 
 
@@ -160,10 +159,10 @@ def test_the_step_that_hosts_compiled_together_is_not_compiled_again(monkeypatch
     x = jnp.arange(3.0)
     jitted = jax.jit(lambda state, batch: (state * batch, {}), compiler_options={"xla_embed_ir_in_executable": True})
     program = types.SimpleNamespace(lower_train_step=lambda: jitted.lower(x, x), train_step=jitted)
-    monkeypatch.setattr(training.distributed, "barrier", lambda name, timeout_seconds: None)
-    run = types.SimpleNamespace(host=Host(0, 2, True), program=program, experiment=SETTINGS, last_step=9)
+    monkeypatch.setattr(session.distributed, "barrier", lambda name, timeout_seconds: None)
+    run = types.SimpleNamespace(host=Host(0, 2, True), program=program, last_step=9, **COMPILING)
     before = compilation.totals().programs
-    step, _ = training.compile_together(run, 0)
+    step, _ = session.compile_together(run, 0)
     np.testing.assert_array_equal(step(x, x)[0], [0.0, 1.0, 4.0])
     assert compilation.totals().programs == before + 1
 
@@ -175,12 +174,11 @@ def test_the_step_of_statistics_is_compiled_before_training():
     program = types.SimpleNamespace(
         lower_train_step=lambda with_statistics: jax.jit(names[with_statistics]).lower(x, x),
         train_step=jax.jit(names[False]),
-        statistics_step=None,
     )
-    settings = types.SimpleNamespace(**{**vars(SETTINGS), "statistics_interval": 5})
-    run = types.SimpleNamespace(host=Host(0, 1, True), program=program, experiment=settings, last_step=9)
+    about = {"meeting_seconds": 50.0, "statistics_step": StatisticsStep(None, 5)}
+    run = types.SimpleNamespace(host=Host(0, 1, True), program=program, last_step=9, **about)
     before = compilation.totals().programs
-    step, statistics = training.compile_together(run, 0)
+    step, statistics = session.compile_together(run, 0)
     assert compilation.totals().programs == before + 1
     np.testing.assert_array_equal(statistics.run(x, x), [0.0, 1.0, 4.0])
     assert statistics.interval == 5
@@ -371,9 +369,11 @@ def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
 def test_a_checkpoint_of_other_data_is_refused_also_if_the_newest_one_was_damaged():
     meta = {"data": "0" * 64, "data_source": "text.files: train a.txt (1 file, 9 bytes)"}
     found = 3, None, {}, {"data": "1" * 64, "data_source": "text.files: train a.txt (1 file, 8 bytes)"}
-    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE)
+    run = types.SimpleNamespace(
+        program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE, config=meta.get("config", "")
+    )
     with pytest.raises(UserError, match="trained on other data") as error:
-        training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda state: found))
+        session.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda state: found))
     assert "then: text.files: train a.txt (1 file, 8 bytes)" in str(error.value)
     assert "now:  text.files: train a.txt (1 file, 9 bytes)" in str(error.value)
     assert "0000" not in str(error.value)
@@ -381,10 +381,12 @@ def test_a_checkpoint_of_other_data_is_refused_also_if_the_newest_one_was_damage
 
 def test_a_resumed_run_keeps_in_its_metadata_what_it_was_initialized_from():
     meta = {"data": "0", "config": "A = 1"}
-    run = types.SimpleNamespace(program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE)
+    run = types.SimpleNamespace(
+        program=types.SimpleNamespace(abstract_state=None), meta=meta, span=WHOLE, config=meta.get("config", "")
+    )
     for then, kept in (({"init_from": "step 7 of a"}, {"init_from": "step 7 of a"}), ({}, {})):
         found = 3, "state", {}, {"data": "0", "config": "A = 2", **then}
-        start = training.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda _, found=found: found))
+        start = session.restore_or_init(run, types.SimpleNamespace(restore_newest=lambda _, found=found: found))
         assert start == ("state", {}, 3, kept, [("A", "2", "1")])
 
 

@@ -1,0 +1,354 @@
+"""A session: one start of a run, or of one of its phases, on this host.
+
+`Session.run` restores or initializes the state, compiles, runs the loop of `core.training.trainer`, and ends the run.
+What it starts from is a `Run`, which `launch.runs.prepared_run` has prepared and checked.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from core import distributed, metrics, paths, slices
+from core.checkpoints import best, steps
+from core.checkpoints.store import Checkpoints
+from core.checkpoints.writing import SaveCosts
+from core.health import heartbeat, phase
+from core.step import TrainState
+from core.training import compilation, evaluation, frozen, goodput, hooks, profiling, run_lock, trainer
+from core.training.trainer import Hook, StatisticsStep, TrainStep
+from core.types import EndsEvaluation, Params, can
+from launch import environment, program_identity
+from launch.config import Settings
+from launch.config.differences import Difference
+from launch.runs import continuation, progress
+from launch.runs.prepared_run import INIT_FROM, Run
+from parallel import report
+from parallel.prediction import PredictionCheck
+
+
+class EarlierPhaseError(RuntimeError):
+    """The newest intact checkpoint belongs to an earlier phase."""
+
+
+class Start(NamedTuple):
+    """The state and the position in the data from which training starts.
+
+    Attributes:
+      state: the state.
+      position: in the data; None at the beginning.
+      step: of the checkpoint; None for a fresh start.
+      meta: metadata of the checkpoint that the following ones keep: what the run was initialized from.
+      changes: the settings in which the configuration differs from that of the checkpoint.
+    """
+
+    state: TrainState
+    position: Mapping[str, bytes] | None = None
+    step: int | None = None
+    meta: Mapping[str, Any] = {}
+    changes: Sequence[Difference] = ()
+
+
+def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
+    """Restores the newest intact checkpoint (or that of `step`), or initializes a new state."""
+    if step is None:
+        found = checkpoints.restore_newest(run.program.abstract_state)
+    else:
+        found = step, *checkpoints.restore(step, run.program.abstract_state)
+    if found is None:
+        checkpoints.left_out = run.initial.left_out if run.initial else None
+        if run.initial is None:
+            return Start(run.program.init())
+        from launch.runs import warm_start
+
+        first = warm_start.first_state(run.experiment, run.program, run.initial, is_host_zero=run.host.is_zero)
+        return Start(first)
+    step, state, position, meta = found
+    if step < run.span.first_step:
+        raise EarlierPhaseError(
+            f"the newest checkpoint that can be restored is of step {step}, and {run.span} begins after step "
+            f"{run.span.first_step}: start the run again, and it trains the phase before once more"
+        )
+    # This is checked once more, because the newest one may have been damaged.
+    continuation.refuse(step, continuation.data_problems(step, meta, run.meta, span=run.span))
+    is_new_phase = 0 < step == run.span.first_step  # the position is in the data of the phase before
+    kept = {name: meta[name] for name in (INIT_FROM,) if name in meta}
+    changes = continuation.changes(meta, run.config)
+    return Start(state, None if is_new_phase else position, step, kept, changes)
+
+
+def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
+    """Returns the training step and that of statistics; with several hosts, waits until all of them have compiled both.
+
+    The step of statistics is always compiled here, because later its compilation would look like a step that hangs.
+
+    Simulated hosts wait at most 30 s for one another in the first collective of a program, and on a busy machine
+    compile times differ by more.
+
+    Raises:
+      TimeoutError: a host did not compile within the run's limit for compiling; names it.
+    """
+    train_step, statistics = run.program.train_step, run.statistics_step
+    if first_step >= run.last_step:
+        return train_step, statistics
+    compiled: TrainStep = train_step
+    with phase.enter(phase.COMPILING):
+        if statistics:
+            program = run.program.lower_train_step(with_statistics=True).compile()
+            statistics = statistics._replace(run=compilation.OnceCompiled(program, named_by=train_step))
+        if run.host.count > 1:  # calling the jitted function would compile it once more
+            compiled = run.program.lower_train_step().compile()
+            distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=run.meeting_seconds)
+    return compilation.OnceCompiled(compiled, named_by=train_step), statistics
+
+
+class Session:
+    """One start of a run on this host; of a run with phases, it trains one of them."""
+
+    def __init__(self, run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook] = ()):
+        """Takes a prepared run.
+
+        Args:
+          run: the run.
+          lock: the lock of the run directory, on the host that holds it.
+          also: hooks that run after the standard ones.
+        """
+        self._run, self._lock, self._also = run, lock, also
+
+    def run(self) -> dict[str, float]:
+        """Trains to the last step of the run, from the newest checkpoint if there is one.
+
+        Returns:
+          The last validation means, such as `validation/loss`; empty if nothing is evaluated.
+
+        Raises:
+          EarlierPhaseError: the checkpoints of this phase, and the one before it, are damaged; they are renamed.
+        """
+        run = self._run
+        with phase.enter(phase.RESTORING):
+            start = self._restored()
+            checksum = frozen.checksum(run.program, start.state.params)
+            frozen.require_base(run.experiment.task, checksum)
+        self._run = run = dataclasses.replace(run, meta={**run.meta, **start.meta})
+        self._first_step = int(start.state.step)
+        with contextlib.ExitStack() as self._stack:
+            self._batches = self._stack.enter_context(run.open_batches(start.position))
+            self._begin(start)
+            train_step, statistics = compile_together(run, self._first_step)
+            state = trainer.train(
+                train_step,
+                self._batches,
+                start.state,
+                total_steps=run.last_step,
+                statistics=statistics,
+                restore=self._rolled_back,
+                hooks=[*self._hooks(), *self._also],
+            )
+            if self._evaluate and self._first_step >= run.last_step:  # nothing was left to train: evaluate once
+                self._evaluate.at_boundary(self._first_step, state)
+        with phase.enter(phase.SAVING):
+            self._checkpoints.close()
+        phase.at(phase.ENDING)
+        validation = self._evaluate.latest if self._evaluate else {}
+        if run.is_last:
+            progress.show_end(run, state, validation, checksum=checksum)
+        distributed.barrier(f"run/end of step {run.last_step}")
+        return validation
+
+    def _restored(self) -> Start:
+        """Opens the checkpoints and restores the newest one, whose metadata is checked before its arrays are read."""
+        run, settings = self._run, self._run.experiment
+        distributed.decided_by_host_zero(lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program))
+        self._checkpoints = Checkpoints(
+            run.checkpoint_dir,
+            keep=settings.keep_checkpoints,
+            keep_params=settings.keep_params_checkpoints if settings.params_checkpoint_interval else None,
+            timeout_seconds=settings.save_limit_seconds,
+            origin=run.origin,
+            keep_best=settings.keep_best,
+        )
+        try:
+            return restore_or_init(run, self._checkpoints)
+        except EarlierPhaseError:
+            self._checkpoints.close()
+            raise
+
+    def _rolled_back(self) -> TrainState:
+        self._checkpoints.wait()  # a save that is not complete would not be found
+        return restore_or_init(self._run, self._checkpoints).state
+
+    def _begin(self, start: Start) -> None:
+        """Prints the summary of the run and opens its metrics files."""
+        run, settings = self._run, self._run.experiment
+        self._lines = progress.Progress(run.last_step, host=run.host, unit=settings.unit)
+        self._lines.start(self._first_step)
+        self._predictions = PredictionCheck(
+            program_identity.find(settings, run.config) if isinstance(run.config, Settings) else None,
+            slice_=slices.get(settings.slice),
+            flops=settings.flops_per_step,
+            is_measured=not run.host.simulated,
+            warn=self._lines.warning,
+        )
+        self._writers = metrics.open_writers(
+            run.run_dir,
+            is_host_zero=run.host.is_zero,
+            first_step=self._first_step,
+            wandb_project=settings.wandb_project,
+        )
+        self._stack.callback(self._writers.close)
+        self._evaluate = self._evaluation()
+        if run.host.is_zero:
+            measured, left_out = self._predictions.rows(), self._checkpoints.left_out
+            progress.show_summary(run, resumed_from=start.step, measured=measured, left_out=left_out)
+            self._write_config()
+            if start.step is not None and start.changes:
+                said = continuation.described_changes(start.step, start.changes)
+                self._lines.note(said)
+                self._writers.text("changed settings", said, step=start.step)
+        if settings.persistent_directory:
+            from core.checkpoints import copying
+
+            keep, place = settings.keep_checkpoints, settings.persistent_directory
+            self._stack.enter_context(copying.Copying(run.run_dir, place, keep=keep, say=self._lines.note))
+
+    def _write_config(self) -> None:
+        run = self._run
+        paths.write_text_atomically(paths.resolve(run.run_dir) / "config.gin", run.meta["config"])
+        self._writers.text("config", run.meta["config"])
+        self._writers.text("sharding", report.table(run.program))
+        if evaluated := progress.evaluated_on(run.experiment):
+            self._writers.text(metrics.EVALUATED_ON, evaluated)
+        self._writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
+
+    def _hooks(self) -> list[Hook]:
+        """Returns the hooks of the run. Those that may reject a step come before those that log and save it."""
+        run, settings, lines = self._run, self._run.experiment, self._lines
+        preemption = hooks.StopWhenPreempted(distributed.preempted)
+        saved = paths.resolve(run.checkpoint_dir)
+        about = {
+            "warn": lines.warning,
+            "writers": self._writers,
+            "newest": lambda: max(steps.complete(saved), default=None),
+        }
+        used = [hooks.policy_hook(settings.non_finite, **about), *self._logging()]
+        if run.is_last:
+            used.insert(1, hooks.NoteEnding(run.last_step))
+        if run.host.is_zero:
+            told = {"first_step": self._first_step, "last_step": run.last_step, "every": settings.log_interval}
+            write = self._writers.scalars
+            used.append(goodput.Goodput(run.run_dir, **told, started=run.started, write=write, say=lines.note))
+        if (every := settings.compare_interval) and run.program.partitioner.mesh.size > 1:
+            from core.training import replicas
+
+            used.append(replicas.Compare(heartbeat.compare, every=every))
+        if self._evaluate:
+            used.append(self._evaluate)
+        saving = self._saving(preemption)
+        if run.host.count > 1:
+            together = {"checkpoint": saving[0]} | ({"evaluation": self._evaluate} if self._evaluate else {})
+            used.insert(0, hooks.Meet(together, timeout_seconds=run.meeting_seconds))
+        used += [*saving, preemption, *self._profiles()]
+        if file := environment.read("RENGA_STEP_FILE"):
+            used.append(hooks.NoteStep(file, name=f"host {run.host.index}", step=self._first_step))
+        if self._lock:
+            used.append(run_lock.HoldsLock(self._lock))
+        return used
+
+    def _logging(self) -> list[Hook]:
+        run, writers, lines, predictions = self._run, self._writers, self._lines, self._predictions
+        measured = goodput.HostMetrics()
+        own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
+        self._stack.callback(own_lines.close)
+
+        def write(step: int, values: Mapping[str, float]) -> None:
+            values = {**values, **predictions.metrics(values)}
+            own = measured.own(values)
+            own_lines.scalars(step, own)
+            own_lines.flush()
+            compared, of_hosts = measured.exchange(step, own)
+            lines.line(step, values, slowest=measured.slowest if of_hosts else None)
+            if of_hosts:
+                writers.scalars(compared, of_hosts)
+            writers.scalars(step, values)
+            writers.flush()
+
+        def compiled(step: int, totals: compilation.Totals) -> None:
+            if step == self._first_step + 1:
+                lines.compiled(totals)
+            writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
+
+        items, every = run.experiment.items_per_step, run.experiment.log_interval
+        return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
+
+    def _evaluation(self) -> evaluation.Evaluate | None:
+        """Returns the hook that evaluates every `eval_interval` steps; None without validation batches."""
+        run, task = self._run, self._run.experiment.task
+        if not run.experiment.eval_batches:
+            return None
+
+        def batches() -> evaluation.FirstBatches:
+            layout = run.program.partitioner.data_layout(run.experiment.batch_size)
+            found: Any = task.evaluation(layout)
+            return evaluation.FirstBatches(found, run.experiment.eval_batches)
+
+        def write(step: int, values: Mapping[str, float]) -> None:
+            assert hook.scored is not None
+            self._lines.validation(
+                step, values, scored=hook.scored.describe("token") if can(task, EndsEvaluation) else ""
+            )
+            self._writers.scalars(step, values)
+            self._writers.flush()
+
+        every, last = run.experiment.eval_interval, run.last_step
+        hook = evaluation.Evaluate(run.program, batches, write, every=every, last_step=last)
+        return hook
+
+    def _saving(self, preemption: hooks.StopWhenPreempted) -> list[Hook]:
+        """Returns the hook that saves the state, and the one that saves parameters alone if the run does."""
+        run, lock, evaluate = self._run, self._lock, self._evaluate
+        keep_best = run.experiment.keep_best
+
+        def validated(step: int) -> Mapping[str, Any]:
+            if not keep_best or evaluate is None or evaluate.step != step:
+                return {}
+            if (name := best.parse(keep_best).name) not in evaluate.latest:
+                has = ", ".join(sorted(evaluate.latest))
+                self._lines.warning(f"KEEP_BEST = {keep_best!r}: no {name} in the evaluation, which has {has}")
+            return best.described(keep_best, evaluate.latest)
+
+        def due(step: int) -> bool:
+            last = step == run.last_step or preemption.needs_state(step)
+            return step % run.experiment.checkpoint_interval == 0 or last
+
+        def check() -> None:
+            if lock is not None:
+                lock.check(now=True)
+
+        costs = SaveCosts(say=self._lines.note, write=self._writers.scalars)
+        how = {"due": due, "costs": costs, "check": check, "say": self._lines.note, "evaluated": validated}
+        save = hooks.Save(self._checkpoints, self._batches.position, run.meta, **how)
+        if not (every := run.experiment.params_checkpoint_interval):
+            return [save]
+        optimizer, abstract = run.program.optimizer, run.program.abstract_state
+        meta = {**run.meta, steps.AVERAGED: optimizer.is_averaging(abstract.opt_state)}
+
+        def evaluated(state: TrainState) -> Params:
+            return optimizer.evaluated(state.params, state.opt_state)
+
+        def due_alone(step: int) -> bool:
+            return step % every == 0 and not due(step)
+
+        return [save, hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check)]
+
+    def _profiles(self) -> list[Hook]:
+        """Profiles of steps and memory: configured, requested while running, and when memory is exhausted."""
+        run = self._run
+        requests = profiling.Requests(run.run_dir, last_step=run.last_step)
+        self._stack.callback(requests.close)
+        memory = profiling.MemoryProfile(run.run_dir, at=run.experiment.memory_profile_steps)
+        self._stack.enter_context(memory.when_exhausted())
+
+        def start(step: int) -> profiling.Trace:
+            return profiling.Trace(run.run_dir, step)
+
+        return [profiling.Profile(start, requests, at=run.experiment.profile_steps), memory]
