@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -201,15 +201,28 @@ def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -
     own_host = rendezvous.bindable(host) if index == 0 else host
     if ":" in own_host:
         own_host = f"[{own_host}]"
-    jax.distributed.initialize(
-        coordinator,
-        num_processes=count,
-        process_id=index,
-        initialization_timeout=int(max(timeout_seconds, 30)),
-        heartbeat_timeout_seconds=heartbeat_seconds,
-        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-        coordinator_bind_address=f"{own_host or '[::]'}:{port}",
-    )
+    with _without_proxies():
+        jax.distributed.initialize(
+            coordinator,
+            num_processes=count,
+            process_id=index,
+            initialization_timeout=int(max(timeout_seconds, 30)),
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            coordinator_bind_address=f"{own_host or '[::]'}:{port}",
+        )
+
+
+@contextlib.contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Context without the environment's proxies: gRPC would look for the other hosts of the slice behind them."""
+    proxies = {name: value for name, value in os.environ.items() if "_proxy" in name.lower()}
+    for name in proxies:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(proxies)
 
 
 def process_index() -> int:

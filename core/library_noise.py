@@ -113,6 +113,7 @@ def without_records(pattern: str) -> Iterator[None]:
 _FAILED_SAVE = re.compile(
     r"\[process=%s\]\[thread=%s\].* Save Finalize thread \(%s\) failed\.|"
     r"\[process=%d\]\[thread=%s\].* _SignalingThread\.run\(\) raised an exception: %s|"
+    r"Failed to write metadata=%s path=%s: %s|"
     r"\[process=\d+\] Failed to run \d+ Handler Commit operations or the Commit callback in background save thread"
 )
 _lock = threading.Lock()

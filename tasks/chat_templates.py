@@ -1,17 +1,25 @@
 """Renders chat templates, with the variables, filters and tags that `apply_chat_template` of transformers has.
 
 A template is a program from elsewhere: it runs in jinja2's immutable sandbox, and sees text, numbers, lists and
-dictionaries alone.
+dictionaries alone. As a script, this module serves one template to `template_process`, within limits; so it imports
+nothing of ours.
 """
 
 import contextvars
 import datetime
 import json
+import math
+import resource
+import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 Range = tuple[int, int]  # the first character, and the one after the last
+
+OUT_OF_TIME = -signal.SIGXCPU  # how a process ends that exceeds its CPU time
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, in the order in which they are read
 
@@ -160,3 +168,49 @@ def _namespace() -> Any:
             super().__setitem__(name, value)
 
     return Namespace
+
+
+def serve() -> None:
+    """Reads a template and its limits from stdin, then conversations, and answers each line with [result, error]."""
+    source, cpu_seconds, memory_bytes = json.loads(sys.stdin.readline())
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + cpu_seconds, most))
+
+    limit()
+    try:
+        template = ChatTemplate(source)
+    except Exception as error:
+        _answer(None, f"line {getattr(error, 'lineno', None) or 1}: {_said(error)}")
+        return
+    _answer(template.marks_answers, "")
+    for line in sys.stdin:
+        what, messages, now, variables = json.loads(line)
+        limit()
+        date = datetime.datetime.fromisoformat(now) if "T" in now else datetime.date.fromisoformat(now)
+        try:
+            found = (template.marked if what == "marked" else template.render)(messages, now=date, **variables)
+        except Exception as error:
+            _answer(None, _said(error))
+        else:
+            _answer(found, "")
+
+
+def _said(error: Exception) -> str:
+    import jinja2
+
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+
+
+def _answer(found: Any, said: str) -> None:
+    sys.stdout.write(json.dumps([found, said]) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -16,8 +16,9 @@ from core import paths, published_files, units
 from core.errors import UserError
 from core.published_files import CONFIG, GENERATION_CONFIG, TOKENIZER
 from tasks import chat_answers
-from tasks.chat_templates import ChatTemplate, Message, Range
+from tasks.chat_templates import Message, Range
 from tasks.ids import before_end
+from tasks.template_process import TemplateError, TemplateProcess
 
 # Special tokens that templates know by name.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -271,27 +272,22 @@ class FolderTokenizer:
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
         """Turns errors of a template, which is a program and can fail like one, into UserErrors."""
-        import jinja2
-
         try:
             yield
-        except Exception as error:
-            said = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-            raise UserError(f"{self.path}: the chat template refuses this conversation: {said}") from error
+        except TemplateError as error:
+            raise UserError(f"{self.path}: the chat template refuses this conversation: {error}") from error
 
     @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
-    def _template(self, name: str | None) -> ChatTemplate:
+    def _template(self, name: str | None) -> TemplateProcess:
         """Returns the compiled chat template with a name; the default one if there is none with the name."""
-        import jinja2
-
         file = self.folder / "chat_template.jinja"
         source = _read_text(file) if file.exists() else self._template_setting(name)
         if source is None:
             raise UserError(f"{self.path} has no chat template: it is not a model for chats; leave --chat out")
         try:
-            return ChatTemplate(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"{self.path}: the chat template is malformed: line {error.lineno}: {error}") from error
+            return TemplateProcess(source)
+        except TemplateError as error:
+            raise UserError(f"{self.path}: the chat template is malformed: {error}") from error
 
     def _template_setting(self, name: str | None) -> str | None:
         """Returns the chat template of `tokenizer_config.json`; of several, that with the name, or "default"."""

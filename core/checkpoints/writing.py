@@ -184,9 +184,10 @@ class Writing:
         return f"checkpoints/step_{self.step}/failed"
 
     def _failure(self, error: BaseException) -> str:
+        short = paths.shortage(error)
         return (
             f"saving the checkpoint of step {self.step} to {self._directory} failed: "
-            f"{paths.no_room(error) or said(error)}; {space(self._directory, needed_bytes=self._size_bytes)}"
+            f"{short.said if short else said(error)}; {space(self._directory, needed_bytes=self._size_bytes)}"
             f"earlier checkpoints are intact. {self._advice(error)}, then start again."
         )
 
@@ -196,7 +197,8 @@ class Writing:
                 "If the storage is that slow, allow more: set save_limit_seconds of the experiment to "
                 f"{2 * self._limit_seconds:.0f}"
             )
-        return paths.MAKE_ROOM if paths.no_room(error) else "Check free space and permissions"
+        short = paths.shortage(error)
+        return short.mending if short else "Check free space and permissions"
 
     def _raise_own(self) -> None:
         if self._error is not None:

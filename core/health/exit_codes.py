@@ -66,7 +66,9 @@ ENDINGS: dict[int, Ending] = {
         True,
     ),
 }
-_BY_SIGNAL = Ending("ended by signal {} (9: killed, often for lack of memory)", True)
+_BY_SIGNAL = Ending(
+    "ended by signal {} (9: killed, often for lack of memory; 7: a file was shortened while it was read)", True
+)
 
 
 def ending(code: int) -> Ending:

@@ -11,9 +11,14 @@ cluster = distributed.initialize(
     coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2, timeout_seconds=TIMEOUT
 )
 """
+PROXIES = ("HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "ALL_PROXY", "grpc_proxy")
 EXPLICIT = (
     "TIMEOUT = 30"
     + JOIN
+    + f"""
+import os
+assert {{os.environ[name] for name in {PROXIES}}} == {{"http://127.0.0.1:9"}}
+"""
     + """
 import pathlib, time
 from core.errors import UnreachableError, UserError
@@ -66,7 +71,10 @@ print("left")
 
 @pytest.mark.covers("R02", "R04", "X11")
 @pytest.mark.simulated(4)
-def test_four_hosts_join_talk_and_leave(run_hosts):
+def test_four_hosts_join_talk_and_leave(run_hosts, monkeypatch):
+    """With the proxies of a network that lead nowhere: hosts of a slice reach one another directly."""
+    for name in PROXIES:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     results = run_hosts(EXPLICIT, hosts=4)
     assert [result.returncode for result in results] == [0] * 4, results
     assert all("left" in result.output for result in results)

@@ -22,6 +22,7 @@ COMMANDS = (
     "peers",
     "soak",
     "status",
+    "surroundings",
     "tokens",
 )
 

@@ -4,9 +4,9 @@ As in the service, an object appears as a whole or not at all, a write or a remo
 is sorted and paged, and an upload may come in parts. Permissions are not checked.
 
     python -m tests.lab.gcs_server   prints its port, then serves until it is killed
-    GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 (except those with the
-                                       header Of-The-Stand-In); &seconds=0.1 delays each by so much
-    GET  /stand-in/errors              {"answered": number of requests, "refused": those answered with 503}
+    GET  /stand-in/errors?rate=0.05    from now on one request in twenty is answered with 503 or 429 (except those with
+                                       the header Of-The-Stand-In); &seconds=0.1 delays each by so much
+    GET  /stand-in/errors              {"answered": number of requests, "refused": those answered with 503 or 429}
     GET  /stand-in/ranges              [["BUCKET/NAME", start, stop], …]: content sent since this was last asked
 """
 
@@ -20,6 +20,8 @@ import time
 import urllib.parse
 import uuid
 from typing import Any, NamedTuple
+
+_BUSY = ((503, "backendError"), (429, "rateLimitExceeded"))  # clients are to ask again
 
 
 class Object(NamedTuple):
@@ -197,7 +199,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 time.sleep(self.store.seconds)
             if "Of-The-Stand-In" not in self.headers and random.random() < self.store.rate:
                 self.store.refused += 1
-                raise Refused(503, "backendError")
+                raise Refused(*random.choice(_BUSY))
             self._route(address.path, query, content)
         except Refused as refused:
             said = {"code": refused.code, "message": refused.reason, "errors": [{"reason": refused.reason}]}

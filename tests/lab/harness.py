@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices
+from core.checkpoints import steps
 from launch.hosts import simulate
 from tests.lab import evidence, faults, gcs_emulator, growth
 from tests.lab.evidence import Left
@@ -209,17 +210,23 @@ class FaultHarness:
         place = f"gs://bucket/{run_dir.name}"
         fault = scenario.fault and dataclasses.replace(scenario.fault, note=str(run_dir / "event"))
         with gcs_emulator.start() as bucket, _environment(bucket.environment):
-            bucket.errors(scenario.refused)
-            self._stopped(run_dir, fault=fault, place=place)
+            bucket.errors(scenario.refused, seconds=scenario.slow_seconds)
+            first = self._start(run_dir, fault=fault, place=place, steps=STOPPED_AT)
+            there = bucket.list(f"{place}/checkpoints/")
             again = self._start(run_dir, place=place)
             counted = bucket.errors(0.0)
             bucket.copy(place, to=run_dir)
-        before = Left(made=STOPPED_AT, newest=STOPPED_AT, starts=1)
-        outcome = self._outcome(scenario, run_dir, (again.code,), None, before, again)
+        seconds = first.at - evidence.event(run_dir) if first.code and evidence.event(run_dir) else None
+        begun = {name.split("/")[0] for name in there}
+        complete = {name.split("/")[0] for name in there if name.endswith(f"/{steps.COMMITTED_MARK}")}
+        before = Left(made=STOPPED_AT, newest=max(map(int, complete), default=0), starts=1)
+        outcome = self._outcome(scenario, run_dir, (first.code,), seconds, before, again)
+        problems = [] if counted["refused"] else ["no request was refused"]
+        problems += ["it was not killed during an upload"] if first.code and begun == complete else []
         return dataclasses.replace(
             outcome,
-            said=f"{counted['refused']} of {counted['answered']} requests answered with 503; {outcome.said}",
-            problems=(*outcome.problems, *([] if counted["refused"] else ["no request was refused"])),
+            said=f"{counted['refused']} of {counted['answered']} requests refused; {outcome.said}",
+            problems=(*outcome.problems, *problems),
         )
 
     def _outcome(

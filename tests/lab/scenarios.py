@@ -14,6 +14,7 @@ INTERVAL, STOPPED_AT = 4, 8  # steps between checkpoints; step at which a run is
 STEP_LIMIT_SECONDS = 15
 OUTAGE_SECONDS = 30
 JOIN_SECONDS = 20
+UPLOADING_SECONDS = 1.0  # from the beginning of a save: parts of it are in the bucket
 WORD_SECONDS = 30.0  # from when the hosts can detect the failure to the end of the last of them
 
 
@@ -28,8 +29,9 @@ class Scenario:
       fault: the injected fault; None if files are damaged instead.
       bindings: additional gin bindings of the run that fails.
       damage: damages the checkpoints of a run that was stopped half-way.
-      refused: for a run in a bucket that is stopped half-way: the share of requests that the bucket answers with an
-        error.
+      refused: for a run in a bucket that is stopped half-way or killed: the share of requests that the bucket answers
+        with an error.
+      slow_seconds: how long the bucket takes for each answer.
       goes_on_from: the newest intact step after the damage.
       continues: whether the faulty start resumes from a checkpoint.
       ends_within_seconds: longest time from the event to the end of the last host.
@@ -43,6 +45,7 @@ class Scenario:
     bindings: tuple[str, ...] = ()
     damage: Callable[[Path], None] | None = None
     refused: float | None = None
+    slow_seconds: float = 0.0
     goes_on_from: int = STOPPED_AT
     continues: bool = False
     ends_within_seconds: float = WORD_SECONDS
@@ -175,5 +178,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         r"continues from step",
         Fault("outage", hosts=(0,), delay_seconds=OUTAGE_SECONDS),
         refused=0.0,
+    ),
+    Scenario(
+        "kill -9 of host 1, uploading to a slow bucket that refuses one request in twenty",
+        LOST,
+        r"host 1 .*was lost",
+        Fault("kill", hosts=(1,), phase=phase.SAVING, delay_seconds=UPLOADING_SECONDS),
+        refused=0.05,
+        slow_seconds=0.03,
     ),
 )

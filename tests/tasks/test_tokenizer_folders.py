@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from core.errors import UserError
-from tasks import chat_templates, vocabularies
+from tasks import template_process, vocabularies
 from tasks.document_streams import with_end
 from tasks.ids import decode_continuation
 
@@ -127,14 +127,14 @@ def test_a_chat_template_is_read_and_compiled_once(tmp_path, monkeypatch):
     shutil.copytree(HERE / "bpe", tmp_path / "bpe")
     template = tmp_path / "bpe" / "chat_template.jinja"
     template.write_text("{{ messages[0].content }} on {{ strftime_now('%d %b %Y') }}")
-    compiled, environment = [], chat_templates._environment
-    monkeypatch.setattr(chat_templates, "_environment", lambda: compiled.append(1) or environment())
+    started, start = [], template_process.TemplateProcess._start
+    monkeypatch.setattr(template_process.TemplateProcess, "_start", lambda self: started.append(1) or start(self))
     tokenizer = vocabularies.tokenizer(str(tmp_path / "bpe"))
     ask = [{"role": "user", "content": "Hi"}]
     assert tokenizer.chat(ask, date=datetime.date(2024, 2, 29)) == "Hi on 29 Feb 2024"
     template.unlink()
     assert tokenizer.chat(ask) == f"Hi on {datetime.datetime.now().astimezone():%d %b %Y}"
-    assert compiled == [1]
+    assert started == [1]
 
 
 @pytest.mark.parametrize(
