@@ -63,12 +63,12 @@ class FileSource(DocumentSource):
         take, kind = documents.intake_of(self).take, text_formats.kind(file.path)
         if kind == ".parquet":
             ranges = text_formats.row_groups(file.path, self.field) if num_streams > 1 else [(0, None)]
-            return [_Rows(file.path, *found, self.field, kept, take) for found in ranges]
+            return [_Rows(file, *found, self.field, kept, take) for found in ranges]
         if kind == ".jsonl":
             whole = num_streams == 1 or text_formats.is_compressed(file.path)
             ranges = [(0, None)] if whole else _ranges(file, num_streams)
-            return [_Lines(file.path, *found, self.field, kept, take) for found in ranges]
-        return [_WholeFile(file.path, take)]
+            return [_Lines(file, *found, self.field, kept, take) for found in ranges]
+        return [_WholeFile(file, take)]
 
     def fingerprint(self) -> str:
         """See `Corpus`."""
@@ -238,8 +238,13 @@ def _ranges(file: File, num_streams: int) -> list[tuple[int, int]]:
 class _WholeFile:
     """The part of a file that is one document."""
 
-    path: str
+    file: File
     take: Take
+
+    @property
+    def path(self) -> str:
+        """Where this machine finds the file."""
+        return self.file.path
 
     def open(self, offset: Any) -> "_WholeFileReader":
         return _WholeFileReader(self, offset or 0)
@@ -259,6 +264,7 @@ class _WholeFileReader:
         path, most = self._part.path, text_formats.LARGEST_DOCUMENT_BYTES
         with text_formats.opened(path) as file, text_formats.reading(path):
             content = file.read(most + 1)
+            _require_unchanged(self._part.file, file.size())
         if len(content) > most:
             raise MalformedDocument(f"{path}: one document of over {units.size(most)}; split it, or write .jsonl")
         return self._part.take(documents.file_text, path, content)
@@ -269,19 +275,24 @@ class _Range:
     """A range of a file: of bytes, in which lines of .jsonl begin, or of rows of .parquet.
 
     Attributes:
-      path: the file.
+      file: the file, as it was listed.
       start, end: the range; end None: to the end of the file.
       field: the JSON key or the column of the text.
       kept: the split whose documents are kept, chosen by hash; None: all.
       take: counts and checks the documents.
     """
 
-    path: str
+    file: File
     start: int
     end: int | None
     field: str
     kept: str | None
     take: Take
+
+    @property
+    def path(self) -> str:
+        """Where this machine finds the file."""
+        return self.file.path
 
 
 class _Lines(_Range):
@@ -297,6 +308,7 @@ class _LinesReader:
     def __init__(self, part: _Lines, offset: int | None) -> None:
         self._part = part
         self._file = text_formats.opened(part.path)
+        _require_unchanged(part.file, self._file.size())
         self._number: int | None = 0  # lines before the next one; None until it is needed
         self._at = part.start if offset is None else offset
         if text_formats.is_compressed(part.path):
@@ -335,6 +347,7 @@ class _LinesReader:
             text = line.removesuffix(b"\n").removesuffix(b"\r")
             if part.kept is None or (part.kept == "validation") == is_validation(text):
                 return self._text(text, self._at - len(line))
+        _require_unchanged(part.file, self._file.size())
         self._file.close()
         raise StopIteration
 
@@ -362,6 +375,15 @@ class _LinesReader:
             return part.take(documents.json_text, part.field, part.path, self._number, line)
 
 
+def _require_unchanged(file: File, size_bytes: int) -> None:
+    """Raises UnreadableFile if a file has another size than when it was listed."""
+    if size_bytes != file.size_bytes:
+        raise text_formats.UnreadableFile(
+            f"{file.path} has {size_bytes:,} bytes, and had {file.size_bytes:,} when the run began: restore it, or "
+            "start a new run with the changed text"
+        )
+
+
 def _line_number(path: str, offset: int) -> int:
     """Returns the number of the line that begins at an offset, from 1."""
     with text_formats.opened(path) as file, text_formats.reading(path):
@@ -378,7 +400,7 @@ class _Rows(_Range):
     @classmethod
     def first_texts(cls, file: File, field: str) -> Iterator[bytes]:
         """Reads the first texts of a local file, for the checks before a run."""
-        reader = cls(file.path, 0, _FIRST_ROWS, field, None, lambda read, **options: read(**options)).open(None)
+        reader = cls(file, 0, _FIRST_ROWS, field, None, lambda read, **options: read(**options)).open(None)
         while (text := next(reader, None)) is not None:
             yield text
 
@@ -389,6 +411,7 @@ class _RowsReader:
     def __init__(self, part: _Rows, offset: int) -> None:
         self._part, self._at = part, offset
         rows = text_formats.Rows(part.path, part.field)
+        _require_unchanged(part.file, rows.size_bytes)
         self._end = rows.groups[-1] if part.end is None else min(part.end, rows.groups[-1])
         self._values = rows.read(offset, self._end)
 

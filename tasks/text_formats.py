@@ -8,6 +8,7 @@ checksums of its pages, which most do not by default: without them a changed byt
 import contextlib
 import io
 import itertools
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -64,6 +65,13 @@ class _Stream(io.BufferedReader):
         self._size = file.seek(0, io.SEEK_END)
         file.seek(at)
 
+    def size(self) -> int:
+        """Returns the size of the file now, in bytes; of an object in a bucket, when it was opened."""
+        try:
+            return os.fstat(self._file.fileno()).st_size
+        except (OSError, AttributeError):  # an object has no number
+            return self._size
+
     def fraction(self) -> float:
         """Returns the share of the file that was read, 0 to 1."""
         at = self.tell() if self.raw is self._file else self._file.tell()  # a decompressor reads ahead
@@ -96,6 +104,7 @@ class Rows:
 
     Attributes:
       groups: the number of rows before each row group, and of all rows.
+      size_bytes: size of the file.
     """
 
     def __init__(self, path: str, field: str) -> None:
@@ -105,7 +114,9 @@ class Rows:
 
         self._path, self._field = path, field
         with _decoding(path):
-            self._file = parquet.ParquetFile(paths.resolve(path).open("rb"), page_checksum_verification=True)
+            file = paths.resolve(path).open("rb")
+            self.size_bytes = file.seek(0, io.SEEK_END)
+            self._file = parquet.ParquetFile(file, page_checksum_verification=True)
             schema, meta = self._file.schema_arrow, self._file.metadata
         if field not in schema.names:
             raise UserError(f"{path}: no column {field!r}, only {sorted(schema.names)}; set the field of the text")

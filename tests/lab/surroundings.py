@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,11 +26,21 @@ EXAMPLE = """tests/run.sh lab surroundings
   tests/run.sh lab surroundings --only umask "16 hosts" --out /tmp/surroundings"""
 SLICE, LARGE = "v4-16", "v4-128"  # of 2 and 16 hosts
 STOPPED_AT = 8
-DAY_SECONDS = 24 * 3600
-_JUMP_SECONDS = 3.0  # between jumps of the clock
-_FAKETIME = "faketime/libfaketimeMT.so.1"
 _LIMIT_SECONDS = 1800
 _LOCALES = ("de_DE.UTF-8", "fr_FR.UTF-8", "es_ES.UTF-8", "it_IT.UTF-8", "nl_NL.UTF-8", "pt_BR.UTF-8", "ru_RU.UTF-8")
+_JUMPS = """
+import time
+
+now, now_ns = time.time, time.time_ns
+
+
+def ahead():  # a day behind, right, and a day ahead, three seconds each
+    return (int(time.monotonic() / 3) % 3 - 1) * 24 * 3600
+
+
+time.time = lambda: now() + ahead()
+time.time_ns = lambda: now_ns() + ahead() * 10**9
+"""
 _SET_LOCALE = "import locale\nlocale.setlocale(locale.LC_ALL, '')\n"
 
 
@@ -115,6 +124,12 @@ def _few_files(folder: Path) -> Iterator[Mapping[str, str]]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def _customized(folder: Path, program: str) -> dict[str, str]:
+    """Returns environment variables with which every Python process first runs a program."""
+    (folder / "sitecustomize.py").write_text(program)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
 def _has_decimal_comma(name: str) -> bool:
     before = locale.setlocale(locale.LC_NUMERIC)
     try:
@@ -132,42 +147,16 @@ def _decimal_comma(folder: Path) -> Iterator[Mapping[str, str]]:
     found = next(filter(_has_decimal_comma, _LOCALES), None)
     if found is None:
         raise Unavailable("no locale with a decimal comma: install one, or name its folder in LOCPATH")
-    (folder / "sitecustomize.py").write_text(_SET_LOCALE)
-    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    yield {"LC_ALL": found, "LANG": found, "PYTHONPATH": paths}
+    yield {"LC_ALL": found, "LANG": found, **_customized(folder, _SET_LOCALE)}
 
 
 @contextlib.contextmanager
 def _jumping_clock(folder: Path) -> Iterator[Mapping[str, str]]:
-    """The time of day jumps by a day, forth and back, every few seconds; the monotonic clock does not."""
-    roots = [Path(os.environ.get("FAKETIME_LIBRARIES", "/nonexistent")), Path("/usr/lib")]
-    library = next((file for root in roots for file in root.glob(f"**/{_FAKETIME}")), None)
-    if library is None:
-        raise Unavailable("no libfaketime: install it, or name the folder above its own in FAKETIME_LIBRARIES")
-    file, over = folder / "clock", threading.Event()
+    """In Python's functions, the time of day jumps by a day, forth and back, every few seconds.
 
-    def jump() -> None:
-        days = 0
-        while not over.wait(_JUMP_SECONDS):
-            days = (days + 1) % 3
-            aside = folder / "next"
-            aside.write_text(f"{(days - 1) * DAY_SECONDS:+d}")  # tomorrow, yesterday, today
-            aside.replace(file)
-
-    file.write_text("+0")
-    thread = threading.Thread(target=jump)
-    thread.start()
-    try:
-        yield {
-            "LD_PRELOAD": str(library),
-            "FAKETIME_TIMESTAMP_FILE": str(file),
-            "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DONT_RESET": "1",
-        }
-    finally:
-        over.set()
-        thread.join()
+    libfaketime would also shift the deadlines of waits, which real jumps of a clock do not.
+    """
+    yield _customized(folder, _JUMPS)
 
 
 _DEAD = "http://127.0.0.1:9"  # discard: nobody listens

@@ -1,13 +1,17 @@
 """Text becomes the same rows on any number of hosts, and no text is lost."""
 
+import gzip
 import importlib.resources
 import itertools
 import json
+import os
 import pathlib
 import sys
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from core.errors import UserError
 from core.types import DataLayout
@@ -466,3 +470,41 @@ def test_a_small_file_is_parsed_and_converted_once_for_all_streams(json_folder, 
     next(train_of(json_folder, 16, vocabulary=Counting()))
     assert len(encoded) == len(set(encoded)) > 250
     assert 0 <= len(read) - len(encoded) <= 3  # blank lines
+
+
+def _write(folder, ending):
+    """Three files of many documents, as text of one document each, or with one on each line or row."""
+    folder.mkdir()
+    for number in range(3):
+        texts = [f"document {number} {row} " + "word " * 9 for row in range(40)]
+        lines = "".join(json.dumps({"text": one}) + "\n" for one in texts).encode()
+        file = folder / f"{number}{ending}"
+        if ending == ".parquet":
+            parquet.write_table(pyarrow.table({"text": texts}), file)
+        else:
+            content = "\n".join(texts).encode() if ending == ".txt" else lines
+            file.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+
+
+HARMS = {
+    "cut in half": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "cut to nothing": lambda file: os.truncate(file, 0),
+    "cut a little": lambda file: os.truncate(file, file.stat().st_size - 9),
+    "longer": lambda file: file.write_bytes(file.read_bytes() * 2),
+    "deleted": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_files_that_change_while_they_are_read_are_errors(tmp_path, ending, harm):
+    """All files change after the first batch; those that were opened before are read to their ends."""
+    _write(tmp_path / "data", ending)
+    batches = text.files(train=f"{tmp_path}/data/*{ending}", field="text", length=LENGTH, num_streams=1).train(
+        layout_of(1), seed=0
+    )
+    next(batches)
+    for file in (tmp_path / "data").iterdir():
+        HARMS[harm](file)
+    with pytest.raises(UserError, match=r"data/\d\."):
+        list(itertools.islice(batches, 2000))
