@@ -248,6 +248,7 @@ def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
     [
         (["failures", "--only", "earthquake"], "no failure has such a name"),
         (["failures", "--kills", "-1"], "--kills -1: expected 0 or more"),
+        (["surroundings", "--only", "the moon"], "no surroundings have such a name"),
         (["soak", "--steps", "3"], "--steps 3: expected at least 400"),
     ],
 )
