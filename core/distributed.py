@@ -13,7 +13,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import secrets
 import signal
 import sys
@@ -28,7 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from core import jax_internals, paths, rendezvous, units
+from core import jax_internals, library_errors, paths, rendezvous, units
 from core.errors import UnreachableError, UserError
 from core.health import exit_codes, heartbeat
 from core.health.failure_diagnosis import Limits
@@ -44,7 +43,6 @@ _NONCE_FILE = ".shared"
 _INTERRUPTED = "interrupted"
 _SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
 
-_UNCONNECTED = "Gloo context initialization failed"
 _UNCONNECTED_ADVICE = (
     "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended (its log says "
     "why), or this machine is too busy to run all of them at once. Start the same command again when it is less busy."
@@ -248,16 +246,9 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     try:
         client.wait_at_barrier(f"renga/{name}", int(timeout_seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(_barrier_message(name, str(error), timeout_seconds=timeout_seconds)) from error
-
-
-def _barrier_message(name: str, reason: str, *, timeout_seconds: float) -> str:
-    """Extracts the missing hosts from JAX's message, which lists them one per line after "timed out task names:"."""
-    listed = re.search(r"timed out task names:\s*((?:\S*\d+\s+)+)", reason + "\n")
-    if listed is None:
-        return f"barrier {name!r}: {reason}"
-    hosts = ", ".join(sorted(re.findall(r"(\d+)\s", listed.group(1)), key=int))
-    return f"barrier {name!r}: host {hosts} did not come within {timeout_seconds:g} s; read the end of its log"
+        hosts = ", ".join(map(str, library_errors.absent_tasks(error)))
+        late = f"host {hosts} did not come within {timeout_seconds:g} s; read the end of its log"
+        raise TimeoutError(f"barrier {name!r}: {late if hosts else error}") from error
 
 
 def from_host_zero(text: str) -> str:
@@ -440,7 +431,7 @@ def exit_at_once_on_exception() -> None:
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _UNCONNECTED in str(error):
+        if library_errors.is_unconnected(error):
             print(f"error: {_UNCONNECTED_ADVICE} ({str(error).splitlines()[0]})", file=sys.stderr)
         elif getattr(error, "says_all", False):
             print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)

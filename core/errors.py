@@ -6,7 +6,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
@@ -21,6 +21,42 @@ class UserError(ValueError):
 
 class UnreachableError(UserError):
     """A service cannot be reached when it is first used; a restart can help, so its exit code is one of its own."""
+
+
+class Problem(str):
+    """A finding about a user's input: the sentence for a person, with the facts in it that code may ask for.
+
+    `{setting}: {found}, expected {expected}; {fix}`, without the parts that are empty.
+
+    Attributes:
+      found: what is wrong.
+      setting: the setting that it is about.
+      file: the file, folder or pattern that it is about, as the user wrote it; `found` names it.
+      line: of the file, from 1; 0 if unknown.
+      expected: what would be right.
+      fix: how to correct it.
+    """
+
+    found: str
+    setting: str
+    file: str
+    line: int
+    expected: str
+    fix: str
+
+    def __new__(
+        cls, found: str, *, setting: str = "", file: str = "", line: int = 0, expected: str = "", fix: str = ""
+    ) -> Self:
+        """Makes the sentence from the facts."""
+        said = f"{setting}: {found}" if setting else found
+        said += f", expected {expected}" if expected else ""
+        made = super().__new__(cls, f"{said}; {fix}" if fix else said)
+        vars(made).update(found=found, setting=setting, file=file, line=line, expected=expected, fix=fix)
+        return made
+
+    def with_setting(self, setting: str) -> Self:
+        """Returns the problem with another name of the setting, such as that of a flag."""
+        return type(self)(**{**vars(self), "setting": setting})
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Filters known harmless messages of libraries from the terminal; they stay in the log files.
 
-Each message is recognized by its exact words, never by its level or source, so that new or different messages are
-shown. Uses the standard library only, because `launch.hosts.host_output` imports this.
+A line of C++ is recognized by its exact words, a log record by its logger and exact template, so that new or different
+messages are shown. No code decides by them. Uses the standard library only, because `launch.hosts.host_output` imports
+this.
 
 Importing this module has no effect; `while_saving` and `without_records` filter only while their context is open.
 """
@@ -96,11 +97,11 @@ def without(text: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def without_records(pattern: str) -> Iterator[None]:
-    """Context in which absl log records are hidden whose message begins with a regular expression."""
+def without_records(*templates: str) -> Iterator[None]:
+    """Context in which records of absl's logger with one of these templates (`LogRecord.msg`) are hidden."""
 
     def is_shown(record: logging.LogRecord) -> bool:
-        return not re.match(pattern, str(record.msg))
+        return record.msg not in templates
 
     logging.getLogger("absl").addFilter(is_shown)
     try:
@@ -110,11 +111,14 @@ def without_records(pattern: str) -> Iterator[None]:
 
 
 # Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well.
-_FAILED_SAVE = re.compile(
-    r"\[process=%s\]\[thread=%s\].* Save Finalize thread \(%s\) failed\.|"
-    r"\[process=%d\]\[thread=%s\].* _SignalingThread\.run\(\) raised an exception: %s|"
-    r"Failed to write metadata=%s path=%s: %s|"
-    r"\[process=\d+\] Failed to run \d+ Handler Commit operations or the Commit callback in background save thread"
+_FAILED_SAVE = (
+    "[process=%s][thread=%s][step=%s][wait_until_finished] Save Finalize thread (%s) failed.",
+    "[process=%d][thread=%s][operation_id=%s] _SignalingThread.run() raised an exception: %s",
+    "Failed to write metadata=%s path=%s: %s",
+)
+_FAILED_SAVE_FILLED_IN = re.compile(  # its values are in the template already
+    r"\[process=\d+\] Failed to run \d+ Handler Commit operations or the Commit callback in background save thread, "
+    r"directory: .+"
 )
 _lock = threading.Lock()
 _open = 0
@@ -147,7 +151,8 @@ def while_saving() -> Iterator[None]:
 
 def _is_other_record(record: logging.LogRecord) -> bool:
     """Returns False for the log records with which Orbax reports a failed save."""
-    return not (record.exc_info and _FAILED_SAVE.match(str(record.msg)))
+    is_error = bool(record.exc_info) and record.levelno == logging.ERROR
+    return not (is_error and (record.msg in _FAILED_SAVE or _FAILED_SAVE_FILLED_IN.fullmatch(str(record.msg))))
 
 
 class _Unraisable:
@@ -166,8 +171,9 @@ _unraisable: _Unraisable | None = None
 
 def _is_late_write(unraisable: Any) -> bool:
     """Returns True if C++ called `call_soon_threadsafe` of a closed loop: then that is the outermost Python frame."""
-    error, trace = unraisable.exc_value, unraisable.exc_traceback
-    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed") or trace is None:
+    trace = unraisable.exc_traceback
+    if not isinstance(unraisable.exc_value, RuntimeError) or trace is None or trace.tb_next is None:
         return False
-    code = trace.tb_frame.f_code
-    return code.co_name == "call_soon_threadsafe" and "asyncio" in code.co_filename
+    called, raised = trace.tb_frame.f_code, trace.tb_next.tb_frame.f_code
+    names = called.co_name, raised.co_name
+    return names == ("call_soon_threadsafe", "_check_closed") and "asyncio" in called.co_filename

@@ -5,7 +5,6 @@ TensorFlow, whose import takes five seconds.
 """
 
 import contextlib
-import errno
 import glob
 import os
 import pathlib
@@ -15,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
+from core import library_errors
 from core.errors import UnreachableError, UserError
 
 os.environ["EPATH_USE_TF"] = "0"  # must be set before etils is imported
@@ -30,17 +30,6 @@ for _protocol in ("gcs", "gs"):
 Path = epath.Path
 
 _PROBE_BYTES = 4096  # not 0, because an empty file can be created on a full disk
-_MAKE_ROOM = "Make room, or raise the limit (quota, ulimit -f)"
-_OPEN_MORE = "Raise the limit of open files (ulimit -n)"
-_SHORTAGES = {
-    os.strerror(number): (number, mending)
-    for mending, numbers in (
-        (_MAKE_ROOM, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
-        (_OPEN_MORE, (errno.EMFILE, errno.ENFILE)),
-    )
-    for number in numbers
-}
-_NUMBERS = {number for number, _ in _SHORTAGES.values()}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
@@ -108,26 +97,6 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
     return folder
 
 
-class Shortage(NamedTuple):
-    """What a machine lacks: the system's message, such as `No space left on device`, and how to mend it."""
-
-    said: str
-    mending: str
-
-
-def shortage(error: BaseException) -> Shortage | None:
-    """Returns what an error reports as exhausted, if it does: a disk or the number of open files.
-
-    A disk is full if it has no free blocks or inodes, or a quota or the limit on file sizes is exceeded. Exceptions
-    other than OSError are recognized by their text.
-    """
-    number = error.errno if isinstance(error, OSError) else None
-    for said, (known, mending) in _SHORTAGES.items():
-        if number == known or (number not in _NUMBERS and said in str(error)):
-            return Shortage(said, mending)
-    return None
-
-
 def free_space(directory: str | os.PathLike[str]) -> str:
     """Describes the free space: `0.3 GiB and 1,200 inodes are free on this host's disk`; a quota may allow less.
 
@@ -154,7 +123,7 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
         raise
     except Exception as error:  # a bucket's client has exception types of its own
         fix = "check the credentials and the bucket's permissions" if is_remote(directory) else "choose another folder"
-        if short := shortage(error):
+        if short := library_errors.shortage(error):
             fix = f"{free_space(directory)}. {short.mending}, then start again: nothing that was saved is lost"
         raise UserError(f"cannot write to {directory}: {type(error).__name__}: {error}; {fix}") from error
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from launch import terminal
 
+LAYOUT = "layout"  # the name of the finding on whether model, batch and strategy fit the slice
+
 
 class Finding(NamedTuple):
     """The result of one check."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from core import library_noise, paths
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks import documents
 from tasks.document_streams import DocumentSource, Parts
 
@@ -55,7 +55,7 @@ class Tfds(DocumentSource):
         if importlib.util.find_spec("tensorflow_datasets") is None:
             found.append("text.tfds needs the package tensorflow-datasets: pip install tensorflow-datasets")
         if self.data_dir and not paths.is_remote(self.data_dir) and not paths.resolve(self.data_dir).is_dir():
-            found.append(f"text.tfds.data_dir: no folder {self.data_dir!r}")
+            found.append(Problem(f"no folder {self.data_dir!r}", setting="text.tfds.data_dir", file=self.data_dir))
         return found
 
     def describe(self) -> str:

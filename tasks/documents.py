@@ -20,7 +20,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 from core import paths, units
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks import text_formats
 from tasks.ids import Vocabulary
 from tasks.streams import Stream
@@ -79,7 +79,7 @@ def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, 
     return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
 
 
-def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = text_formats.KINDS) -> list[str]:
+def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = text_formats.KINDS) -> list[Problem]:
     """Returns the problems of local file patterns, each with its fix.
 
     Args:
@@ -92,20 +92,24 @@ def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = 
         files = list_files((pattern,))
         wrong = sorted({text_formats.kind(file.path) for file in files} - set(kinds))
         if paths.resolve(pattern).is_dir():
-            found.append(f"{where}: {pattern!r} is a folder; name its files, such as {pattern.rstrip('/')}/*{kinds[0]}")
+            fix = f"name its files, such as {pattern.rstrip('/')}/*{kinds[0]}"
+            found.append(Problem(f"{pattern!r} is a folder", setting=where, file=pattern, fix=fix))
         elif not files:
-            found.append(f"{where}: no file matches {pattern!r} (in {pathlib.Path.cwd()})")
+            said = f"no file matches {pattern!r} (in {pathlib.Path.cwd()})"
+            found.append(Problem(said, setting=where, file=pattern))
         elif wrong:
             expected = f"{', '.join(kinds)} (text also compressed: {', '.join(text_formats.COMPRESSIONS)})"
-            found.append(f"{where}: {pattern!r} matches files {_endings(wrong)}, expected {expected}")
+            said = f"{pattern!r} matches files {_endings(wrong)}"
+            found.append(Problem(said, setting=where, file=pattern, expected=expected))
         elif not any(file.size_bytes for file in files):
             are = "files that match {} are" if len(files) > 1 else "file that matches {} is"
-            found.append(f"{where}: {len(files)} {are.format(repr(pattern))} empty")
+            found.append(Problem(f"{len(files)} {are.format(repr(pattern))} empty", setting=where, file=pattern))
         large = [
             f.path for f in files if f.path.endswith(".txt") and f.size_bytes > text_formats.LARGEST_DOCUMENT_BYTES
         ]
         if large:
-            found.append(f"{where}: {large[0]} is one document of over 256 MiB; split it, or write .jsonl")
+            said = f"{large[0]} is one document of over 256 MiB"
+            found.append(Problem(said, setting=where, file=large[0], fix="split it, or write .jsonl"))
     return found
 
 
@@ -284,7 +288,8 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise MalformedDocument(
-            f"{where}: no text in field {field!r}, found {_has(record, field)}; set text.files.field"
+            f"{where}: no text in field {field!r}, found {_has(record, field)}; name the field that has it "
+            "(text.files.field, --field)"
         )
     return checked(encoded(text, where=where), where=where)
 
@@ -325,7 +330,7 @@ def encoded(text: str, *, where: str) -> bytes:
         ) from error
 
 
-def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[Any]], where: str) -> list[str]:
+def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[Any]], where: str) -> list[Problem]:
     """Returns the problems found at the beginning of up to 32 local files.
 
     Args:
@@ -340,14 +345,14 @@ def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[An
             for document in first(file):
                 has_text |= bool(document)
         except UserError as error:
-            found.append(f"{where}: {error}")
+            found.append(Problem(str(error), setting=where, file=file.path))
         if len(found) == _MOST_PROBLEMS:
             break
     whole = len(looked_at) == len(files) and all(
         file.size_bytes <= _MOST_BYTES and not text_formats.is_compressed(file.path) for file in files
     )
     if whole and files and not found and not has_text:
-        found.append(f"{where}: {units.counted(len(files), 'file')} with only white space and no text")
+        found.append(Problem(f"{units.counted(len(files), 'file')} with only white space and no text", setting=where))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from core import paths
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks.ids import PAD_ID, before_end
 
 TRAINING_SAMPLE_BYTES = 8 * 2**20
@@ -90,7 +90,8 @@ class SentencePiece:
                 "VOCABULARY is not set: bind it to a SentencePiece model, e.g. --gin \"VOCABULARY = '/data/my.model'\""
             ]
         if not paths.is_remote(self.path) and not paths.resolve(self.path).is_file():
-            return [f"no SentencePiece model at {self.path!r}: set VOCABULARY to an existing .model file"]
+            said = f"no SentencePiece model at {self.path!r}"
+            return [Problem(said, setting="VOCABULARY", file=self.path, fix="give an existing .model file")]
         return []
 
     def describe(self) -> str:

@@ -35,10 +35,11 @@ _SAMPLES = ("The quick brown fox jumps over 13 lazy dogs.", "  x = [1, 2]\n", "n
 _SHOWN = 400  # characters of an error
 _HARMLESS = (
     # The position of a stream includes the buffers in which its examples are shuffled, so a restart changes nothing.
-    r"Using an uncached FunctionDataset for training is not recommended since it often results in insufficient "
-    r"shuffling on restarts",
+    "Using an uncached FunctionDataset for training is not recommended since it often results in insufficient "
+    "shuffling on restarts, resulting in overfitting. It is highly recommended that you cache this task before "
+    "training with it or use a data source that supports lower-level shuffling (e.g., FileDataSource).",
     # A row has the task's output features only; others, such as texts before they are tokenized, are by-products.
-    r"Features not in `features_length` will be removed during packing",
+    "Features not in `features_length` will be removed during packing: %s",
 )
 
 _NAMES = {
@@ -256,7 +257,7 @@ def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     """Returns the dataset of a stream: seqio's decoder features, each [R, T]."""
     tf, seqio = tensorflow(), _seqio()
     lengths = corpus.lengths(spec.length)
-    with library_noise.without_records("|".join(_HARMLESS)):
+    with library_noise.without_records(*_HARMLESS):
         examples = _registered(corpus.name).get_dataset(
             lengths,
             split=spec.split,

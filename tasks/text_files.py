@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from core import paths, units
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks import content_hash, documents, text_formats
 from tasks.document_streams import DocumentSource, Part, Parts
 from tasks.documents import (
@@ -162,8 +162,12 @@ class TextFiles(FileSource):
             found += documents.first_problems(files, first=self._first_texts, where=f"text.files.{name}")
         if not found and not any(map(paths.is_remote, self.train)) and not self._listed["validation"]:
             found.append(
-                f"text.files.train: {len(self._listed['train'])} .txt file leaves none for validation; "
-                "set text.files.validation, or use more files, or one .jsonl file with one document per line"
+                Problem(
+                    f"{len(self._listed['train'])} .txt file leaves none for validation",
+                    setting="text.files.train",
+                    fix="name files for validation (text.files.validation, --validation), or use more files, or one "
+                    ".jsonl file with one document per line",
+                )
             )
         return found
 

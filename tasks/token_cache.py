@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core import foreign_json, paths
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks import permutation
 from tasks.document_streams import DocumentSource, DocumentStream
 from tasks.documents import StreamSpec
@@ -187,7 +187,7 @@ class TokenCache(DocumentSource):
             for name in SPLITS:
                 self.split(name)
         except UserError as error:
-            return [str(error)]
+            return [Problem(str(error), file=self.path)]
         return []
 
     def describe(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from core import paths, published_files, units
-from core.errors import UserError
+from core.errors import Problem, UserError
 from core.published_files import CONFIG, GENERATION_CONFIG, TOKENIZER
 from tasks import chat_answers
 from tasks.chat_templates import Message, Range
@@ -312,7 +312,8 @@ class FolderTokenizer:
     def problems(self) -> list[str]:
         """See `Vocabulary`. Does not check that a remote folder exists."""
         if "://" not in self.path and not (self.folder / TOKENIZER).is_file():
-            return [f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model"]
+            said = f"no {TOKENIZER} in {self.path!r}"
+            return [Problem(said, setting="VOCABULARY", file=self.path, fix="give the folder of a published model")]
         return []
 
     def describe(self) -> str:

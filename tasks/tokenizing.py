@@ -58,8 +58,8 @@ def run(
     """
     excluded = job.excluded()
     vocabulary, source, folder = vocabularies.named(job.vocabulary), job.source(), paths.resolve(job.out)
-    if found := [*job.problems(source), *vocabulary.problems()]:
-        raise UserError("\n".join(dict.fromkeys(job.as_flags(problem) for problem in found)))
+    if found := [*job.problems(source), *job.vocabulary_problems(vocabulary)]:
+        raise UserError("\n".join(dict.fromkeys(found)))
     files = _listed(source)
     begun = _description(job, vocabulary, excluded)
     if (done := _read(folder / COMPLETE)) is not None:
@@ -261,13 +261,11 @@ def _batches(
                 text = next(reader, None)
             except MalformedDocument as error:
                 if not job.skip_bad:
-                    raise UserError(
-                        f"{job.as_flags(str(error))}. Correct it, or skip such documents with --skip-bad"
-                    ) from error
+                    raise UserError(f"{error}. Correct it, or skip such documents with --skip-bad") from error
                 malformed, named = malformed + 1, named + 1
                 if named <= _MOST_REPORTED:
                     last = " (further ones are only counted)" if named == _MOST_REPORTED else ""
-                    say(f"skipped: {job.as_flags(str(error))}{last}")
+                    say(f"skipped: {error}{last}")
                 continue
             is_end = text is None
             if text:

@@ -1,13 +1,17 @@
 """The settings of `launch/run tokenize`."""
 
 import dataclasses
+from collections.abc import Sequence
 
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks import decontamination
 from tasks.catalogue import Tfds
 from tasks.decontamination import Excluded
 from tasks.huggingface import HuggingFace
+from tasks.ids import Vocabulary
 from tasks.text_files import TextFiles
+
+_FLAGS = {"text.files.train": "--data", "text.files.validation": "--validation", "VOCABULARY": "--vocabulary"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +64,23 @@ class Job:
             return Tfds(name, *splits, self.field, None)
         return HuggingFace(name, *splits, self.field, True)
 
-    def problems(self, source: TextFiles | Tfds | HuggingFace) -> list[str]:
+    def problems(self, source: TextFiles | Tfds | HuggingFace) -> Sequence[str]:
         """Returns the problems of a source that are found before it is read; documents are tried unless `skip_bad`."""
         if not isinstance(source, TextFiles):
             return source.problems()
         given = dataclasses.replace(source, validation=self.validation)
-        return given.pattern_problems() if self.skip_bad else given.problems()
+        found = given.pattern_problems() if self.skip_bad else given.problems()
+        return [_with_flag(one) for one in found]
 
-    def as_flags(self, message: str) -> str:
-        """Returns a message about `text.files` with the names of this command's flags."""
-        flags = {
-            "text.files.train": "--data",
-            "text.files.validation": "--validation",
-            "text.files.field": "--field",
-            "VOCABULARY is not set: bind it to": "--vocabulary is not set: give",
-            "set VOCABULARY to": "set --vocabulary to",
-        }
-        for name, flag in flags.items():
-            message = message.replace(name, flag)
-        return message
+    def vocabulary_problems(self, vocabulary: Vocabulary) -> list[str]:
+        """Returns why a vocabulary cannot be used."""
+        if not self.vocabulary:
+            return [Problem("--vocabulary is not set", fix="give a SentencePiece model, or the folder of a tokenizer")]
+        return [_with_flag(one) for one in vocabulary.problems()]
+
+
+def _with_flag(problem: str) -> str:
+    """Names the flag of this command where a problem names a setting of an experiment."""
+    if isinstance(problem, Problem) and problem.setting in _FLAGS:
+        return problem.with_setting(_FLAGS[problem.setting])
+    return problem

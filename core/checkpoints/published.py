@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from core import parameters, paths, units
-from core.checkpoints import safetensors_files
+from core.checkpoints import reading, safetensors_files
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from core.logical import Specs
@@ -195,7 +195,7 @@ class PublishedFolder:
             unknown
             + self._misfits(expected)
             + self._differing(shapes, rows=_COMPARED_ROWS)
-            + [f"left over: {name} {list(self._tensors[name].shape)}" for name in left]
+            + [reading.Unused(f"left over: {name} {list(self._tensors[name].shape)}") for name in left]
         )
 
     def _expected(self, shapes: Any, specs: Specs) -> dict[str, tuple[int, ...]]:

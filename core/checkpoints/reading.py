@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import math
-import re
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from core import parameters
+from core import library_errors, parameters
 from core.checkpoints import steps
 from core.checkpoints.steps import DamagedError
-from core.errors import UserError
+from core.errors import Problem, UserError
 
 JOINED_BY = "."  # separator in the names under which Orbax stores arrays; here it is "/"
 _SPREAD = 0x9E3779B9  # multiplier of the index
@@ -44,11 +43,6 @@ SLOW_SECONDS = 3600  # timeout for the slowest host: hosts may read different am
 RETRY_SECONDS = 5.0  # pause before the single retry of a read that may succeed later
 _AHEAD_BYTES = 96 * 10**9  # limit on the host memory used for arrays that are read at the same time
 _PROOFS = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error)
-_OF_THE_READER = re.compile(
-    r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|DEADLINE_EXCEEDED|ABORTED|CANCELLED|INTERNAL"
-    r"|UNKNOWN)\b"
-)
-_NOT_THERE = re.compile(r"\bNOT_FOUND\b")
 
 
 class Misfit(UserError):
@@ -91,7 +85,11 @@ def require_arrays(state: Any) -> None:
         raise TypeError(f"a checkpoint holds jax.Arrays; these leaves are not: {wrong}; put them on the devices first")
 
 
-def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "in the checkpoint") -> list[str]:
+class Unused(Problem):
+    """A stored array that the model does not have."""
+
+
+def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "in the checkpoint") -> list[Problem]:
     """Returns one line for each leaf that is missing, extra, or of another shape or dtype.
 
     Args:
@@ -100,10 +98,10 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
       where: what has those of `saved`.
     """
     wanted = {name: kind(leaf) for name, leaf in by_name(abstract_state).items()}
-    lines = [f"{name}: not {where}, expected {wanted[name]}" for name in wanted if name not in saved]
-    lines += [f"{name}: {saved[name]} {where}, not expected" for name in saved if name not in wanted]
+    lines = [Problem(f"not {where}", setting=name, expected=wanted[name]) for name in wanted if name not in saved]
+    lines += [Unused(f"{saved[name]} {where}, not expected", setting=name) for name in saved if name not in wanted]
     both = [name for name in wanted if name in saved and saved[name] != wanted[name]]
-    return lines + [f"{name}: {saved[name]} {where}, expected {wanted[name]}" for name in both]
+    return lines + [Problem(f"{saved[name]} {where}", setting=name, expected=wanted[name]) for name in both]
 
 
 def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
@@ -286,15 +284,15 @@ def _tried(read: Callable[[], Any]) -> _Try:
     except Exception as error:  # files, formats, buckets and devices raise many types
         reason = _first_cause(error)
         is_proof = is_proof_of_damage(reason)
-        is_there = not isinstance(reason, FileNotFoundError) and not _NOT_THERE.search(str(reason))
-        return _Try(None, steps.said(reason), is_proof, is_lasting=is_proof and is_there)
+        is_lasting = is_proof and not library_errors.is_not_found(reason)
+        return _Try(None, steps.said(reason), is_proof, is_lasting=is_lasting)
 
 
 def is_proof_of_damage(error: BaseException) -> bool:
     """Returns True if an error proves that the step is damaged, and not only that it could not be read."""
     if isinstance(error, DamagedError):
         return True
-    return isinstance(error, _PROOFS) and not _OF_THE_READER.search(str(error))
+    return isinstance(error, _PROOFS) and not library_errors.is_of_reader(error)
 
 
 @contextlib.contextmanager

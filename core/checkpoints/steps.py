@@ -314,7 +314,7 @@ class Description(NamedTuple):
         if gone := sorted(self.streams.keys() - found.keys()):
             raise FileNotFoundError(f"of {len(self.streams)} positions in the data {', '.join(gone)} are missing")
         own = {name: found[name] for name in self.streams}
-        wrong = [name for name, said in self.streams.items() if said not in (None, digest(own[name]))]
+        wrong = [name for name, sealed in self.streams.items() if sealed not in (None, digest(own[name]))]
         if wrong:
             listed = ", ".join(units.shortened(wrong, most=3))
             raise DamagedError(

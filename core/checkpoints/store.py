@@ -120,7 +120,7 @@ class Checkpoints:
             "data": telling(StreamsHandler(), self._tell),
             "meta": telling(ocp.JsonCheckpointHandler(), self._tell),
         }
-        with library_noise.without_records("Given directory is read only="):  # a warning of what was asked for
+        with library_noise.without_records("Given directory is read only=%s"):  # a warning of what was asked for
             return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, *, state: Any, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:

@@ -55,8 +55,8 @@ class ParameterSource(Protocol):
     def num_layers(self, path: str) -> int | None:
         """Returns the number of layers of a stacked parameter; None if the source has no layers of it."""
 
-    def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns one line for each parameter that is missing, unused or of another shape."""
+    def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
+        """Returns one line for each parameter that is missing, unused (`reading.Unused`) or of another shape."""
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
         """Returns a tree like `abstract`, whose leaves have shardings, with the parameters that this host needs."""
@@ -102,7 +102,7 @@ def require_left_out(
 ) -> None:
     """Checks that a source has arrays that a step leaves out; reads headers only. For the rest see `read_left_out`."""
     assert described.left_out is not None
-    problems = [line for line in source.problems(*_trees(wanted)) if not _is_unused(line)]
+    problems = [one for one in source.problems(*_trees(wanted)) if not isinstance(one, reading.Unused)]
     if problems:
         raise UserError(
             f"{source.describe()} does not have the parameters that the checkpoint leaves out:\n  "
@@ -170,11 +170,6 @@ def _trees(wanted: Mapping[str, tuple[Any, ParamSpec]]) -> tuple[Any, Any]:
     return shapes, specs
 
 
-def _is_unused(line: str) -> bool:
-    """Returns whether a line of `ParameterSource.problems` tells of a parameter that is not used."""
-    return line.startswith("left over") or line.endswith("not expected")
-
-
 class SavedParameters:
     """The parameters of a checkpoint.
 
@@ -225,7 +220,7 @@ class SavedParameters:
         """See `ParameterSource`."""
         return next(iter(reading.shape_of(self._content[path][0])), None) if self.has(path) else None
 
-    def problems(self, shapes: Any, specs: Specs) -> list[str]:
+    def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
         """See `ParameterSource`. Parameters that the step leaves out are compared by its metadata."""
         del specs
         wanted = _by_path(shapes)
@@ -352,7 +347,7 @@ class GivenParameters:
         """See `ParameterSource`."""
         return next(iter(self._arrays[path].shape), None) if self.has(path) else None
 
-    def problems(self, shapes: Any, specs: Specs) -> list[str]:
+    def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
         """See `ParameterSource`."""
         del specs
         wanted = _by_path(shapes)
@@ -463,7 +458,7 @@ def require_fit(
     wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (shapes, specs))
     lines = source.problems(layers.in_source(wanted) if layers else wanted, of_these)
     if tuple(patterns) != ("*",):
-        lines = [line for line in lines if not _is_unused(line)]
+        lines = [line for line in lines if not isinstance(line, reading.Unused)]
     if lines:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         raise UserError(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from core import distributed, paths, units
+from core import distributed, library_errors, paths, units
 from core.checkpoints.steps import said
 from core.errors import UserError
 from core.health import phase
@@ -184,7 +184,7 @@ class Writing:
         return f"checkpoints/step_{self.step}/failed"
 
     def _failure(self, error: BaseException) -> str:
-        short = paths.shortage(error)
+        short = library_errors.shortage(error)
         return (
             f"saving the checkpoint of step {self.step} to {self._directory} failed: "
             f"{short.said if short else said(error)}; {space(self._directory, needed_bytes=self._size_bytes)}"
@@ -197,7 +197,7 @@ class Writing:
                 "If the storage is that slow, allow more: set save_limit_seconds of the experiment to "
                 f"{2 * self._limit_seconds:.0f}"
             )
-        short = paths.shortage(error)
+        short = library_errors.shortage(error)
         return short.mending if short else "Check free space and permissions"
 
     def _raise_own(self) -> None:

@@ -96,6 +96,7 @@ class Verdict(NamedTuple):
       code: the exit code of those hosts, unless they have one of their own.
       others: the exit code of the other hosts.
       wants_stacks: whether to show the stacks of those hosts' threads.
+      step: the step that it is about; None: the current one.
     """
 
     hosts: tuple[int, ...]
@@ -103,6 +104,7 @@ class Verdict(NamedTuple):
     code: int
     others: int = exit_codes.PEER_LOST
     wants_stacks: bool = False
+    step: int | None = None
 
 
 def judge(seen: Mapping[int, Seen], *, limits: Limits, now: float) -> Verdict | None:
@@ -294,7 +296,7 @@ def judge_copies(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
         says = f"after step {step}, {whose} disagree, and none is in the majority: {listed}"
     else:
         says = f"after step {step}, {whose} disagree{'s' * (len(hosts) == 1)} with the majority: {listed}"
-    return Verdict(tuple(hosts), says, exit_codes.DIVERGED, others=exit_codes.DIVERGED)
+    return Verdict(tuple(hosts), says, exit_codes.DIVERGED, others=exit_codes.DIVERGED, step=step)
 
 
 def _minority(copies: Mapping[int, Sequence[int | str]]) -> list[int]:

@@ -10,10 +10,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import foreign_json
-from core.health import exit_codes, heartbeat
+from core import foreign_json, library_errors
+from core.health import exit_codes, heartbeat, phase
 
-_NOTE: Mapping[str, foreign_json.Kind] = {"kind": str, "host": (int, type(None)), "message": str, "time": float}
+_NOTE: Mapping[str, foreign_json.Kind] = {
+    "kind": str,
+    "host": (int, type(None)),
+    "message": str,
+    "step": int,
+    "out_of_memory": bool,
+    "time": float,
+}
 _LONGEST = 2000
 
 
@@ -26,12 +33,22 @@ def noting(folder: Path, host: int | None, *, silent: Collection[int] = ()) -> I
       host: index of this process's host; None if unknown.
       silent: exit codes of exceptions that are not noted.
     """
-    heartbeat.on_verdict(lambda verdict: _write(folder, "verdict", host, min(verdict.hosts), verdict.says))
+
+    def write(kind: str, about: int | None, message: str, *, step: int | None, out_of_memory: bool = False) -> None:
+        note = {"kind": kind, "host": about, "message": message, "time": time.time(), "out_of_memory": out_of_memory}
+        note["step"] = phase.place().step if step is None else step
+        part = folder / f".{kind}_{host}"
+        with contextlib.suppress(OSError):  # the process that would read it has ended
+            part.write_text(json.dumps(note))
+            part.replace(folder / f"{kind}_{host}.json")
+
+    heartbeat.on_verdict(lambda found: write("verdict", min(found.hosts), found.says, step=found.step))
     try:
         yield
     except Exception as error:
         if getattr(error, "exit_code", exit_codes.RAISED) not in silent:
-            _write(folder, "raised", host, host, f"{type(error).__name__}: {error}"[:_LONGEST])
+            said, out_of_memory = f"{type(error).__name__}: {error}"[:_LONGEST], library_errors.is_out_of_memory(error)
+            write("raised", host, said, step=getattr(error, "step", None), out_of_memory=out_of_memory)
         raise
 
 
@@ -50,13 +67,4 @@ def cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     verdicts = [note for note in notes if note["kind"] == "verdict"]
     raised = [note for note in notes if note["kind"] == "raised"]
     named = [note for note in raised if verdicts and note["host"] == verdicts[0]["host"]]
-    return next(iter([*named, *verdicts, *raised]), {"host": None, "message": ""})
-
-
-def _write(folder: Path, kind: str, by: int | None, host: int | None, message: str) -> None:
-    """Writes a note by process `by` about a host."""
-    with contextlib.suppress(OSError):  # the process that would read it has ended
-        note = {"kind": kind, "host": host, "message": message, "time": time.time()}
-        part = folder / f".{kind}_{by}"
-        part.write_text(json.dumps(note))
-        part.replace(folder / f"{kind}_{by}.json")
+    return next(iter([*named, *verdicts, *raised]), {"host": None, "message": "", "step": 0, "out_of_memory": False})

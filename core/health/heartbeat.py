@@ -201,18 +201,16 @@ class _Watch(threading.Thread):
             if not self._seen[host].gone:
                 host_messages.send(link, message, self._key, seconds=_SEND_SECONDS)
 
-    def _pass_on(self, message: dict[str, Any]) -> None:
-        if "stop" in message:
+    def _pass_on(self, event: dict[str, Any]) -> None:
+        if "stop" in event:
             self._stopped = True
             return
         self._beat()  # so that the others know the current place
-        self._note(self._index, message)
-        if (
-            "left" in message
-        ):  # the interpreter ends this thread before the process, which may take longer on a busy host
+        self._note(self._index, event)
+        if "left" in event:  # the interpreter ends this thread before the process, which may take longer on a busy host
             faulthandler.cancel_dump_traceback_later()
-        if self._index != 0 or "left" in message:
-            self._send(message)
+        if self._index != 0 or "left" in event:
+            self._send(event)
 
     def _listen(self, *, until: float) -> None:
         for key, _ in self._selector.select(max(until - time.monotonic(), 0.0)):

@@ -368,11 +368,20 @@ class NoteStep(Hook):
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient is NaN or infinite."""
+    """The loss or the gradient is NaN or infinite.
+
+    Attributes:
+      step: the step.
+    """
 
     exit_code = exit_codes.NON_FINITE
     ends_without_save = True
     says_all = True
+
+    def __init__(self, step: int, said: str):
+        """Takes the step, and what is not finite and what to do, as a sentence."""
+        super().__init__(f"step {step}: {said}")
+        self.step = step
 
 
 def non_finite(values: Mapping[str, float]) -> str:
@@ -395,8 +404,9 @@ class Stop(Hook):
             saved = "No checkpoint was saved before" if step is None else f"The checkpoint of step {step} precedes it"
             start = "Start again" if step is None else "The same command continues from it: start it"
             raise NonFiniteLossError(
-                f"step {report.step}: {bad}. {saved}. {_CAUSES}. {start} with a lower rate, or set "
-                "experiment.Experiment.non_finite = 'skip' or 'roll_back'."
+                report.step,
+                f"{bad}. {saved}. {_CAUSES}. {start} with a lower rate, or set "
+                "experiment.Experiment.non_finite = 'skip' or 'roll_back'.",
             )
 
 
@@ -418,8 +428,9 @@ class Skip(Hook):
         self._say(report.step, SKIPPED, f"step {report.step}: {bad}; its update is left out")
         if self._in_a_row >= MOST_SKIPPED:
             raise NonFiniteLossError(
-                f"step {report.step}: {bad}, as in the {MOST_SKIPPED - 1} steps before, whose updates were "
-                f"left out too: no batch is to blame. {_CAUSES}."
+                report.step,
+                f"{bad}, as in the {MOST_SKIPPED - 1} steps before, whose updates were left out too: no batch is to "
+                f"blame. {_CAUSES}.",
             )
 
 
@@ -442,9 +453,8 @@ class RollBack(Hook):
         self._in_vain += 1
         said = f"step {report.step}: {bad}. {_CAUSES}."
         if self._in_vain > MOST_ROLLED_BACK:
-            raise NonFiniteLossError(
-                f"{said} Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
-            )
+            in_vain = f"Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
+            raise NonFiniteLossError(report.step, f"{bad}. {_CAUSES}. {in_vain}")
         self._say(self._failed_at, ROLLED_BACK, f"{said} Back to the newest checkpoint, with the data after this.")
         raise trainer.RollBackError(said)
 

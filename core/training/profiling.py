@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from core import distributed, foreign_json, paths, units
+from core import distributed, foreign_json, library_errors, paths, units
 from core.training.trainer import Hook, StepReport
 
 PROFILES = ("tensorboard", "plugins", "profile")  # folder in the run directory, where TensorBoard looks
@@ -288,7 +288,7 @@ class MemoryProfile(Hook):
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
+            if library_errors.is_out_of_memory(error):
                 self._write(f"exhausted-host_{self._process}.pprof", why="memory is exhausted")
             raise
 

@@ -15,7 +15,7 @@ import jax
 from core import metrics, paths, published_files, slices, units
 from core.batches import batch_size
 from core.checkpoints import steps
-from core.errors import UnreachableError, UserError
+from core.errors import Problem, UnreachableError, UserError
 from core.slices import GIB, Slice
 from core.training import run_lock
 from core.types import HasVocabulary, NamesFiles, TriesExamples, can
@@ -23,7 +23,7 @@ from launch import environment, findings, flags, terminal
 from launch.check import chip_memory
 from launch.config import LoadedConfig, loader
 from launch.experiment import Experiment, Span, padding
-from launch.findings import Finding, is_ready
+from launch.findings import LAYOUT, Finding, is_ready
 from launch.hosts import workstation
 from launch.runs import continuation, prepared_run, smoke, warm_start
 from parallel import host_memory, mesh, strategy
@@ -80,7 +80,7 @@ def check(
             _attempt("metrics", lambda: (metrics.require_wandb(project), f"and in {project}"), findings)
         first, *later = experiment.spans()
         own = first.experiment
-        meant, program = _attempt("layout", lambda: _bind(own, smoked=smoked), findings) or (own, None)
+        meant, program = _attempt(LAYOUT, lambda: _bind(own, smoked=smoked), findings) or (own, None)
         if program is not None:
             findings += _row_coupling(own)
         findings += _data_of(first, smoked=smoked, hosts=hosts)
@@ -115,7 +115,7 @@ def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
 def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
     """Checks a phase after the first."""
     found: list[Finding] = []
-    if bound := _attempt("layout", lambda: _bind(span.experiment, smoked=smoked), found):
+    if bound := _attempt(LAYOUT, lambda: _bind(span.experiment, smoked=smoked), found):
         found += _row_coupling(span.experiment)
         found += _memories(*bound, hosts, with_activations=not smoked and hosts != "simulated")
     found += _data_of(span, smoked=smoked, hosts=hosts)
@@ -304,8 +304,8 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
     unseen = [file for file in named if _is_unseen(file, hosts, is_vocabulary=file == vocabulary)]
 
     def seen(problems: Sequence[str]) -> list[str]:
-        """Returns the problems of files that are visible from here; a problem names its file."""
-        return [problem for problem in problems if not any(repr(file) in problem for file in unseen)]
+        """Returns the problems without those of files that are not visible from here."""
+        return [one for one in problems if not (isinstance(one, Problem) and one.file in unseen)]
 
     with contextlib.chdir(environment.WORKSPACE) if hosts in _AWAY else contextlib.nullcontext():  # where hosts start
         problems = seen(task.problems())
@@ -386,7 +386,7 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--smoke")
+    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--smoke", "--json", "--overwrite")
     hosts = parser.add_mutually_exclusive_group()
     flags.add(hosts, "--simulate")
     hosts.add_argument("--ship", action="store_true", help="the run will be started from this workstation")
@@ -405,4 +405,6 @@ def run(args: argparse.Namespace) -> int:
         hosts="simulated" if args.simulate else "shipped to" if args.ship else "here",
     )
     print(findings.table(checked.findings))
+    if args.json:
+        args.json.write_text(findings.to_json(checked.findings))
     return 0 if checked.ok else 2

@@ -7,7 +7,6 @@ does not affect the others or the report.
 import argparse
 import json
 import os
-import re
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from core import metrics, paths, slices, versions
 from core.health import exit_codes
 from launch import environment, flags
+from launch.findings import LAYOUT, from_json
 from launch.hosts import tpu_host
 
 HELP = "validate a slice: doctor, attention, all strategies, save and restore, measured speed; writes a report"
@@ -58,9 +58,14 @@ def parts(slice_name: str, experiment: str, *, run_dir: str, simulated: bool, fo
 def perform(part: Part) -> dict[str, Any]:
     """Runs a part for at most PART_SECONDS; `refused` if its layout does not fit the slice."""
     started = time.monotonic()
-    code, said = _run(part.check) if part.check else (0, "")
-    failed_checks = set(re.findall(r"^FAIL +(\S+)", said, re.MULTILINE))
-    if code == exit_codes.USER_ERROR and failed_checks == {"layout"}:
+    code, said, failed = 0, "", set()
+    if part.check:
+        with tempfile.TemporaryDirectory(prefix="renga-validate-") as folder:
+            file = Path(folder) / "check.json"
+            code, said = _run((*part.check, "--json", str(file)))
+            found = from_json(file.read_text()) if file.exists() else ()
+            failed = {finding.name for finding in found if not finding.ok}
+    if failed == {LAYOUT}:
         verdict = "refused"
     else:
         print(f"validate: {part.name}: launch/run {' '.join(part.argv)}", flush=True)
@@ -68,8 +73,8 @@ def perform(part: Part) -> dict[str, Any]:
         verdict = "ok" if code == 0 else "failed"
     seconds = round(time.monotonic() - started, 1)
     print(f"validate: {part.name}: {verdict}, {seconds:g} s", flush=True)
-    found = {"name": part.name, "verdict": verdict, "exit_code": code, "seconds": seconds}
-    return found if verdict == "ok" else {**found, "said": said.splitlines()[-_LAST_LINES:]}
+    result = {"name": part.name, "verdict": verdict, "exit_code": code, "seconds": seconds}
+    return result if verdict == "ok" else {**result, "said": said.splitlines()[-_LAST_LINES:]}
 
 
 def _run(argv: Sequence[str]) -> tuple[int | None, str]:

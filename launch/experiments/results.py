@@ -27,7 +27,7 @@ from launch import environment, flags, terminal
 from launch.config import differences
 from launch.experiment import Experiment
 from launch.experiments import suites
-from launch.experiments.suites import Entry, Suite
+from launch.experiments.suites import Entry, State, Status, Suite
 from launch.hosts import tpu_host
 from tasks.puzzles.task import PuzzleTask
 
@@ -47,11 +47,11 @@ _MOST_SETTINGS = 3  # of an experiment in the printed table
 
 
 def rows(
-    entries: Sequence[Entry], *, status: Mapping[str, str], run_dirs: Mapping[str, str]
+    entries: Sequence[Entry], *, status: Mapping[str, Status], run_dirs: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """Returns a row for each entry, in order; a duplicate has the run directory of the other entry."""
     told = settings(entries)
-    found = [_row(entry, told[entry.id], status[entry.id], run_dirs[entry.id]) for entry in entries]
+    found = [_row(entry, told[entry.id], status[entry.id].text, run_dirs[entry.id]) for entry in entries]
     for entry, row in zip(entries, found, strict=True):
         seeds = [r for e, r in zip(entries, found, strict=True) if e.path == entry.path]
         is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds)
@@ -258,7 +258,7 @@ def _table(suite: Suite) -> Table:
     for entry in suite.entries:
         numbers = [shown[entry.id].get(name, "") for name in ("step", "of", *scores)]
         few = "\n".join(units.shortened(told[entry.id], most=_MOST_SETTINGS))
-        table.add_row(entry.name, *numbers, few, suite.status[entry.id])
+        table.add_row(entry.name, *numbers, few, suite.status[entry.id].text)
     return table
 
 
@@ -274,9 +274,10 @@ def _shown(suite: Suite, entry: Entry) -> dict[str, str]:
 
 def _print_failures(suite: Suite) -> None:
     for entry in suite.entries:
-        if suite.status[entry.id].startswith(("failed", "refused")):
-            print(f"{entry.id} {suite.status[entry.id]}", file=sys.stderr)
-        if suite.status[entry.id].startswith("failed"):
+        state, text = suite.status[entry.id]
+        if state in (State.FAILED, State.REFUSED):
+            print(f"{entry.id} {text}", file=sys.stderr)
+        if state == State.FAILED:
             print("".join(f"  | {line}\n" for line in suite.last_lines(entry)), end="", file=sys.stderr)
             print(f"  full output: {suite.logs[entry.id]}", file=sys.stderr)
 

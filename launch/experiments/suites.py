@@ -10,11 +10,13 @@ are read from the run directory.
 
 import dataclasses
 import difflib
+import enum
 import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from core import metrics, paths, supervise
 from core.errors import UserError
@@ -27,9 +29,27 @@ from launch.experiments import saved_run
 
 HOME = environment.WORKSPACE / "gin" / "trm"
 NUMBERED = ("exp", "contrib")  # prefixes of the groups that `all` stands for
-DONE = ("done", "already done")
 LOCATION = ("DATA", "SLICE")  # settings of where an experiment runs, not of what it is
 _LAST_LINES = 5
+
+
+class State(enum.Enum):
+    """Where an experiment stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    REFUSED = "refused"  # its directory contains another experiment
+    UNFINISHED = "unfinished"  # a run before its last step
+    MISSING = "not run"
+
+
+class Status(NamedTuple):
+    """The status of an experiment, and how the tables word it."""
+
+    state: State
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +187,7 @@ class Suite:
 
     Attributes:
       entries: entries of the suite.
-      status: text for the table, by entry id.
+      status: the status, by entry id; that of a duplicate only names the experiment that is run instead.
       run_dirs: where the results are, by entry id.
       logs: file with the output of the process, by entry id.
     """
@@ -176,7 +196,9 @@ class Suite:
         self.entries, self.mode, self._root = list(entries), mode, root
         self.run_dirs = {entry.id: entry.run_dir for entry in entries}
         self.logs = {entry.id: logs / entry.group / f"{entry.name}.log" for entry in entries}
-        self.status = {entry.id: f"same as {entry.same_as}" if entry.same_as else "waiting" for entry in entries}
+        self.status = {
+            e.id: Status(State.WAITING, f"same as {e.same_as}" if e.same_as else State.WAITING.value) for e in entries
+        }
 
     def find_done(self) -> None:
         """Marks experiments that are done, here or in another group, and those that another process is running."""
@@ -196,13 +218,15 @@ class Suite:
                 and metrics.read(run_dir).step >= self.mode.last_step(entry)
             ):
                 same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
-                self.status[entry.id] = "already done" if same else f"already done in {run_dir}"
+                text = "already done" if same else f"already done in {run_dir}"
+                self.status[entry.id] = Status(State.DONE, text)
                 self.run_dirs[entry.id] = run_dir
                 return
         existing = saved_run.config(entry.run_dir)
         if existing is not None and not differences.is_same(existing, entry.text):
             said = f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)})"
-            self.status[entry.id] = f"{said}. Give another --run-root, or remove that directory"
+            said += ". Give another --run-root, or remove that directory"
+            self.status[entry.id] = Status(State.REFUSED, said)
 
     def gather(self) -> None:
         """Finds existing runs of the experiments, on any slice and with any data location, and their last steps.
@@ -214,14 +238,15 @@ class Suite:
             places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *found[entry.text])
             run_dir = next((place for place in places if saved_run.config(place) is not None), None)
             if run_dir is None:
-                self.status[entry.id] = "not run"
+                self.status[entry.id] = Status(State.MISSING, State.MISSING.value)
                 continue
             self.run_dirs[entry.id] = run_dir
             self.entries[number] = ran = as_run(entry, text=saved_run.config(run_dir))
             step, last = metrics.read(run_dir).step, ran.experiment.total_steps
-            status = "done" if run_dir == entry.run_dir else f"done in {run_dir}"
-            status = status if step >= last else f"step {step:,} of {last:,}"
-            self.status[entry.id] = f"same as {entry.same_as}: {status}" if entry.same_as else status
+            text = "done" if run_dir == entry.run_dir else f"done in {run_dir}"
+            text = text if step >= last else f"step {step:,} of {last:,}"
+            text = f"same as {entry.same_as}: {text}" if entry.same_as else text
+            self.status[entry.id] = Status(State.DONE if step >= last else State.UNFINISHED, text)
 
     def run(self, requested: Sequence[int] = ()) -> int:
         """Runs the experiments that are not done, printing a line for each change; continues after failures.
@@ -234,7 +259,7 @@ class Suite:
           started), or the exit code of a signal that stopped the suite.
         """
         for entry in self.entries:
-            if self.status[entry.id] != "waiting":
+            if entry.same_as or self.status[entry.id].state != State.WAITING:
                 self._print(entry)
                 continue
             code = self._run(entry, requested)
@@ -244,10 +269,10 @@ class Suite:
 
     def _print(self, entry: Entry) -> None:
         position = f"{self.entries.index(entry) + 1:>3}/{len(self.entries)}"
-        print(f"{position}  {entry.id:<36} {self.status[entry.id]}", flush=True)
+        print(f"{position}  {entry.id:<36} {self.status[entry.id].text}", flush=True)
 
     def _run(self, entry: Entry, requested: Sequence[int]) -> int:
-        self.status[entry.id] = "running"
+        self.status[entry.id] = Status(State.RUNNING, State.RUNNING.value)
         self._print(entry)
         began = time.monotonic()
         log = self.logs[entry.id]
@@ -255,15 +280,15 @@ class Suite:
         with log.open("w") as out:
             code = supervise.run_child(self.mode.command(entry), requested, output=out)
         minutes = (time.monotonic() - began) / 60
+        state = State.DONE if code == 0 else State.UNFINISHED if requested else State.FAILED
         ended = "done" if code == 0 else "stopped" if requested else f"failed with exit code {code}"
-        self.status[entry.id] = f"{ended} after {minutes:.1f} min"
+        self.status[entry.id] = Status(state, f"{ended} after {minutes:.1f} min")
         self._print(entry)
         return code
 
     def failed(self, entry: Entry) -> bool:
         """Returns whether the experiment, or the one run instead of it, is not done."""
-        status = self.status.get(entry.same_as) or self.status[entry.id]
-        return not status.startswith(DONE)
+        return self.status.get(entry.same_as, self.status[entry.id]).state != State.DONE
 
     def last_lines(self, entry: Entry) -> list[str]:
         """Returns the end of the process's output."""

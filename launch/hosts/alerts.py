@@ -37,7 +37,6 @@ _KINDS = {
     exit_codes.RUN_DIRECTORY_LOST: "run directory lost",
     exit_codes.JAX_ABORTED: "crash",
 }
-_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError")
 # In a separate process, because resolving the name of the address may block for long.
 _POST = """
 import os, sys, urllib.request
@@ -82,14 +81,17 @@ def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _alert(code: int, first: dict[str, Any], run_dir: str) -> dict[str, Any]:
-    message = first["message"] or exit_codes.ending(code).meaning
+    step = first["step"]
+    if not step and not paths.is_remote(run_dir):
+        with contextlib.suppress(OSError):  # an alert without a step is better than none
+            step = metrics.read(run_dir).step
     kind = _KINDS.get(code, "killed" if code > 128 else "crash")
     return {
         "run": run_dir,
         "host": first["host"],
-        "kind": "out of memory" if _OUT_OF_MEMORY.search(message) else kind,
-        "message": message,
-        "step": _step(message, run_dir),
+        "kind": "out of memory" if first["out_of_memory"] else kind,
+        "message": first["message"] or exit_codes.ending(code).meaning,
+        "step": step or None,
         "exit_code": code,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -108,13 +110,3 @@ def _send(target: str, alert: dict[str, Any]) -> None:
         why = f"not within {SEND_SECONDS:g} s"
     how = f"could not be sent ({why})" if why else "was sent"
     print(f"alert ({alert['kind']}) {how}", file=sys.stderr, flush=True)
-
-
-def _step(message: str, run_dir: str) -> int | None:
-    """Returns the step that a message names, or the last that was logged."""
-    if named := re.search(r"\bstep (\d+)", message):
-        return int(named[1])
-    if not paths.is_remote(run_dir):
-        with contextlib.suppress(OSError):  # an alert without a step is better than none
-            return metrics.read(run_dir).step or None
-    return None

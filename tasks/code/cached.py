@@ -15,7 +15,7 @@ import numpy as np
 
 from core import paths
 from core.batches import BatchSpec, Field, is_same_data
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks.code import chunks
 
 _BEGUN = "begun.json"  # written first: what every split in the folder was computed from
@@ -62,11 +62,14 @@ class CachedHidden(chunks.ChunkTask):
     def problems(self) -> list[str]:
         """Returns the problems that can be found without opening the data."""
         if not (Path(self.folder) / _ABOUT).exists():
-            return [f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run hidden"]
+            said = f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run hidden"
+            return [Problem(said, file=self.folder)]
         if "checksum" not in self._about["model"]:
-            return [f"{self.folder!r} is of an earlier version, without a checksum: run launch/run hidden again"]
+            said = f"{self.folder!r} is of an earlier version, without a checksum"
+            return [Problem(said, file=self.folder, fix="run launch/run hidden again")]
         if self.length != self._about["length"]:
-            return [f"cached_hidden.length = {self.length}: the rows of {self.folder!r} have {self._about['length']}"]
+            said = f"cached_hidden.length = {self.length}: the rows of {self.folder!r} have {self._about['length']}"
+            return [Problem(said, file=self.folder)]
         return []
 
     @property

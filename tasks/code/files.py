@@ -18,7 +18,7 @@ import numpy as np
 
 from core import paths, units
 from core.batches import fingerprint_of
-from core.errors import UserError, check_text
+from core.errors import Problem, UserError, check_text
 from core.types import can
 from tasks import content_hash, decontamination, documents, text_formats, vocabularies
 from tasks.code import chunks
@@ -71,7 +71,8 @@ class CodeFiles(chunks.ChunkTask):
             return found
         if not any(map(paths.is_remote, self.files)) and not self._listed:
             endings = ", ".join(self._endings)
-            return [f"code_files.files: no file of {', '.join(self.languages)} ({endings}) matches {self.files}"]
+            none = f"no file of {', '.join(self.languages)} ({endings}) matches"
+            return [Problem(f"{none} {one!r}", setting="code_files.files", file=one) for one in self.files]
         if any(map(paths.is_remote, self.files)):
             return []
         counts = Counter(self._split_of(file) for file in self._listed)

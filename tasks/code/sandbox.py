@@ -68,14 +68,14 @@ def run(code: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 (immutab
                 process.stdin.write(f"{json.dumps({'code': code, **limits._asdict()})}\n{token}".encode())
             process.stdin.close()
             _require_start(process)
-            said = _answer(process, limits.seconds)
+            answer = _answer(process, limits.seconds)
         finally:
             process.kill()
-    if said == token:
+    if answer == token:
         return Outcome(True)
-    if said is None:
+    if answer is None:
         return Outcome(False, "timed out")
-    return Outcome(False, said if said in _ERRORS else _ended(process.returncode))
+    return Outcome(False, answer if answer in _ERRORS else _ended(process.returncode))
 
 
 def _ended(code: int) -> str:

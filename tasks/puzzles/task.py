@@ -17,7 +17,7 @@ import numpy as np
 
 from core import paths
 from core.batches import BatchSpec, Field
-from core.errors import UserError
+from core.errors import Problem, UserError
 from core.types import IGNORED, Batches, DataLayout
 from tasks import streams, vocabularies
 from tasks.puzzles import arc_voting, files, order, random_grids, writing
@@ -69,11 +69,11 @@ class Stored:
             return []
         try:
             if any(files.read_metadata(self.directory, split).total_groups < 1 for split in files.SPLITS):
-                return [_EMPTY.format(self.directory)]
+                return [Problem(_EMPTY.format(self.directory), file=self.directory)]
             if self.asked != WHOLE:
                 self.asked.require(files.read_group_indices(self.directory, "train"), directory=self.directory)
         except UserError as error:
-            return [str(error)]
+            return [Problem(str(error), file=self.directory)]
         return []
 
     def named_files(self) -> tuple[str, ...]:
@@ -133,7 +133,10 @@ class Built(Stored):
         if not self._named or paths.is_remote(self._named) or not files.is_dataset(self._named):
             return []
         different = self._differences()
-        return [f"{self._named!r} holds other puzzles ({different}): name another directory"] if different else []
+        if not different:
+            return []
+        said = f"{self._named!r} holds other puzzles ({different})"
+        return [Problem(said, file=self._named, fix="name another directory")]
 
     def named_files(self) -> tuple[str, ...]:
         """Returns the folder if the user named one."""

@@ -87,27 +87,6 @@ def test_a_full_disk_is_found_before_a_run_with_the_free_space(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "mending"),
-    [
-        (errno.ENOSPC, "quota, ulimit -f"),
-        (errno.EDQUOT, "quota, ulimit -f"),
-        (errno.EFBIG, "quota, ulimit -f"),
-        (errno.EMFILE, "ulimit -n"),
-        (errno.ENFILE, "ulimit -n"),
-    ],
-)
-def test_what_is_exhausted_is_known_with_its_mending(number, mending):
-    """TensorStore raises a ValueError with the system's words."""
-    for error in (OSError(number, "elsewhere"), ValueError(f"Failed writing: [OS error: {os.strerror(number)}]")):
-        found = paths.shortage(error)
-        assert found
-        assert os.strerror(number).startswith(found.said)
-        assert mending in found.mending
-    assert paths.shortage(OSError(errno.EACCES, os.strerror(errno.EACCES))) is None
-    assert paths.shortage(ValueError("shape")) is None
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_the_fix_for_a_full_disk_is_free_space(tmp_path, monkeypatch, number):
     def full(self, text):

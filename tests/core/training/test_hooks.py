@@ -175,7 +175,7 @@ def test_an_error_saves_the_last_complete_step_once():
     save.before_step(3)
     save.on_error(ValueError("bad record"), last_step(2, loss=1.0))  # where the run started
     save.on_error(ValueError("bad record"), last_step(7, loss=1.0)._replace(state=None))
-    save.on_error(hooks.NonFiniteLossError("step 7: loss = nan"), last_step(7, loss=1.0))
+    save.on_error(hooks.NonFiniteLossError(7, "loss = nan"), last_step(7, loss=1.0))
     assert checkpoints.saved == []
     for _ in range(2):
         save.on_error(ValueError("bad record"), last_step(7, loss=1.0))

@@ -55,7 +55,7 @@ def table(entries, tmp_path):
         of = {"step": 0, "time_seconds": 1.0, "tag": metrics.EVALUATED_ON, "text": "8,192 of 9,000"}
         lines += [] if value is None else [json.dumps(of)]
         dirs[entry.id] = write(tmp_path / entry.name, lines)
-    return results.rows(entries, status=dict.fromkeys(dirs, "done"), run_dirs=dirs)
+    return results.rows(entries, status=dict.fromkeys(dirs, suites.Status(suites.State.DONE, "done")), run_dirs=dirs)
 
 
 @pytest.mark.covers("E04", "T15")

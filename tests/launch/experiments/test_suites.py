@@ -14,6 +14,7 @@ from launch import __main__ as main
 from launch.config import differences
 from launch.experiments import results, suites
 from launch.experiments import results as command
+from launch.experiments.suites import State
 from launch.hosts import tpu_host
 
 TINY = """from __gin__ import dynamic_registration
@@ -78,17 +79,21 @@ def suite(folder, tmp_path):
     return make
 
 
+def texts(suite):
+    return {name: status.text for name, status in suite.status.items()}
+
+
 @pytest.mark.covers("E03")
 def test_a_suite_continues_after_a_failure_and_resumes(suite, capsys):
     first = suite(Fake(codes=(("a", 3),)))
     assert first.run() == 1
-    assert first.status["mine/a"].startswith("failed with exit code 3")
-    assert first.status["mine/b"].startswith("done")
-    assert first.status["mine/c"] == "same as mine/a"
+    assert [status.state for status in first.status.values()] == [State.FAILED, State.DONE, State.WAITING]
+    assert first.status["mine/a"].text.startswith("failed with exit code 3")
+    assert first.status["mine/c"].text == "same as mine/a"
     assert [first.failed(entry) for entry in first.entries] == [True, False, True]
     assert first.last_lines(first.entries[0]) == ["the last words"]
     again = suite()
-    assert again.status == {"mine/a": "waiting", "mine/b": "already done", "mine/c": "same as mine/a"}
+    assert texts(again) == {"mine/a": "waiting", "mine/b": "already done", "mine/c": "same as mine/a"}
     capsys.readouterr()
     assert again.run() == 0
     said = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
@@ -105,31 +110,33 @@ def test_an_experiment_done_in_another_group_is_not_repeated(suite, folder, tmp_
     root = str(tmp_path / "runs")
     there = suites.Suite(suites.load(suites.files(str(other)), root=root), mode=Fake(), root=root, logs=tmp_path)
     there.find_done()
-    assert there.status["other/z"] == f"already done in {root}/mine/b"
+    assert there.status["other/z"].text == f"already done in {root}/mine/b"
     assert there.run_dirs["other/z"] == f"{root}/mine/b"
     (tmp_path / "runs/mine/b").rename(tmp_path / "runs/b-v4-8")  # the default of a run that was started alone
     there.find_done()
-    assert there.status["other/z"] == f"already done in {root}/b-v4-8"
+    assert there.status["other/z"].text == f"already done in {root}/b-v4-8"
 
 
 def test_a_run_before_its_last_step_is_not_done(suite):
     short = suite(Fake(steps=3))
     short.run()
-    assert suite(Fake(steps=3)).status["mine/a"] == "already done"
-    assert suite().status["mine/a"] == "waiting"
+    assert suite(Fake(steps=3)).status["mine/a"].text == "already done"
+    assert suite().status["mine/a"].text == "waiting"
 
 
 def test_a_directory_of_another_experiment_is_refused(suite):
     suite().run()
     changed = suite(bindings=["EVAL_INTERVAL = 3"])
-    assert "contains another experiment (EVAL_INTERVAL = 3, was 2). Give another --run-root" in changed.status["mine/b"]
+    state, said = changed.status["mine/b"]
+    assert state == State.REFUSED
+    assert "contains another experiment (EVAL_INTERVAL = 3, was 2). Give another --run-root" in said
     assert changed.run() == 1
 
 
 def test_a_preempted_run_ends_the_suite(suite):
     stopped = suite(Fake(codes=(("a", exit_codes.PREEMPTED),)))
     assert stopped.run() == exit_codes.PREEMPTED
-    assert stopped.status["mine/b"] == "waiting"
+    assert stopped.status["mine/b"].text == "waiting"
 
 
 def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
@@ -137,7 +144,7 @@ def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
     (folder / "d.gin").write_text(TINY.format(rate="5e-3"))
     found = suite(slice_name="v4-16")  # which the runs did not have
     found.gather()
-    assert found.status == {
+    assert texts(found) == {
         "mine/a": "done",
         "mine/b": "done",
         "mine/c": "same as mine/a: done in " + found.run_dirs["mine/a"],

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from core.health import exit_codes, failure_diagnosis, heartbeat
+from core.health import exit_codes, failure_diagnosis, heartbeat, phase
 from launch import environment
 from launch.hosts import alerts
 
@@ -25,14 +25,15 @@ def told(tmp_path, monkeypatch):
     return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def fail(host, error):
+def fail(host, error, *, step=0):
+    phase.at(phase.TRAINING, step=step)
     with pytest.raises(type(error)), alerts.noting(host):
         raise error
 
 
 def test_an_exception_is_reported_with_its_message_host_and_step(told, tmp_path, capsys):
     with alerts.watching(str(tmp_path)) as report:
-        fail(2, RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB in step 7"))
+        fail(2, RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB"), step=7)
         fail(0, RuntimeError("Connection closed by peer"))
         report(exit_codes.RAISED)
     (alert,) = told()

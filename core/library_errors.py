@@ -1,0 +1,86 @@
+"""The meaning of library errors that only their messages tell: the one place of the runtime that looks into messages.
+
+XLA, TensorStore and Gloo report a status in the text of an exception of a common type, such as
+`RESOURCE_EXHAUSTED: Out of memory while trying to allocate …`, and offer it in no other form.
+"""
+
+import errno
+import os
+import re
+from typing import NamedTuple
+
+_READERS = (  # statuses of a service or a reader in trouble, which say nothing of what was to be read
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "DEADLINE_EXCEEDED",
+    "ABORTED",
+    "CANCELLED",
+    "INTERNAL",
+    "UNKNOWN",
+)
+_STATUS = re.compile(rf"\b({'|'.join((*_READERS, 'NOT_FOUND'))})\b")
+_MAKE_ROOM = "Make room, or raise the limit (quota, ulimit -f)"
+_OPEN_MORE = "Raise the limit of open files (ulimit -n)"
+_SHORTAGES = {
+    os.strerror(number): (number, mending)
+    for mending, numbers in (
+        (_MAKE_ROOM, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+        (_OPEN_MORE, (errno.EMFILE, errno.ENFILE)),
+    )
+    for number in numbers
+}
+_NUMBERS = {number for number, _ in _SHORTAGES.values()}
+
+
+def _statuses(error: BaseException) -> set[str]:
+    return set(_STATUS.findall(str(error)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether memory of the devices or of this process is exhausted."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in _statuses(error)
+    )
+
+
+def is_of_reader(error: BaseException) -> bool:
+    """Returns whether the service or the process that reads is in trouble, and not what it reads."""
+    return not _statuses(error).isdisjoint(_READERS)
+
+
+def is_not_found(error: BaseException) -> bool:
+    """Returns whether something that was to be read is not there."""
+    return isinstance(error, FileNotFoundError) or "NOT_FOUND" in _statuses(error)
+
+
+def is_unconnected(error: BaseException) -> bool:
+    """Returns whether simulated hosts did not connect for a collective within Gloo's time limit."""
+    return "Gloo context initialization failed" in str(error)
+
+
+class Shortage(NamedTuple):
+    """What a machine lacks: the system's message, such as `No space left on device`, and how to mend it."""
+
+    said: str
+    mending: str
+
+
+def shortage(error: BaseException) -> Shortage | None:
+    """Returns what an error reports as exhausted, if it does: a disk or the number of open files.
+
+    A disk is full if it has no free blocks or inodes, or a quota or the limit on file sizes is exceeded. Exceptions
+    other than OSError are recognized by their text.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    for said, (known, mending) in _SHORTAGES.items():
+        if number == known or (number not in _NUMBERS and said in str(error)):
+            return Shortage(said, mending)
+    return None
+
+
+def absent_tasks(error: BaseException) -> list[int]:
+    """Returns the processes that did not come to a barrier of JAX's coordination service; empty if it names none."""
+    listed = re.search(r"timed out task names:\s*((?:\S*\d+\s+)+)", f"{error}\n")
+    return sorted(map(int, re.findall(r"(\d+)\s", listed[1]))) if listed else []
