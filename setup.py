@@ -18,7 +18,7 @@ OURS = ("core", "parallel", "models", "tasks", "launch")
 DATA = {
     "renga": ["py.typed"],
     "renga.gin": ["**/*.gin"],
-    "renga.launch": ["plan/compiled/*.json"],
+    "renga.launch": ["plan/compiled/*.json", "predictions.json"],
     "renga.parallel": ["planning/published.json"],
 }
 

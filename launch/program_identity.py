@@ -6,15 +6,13 @@ compilations are found by `program_text`, records of predictions by `fingerprint
 
 import hashlib
 import inspect
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from core import identity, optimizers, slices, versions
 from core.batches import Field
 from core.optimizers import schedules
-from launch import environment
 from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
 from launch.experiment import Experiment
 from parallel import compiler_options
@@ -129,15 +127,3 @@ def own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
         module = settings.imports[symbol]
         names |= {module, getattr(getattr(sys.modules.get(module), name, None), "__module__", module)}
     return versions.of_modules(names)
-
-
-FOLDER = environment.WORKSPACE / "tests" / "golden"
-
-Prediction = Mapping[str, Any]
-
-
-def find(experiment: Experiment, settings: Settings) -> dict[str, Any] | None:
-    """Returns a prediction for the same training step, possibly from another experiment; None if there is none."""
-    wanted = fingerprint(experiment, settings)
-    recorded = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
-    return next((record for record in recorded if record["fingerprint"] == wanted), None)

@@ -18,7 +18,7 @@ from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, profiling, run_lock, trainer
 from core.training.trainer import Hook, StatisticsStep, TrainStep
 from core.types import EndsEvaluation, Params, can
-from launch import environment, program_identity
+from launch import environment
 from launch.config import Settings
 from launch.config.differences import Difference
 from launch.runs import continuation, progress
@@ -182,9 +182,14 @@ class Session:
         run, settings = self._run, self._run.experiment
         self._lines = progress.Progress(run.last_step, host=run.host, unit=settings.unit)
         self._lines.start(self._first_step)
+        prediction, slice_ = None, slices.get(settings.slice)
+        if slice_.is_tpu and isinstance(run.config, Settings):
+            from launch import predictions
+
+            prediction = predictions.find(settings, run.config)
         self._predictions = PredictionCheck(
-            program_identity.find(settings, run.config) if isinstance(run.config, Settings) else None,
-            slice_=slices.get(settings.slice),
+            prediction,
+            slice_=slice_,
             flops=settings.flops_per_step,
             is_measured=not run.host.simulated,
             warn=self._lines.warning,

@@ -18,7 +18,7 @@ from core.errors import UserError
 from core.health import exit_codes, phase
 from core.health.failure_diagnosis import Limits
 from core.slices import GIB
-from launch import environment, findings, flags, program_identity
+from launch import environment, findings, flags, predictions
 from launch.check import preflight
 from launch.config import LoadedConfig, loader
 from launch.experiment import Experiment
@@ -113,7 +113,7 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
     there = f"{have / GIB:.4g} GiB a chip ({whose})"
-    record = program_identity.find(experiment, config)
+    record = predictions.find(experiment, config)
     if record is None:
         fix = f"launch/run report {experiment.slice} EXPERIMENT.gin --compile says what it needs"
         return Finding("HBM", True, f"this experiment is not compiled yet; available: {there}", fix, is_note=True)

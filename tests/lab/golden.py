@@ -18,7 +18,7 @@ from typing import Any
 
 from core import slices, units, versions
 from core.errors import UserError
-from launch import environment, program_identity
+from launch import environment, predictions, program_identity
 from launch.config import loader
 from launch.experiment import Experiment
 from parallel import analysis, compiled
@@ -28,8 +28,8 @@ from parallel.planning import calibration, cost, records
 from parallel.planning.cost import StepTime
 from parallel.prediction import Prediction
 
+FOLDER = environment.WORKSPACE / "tests" / "golden"
 _GIN = environment.WORKSPACE / "gin"
-
 
 # Experiments of gin/ponder that are recorded for v4-64, too, and the bindings they need there for a row on every chip.
 _ALSO_FOR_V4_64: Mapping[str, tuple[str, ...]] = {
@@ -87,7 +87,7 @@ def _name(path: Path) -> str:
 
 def path(name: str) -> Path:
     """Returns the file of a record."""
-    return program_identity.FOLDER / f"{name}.json"
+    return FOLDER / f"{name}.json"
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -96,8 +96,9 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def write(name: str, record: Prediction) -> None:
-    """Writes a record."""
+    """Writes a record, and the predictions that the product has of all records."""
     records.write(path(name), record)
+    predictions.write(json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
 
 
 def difference(name: str, before: Prediction, after: Prediction) -> str:

@@ -1,9 +1,11 @@
 """Golden records: their content, what counts as a change, and that they match the compiler."""
 
+import json
+
 import pytest
 
 from core import slices, versions
-from launch import environment, program_identity
+from launch import environment, predictions, program_identity
 from launch.config import loader
 from launch.runs import smoke
 from parallel import prediction
@@ -164,7 +166,8 @@ def test_headers_have_the_recorded_predictions():
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """An empty place for records, two experiments, and a compiler that takes no time."""
-    monkeypatch.setattr(program_identity, "FOLDER", tmp_path)
+    monkeypatch.setattr(golden, "FOLDER", tmp_path)
+    monkeypatch.setattr(predictions, "FILE", tmp_path / "predictions.txt")
     files = {name: golden.Source(f"gin/{name}.gin") for name in ("quickstart", "valkyrie_7b")}
     monkeypatch.setattr(golden, "files", lambda: files)
     monkeypatch.setattr(golden, "write_published", lambda: None)
@@ -216,8 +219,17 @@ def test_wrong_arguments_are_refused(folder, capsys):
 def test_a_run_finds_the_record_that_is_its_own(folder):
     main.main(["golden", "--write"])
     experiment, config = loaded("gin/valkyrie_7b.gin", "SEED = 3")
-    assert program_identity.find(experiment, config)["fingerprint"] == program_identity.fingerprint(*loaded())
-    assert program_identity.find(*loaded("gin/valkyrie_7b.gin", "BATCH_SIZE = 64")) is None
+    assert predictions.find(experiment, config)["memory"] == {"peak_bytes": record()["memory"]["peak_bytes"]}
+    assert predictions.find(*loaded("gin/valkyrie_7b.gin", "BATCH_SIZE = 64")) is None
+
+
+def test_the_product_has_the_predictions_of_all_committed_records(tmp_path, monkeypatch):
+    """A wheel has no tests/golden/."""
+    committed = predictions.FILE.read_text()
+    monkeypatch.setattr(predictions, "FILE", tmp_path / "predictions.json")
+    predictions.write(json.loads(file.read_text()) for file in sorted(golden.FOLDER.glob("*.json")))
+    assert predictions.FILE.read_text() == committed, "tests/run.sh lab golden --write"
+    assert "predictions.json" in (environment.WORKSPACE / "setup.py").read_text()
 
 
 @pytest.mark.covers("L05")

@@ -206,12 +206,12 @@ def test_rows_of_all_hosts_become_one_table():
 
 
 def test_hbm_is_that_of_the_record(monkeypatch):
-    from launch import program_identity
+    from launch import predictions
     from launch.config import loader
 
     config = loader.load("gin/valkyrie_7b.gin")
     experiment = config.build()
-    need = program_identity.find(experiment, config)["memory"]["peak_bytes"]
+    need = predictions.find(experiment, config)["memory"]["peak_bytes"]
     row = doctor.hbm(config, experiment, limit_bytes=need - 1)
     assert not row.ok
     assert doctor.hbm(config, experiment, limit_bytes=need).ok
