@@ -238,7 +238,7 @@ def require_wandb(project: str) -> None:
     """
     if project and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"experiment.Experiment.wandb_project = {project!r}, but the package wandb is not installed: add wandb to "
+            f"settings.Logging.wandb_project = {project!r}, but the package wandb is not installed: add wandb to "
             "requirements.in and run launch/lock.sh, or remove the binding (TensorBoard has the same)"
         )
 

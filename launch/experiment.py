@@ -9,26 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
 
-from core import logical, optimizers, parameters, slices, wrappers
+from core import flops, optimizers, slices, wrappers
 from core.batches import batch_shapes, has_ids, row_length
-from core.checkpoints import best
-from core.errors import UserError, check_integer, check_number
-from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
+from core.errors import UserError
 from core.optimizers import Optimizer, Transformation
 from core.training import hooks
 from core.types import (
     CachesHidden,
-    CountsFlops,
     CountsTokens,
     CouplesRows,
-    Generates,
     HasPuzzles,
     HasVocabulary,
     KeepsStates,
@@ -42,69 +37,25 @@ from core.types import (
     lacking,
     missing,
 )
-from launch import environment, phases
+from launch import phases, settings
 from launch.phases import Phase
+from launch.settings import Checkpointing, Evaluation, Health, Initialization, Logging
 from parallel import compiler_options
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks import vocabularies
 
-_CHOICES = {"non_finite": hooks.POLICIES, "watchdog": ("end", "report"), "frozen_dtype": ("bfloat16", "float32")}
-_INTERVALS = ("log_interval", "eval_interval", "checkpoint_interval")
-_KEPT = ("keep_checkpoints", "keep_params_checkpoints")
-_COUNTS = {
-    **dict.fromkeys(("batch_size", "total_steps", "accum_steps", *_INTERVALS, *_KEPT), 1),
-    **dict.fromkeys(("eval_batches", "seed", "compare_interval", "params_checkpoint_interval"), 0),
-    "statistics_interval": 0,
-}
-_POSITIVE = {  # whether None is allowed
-    **dict.fromkeys(("step_limit_seconds", "compile_limit_seconds"), False),
-    **dict.fromkeys(("silent_limit_seconds", "apart_limit_seconds", "save_limit_seconds", "max_epochs"), True),
-}
-
-
-def _is_sequence(value: object, kind: type) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, kind) for each in value)
-
-
-def _are_texts(value: object) -> bool:
-    return _is_sequence(value, str)
-
-
-def _are_steps(value: object) -> bool:
-    return _is_sequence(value, int)
-
-
-def _are_renames(value: object) -> bool:
-    return isinstance(value, Mapping) and _are_texts([*value, *value.values()])
-
-
-def _are_layers(value: object) -> bool:
-    """Returns whether a value maps texts to sequences of layers, counted from 0, or None."""
-
-    def is_layer(each: object) -> bool:
-        return each is None or (isinstance(each, int) and not isinstance(each, bool) and each >= 0)
-
-    return (
-        isinstance(value, Mapping)
-        and _are_texts([*value])
-        and all(_is_sequence(layers, object) and all(map(is_layer, layers)) for layers in value.values())
-    )
-
-
-_KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
-    "phases": ("a sequence of launch.phases.Phase", lambda value: _is_sequence(value, Phase)),
-    "phase": ("an integer", lambda value: isinstance(value, int)),
-    "gather_once": ("True or False", lambda value: isinstance(value, bool)),
-    "compiler_options": ("a dictionary", lambda value: isinstance(value, Mapping)),
-    "init_renames": ("a dictionary of texts", _are_renames),
-    "init_layers": ("layers from 0, or None, by pattern, such as {'layers/*': (0, 0, 1, None)}", _are_layers),
-    **dict.fromkeys(("frozen", "init_patterns"), ("a sequence of texts, such as ('linear/w',)", _are_texts)),
-    **dict.fromkeys(("profile_steps", "memory_profile_steps"), ("a sequence of steps, such as (100,)", _are_steps)),
-    **dict.fromkeys(
-        ("init_from", "keep_best", "persistent_directory", "prompt", "wandb_project"),
-        ("text", lambda value: isinstance(value, str)),
-    ),
+_CHECKS = {
+    **dict.fromkeys(("batch_size", "total_steps", "accum_steps"), settings.count(1)),
+    "seed": settings.count(0),
+    "phases": settings.expecting("a sequence of launch.phases.Phase", lambda value: settings.is_sequence(value, Phase)),
+    "phase": settings.expecting("an integer", lambda value: isinstance(value, int)),
+    "gather_once": settings.expecting("True or False", lambda value: isinstance(value, bool)),
+    "compiler_options": settings.expecting("a dictionary", lambda value: isinstance(value, Mapping)),
+    "frozen": settings.TEXTS,
+    "frozen_dtype": settings.choice("bfloat16", "float32"),
+    "max_epochs": settings.positive(may_be_none=True),
+    "non_finite": settings.choice(*hooks.POLICIES),
 }
 
 
@@ -126,44 +77,13 @@ class Experiment:
       gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
         (`parallel.compiler_options`).
-      init_from: parameters to start from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a
-        published model; "" starts from `seed`.
-      init_patterns: shell wildcards over the paths of the parameters to take from there; others start from `seed`.
-      init_renames: names here by names there, such as `{"decoder/*": "layers/*"}`: of parameters of a run, or of
-        tensors of a published folder.
-      init_layers: for each layer here, the layer there that it starts from, or None if it starts from `seed`, by shell
-        wildcards over paths: `{"layers/*": (0, 0, 1, None)}`. A group of layers counts as one.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
       max_epochs: the run is refused if it would read its training data more often, where the size is known.
       seed: seed of parameters, data order and random bits.
-      log_interval, eval_interval, checkpoint_interval: in steps.
-      eval_batches: the most validation batches per evaluation; 0: no evaluation.
-      keep_checkpoints: number of latest checkpoints to keep.
-      keep_best: also keep the best checkpoint by a metric of its evaluation: `validation/loss` for the lowest,
-        `max:validation/accuracy` for the highest; "": only the latest ones.
-      params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
-        0: none.
-      keep_params_checkpoints: number of latest ones of these to keep.
-      persistent_directory: a place, such as gs://BUCKET/first, to which complete checkpoints of a local run directory
-        are copied in the background; "" for none. Only for a run of one process.
-      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: none.
-      profile_steps: steps at which a profile of every host starts.
-      memory_profile_steps: steps after which every host writes a profile of its device memory.
-      prompt: text that the model continues at the end of the run.
-      wandb_project: a project of Weights & Biases to which host 0 also logs; "" for none.
       non_finite: reaction to a loss or gradient that is NaN or infinite: `stop` the run, `skip` the update, or
         `roll_back` to the newest checkpoint and skip the data read since.
-      step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
-      compile_limit_seconds: the same limit for steps that compile, and for reading and writing.
-      silent_limit_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
-        simulation.
-      apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step;
-        None: 600 s on a TPU, 120 s in a simulation.
-      watchdog: `end` ends the run when one of these four limits is exceeded; `report` only prints the host and its
-        stacks.
-      save_limit_seconds: a save that takes longer has failed; None: 300 s plus 20 s for each GiB on a host.
-      compare_interval: steps between comparisons of replicated arrays of all hosts; 0: no comparisons.
+      initialization, logging, evaluation, checkpointing, health: further settings, in groups (`launch.settings`).
 
     Raises:
       UserError: a setting has the wrong type or is out of range.
@@ -183,41 +103,21 @@ class Experiment:
     accum_steps: int = 1
     gather_once: bool = False
     compiler_options: compiler_options.Overrides = dataclasses.field(default_factory=dict)
-    init_from: str = ""
-    init_patterns: Sequence[str] = ("*",)
-    init_renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    init_layers: Mapping[str, Sequence[int | None]] = dataclasses.field(default_factory=dict)
     frozen: Sequence[str] = ()
     frozen_dtype: str = "bfloat16"
     max_epochs: float | None = None
     seed: int = 0
-    log_interval: int = 10
-    eval_interval: int = 1000
-    eval_batches: int = 8
-    checkpoint_interval: int = 1000
-    keep_checkpoints: int = 3
-    keep_best: str = ""
-    params_checkpoint_interval: int = 0
-    keep_params_checkpoints: int = 3
-    persistent_directory: str = ""
-    statistics_interval: int = 0
-    profile_steps: Sequence[int] = ()
-    memory_profile_steps: Sequence[int] = ()
-    prompt: str = ""
-    wandb_project: str = ""
     non_finite: str = "stop"
-    step_limit_seconds: float = USUAL_LIMITS.step_seconds
-    compile_limit_seconds: float = USUAL_LIMITS.slow_seconds
-    compare_interval: int = 100
-    silent_limit_seconds: float | None = None
-    apart_limit_seconds: float | None = None
-    watchdog: str = "end"
-    save_limit_seconds: float | None = None
+    initialization: Initialization = dataclasses.field(default_factory=Initialization)
+    logging: Logging = dataclasses.field(default_factory=Logging)
+    evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
+    checkpointing: Checkpointing = dataclasses.field(default_factory=Checkpointing)
+    health: Health = dataclasses.field(default_factory=Health)
 
     def __post_init__(self):
         slices.get(self.slice)
-        settings = list(self._wrong_settings()) or self._out_of_range()
-        if problems := [*self._wrong_parts(), *settings]:
+        wrong = settings.problems(self, _CHECKS)
+        if problems := [*self._wrong_parts(), *(wrong or self._out_of_range())]:
             raise UserError("Experiment: " + "; ".join(problems))
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
         spans = self.spans() if self.phases else ()  # refuses settings that a phase cannot have
@@ -234,7 +134,8 @@ class Experiment:
 
     def _wrong_parts(self) -> Iterator[str]:
         """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
-        for name, kinds in (("strategy", [Strategy]), ("optimizer", [Optimizer, Transformation])):
+        groups = {name: [kind] for name, kind in settings.GROUPS.items()}
+        for name, kinds in {"strategy": [Strategy], "optimizer": [Optimizer, Transformation], **groups}.items():
             if not isinstance(part := getattr(self, name), tuple(kinds)):
                 expected = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
                 yield f"{name} is {_told(part)}, expected {expected}"
@@ -263,45 +164,20 @@ class Experiment:
                     "expected a model with keeps_states = True, or one with a carry"
                 )
 
-    def _wrong_settings(self) -> Iterator[str]:
-        """Yields the settings of the wrong type, and numbers that are wrong whatever the others are."""
-        for name, least in _COUNTS.items():
-            yield from _refusals(functools.partial(check_integer, getattr(self, name), where=name, least=least))
-        for name, may_be_none in _POSITIVE.items():
-            if (value := getattr(self, name)) is not None or not may_be_none:
-                yield from _refusals(functools.partial(check_number, value, where=name, is_positive=True))
-        for name, (expected, is_one) in _KINDS.items():
-            if not is_one(value := getattr(self, name)):
-                yield f"{name} = {value!r}: expected {expected}"
-
     def _out_of_range(self) -> Iterator[str]:
         """Yields what is wrong with settings of the right types."""
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                yield f"{name} = {getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}"
         for problem in compiler_options.problems(self.compiler_options):
             yield f"compiler_options: {problem}"
-        if self.keep_best:
-            yield from _refusals(lambda: best.parse(self.keep_best))
-            if not self.eval_batches or self.checkpoint_interval % self.eval_interval:
-                yield (
-                    f"keep_best = {self.keep_best!r}: expected evaluated checkpoints: checkpoint_interval (now "
-                    f"{self.checkpoint_interval}) a multiple of eval_interval (now {self.eval_interval}), and "
-                    f"eval_batches (now {self.eval_batches}) above 0"
-                )
+        saves, evaluates = self.checkpointing, self.evaluation
+        if saves.keep_best and (not evaluates.eval_batches or saves.checkpoint_interval % evaluates.eval_interval):
+            yield (
+                f"keep_best = {saves.keep_best!r}: expected evaluated checkpoints: checkpoint_interval (now "
+                f"{saves.checkpoint_interval}) a multiple of eval_interval (now {evaluates.eval_interval}), and "
+                f"eval_batches (now {evaluates.eval_batches}) above 0"
+            )
         yield from phases.problems(self.phases, total_steps=self.total_steps)
         if not 0 <= self.phase <= len(self.phases) + 1:
             yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"
-        if self.statistics_interval > 0 and self.statistics_interval % self.log_interval:
-            yield (
-                f"statistics_interval = {self.statistics_interval}: expected a multiple of log_interval = "
-                f"{self.log_interval}, so that they are written with the step that they are of"
-            )
-        if self.step_limit_seconds > self.compile_limit_seconds:
-            yield (
-                f"step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
-                f"{self.compile_limit_seconds}: a step that compiles takes longer than one that does not"
-            )
 
     def spans(self) -> tuple[Span, ...]:
         """Returns the phases of the experiment in order, or the chosen one; an experiment without phases is one.
@@ -342,18 +218,6 @@ class Experiment:
             )
 
     @property
-    def limits(self) -> Limits:
-        """The time limits of the health checks."""
-        usual = USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU
-        return Limits(
-            step_seconds=self.step_limit_seconds,
-            slow_seconds=self.compile_limit_seconds,
-            silent_seconds=self.silent_limit_seconds or usual.silent_seconds,
-            apart_seconds=self.apart_limit_seconds or usual.apart_seconds,
-            reports_only=self.watchdog == "report",
-        )
-
-    @property
     def row_length(self) -> int:
         """Tokens per row: the size of the axis `length` in the task's spec; 1 for data without that axis."""
         return row_length(self.task.spec(self.task.num_streams))
@@ -380,30 +244,10 @@ class Experiment:
 
     @functools.cached_property
     def flops_per_step(self) -> float | None:
-        """FLOPs of a training step, without recomputation; None for a model without `flops_per_token`.
-
-        The model counts a gradient of every matrix that it trains: 2 per entry and token, which matrices in `frozen`
-        do not have.
-        """
-        if not can(self.model, CountsFlops):
-            return None
-        per_token = self.model.flops_per_token(self.row_length) - 2.0 * sum(self._frozen_products())
-        return per_token * self.tokens_per_step
-
-    def _frozen_products(self) -> Iterator[int]:
-        """Yields the sizes of the matrices in `frozen` by which every token is multiplied; experts are left out."""
-        if not self.frozen:
-            return
+        """FLOPs of a training step, without recomputation; None for a model without `flops_per_token`."""
         batch = batch_shapes(self.task.spec(self.task.num_streams))
-        shapes, specs = logical.abstract_init(self.model.init, jax.random.key(0), batch)
-        chosen = parameters.matches(specs, self.frozen, where="frozen")
-        has_output = any(spec.axes[-1:] == ("vocab",) for spec in jax.tree.leaves(specs))
-        is_tied = can(self.model, Generates) and not has_output  # the embedding is also the output matrix
-        for shape, spec, is_chosen in zip(*map(jax.tree.leaves, (shapes, specs, chosen)), strict=True):
-            is_output = "vocab" in (spec.axes if is_tied else spec.axes[-1:])
-            is_product = (spec.kind == "matrix" or is_output) and {"layers", None}.issuperset(spec.axes[: spec.stacked])
-            if is_chosen and spec.trainable and is_product:
-                yield math.prod(shape.shape)
+        per_token = flops.per_token(self.model, batch, length=self.row_length, frozen=self.frozen)
+        return None if per_token is None else per_token * self.tokens_per_step
 
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Returns mismatches between task and model that can be found without reading the data, each with its fix.
@@ -433,18 +277,17 @@ class Experiment:
                     f"the model has num_puzzles {self.model.num_puzzles}, but the data has {needed} puzzle "
                     f"identifiers: set its num_puzzles = {needed} (more is allowed)"
                 )
-        if self.prompt and vocabulary is None:
+        prompt = self.evaluation.prompt
+        if prompt and vocabulary is None:
             problems.append(
-                f"PROMPT = {self.prompt!r}: {type(self.task).__name__} has no vocabulary to read it with; "
-                "set PROMPT = ''"
+                f"PROMPT = {prompt!r}: {type(self.task).__name__} has no vocabulary to read it with; set PROMPT = ''"
             )
-        elif self.prompt and "inputs" not in self.task.spec(self.task.num_streams):
+        elif prompt and "inputs" not in self.task.spec(self.task.num_streams):
             problems.append(
-                f"PROMPT = {self.prompt!r}: a batch of {type(self.task).__name__} has no field `inputs`; "
-                "set PROMPT = ''"
+                f"PROMPT = {prompt!r}: a batch of {type(self.task).__name__} has no field `inputs`; set PROMPT = ''"
             )
-        elif prepared and self.prompt:
-            problems += _refusal(f"PROMPT = {self.prompt!r}", lambda: vocabulary.encode(self.prompt))
+        elif prepared and prompt:
+            problems += _refusal(f"PROMPT = {prompt!r}", lambda: vocabulary.encode(prompt))
         return problems
 
     def _hidden_problems(self) -> list[str]:
@@ -544,12 +387,8 @@ def _told(part: object) -> str:
 
 
 def _refusal(name: str, look: Callable[[], object]) -> list[str]:
-    return [f"{name}: {said}" for said in _refusals(look)]
-
-
-def _refusals(look: Callable[[], object]) -> list[str]:
     try:
         look()
     except UserError as error:
-        return [str(error)]
+        return [f"{name}: {error}"]
     return []

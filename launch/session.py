@@ -157,7 +157,7 @@ class Session:
 
     def _restored(self) -> Start:
         """Opens the checkpoints and restores the newest one, whose metadata is checked before its arrays are read."""
-        run, settings = self._run, self._run.experiment
+        run, settings = self._run, self._run.experiment.checkpointing
         distributed.decided_by_host_zero(lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program))
         self._checkpoints = Checkpoints(
             run.checkpoint_dir,
@@ -198,7 +198,7 @@ class Session:
             run.run_dir,
             is_host_zero=run.host.is_zero,
             first_step=self._first_step,
-            wandb_project=settings.wandb_project,
+            wandb_project=settings.logging.wandb_project,
         )
         self._stack.callback(self._writers.close)
         self._evaluate = self._evaluation()
@@ -210,10 +210,10 @@ class Session:
                 said = continuation.described_changes(start.step, start.changes)
                 self._lines.note(said)
                 self._writers.text("changed settings", said, step=start.step)
-        if settings.persistent_directory:
+        if place := settings.checkpointing.persistent_directory:
             from core.checkpoints import copying
 
-            keep, place = settings.keep_checkpoints, settings.persistent_directory
+            keep = settings.checkpointing.keep_checkpoints
             self._stack.enter_context(copying.Copying(run.run_dir, place, keep=keep, say=self._lines.note))
 
     def _write_config(self) -> None:
@@ -239,10 +239,10 @@ class Session:
         if run.is_last:
             used.insert(1, hooks.NoteEnding(run.last_step))
         if run.host.is_zero:
-            told = {"first_step": self._first_step, "last_step": run.last_step, "every": settings.log_interval}
+            told = {"first_step": self._first_step, "last_step": run.last_step, "every": settings.logging.log_interval}
             write = self._writers.scalars
             used.append(goodput.Goodput(run.run_dir, **told, started=run.started, write=write, say=lines.note))
-        if (every := settings.compare_interval) and run.program.partitioner.mesh.size > 1:
+        if (every := settings.health.compare_interval) and run.program.partitioner.mesh.size > 1:
             from core.training import replicas
 
             used.append(replicas.Compare(heartbeat.compare, every=every))
@@ -282,19 +282,19 @@ class Session:
                 lines.compiled(totals)
             writers.scalars(step, {f"compile/{name}": float(value) for name, value in totals._asdict().items()})
 
-        items, every = run.experiment.items_per_step, run.experiment.log_interval
+        items, every = run.experiment.items_per_step, run.experiment.logging.log_interval
         return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
 
     def _evaluation(self) -> evaluation.Evaluate | None:
         """Returns the hook that evaluates every `eval_interval` steps; None without validation batches."""
         run, task = self._run, self._run.experiment.task
-        if not run.experiment.eval_batches:
+        if not run.experiment.evaluation.eval_batches:
             return None
 
         def batches() -> evaluation.FirstBatches:
             layout = run.program.partitioner.data_layout(run.experiment.batch_size)
             found: Any = task.evaluation(layout)
-            return evaluation.FirstBatches(found, run.experiment.eval_batches)
+            return evaluation.FirstBatches(found, run.experiment.evaluation.eval_batches)
 
         def write(step: int, values: Mapping[str, float]) -> None:
             assert hook.scored is not None
@@ -304,14 +304,14 @@ class Session:
             self._writers.scalars(step, values)
             self._writers.flush()
 
-        every, last = run.experiment.eval_interval, run.last_step
+        every, last = run.experiment.evaluation.eval_interval, run.last_step
         hook = evaluation.Evaluate(run.program, batches, write, every=every, last_step=last)
         return hook
 
     def _saving(self, preemption: hooks.StopWhenPreempted) -> list[Hook]:
         """Returns the hook that saves the state, and the one that saves parameters alone if the run does."""
         run, lock, evaluate = self._run, self._lock, self._evaluate
-        keep_best = run.experiment.keep_best
+        keep_best = run.experiment.checkpointing.keep_best
 
         def validated(step: int) -> Mapping[str, Any]:
             if not keep_best or evaluate is None or evaluate.step != step:
@@ -323,7 +323,7 @@ class Session:
 
         def due(step: int) -> bool:
             last = step == run.last_step or preemption.needs_state(step)
-            return step % run.experiment.checkpoint_interval == 0 or last
+            return step % run.experiment.checkpointing.checkpoint_interval == 0 or last
 
         def check() -> None:
             if lock is not None:
@@ -332,7 +332,7 @@ class Session:
         costs = SaveCosts(say=self._lines.note, write=self._writers.scalars)
         how = {"due": due, "costs": costs, "check": check, "say": self._lines.note, "evaluated": validated}
         save = hooks.Save(self._checkpoints, self._batches.position, run.meta, **how)
-        if not (every := run.experiment.params_checkpoint_interval):
+        if not (every := run.experiment.checkpointing.params_checkpoint_interval):
             return [save]
         optimizer, abstract = run.program.optimizer, run.program.abstract_state
         meta = {**run.meta, steps.AVERAGED: optimizer.is_averaging(abstract.opt_state)}
@@ -350,10 +350,10 @@ class Session:
         run = self._run
         requests = profiling.Requests(run.run_dir, last_step=run.last_step)
         self._stack.callback(requests.close)
-        memory = profiling.MemoryProfile(run.run_dir, at=run.experiment.memory_profile_steps)
+        memory = profiling.MemoryProfile(run.run_dir, at=run.experiment.logging.memory_profile_steps)
         self._stack.enter_context(memory.when_exhausted())
 
         def start(step: int) -> profiling.Trace:
             return profiling.Trace(run.run_dir, step)
 
-        return [profiling.Profile(start, requests, at=run.experiment.profile_steps), memory]
+        return [profiling.Profile(start, requests, at=run.experiment.logging.profile_steps), memory]

@@ -23,6 +23,7 @@ from core.training import scoring
 from core.training.run_lock import RunLock
 from core.types import Model, Params, Task
 from launch import loaded_model
+from launch import settings as settings_groups
 from launch.experiment import Experiment
 from launch.experiments import evaluate, saved_run
 from launch.hosts import machine
@@ -68,15 +69,16 @@ class Trainer:
           batch_size: rows of a batch.
           init_from: parameters that a new run starts from: a run, RUN@STEP or the folder of a published model; or
             arrays in memory, `{module: {name: array}}`, such as `params` of another trainer, which are copied.
-          **settings: other fields of `launch.experiment.Experiment`, such as `seed`, `accum_steps`, `eval_interval`,
-            `eval_batches`, `checkpoint_interval`, `init_layers` and `frozen`.
+          **settings: other settings of `launch.experiment` and `launch.settings`, such as `seed`, `accum_steps`,
+            `eval_interval`, `eval_batches`, `checkpoint_interval`, `init_layers` and `frozen`.
 
         Raises:
           UserError: an argument has the wrong type, is out of range or is unknown.
         """
         self._held: tuple[str, LoadedModel] | None = None  # the last one that was loaded, by its folder
         self._given = None if isinstance(init_from, str) else GivenParameters(init_from)
-        known = [field.name for field in dataclasses.fields(Experiment) if field.name not in _OWN]
+        fields = {field.name for field in dataclasses.fields(Experiment)}
+        known = (fields | settings_groups.HOMES.keys()) - {*_OWN, *settings_groups.GROUPS}
         for name in sorted(set(settings) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
@@ -92,8 +94,7 @@ class Trainer:
             optimizer=optimizer,
             strategy=strategy,
             batch_size=batch_size,
-            init_from=init_from if isinstance(init_from, str) else "",
-            **settings,
+            **settings_groups.grouped({**settings, "init_from": init_from if isinstance(init_from, str) else ""}),
         )
 
     def fit(self, steps: int) -> dict[str, float]:
@@ -139,7 +140,7 @@ class Trainer:
                 check_integer(value, where=name, least=1)
         (chosen,) = steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
         built = continuation.phase_of(self._on_devices().spans(), chosen).experiment
-        sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
+        sizes = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
         asked = scoring.select(built.task, **sizes, rows=rows)
         experiment = dataclasses.replace(built, task=asked.task)
         run = self._prepared(experiment, experiment.spans()[0], last_step=1)

@@ -19,7 +19,7 @@ import pytest
 from core import batches, logical
 from core.checkpoints import published
 from launch import __main__ as cli
-from launch import environment, experiment
+from launch import environment, experiment, settings
 from models import families, family_tensors, transformer
 from tasks import streams
 from tests.lab import golden
@@ -128,13 +128,14 @@ def test_every_section_that_a_page_links_to_exists():
 
 @pytest.mark.covers("E05")
 def test_settings_that_pages_name_exist_and_have_the_default_that_they_say():
-    defaults = {field.name: field.default for field in dataclasses.fields(experiment.Experiment)}
+    homes = {"experiment.Experiment": experiment.Experiment}
+    homes |= {f"settings.{kind.__name__}": kind for kind in settings.GROUPS.values()}
+    defaults = {f"{home}.{f.name}": f.default for home, kind in homes.items() for f in dataclasses.fields(kind)}
+    form = rf"(?:{'|'.join(map(re.escape, homes))})\.\w+"
     for page in PAGES:
-        named = re.findall(r"\bexperiment\.Experiment\.(\w+)", page.read_text())
+        named = re.findall(rf"\b{form}", page.read_text())
         assert not [name for name in named if name not in defaults], page
-    rows = re.findall(
-        r"^\| `experiment\.Experiment\.(\w+)` \| ([^|]+) \|", (ROOT / "launch/README.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(rf"^\| `({form})` \| ([^|]+) \|", (ROOT / "launch/README.md").read_text(), re.MULTILINE)
     said = {name: default.strip("` ") for name, default in rows}
     assert len(said) > 5
     wrong = {

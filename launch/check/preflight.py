@@ -76,7 +76,7 @@ def check(
     built = _attempt("configuration", lambda: _build(path, bindings, slice_name), findings)
     config, experiment = built or (None, None)
     if experiment is not None:
-        if project := experiment.wandb_project:
+        if project := experiment.logging.wandb_project:
             _attempt("metrics", lambda: (metrics.require_wandb(project), f"and in {project}"), findings)
         first, *later = experiment.spans()
         own = first.experiment
@@ -88,7 +88,7 @@ def check(
             _attempt("phases", lambda: (experiment.require_trainable(), f"{len(later) + 1}"), findings)
         for span in later:
             findings += _later(span, smoked=smoked, hosts=hosts)
-        if (place := experiment.persistent_directory) and not smoked and hosts not in _AWAY:
+        if (place := experiment.checkpointing.persistent_directory) and not smoked and hosts not in _AWAY:
             _attempt("copies", lambda: (_check_copies(run_dir, place, experiment), place), findings)
     if hosts in _AWAY:
         _attempt(
@@ -221,7 +221,7 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
 
     Reads metadata and headers, but no array. Returns None if the run starts from its seed.
     """
-    is_away, text = hosts in _AWAY, experiment.init_from
+    is_away, text = hosts in _AWAY, experiment.initialization.init_from
     with contextlib.chdir(environment.WORKSPACE) if is_away else contextlib.nullcontext():
         try:
             if _sees_run(run_dir, hosts) and (newest := continuation.newest(run_dir)):
@@ -245,7 +245,7 @@ def _read_on_resume(
     """Checks that the parameters that a step leaves out are in their source."""
     if not (left_out := described.left_out):
         detail = f"not read: the run resumes from step {step:,}"
-        return Finding(_INITIAL, True, detail) if experiment.init_from else None
+        return Finding(_INITIAL, True, detail) if experiment.initialization.init_from else None
     place = warm_start.place_again(experiment, left_out)
     if not _is_visible(place, hosts):
         return Finding(_INITIAL, True, f"not checked: {place}", is_note=True)
@@ -256,7 +256,7 @@ def _read_on_resume(
 
 def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
     """Checks that the parameters of INIT_FROM fit the model."""
-    text = experiment.init_from
+    text = experiment.initialization.init_from
     if not _is_visible(text, hosts):
         return Finding(_INITIAL, True, f"not checked: {text}", is_note=True)
     initial = warm_start.find(experiment, program, is_visible=lambda place: _is_visible(place, hosts))
@@ -281,7 +281,8 @@ def _memories(experiment: Experiment, program: Program, hosts: Hosts, *, with_ac
 
 def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimate: "Estimate | None") -> Finding:
     """Checks the memory of one host, or of this machine if it simulates all hosts."""
-    slice_, task, evaluated = program.partitioner.slice, experiment.task, {"eval_batches": experiment.eval_batches}
+    slice_, task = program.partitioner.slice, experiment.task
+    evaluated = {"eval_batches": experiment.evaluation.eval_batches}
     without = ""
     if hosts == "simulated" or slice_.generation == "cpu":
         need, have = host_memory.simulated(program, task, **evaluated), host_memory.available_bytes()

@@ -109,10 +109,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _require_base_of_peft(run: str, experiment: Experiment) -> None:
     """Raises UserError unless the library PEFT can load the base of a run's adapters."""
-    base = experiment.init_from
+    base = experiment.initialization.init_from
     if not _is_published(base):
         raise UserError(f"{run}: its base is {base or 'no published model'!r}, which PEFT cannot load: give --merge")
-    if experiment.init_layers:
+    if experiment.initialization.init_layers:
         raise UserError(f"{run}: its base has other layers than {base!r} (INIT_LAYERS): give --merge")
 
 
@@ -124,7 +124,7 @@ def _base(step: paths.Path, experiment: Experiment) -> str:
     """Returns the published model that a run's adapters belong to; of the hub, with the revision that was read."""
     left_out = steps.read(step).left_out
     is_of_hub = left_out is not None and left_out.source.startswith(published_files.HUB)
-    return left_out.source if is_of_hub else experiment.init_from
+    return left_out.source if is_of_hub else experiment.initialization.init_from
 
 
 def _free_folder(text: str) -> paths.Path:
@@ -185,8 +185,8 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
     if not isinstance(vocabulary, FolderTokenizer):
         return {"bos_token_id": bos_id, "eos_token_id": stop_ids[0]}, {}
     folder, names = vocabulary.folder, (published_files.CONFIG, published_files.GENERATION_CONFIG)
-    if not any((folder / name).exists() for name in names) and _is_published(experiment.init_from):
-        folder = published_files.small_files(experiment.init_from)  # that of the vocabulary has no model
+    if not any((folder / name).exists() for name in names) and _is_published(experiment.initialization.init_from):
+        folder = published_files.small_files(experiment.initialization.init_from)  # that of the vocabulary has no model
     return generation_settings.exported(folder, bos_id=bos_id, stop_ids=stop_ids)
 
 

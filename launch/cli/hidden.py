@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     loaded_model.choose_devices(None, is_simulated=False)
     experiment = loader.load(args.experiment, bindings=args.gin).build()
     model, task = _parts(experiment)
-    base = loaded_model.load(experiment.init_from, dtype=model.base.dtype)
+    base = loaded_model.load(experiment.initialization.init_from, dtype=model.base.dtype)
     params, checksum = _stored(base, model)
     task.prepare(environment.run_directory(args.experiment, experiment.slice), is_host_zero=True)
     hidden = jax.jit(model.hidden)
@@ -84,7 +84,7 @@ def _parts(experiment: Experiment) -> tuple[AdaptedDecoder, chunks.ChunkTask]:
             f"launch/run hidden: the model is {type(model).__name__} and the task {type(task).__name__}; expected an "
             "AdaptedDecoder and a task of chunks, such as @files.code_files()"
         )
-    if not experiment.init_from:
+    if not experiment.initialization.init_from:
         raise UserError("launch/run hidden: INIT_FROM is not set: name the run or the folder of the base")
     if task.length % model.chunk:
         raise UserError(

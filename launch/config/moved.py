@@ -34,13 +34,38 @@ class Table(NamedTuple):
       names: new names of modules, constructors, parameters and macros, by old names. No new name begins with an
         old one: if the module `models.trm` becomes a folder, its constructors are listed instead.
       values: what replaces old values of a parameter, by the new name of the parameter.
+      needs: by constructors whose parameters were another's: the statement by which the other one gets an object of it.
     """
 
     names: Mapping[str, str] = MappingProxyType({})
     values: Mapping[str, Rewrite] = MappingProxyType({})
+    needs: Mapping[str, str] = MappingProxyType({})
 
 
-TABLE = Table()
+_GROUPS = {  # of an experiment, and the settings that were its own
+    "initialization": "init_from init_layers init_patterns init_renames",
+    "logging": "log_interval memory_profile_steps profile_steps statistics_interval wandb_project",
+    "evaluation": "eval_batches eval_interval prompt",
+    "checkpointing": (
+        "checkpoint_interval keep_best keep_checkpoints keep_params_checkpoints params_checkpoint_interval "
+        "persistent_directory save_limit_seconds"
+    ),
+    "health": (
+        "apart_limit_seconds compare_interval compile_limit_seconds silent_limit_seconds step_limit_seconds watchdog"
+    ),
+}
+_EXPERIMENT = "launch.experiment.Experiment"
+TABLE = Table(
+    names={
+        f"{_EXPERIMENT}.{name}": f"launch.settings.{group.capitalize()}.{name}"
+        for group, names in _GROUPS.items()
+        for name in names.split()
+    },
+    needs={
+        f"launch.settings.{group.capitalize()}": f"{_EXPERIMENT}.{group} = @launch.settings.{group.capitalize()}()"
+        for group in _GROUPS
+    },
+)
 
 
 class Current(NamedTuple):
@@ -77,7 +102,7 @@ class _Spelling:
         """Returns all statements in the current spelling."""
         written = [_mapped(b, functools.partial(self._full, file=b.file)) for b in bindings]
         renamed = [_mapped(b, lambda name, _: _renamed(name)) for b in written]
-        hooks, found = _hooks(renamed), []
+        hooks, found, bound = _hooks(renamed), [], {b.name for b in renamed}
         for old, was, now in zip(bindings, written, renamed, strict=True):
             statements = hooks[now.name](now.value) if now.name in hooks else None
             is_current = statements is None and (was.name, was.value) == (now.name, now.value)
@@ -86,6 +111,8 @@ class _Spelling:
                 found.append(old)
                 continue
             replaced = [now] if statements is None else _parsed(statements, at=now)
+            if now.selector != was.selector and now.selector in TABLE.needs:
+                replaced += [b for b in _parsed([TABLE.needs[now.selector]], at=now) if b.name not in bound]
             spelled = [_mapped(b, functools.partial(self._short, file=old.file)) for b in replaced]
             self._tell(old, spelled, is_same_value=statements is None and was.value == now.value)
             known = {str(b) for b in (*bindings, *found) if b.file == old.file}  # what a statement adds may be there

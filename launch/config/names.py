@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from launch.config.trust import Trust
 
 PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
-_EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
+_EXPERIMENT = (f"{environment.PACKAGE}launch.experiment", f"{environment.PACKAGE}launch.settings")
 OURS = tuple(f"{package}." for package in (*PUBLIC_PACKAGES, f"{environment.PACKAGE}launch"))
 
 _Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import failed, which was reported
@@ -233,8 +233,8 @@ def _public_members(module: types.ModuleType) -> list[str]:
 def _public_modules(packages: tuple[str, ...]) -> dict[str, str]:
     """Returns full module names of this workspace by their last part, if it is unique: `strategies`."""
     found = [f"{p}.{name}" for p in packages if importlib.import_module(p) for name in _siblings(p)]
-    names = [module.rpartition(".")[2] for module in (*found, _EXPERIMENT)]
-    return {name: m for name, m in zip(names, (*found, _EXPERIMENT), strict=True) if names.count(name) == 1}
+    names = [module.rpartition(".")[2] for module in (*found, *_EXPERIMENT)]
+    return {name: m for name, m in zip(names, (*found, *_EXPERIMENT), strict=True) if names.count(name) == 1}
 
 
 def _siblings(package: str) -> list[str]:

@@ -19,6 +19,7 @@ _NAMES = {
     ),
     "launch.experiment": "Experiment Phase",
     "launch.loaded_model": "Choice",
+    "launch.settings": "Checkpointing Evaluation Health Initialization Logging",
     "models.block_sparse": "BlockSparse",
     "models.experts": "Experts trained",
     "models.lora": "Lora adapted",

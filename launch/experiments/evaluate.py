@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
     alone = slice_.is_tpu and not is_elsewhere
     if alone or args.simulate:
         jax.config.update("jax_platforms", "cpu")
-    sizes = {"batch_size": built.batch_size, "eval_batches": built.eval_batches}
+    sizes = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
     asked = scoring.select(built.task, **sizes, rows=args.num_examples)
     experiment = dataclasses.replace(built, task=asked.task)
     if problems := experiment.data_problems(prepared=False):
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
         tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     if alone:
         os.environ["RENGA_SIMULATE"] = slice_.name
-    host = cluster.join(slice_, limits=experiment.limits)
+    host = cluster.join(slice_, limits=cluster.limits(experiment.health))
     saved_steps.select_together(found.run_dir, step=args.step, every=args.all_steps)  # errors before data is read
     if host.is_zero:
         for note in found.config.notes:
@@ -290,7 +290,7 @@ def score(
     if run.host.is_zero:
         print(f"{run.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
     results = Scores(run.run_dir, about, judge, cumulative=all_steps)
-    keep = run.experiment.keep_checkpoints
+    keep = run.experiment.checkpointing.keep_checkpoints
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True, origin=run.origin)
     layout, data = run.program.partitioner.data_layout(asked.batch_size), _data_by_phase(run, spans, steps)
 

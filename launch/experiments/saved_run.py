@@ -5,7 +5,7 @@ machine, reads from run directories which experiments are done.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from core import identity, paths, published_files
@@ -15,6 +15,7 @@ from launch import environment
 from launch.config import LoadedConfig, differences, loader
 from launch.config.trust import Trust
 from launch.experiment import Experiment
+from launch.settings import GROUPS
 
 CONFIG = "config.gin"
 _OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot build it again."
@@ -91,13 +92,19 @@ def _text_of_step(step: paths.Path) -> str | None:
 
 def described(experiment: Experiment) -> str:
     """Describes an experiment that was not built from a configuration, in comments, to be saved in place of one."""
-    lines = [_OF_PYTHON]
-    for field in dataclasses.fields(experiment):
-        value = getattr(experiment, field.name)
+    groups = [experiment, *(getattr(experiment, name) for name in GROUPS)]
+    lines = [f"# {name} = {identity.text(value)}" for part in groups for name, value in _unusual(part)]
+    return "\n".join([_OF_PYTHON, *lines]) + "\n"
+
+
+def _unusual(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the settings of an experiment, or of a group, that are required or differ from their defaults."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
         is_required = field.default is field.default_factory is dataclasses.MISSING
-        if is_required or value != (field.default_factory() if field.default is dataclasses.MISSING else field.default):
-            lines.append(f"# {field.name} = {identity.text(value)}")
-    return "\n".join(lines) + "\n"
+        usual = field.default_factory() if field.default is dataclasses.MISSING and not is_required else field.default
+        if field.name not in GROUPS and (is_required or value != usual):
+            yield field.name, value
 
 
 def config(run_dir: str) -> str | None:

@@ -19,12 +19,13 @@ from packaging.version import Version
 
 from core import distributed, units
 from core.errors import UserError
-from core.health.failure_diagnosis import USUAL_LIMITS, Limits
+from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.slices import Slice
 from core.versions import COMPILER
 from launch import environment
 from launch.findings import Finding
 from launch.hosts import tpu_host
+from launch.settings import Health
 
 _ABOUT = "hosts/about"
 SKEW_SECONDS = 5.0  # logs are merged by time, and credentials with a wrong time are refused
@@ -46,6 +47,11 @@ class Host(NamedTuple):
     def name(self) -> str:
         """`host 2 of 4`."""
         return f"host {self.index} of {self.count}"
+
+
+def limits(health: Health) -> Limits:
+    """Returns the time limits of the health checks of a run on this slice, or in this simulation."""
+    return health.limits(USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU)
 
 
 def join(

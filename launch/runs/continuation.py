@@ -170,7 +170,7 @@ def require_space(run_dir: str, experiment: Experiment, program: Program) -> Non
     Frozen parameters of a run that starts from others are not counted: checkpoints may leave them out.
     """
     num_bytes = sum(map(_bytes, jax.tree.leaves(program.abstract_state)))
-    if experiment.init_from:
+    if experiment.initialization.init_from:
         specs = jax.tree.leaves(program.param_specs)
         params = jax.tree.leaves(program.abstract_state.params)
         num_bytes -= sum(_bytes(p) for p, spec in zip(params, specs, strict=True) if not spec.trainable)

@@ -68,12 +68,13 @@ class Run:
     @property
     def meeting_seconds(self) -> float:
         """How long hosts wait for one another while none of them is stuck."""
-        return _A_DAY_SECONDS if self.experiment.limits.reports_only else self.experiment.compile_limit_seconds
+        health = self.experiment.health
+        return _A_DAY_SECONDS if health.watchdog == "report" else health.compile_limit_seconds
 
     @property
     def statistics_step(self) -> StatisticsStep | None:
         """The step that computes the run's statistics of the update, not yet compiled; None if it has none."""
-        interval = self.experiment.statistics_interval
+        interval = self.experiment.logging.statistics_interval
         return StatisticsStep(self.program.statistics_step, interval) if interval else None
 
     def open_batches(self, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
@@ -82,7 +83,7 @@ class Run:
         batches = self.experiment.task.train(layout, seed=self.span.seed)
         if position is not None:
             prefetch.restore(batches, position)
-        interval = self.experiment.checkpoint_interval
+        interval = self.experiment.checkpointing.checkpoint_interval
         return prefetch.Prefetch(batches, to_device=self.program.put, snapshot_interval=interval)
 
 
@@ -124,11 +125,11 @@ def prepare_run(
     experiment, last_step = span.experiment, min(last_step, span.last_step)
     compilation.use_cache(cache_folder(run_dir))
     program = experiment.bind(jax.devices())
-    host_memory.require(program, experiment.task, eval_batches=experiment.eval_batches)
+    host_memory.require(program, experiment.task, eval_batches=experiment.evaluation.eval_batches)
     initial = None
     saved = distributed.decided_by_host_zero(lambda: steps.complete(paths.resolve(run_dir) / steps.FOLDER))
     is_resumed = bool(saved)
-    if (given or experiment.init_from) and not is_resumed:
+    if (given or experiment.initialization.init_from) and not is_resumed:
         from launch.runs import warm_start
 
         initial = warm_start.find(experiment, program, given=given)

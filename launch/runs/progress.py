@@ -62,18 +62,18 @@ def show_summary(
     saved = reading.without(run.program.abstract_state, left_out.arrays if left_out else ())
     saves = writing.estimate_saves(
         run.run_dir,
-        interval=experiment.checkpoint_interval,
-        keep=experiment.keep_checkpoints,
+        interval=experiment.checkpointing.checkpoint_interval,
+        keep=experiment.checkpointing.keep_checkpoints,
         size_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved)),
     )
-    if every := experiment.params_checkpoint_interval:
+    if every := experiment.checkpointing.params_checkpoint_interval:
         alone = units.size(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved.params)))
         saves += (
             f"; the parameters alone every {units.counted(every, 'step')}, keeping the latest "
-            f"{experiment.keep_params_checkpoints}, {alone} each"
+            f"{experiment.checkpointing.keep_params_checkpoints}, {alone} each"
         )
-    if experiment.persistent_directory:
-        saves += f"; copied to {experiment.persistent_directory}"
+    if experiment.checkpointing.persistent_directory:
+        saves += f"; copied to {experiment.checkpointing.persistent_directory}"
     if left_out:
         saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
@@ -174,9 +174,9 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, ch
     if validation:
         print(f"\n{_validated(experiment, validation)}")
     if written:
-        print(f"\nThe model continues {experiment.prompt!r}:\n\n{terminal.printable(written)}\n")
-    elif experiment.prompt and not can(experiment.model, Generates):
-        print(f"\nPROMPT = {experiment.prompt!r} is not continued: {lacking(experiment.model, Generates)}\n")
+        print(f"\nThe model continues {experiment.evaluation.prompt!r}:\n\n{terminal.printable(written)}\n")
+    elif experiment.evaluation.prompt and not can(experiment.model, Generates):
+        print(f"\nPROMPT = {experiment.evaluation.prompt!r} is not continued: {lacking(experiment.model, Generates)}\n")
     if checksum is not None:
         print(f"frozen      checksum {checksum:08x}, at the start of this process and now")
     print(f"run         {run.run_dir}\ntensorboard launch/run tensorboard {run.run_dir}", flush=True)
@@ -184,9 +184,9 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, ch
 
 def evaluated_on(experiment: Experiment) -> str:
     """Describes the rows that evaluations score; empty if the task does not describe them."""
-    if not experiment.eval_batches or not can(experiment.task, DescribesEvaluation):
+    if not experiment.evaluation.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
-    return experiment.task.evaluated_on(experiment.eval_batches * experiment.batch_size)
+    return experiment.task.evaluated_on(experiment.evaluation.eval_batches * experiment.batch_size)
 
 
 def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
@@ -203,10 +203,10 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
     """Returns the model's continuation of the prompt; empty if the model cannot generate text."""
-    if not experiment.prompt or not can(experiment.model, Generates):
+    if not experiment.evaluation.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary
-    prompt = vocabulary.encode(experiment.prompt)
+    prompt = vocabulary.encode(experiment.evaluation.prompt)
     if not prompt or not can(experiment.task, FramesTexts) or experiment.task.begins_with_bos():
         prompt = with_bos(prompt, vocabulary)
     params = program.optimizer.evaluated(state.params, state.opt_state)

@@ -23,6 +23,7 @@ from core.types import CouplesRows, DataLayout, HasVocabulary, Model, Rehearses,
 from launch import session
 from launch.experiment import Experiment, Span
 from launch.runs.prepared_run import Run
+from launch.settings import Evaluation, Initialization, Logging
 from parallel import compiler_options, strategy
 from tasks import synthetic
 from tasks.sampled import SampledTask
@@ -67,22 +68,20 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         batch_size=math.lcm(rows, task.num_streams) if partly else rows,
         total_steps=STEPS,
         phases=(),
-        log_interval=5,
-        eval_interval=STEPS,
-        eval_batches=1,
-        checkpoint_interval=STEPS // 2,
-        keep_checkpoints=2,
-        keep_best="",
-        profile_steps=(),
-        memory_profile_steps=(),
-        statistics_interval=5 if experiment.statistics_interval else 0,
-        persistent_directory="",
-        wandb_project="",
-        init_from="" if shrinks else experiment.init_from,
-        init_patterns=("*",) if shrinks else experiment.init_patterns,
-        init_renames={} if shrinks else experiment.init_renames,
-        init_layers={} if shrinks else experiment.init_layers,
-        prompt=experiment.prompt if isinstance(task, type(experiment.task)) else "",
+        initialization=Initialization() if shrinks else experiment.initialization,
+        logging=Logging(log_interval=5, statistics_interval=5 if experiment.logging.statistics_interval else 0),
+        evaluation=Evaluation(
+            eval_interval=STEPS,
+            eval_batches=1,
+            prompt=experiment.evaluation.prompt if isinstance(task, type(experiment.task)) else "",
+        ),
+        checkpointing=dataclasses.replace(
+            experiment.checkpointing,
+            checkpoint_interval=STEPS // 2,
+            keep_checkpoints=2,
+            keep_best="",
+            persistent_directory="",
+        ),
     )
 
 
@@ -218,7 +217,7 @@ def rehearse(run: Run) -> None:
     if run.host.is_zero and span.count > 1:
         print(f"\n{span}: steps {span.first_step + 1} to {span.last_step}", flush=True)
     session.Session(run, also=[first]).run()
-    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.keep_checkpoints, origin=run.origin)
+    checkpoints = Checkpoints(run.checkpoint_dir, keep=run.experiment.checkpointing.keep_checkpoints, origin=run.origin)
     start = session.restore_or_init(run, checkpoints, step=span.first_step + STEPS // 2)
     with run.open_batches(start.position) as batches:
         trainer.train(

@@ -63,7 +63,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
         spans = smoke.shrink_phases(experiment)
     environment.require_named(args.run_dir, slices.get(experiment.slice))
-    metrics.require_wandb(experiment.wandb_project)
+    metrics.require_wandb(experiment.logging.wandb_project)
     revision = versions.git_revision()
     last_step = min(args.steps or spans[-1].last_step, spans[-1].last_step)
     held: list[RunLock] = []
@@ -78,7 +78,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     host = cluster.join(
         slices.get(experiment.slice),
         description=prepared_run.run_signature(config.text, revision, run_dir=run_dir, last_step=last_step),
-        limits=experiment.limits,
+        limits=cluster.limits(experiment.health),
         before_devices=lock,
     )
     cluster.announce(host)
@@ -127,13 +127,13 @@ def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experi
 
 def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:
     """Brings the newest copied checkpoint, if the run copies them, back to a machine that does not have it."""
-    if not experiment.persistent_directory:
+    if not experiment.checkpointing.persistent_directory:
         return
     from core.checkpoints import copying
 
-    copying.require_place(run_dir, experiment.persistent_directory, hosts=host.count)
-    if step := copying.fetch_newest(run_dir, experiment.persistent_directory):
-        print(f"checkpoint {step} was copied back from {experiment.persistent_directory}", flush=True)
+    copying.require_place(run_dir, experiment.checkpointing.persistent_directory, hosts=host.count)
+    if step := copying.fetch_newest(run_dir, experiment.checkpointing.persistent_directory):
+        print(f"checkpoint {step} was copied back from {experiment.checkpointing.persistent_directory}", flush=True)
 
 
 def run_phases(

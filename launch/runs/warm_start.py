@@ -57,15 +57,14 @@ def find(
     Raises:
       UserError: there is no such run, step or folder, the model cannot read published parameters, or they do not fit.
     """
-    if given is None and not experiment.init_from:
+    chosen = experiment.initialization
+    if given is None and not chosen.init_from:
         return None
-    found = _renamed(given or _named(experiment), experiment.init_renames)
+    found = _renamed(given or _named(experiment), chosen.init_renames)
     shapes, specs, optional = program.abstract_state.params, program.param_specs, _optional(experiment)
-    read, of_these = (
-        warm_start.read_from(found, t, experiment.init_patterns, optional=optional) for t in (shapes, specs)
-    )
-    layers = layer_map.of(experiment.init_layers, found, read, of_these)
-    warm_start.require_fit(found, shapes, specs, experiment.init_patterns, optional=optional, layers=layers)
+    read, of_these = (warm_start.read_from(found, t, chosen.init_patterns, optional=optional) for t in (shapes, specs))
+    layers = layer_map.of(chosen.init_layers, found, read, of_these)
+    warm_start.require_fit(found, shapes, specs, chosen.init_patterns, optional=optional, layers=layers)
     lines = [*found.notes, *layers.notes]
     if isinstance(found, warm_start.SavedParameters) and (left_out := found.left_out):
         if is_visible(left_out.source):
@@ -78,7 +77,8 @@ def find(
 
 def _named(experiment: Experiment) -> warm_start.ParameterSource:
     """Returns the source that INIT_FROM names."""
-    found = _opened(experiment.model, distributed.decided_by_host_zero(lambda: _pinned(experiment.init_from)))
+    source = distributed.decided_by_host_zero(lambda: _pinned(experiment.initialization.init_from))
+    found = _opened(experiment.model, source)
     if isinstance(found, warm_start.SavedParameters):
         found.notes = _notes(found, experiment)
     return found
@@ -110,8 +110,8 @@ def find_again(experiment: Experiment, program: Program, described: steps.Descri
 
 def place_again(experiment: Experiment, left_out: steps.LeftOut) -> str:
     """Returns where `source_again` looks."""
-    is_named = experiment.init_from not in ("", left_out.init_from)
-    return experiment.init_from if is_named else left_out.source
+    is_named = experiment.initialization.init_from not in ("", left_out.init_from)
+    return experiment.initialization.init_from if is_named else left_out.source
 
 
 def _source_of(left_out: steps.LeftOut, model: Model, place: str, checkpoint: str) -> warm_start.ParameterSource:
@@ -197,7 +197,7 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
         program.init_params,
         program.abstract_state.params,
         program.param_specs,
-        experiment.init_patterns,
+        experiment.initialization.init_patterns,
         optional=_optional(experiment),
         layers=initial.layers,
         progress=progress,
@@ -218,8 +218,10 @@ def _left_out(
     arrays = [name for (name, spec), path in names if not spec.trainable and path not in layers.layers]
     if not arrays:
         return None
-    source = published_files.described(experiment.init_from)
-    return steps.LeftOut(experiment.init_from, source, dict(experiment.init_renames), arrays)
+    source = published_files.described(experiment.initialization.init_from)
+    return steps.LeftOut(
+        experiment.initialization.init_from, source, dict(experiment.initialization.init_renames), arrays
+    )
 
 
 def _optional(experiment: Experiment) -> Sequence[str]:

@@ -128,7 +128,7 @@ def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments:
         experiment = smoke.shrink(experiment, beside=[experiments["B" if args.record == "A" else "A"]])
     if not args.own_dtype:
         experiment = dataclasses.replace(experiment, model=computing_in(experiment.model, "float32"))
-    host = cluster.join(slices.get(experiment.slice), limits=experiment.limits)
+    host = cluster.join(slices.get(experiment.slice), limits=cluster.limits(experiment.health))
     run = prepared_run.prepare_run(
         experiment,
         config=" ".join(sys.argv),

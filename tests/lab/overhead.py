@@ -23,6 +23,7 @@ from launch.experiment import Experiment
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
 from launch.session import Session
+from launch.settings import Checkpointing, Evaluation
 from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Program
@@ -70,8 +71,8 @@ def experiment(slice_name: str, *, width: int, length: int, batch_size: int, tot
         optimizer=adamw(learning_rate=constant(1e-4)),
         batch_size=batch_size,
         total_steps=total_steps,
-        eval_batches=0,
-        checkpoint_interval=total_steps,
+        evaluation=Evaluation(eval_batches=0),
+        checkpointing=Checkpointing(checkpoint_interval=total_steps),
     )
 
 

@@ -108,7 +108,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (exit_codes.HUNG,),
         r"host 2 .*has been at step \d+",
         Fault("hang"),
-        (f"experiment.Experiment.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
+        (f"settings.Health.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
         ends_within_seconds=STEP_LIMIT_SECONDS + WORD_SECONDS,
     ),
     Scenario(
@@ -125,7 +125,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (exit_codes.PEER_LOST, exit_codes.HUNG, exit_codes.RAISED, exit_codes.JAX_ABORTED),
         r"host 2 \(\S+\) (has been at|raised|was lost|left)",
         Fault("branch"),
-        (f"experiment.Experiment.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
+        (f"settings.Health.step_limit_seconds = {STEP_LIMIT_SECONDS}",),
         ends_within_seconds=STEP_LIMIT_SECONDS + WORD_SECONDS,
     ),
     Scenario(

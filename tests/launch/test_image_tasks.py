@@ -11,6 +11,7 @@ from core.batches import Field
 from launch import program_identity
 from launch.config import loader
 from launch.runs import progress, smoke
+from launch.settings import Evaluation
 from parallel import decoding
 from tasks import streams, vocabularies
 from tasks.sampled import SampledTask
@@ -108,7 +109,7 @@ def test_missing_images_are_not_replaced_by_random_text(quickstart):
 
 def test_a_prompt_needs_inputs(quickstart):
     task = Classes(vocabulary=vocabularies.bytes())
-    run = dataclasses.replace(quickstart, task=task, prompt="abc")
+    run = dataclasses.replace(quickstart, task=task, evaluation=Evaluation(prompt="abc"))
     assert "PROMPT = 'abc': a batch of Classes has no field `inputs`" in run.data_problems(prepared=False)[0]
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from core.training import hooks
+from launch import settings
 from launch.config import loader
+from launch.hosts import cluster
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
 from launch.session import Session
@@ -66,7 +68,7 @@ def experiment(**fields):
     model = Transformer(vocab_size=259, num_layers=layers, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2)
     plain = loader.load("gin/quickstart.gin", slice_name="v4-32").build()
     common = {"model": model, "task": task, "batch_size": 16, "eval_batches": 0, "log_interval": 1, "prompt": ""}
-    return dataclasses.replace(plain, **(common | fields))
+    return dataclasses.replace(plain, **settings.grouped(common | fields, plain))
 
 
 @pytest.fixture
@@ -158,14 +160,14 @@ def test_invalid_settings_are_refused(fields, says):
 
 def test_a_tpu_has_other_limits_than_a_rehearsal_and_settings_win(monkeypatch):
     monkeypatch.delenv("RENGA_SIMULATE", raising=False)
-    on_tpu = experiment().limits
+    on_tpu = cluster.limits(experiment().health)
     assert (on_tpu.silent_seconds, on_tpu.apart_seconds, on_tpu.reports_only) == (120.0, 600.0, False)
     own = experiment(silent_limit_seconds=30.0, apart_limit_seconds=40.0, save_limit_seconds=5000.0, watchdog="report")
-    assert own.limits._asdict() == on_tpu._asdict() | {
+    assert cluster.limits(own.health)._asdict() == on_tpu._asdict() | {
         "silent_seconds": 30.0,
         "apart_seconds": 40.0,
         "reports_only": True,
     }
     monkeypatch.setenv("RENGA_SIMULATE", "v4-8")
-    rehearsed = experiment().limits
+    rehearsed = cluster.limits(experiment().health)
     assert (rehearsed.silent_seconds, rehearsed.apart_seconds) == (20.0, 120.0)

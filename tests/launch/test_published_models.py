@@ -28,6 +28,7 @@ from launch.experiments import saved_run
 from launch.hosts import tpu_host
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, warm_start
+from launch.settings import Initialization, grouped
 from models import pretrained
 from parallel.sampling import Sampling
 from tasks import streams
@@ -361,7 +362,9 @@ def prepared(config, run):
 def resumed(run, **changes):
     """The state of a run that is started again; other fields of the experiment may be changed."""
     ready = prepared(saved_run.read(str(run)).config, run)
-    ready = dataclasses.replace(ready, experiment=dataclasses.replace(ready.experiment, **changes))
+    ready = dataclasses.replace(
+        ready, experiment=dataclasses.replace(ready.experiment, **grouped(changes, ready.experiment))
+    )
     return session.restore_or_init(ready, Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)).state
 
 
@@ -565,7 +568,7 @@ def test_a_machine_without_chips_uses_its_cpu(command, words, platforms, chips, 
 
 
 def test_adapters_name_the_revision_of_the_hub_that_they_were_trained_on(monkeypatch):
-    experiment = types.SimpleNamespace(init_from="hf://owner/name")
+    experiment = types.SimpleNamespace(initialization=Initialization(init_from="hf://owner/name"))
     for source, expected in (("hf://owner/name@abc", "hf://owner/name@abc"), ("/models/tiny", "hf://owner/name")):
         left_out = steps.LeftOut("hf://owner/name", source, {}, [])
         monkeypatch.setattr(export.steps, "read", lambda step, found=left_out: types.SimpleNamespace(left_out=found))

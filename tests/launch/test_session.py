@@ -246,8 +246,8 @@ def test_ctrl_c_in_a_local_run_saves_what_it_has_trained(launch, launch_command,
 @pytest.mark.covers("C15", "X12", "O12", "R09")
 def test_parameters_are_saved_alone_averaged_and_exported_and_their_statistics_are_written(launch, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
-    every = [f"experiment.Experiment.{name} = 2" for name in ("params_checkpoint_interval", "keep_params_checkpoints")]
-    every.append("experiment.Experiment.statistics_interval = 4")
+    every = [f"settings.Checkpointing.{name} = 2" for name in ("params_checkpoint_interval", "keep_params_checkpoints")]
+    every.append("settings.Logging.statistics_interval = 4")
     bindings = small(*every, *AVERAGED, "transformer.Transformer.num_kv_heads = 4", "PROMPT = ''")
     said = launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(run_dir), *bindings)
     card = " ".join(said.replace("│", " ").split())

@@ -14,6 +14,7 @@ from launch.config import loader
 from launch.config.changes import Changes
 from launch.plan import search
 from launch.runs import progress, smoke
+from launch.settings import Evaluation
 from models.transformer import Transformer
 from parallel import agreement
 from parallel.planning import candidates, model_trace
@@ -143,7 +144,11 @@ def test_evaluation_asks_the_model_inside(folder, config):
 def test_missing_abilities_are_named_with_the_methods_to_add(config, capsys):
     experiment = config.build()
     bare = types.SimpleNamespace(
-        model=Judged(), prompt="abc", task=experiment.task, eval_batches=0, batch_size=1, unit="token"
+        model=Judged(),
+        task=experiment.task,
+        evaluation=Evaluation(prompt="abc", eval_batches=0),
+        batch_size=1,
+        unit="token",
     )
     run = types.SimpleNamespace(experiment=bare, program=None, run_dir="runs/x")
     progress.show_end(run, None, {}, checksum=None)

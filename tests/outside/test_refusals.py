@@ -205,7 +205,7 @@ def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     monkeypatch.setattr(progress.generation, "Generator", lambda *_: generator)
     vocabulary = types.SimpleNamespace(bos_id=7, eos_id=1, size=10, encode=lambda text: [8, 9], decode=str)
     experiment = types.SimpleNamespace(
-        prompt="ab",
+        evaluation=types.SimpleNamespace(prompt="ab"),
         model=types.SimpleNamespace(logits=lambda params, batch: None),
         task=types.SimpleNamespace(vocabulary=vocabulary),
         row_length=16,

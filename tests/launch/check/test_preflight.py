@@ -186,7 +186,7 @@ def test_every_binding_that_is_left_out_has_a_line_of_its_own(capsys, tmp_path):
 
 @pytest.mark.covers("O05")
 def test_a_project_of_weights_and_biases_without_the_package_is_refused(tmp_path):
-    binding = "experiment.Experiment.wandb_project = 'renga'"
+    binding = "settings.Logging.wandb_project = 'renga'"
     found = preflight.check("gin/quickstart.gin", bindings=[binding], run_dir=str(tmp_path))
     (wrong,) = [finding for finding in found.findings if not finding.ok]
     assert "the package wandb is not installed" in wrong.detail

@@ -33,6 +33,20 @@ def test_a_saved_configuration_loads_builds_and_equals_that_of_its_file(name):
     assert type(loaded.build()) is type(now.build())
 
 
+def test_settings_of_an_experiment_that_moved_into_groups():
+    old = ["experiment.Experiment.log_interval = 7", "experiment.Experiment.watchdog = 'report'"]
+    new = ["settings.Logging.log_interval = 7", "settings.Health.watchdog = 'report'"]
+    before, after = (loader.load("gin/quickstart.gin", bindings=bindings) for bindings in (old, new))
+    assert before.text == after.text
+    assert ["write settings." in note for note in before.notes] == [True, True]
+    assert after.notes == ()
+    built = load_saved((SAVED / "quickstart.gin").read_text() + "\n".join(old[1:])).build()
+    assert (built.health.watchdog, built.logging.log_interval) == ("report", 10)
+    with pytest.raises(ConfigError) as error:
+        loader.load("gin/quickstart.gin", bindings=["experiment.Experiment.log_interval = 0"]).build()
+    assert [p.place for p in error.value.problems] == ["--gin #1"]
+
+
 def mixers(value, bound):
     """An old value of a choice, with a parameter of the same constructor, becomes two statements."""
     if not isinstance(value, str):

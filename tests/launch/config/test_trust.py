@@ -78,10 +78,10 @@ def test_a_trusted_module_is_imported_with_what_it_contains(saved, tmp_path, mon
     text = "from theirs import prompts\n" + saved.replace("PROMPT = 'import '", "PROMPT = @prompts.prompt()")
     assert {p.fix.partition(", add ")[2] for p in problems_of(text)} == {'--gin "from theirs import prompts"'}
     by_flag = config.load("runs/theirs/config.gin", text=text, trust=Trust(), bindings=["from theirs import prompts"])
-    assert by_flag.build().prompt == "def "
+    assert by_flag.build().evaluation.prompt == "def "
     for allowed in ("theirs", "theirs.prompts"):
         found = config.load("runs/theirs/config.gin", text=text, trust=Trust([allowed]))
-        assert found.build().prompt == "def "
+        assert found.build().evaluation.prompt == "def "
 
 
 def test_constructors_of_optax_are_public():
@@ -96,7 +96,7 @@ def test_flags_of_the_command_are_the_users_own(saved, tmp_path):
     (tmp_path / "more.gin").write_text("import string\nPROMPT = @string.capwords()\nstring.capwords.s = 'def '\n")
     included = [f"include '{tmp_path}/more.gin'"]
     found = config.load("runs/theirs/config.gin", text=saved, trust=Trust(), bindings=included)
-    assert found.build().prompt == "Def"
+    assert found.build().evaluation.prompt == "Def"
 
 
 def test_every_constructor_of_the_experiments_is_public():

@@ -198,9 +198,9 @@ def test_rows_that_are_no_number_are_refused(command, parrot_run):
 def test_text_is_evaluated_in_whole_batches():
     experiment = loader.load("gin/quickstart.gin").build()
     batch = experiment.batch_size
-    sizes = {"batch_size": batch, "eval_batches": experiment.eval_batches}
+    sizes = {"batch_size": batch, "eval_batches": experiment.evaluation.eval_batches}
     chosen = functools.partial(scores.select, experiment.task, **sizes)
-    assert chosen(rows=None).batches == experiment.eval_batches
+    assert chosen(rows=None).batches == experiment.evaluation.eval_batches
     asked = chosen(rows=batch + 1)
     assert asked.batches == 2
     assert asked.describe() == f"the validation data, at most {2 * batch} rows"

@@ -150,7 +150,7 @@ def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
         "mine/c": "same as mine/a: done in " + found.run_dirs["mine/a"],
         "mine/d": "not run",
     }
-    assert found.entries[0].experiment.eval_interval == 3
+    assert found.entries[0].experiment.evaluation.eval_interval == 3
     assert found.entries[0].experiment.slice == "v4-8"
 
 

@@ -31,6 +31,7 @@ from launch.config import loader
 from launch.runs import prepared_run
 from launch.hosts import cluster
 from launch.session import Session
+from launch import settings
 from models.transformer import Transformer
 from tasks import synthetic
 import dataclasses
@@ -44,14 +45,15 @@ class Fault(Hook):
     def happens(self):
         {fault}
 
-experiment = dataclasses.replace(
-    loader.load("gin/quickstart.gin").build(),
+fields = dict(
     model=Transformer(vocab_size=259, num_layers=1, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2),
     task=synthetic.random_tokens(vocab_size=259, length=16, num_streams=8),
     batch_size=8, total_steps=100_000, eval_batches=0, checkpoint_interval=100_000, log_interval=1, prompt="",
     step_limit_seconds=4.0, compile_limit_seconds=200.0, compare_interval=5, {fields}
 )
-host = cluster.join(slices.get("v4-16"), description="the same", limits=experiment.limits)
+plain = loader.load("gin/quickstart.gin").build()
+experiment = dataclasses.replace(plain, **settings.grouped(fields, plain))
+host = cluster.join(slices.get("v4-16"), description="the same", limits=cluster.limits(experiment.health))
 run = prepared_run.prepare_run(
     experiment, config="", revision="", run_dir={run_dir!r}, last_step=experiment.total_steps, host=host
 )

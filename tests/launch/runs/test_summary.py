@@ -21,7 +21,10 @@ def shown(**task):
 
 def of(*, eval_batches=3, **task):
     return types.SimpleNamespace(
-        task=types.SimpleNamespace(**task), eval_batches=eval_batches, batch_size=2, unit="token"
+        task=types.SimpleNamespace(**task),
+        evaluation=types.SimpleNamespace(eval_batches=eval_batches),
+        batch_size=2,
+        unit="token",
     )
 
 

@@ -1,0 +1,286 @@
+"""The settings of an experiment in groups: what a run starts from, logs, evaluates and saves, and when it is ended.
+
+Each group checks itself. A field has one name: in gin (`settings.Evaluation.eval_batches`), here, and as an argument of
+`renga.Trainer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from core.checkpoints import best
+from core.errors import UserError, check_integer, check_number
+from core.health.failure_diagnosis import USUAL_LIMITS, Limits
+
+_Check = Callable[[str, Any], None]  # of a field's name and value; raises UserError
+
+
+def count(least: int) -> _Check:
+    """Returns the check of an integer of at least `least`."""
+    return lambda name, value: check_integer(value, where=name, least=least)
+
+
+def positive(*, may_be_none: bool = False) -> _Check:
+    """Returns the check of a finite number above 0."""
+
+    def check(name: str, value: Any) -> None:
+        if value is not None or not may_be_none:
+            check_number(value, where=name, is_positive=True)
+
+    return check
+
+
+def expecting(expected: str, is_one: Callable[[Any], bool]) -> _Check:
+    """Returns the check of a value for which `is_one` is true."""
+
+    def check(name: str, value: Any) -> None:
+        if not is_one(value):
+            raise UserError(f"{name} = {value!r}: expected {expected}")
+
+    return check
+
+
+def choice(*choices: str) -> _Check:
+    """Returns the check of one of a few values."""
+    return expecting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
+
+
+def is_sequence(value: Any, kind: type) -> bool:
+    """Returns whether a value is a sequence of objects of a type, and not a text."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, kind) for each in value)
+
+
+TEXT = expecting("text", lambda value: isinstance(value, str))
+TEXTS = expecting("a sequence of texts, such as ('linear/w',)", lambda value: is_sequence(value, str))
+_STEPS = expecting("a sequence of steps, such as (100,)", lambda value: is_sequence(value, int))
+_RENAMES = expecting(
+    "a dictionary of texts", lambda value: isinstance(value, Mapping) and is_sequence([*value, *value.values()], str)
+)
+
+
+def _are_layers(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not all(is_sequence(layers, object) for layers in value.values()):
+        return False
+    layers = [layer for layers in value.values() for layer in layers if layer is not None]
+    return is_sequence([*value], str) and all(type(layer) is int and layer >= 0 for layer in layers)
+
+
+_LAYERS = expecting("layers from 0, or None, by pattern, such as {'layers/*': (0, 0, 1, None)}", _are_layers)
+
+
+def problems(part: Any, checks: Mapping[str, _Check]) -> list[str]:
+    """Returns what is wrong with the fields of an object."""
+    found = []
+    for name, check in checks.items():
+        try:
+            check(name, getattr(part, name))
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+class _Group:
+    """A group of settings: a frozen dataclass with a check for each field."""
+
+    _checks: ClassVar[Mapping[str, _Check]]
+
+    def __post_init__(self):
+        if found := problems(self, self._checks) or list(self._disagreements()):
+            raise UserError(f"{type(self).__name__}: {'; '.join(found)}")
+
+    def _disagreements(self) -> Iterator[str]:
+        """Yields what is wrong with fields of which each is right."""
+        yield from ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Initialization(_Group):
+    """The parameters that a run starts from.
+
+    Attributes:
+      init_from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a published model; "" starts
+        from the seed.
+      init_patterns: shell wildcards over the paths of the parameters to take from there; others start from the seed.
+      init_renames: names here by names there, such as `{"decoder/*": "layers/*"}`: of parameters of a run, or of
+        tensors of a published folder.
+      init_layers: for each layer here, the layer there that it starts from, or None if it starts from the seed, by
+        shell wildcards over paths: `{"layers/*": (0, 0, 1, None)}`. A group of layers counts as one.
+    """
+
+    init_from: str = ""
+    init_patterns: Sequence[str] = ("*",)
+    init_renames: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    init_layers: Mapping[str, Sequence[int | None]] = dataclasses.field(default_factory=dict)
+
+    _checks: ClassVar = {"init_from": TEXT, "init_patterns": TEXTS, "init_renames": _RENAMES, "init_layers": _LAYERS}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logging(_Group):
+    """What a run writes about itself while it trains.
+
+    Attributes:
+      log_interval: steps between lines of metrics.
+      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: none.
+      profile_steps: steps at which a profile of every host starts.
+      memory_profile_steps: steps after which every host writes a profile of its device memory.
+      wandb_project: a project of Weights & Biases to which host 0 also logs; "" for none.
+    """
+
+    log_interval: int = 10
+    statistics_interval: int = 0
+    profile_steps: Sequence[int] = ()
+    memory_profile_steps: Sequence[int] = ()
+    wandb_project: str = ""
+
+    _checks: ClassVar = {
+        "log_interval": count(1),
+        "statistics_interval": count(0),
+        "profile_steps": _STEPS,
+        "memory_profile_steps": _STEPS,
+        "wandb_project": TEXT,
+    }
+
+    def _disagreements(self) -> Iterator[str]:
+        if self.statistics_interval % self.log_interval:
+            yield (
+                f"statistics_interval = {self.statistics_interval}: expected a multiple of log_interval = "
+                f"{self.log_interval}, so that they are written with the step that they are of"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation(_Group):
+    """How a run evaluates itself.
+
+    Attributes:
+      eval_interval: steps between evaluations.
+      eval_batches: the most validation batches per evaluation; 0: no evaluation.
+      prompt: text that the model continues at the end of the run.
+    """
+
+    eval_interval: int = 1000
+    eval_batches: int = 8
+    prompt: str = ""
+
+    _checks: ClassVar = {"eval_interval": count(1), "eval_batches": count(0), "prompt": TEXT}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpointing(_Group):
+    """When a run saves checkpoints, and which it keeps.
+
+    Attributes:
+      checkpoint_interval: steps between checkpoints.
+      keep_checkpoints: number of latest checkpoints to keep.
+      keep_best: also keep the best checkpoint by a metric of its evaluation: `validation/loss` for the lowest,
+        `max:validation/accuracy` for the highest; "": only the latest ones.
+      params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
+        0: none.
+      keep_params_checkpoints: number of latest ones of these to keep.
+      persistent_directory: a place, such as gs://BUCKET/first, to which complete checkpoints of a local run directory
+        are copied in the background; "" for none. Only for a run of one process.
+      save_limit_seconds: a save that takes longer has failed; None: 300 s plus 20 s for each GiB on a host.
+    """
+
+    checkpoint_interval: int = 1000
+    keep_checkpoints: int = 3
+    keep_best: str = ""
+    params_checkpoint_interval: int = 0
+    keep_params_checkpoints: int = 3
+    persistent_directory: str = ""
+    save_limit_seconds: float | None = None
+
+    _checks: ClassVar = {
+        "checkpoint_interval": count(1),
+        "keep_checkpoints": count(1),
+        "keep_best": TEXT,
+        "params_checkpoint_interval": count(0),
+        "keep_params_checkpoints": count(1),
+        "persistent_directory": TEXT,
+        "save_limit_seconds": positive(may_be_none=True),
+    }
+
+    def _disagreements(self) -> Iterator[str]:
+        if self.keep_best:
+            yield from problems(self, {"keep_best": lambda _, value: best.parse(value)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Health(_Group):
+    """The limits that end a run whose hosts hang or disagree.
+
+    Attributes:
+      step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
+      compile_limit_seconds: the same limit for steps that compile, and for reading and writing.
+      silent_limit_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
+        simulation.
+      apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step;
+        None: 600 s on a TPU, 120 s in a simulation.
+      watchdog: `end` ends the run when one of these four limits is exceeded; `report` only prints the host and its
+        stacks.
+      compare_interval: steps between comparisons of replicated arrays of all hosts; 0: no comparisons.
+    """
+
+    step_limit_seconds: float = USUAL_LIMITS.step_seconds
+    compile_limit_seconds: float = USUAL_LIMITS.slow_seconds
+    silent_limit_seconds: float | None = None
+    apart_limit_seconds: float | None = None
+    watchdog: str = "end"
+    compare_interval: int = 100
+
+    _checks: ClassVar = {
+        "step_limit_seconds": positive(),
+        "compile_limit_seconds": positive(),
+        "silent_limit_seconds": positive(may_be_none=True),
+        "apart_limit_seconds": positive(may_be_none=True),
+        "watchdog": choice("end", "report"),
+        "compare_interval": count(0),
+    }
+
+    def _disagreements(self) -> Iterator[str]:
+        if self.step_limit_seconds > self.compile_limit_seconds:
+            yield (
+                f"step_limit_seconds = {self.step_limit_seconds} is above compile_limit_seconds = "
+                f"{self.compile_limit_seconds}: a step that compiles takes longer than one that does not"
+            )
+
+    def limits(self, usual: Limits) -> Limits:
+        """Returns the time limits of the health checks; those that are None here are the usual ones."""
+        return Limits(
+            step_seconds=self.step_limit_seconds,
+            slow_seconds=self.compile_limit_seconds,
+            silent_seconds=self.silent_limit_seconds or usual.silent_seconds,
+            apart_seconds=self.apart_limit_seconds or usual.apart_seconds,
+            reports_only=self.watchdog == "report",
+        )
+
+
+GROUPS: Mapping[str, type] = {  # fields of an experiment
+    "initialization": Initialization,
+    "logging": Logging,
+    "evaluation": Evaluation,
+    "checkpointing": Checkpointing,
+    "health": Health,
+}
+HOMES = {field.name: group for group, kind in GROUPS.items() for field in dataclasses.fields(kind)}
+
+
+def grouped(given: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
+    """Returns settings as fields of an experiment: those of a group as the group, in which others are as in `base`.
+
+    Raises:
+      UserError: settings of a group have the wrong type or are out of range.
+    """
+    found, wrong = {name: value for name, value in given.items() if name not in HOMES}, []
+    for group, kind in GROUPS.items():
+        if own := {name: value for name, value in given.items() if HOMES.get(name) == group}:
+            try:
+                found[group] = dataclasses.replace(getattr(base, group), **own) if base is not None else kind(**own)
+            except UserError as error:
+                wrong.append(str(error))
+    if wrong:
+        raise UserError("; ".join(wrong))
+    return found
