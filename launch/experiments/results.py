@@ -144,7 +144,10 @@ def _eflop(run: Experiment, steps: int) -> float | None:
 
 def evaluated_on(run: Experiment) -> str:
     """Describes the rows of the run's evaluations from the configuration; the run's own record is more exact."""
-    most, count = run.eval_batches * run.batch_size, run.task.eval_puzzles if isinstance(run.task, PuzzleTask) else None
+    most, count = (
+        run.evaluation.eval_batches * run.batch_size,
+        run.task.eval_puzzles if isinstance(run.task, PuzzleTask) else None,
+    )
     if count is None:
         return f"at most {most:,} held-out rows"
     return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"

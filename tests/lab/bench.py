@@ -101,7 +101,7 @@ def _overhead(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         total_steps=(1 + args.turns) * args.turn_steps,
     )
-    host = cluster.join(slice_, limits=timed.limits)
+    host = cluster.join(slice_, limits=cluster.limits(timed.health))
     if args.statistics:
         cost = overhead.measure_statistics(timed, turn_steps=args.turn_steps)
         if host.is_zero:
