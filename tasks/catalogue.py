@@ -25,11 +25,10 @@ class Tfds(DocumentSource):
     data_dir: str | None
 
     def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
         return (self.data_dir,) if self.data_dir else ()
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """See `DocumentSource`. There are as many parts as files, or as streams if these are more.
+        """There are as many parts as files, or as streams if these are more.
 
         Raises:
           UserError: the dataset is not prepared, or has no such field or split.
@@ -50,7 +49,6 @@ class Tfds(DocumentSource):
         return Parts(parts, is_shared=count < num_streams)
 
     def problems(self) -> list[str]:
-        """See `Corpus`."""
         found = []
         if importlib.util.find_spec("tensorflow_datasets") is None:
             found.append("text.tfds needs the package tensorflow-datasets: pip install tensorflow-datasets")
@@ -59,11 +57,9 @@ class Tfds(DocumentSource):
         return found
 
     def describe(self) -> str:
-        """See `Corpus`."""
         return f"text.tfds: {self.name} ({self.split}; validation {self.validation_split})"
 
     def fingerprint(self) -> str:
-        """See `Corpus`."""
         return hashlib.sha256(repr(dataclasses.replace(self, data_dir=None)).encode()).hexdigest()
 
 

@@ -29,7 +29,7 @@ from core import paths, units
 from core.errors import UserError
 from tasks import content_hash, documents, packing, text_formats
 from tasks.chat_answers import ASSISTANT, formatted
-from tasks.documents import VALIDATION_PERCENT, File, StreamSpec, list_files, pattern_problems, validation_names
+from tasks.documents import VALIDATION_PERCENT, Corpus, File, StreamSpec, list_files, pattern_problems, validation_names
 from tasks.ids import ChatVocabulary, with_bos, with_eos
 from tasks.streams import Stream
 
@@ -71,7 +71,7 @@ class _Line(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatFiles:
+class ChatFiles(Corpus):
     """A `documents.Corpus` of .jsonl files with a conversation on each line, for so many streams."""
 
     train: tuple[str, ...]
@@ -79,11 +79,9 @@ class ChatFiles:
     num_streams: int
 
     def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
         return (*self.train, *self.validation)
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """See `Corpus`."""
         return ChatStream(self, spec)
 
     def lines(self, split: str) -> tuple[_Line, ...]:
@@ -106,13 +104,12 @@ class ChatFiles:
         return {"train": tuple(train), "validation": tuple(validation)}
 
     def sample_texts(self) -> Iterator[str]:
-        """See `Corpus`."""
         for line in self.lines("train"):
             chat = line.chat()
             yield "\n".join([*(message["content"] for message in chat.messages), chat.prompt + chat.completion])
 
     def problems(self) -> list[str]:
-        """See `Corpus`. Files on gs:// are not looked up."""
+        """Files on gs:// are not looked up."""
         if not self.train:
             return ["DATA is not set: bind it to your conversations, e.g. --gin \"DATA = '/data/chats.jsonl'\""]
         found = []
@@ -145,7 +142,6 @@ class ChatFiles:
         )
 
     def describe(self) -> str:
-        """See `Corpus`."""
         validation = ", ".join(self.validation) or self._held_out()
         return f"text.chats: train {', '.join(self.train) or '(DATA is not set)'}; validation {validation}"
 
@@ -161,7 +157,6 @@ class ChatFiles:
         return f"{len(splits['validation']):,} of {total}, by hash (or set VALIDATION_DATA)"
 
     def fingerprint(self) -> str:
-        """See `Corpus`."""
         listing = [
             (file.name, file.size_bytes) for patterns in (self.train, self.validation) for file in list_files(patterns)
         ]
@@ -198,7 +193,7 @@ class ChatStream(packing.PackedStream):
         return self._next / len(self._lines)
 
     def _next_window(self) -> list[packing.Segment]:
-        """See `PackedStream`. Raises UserError if no conversation has an answer within the first T tokens."""
+        """Raises UserError if no conversation has an answer within the first T tokens."""
         segments: list[packing.Segment] = []
         size = since = 0
         while size < WINDOW_ROWS * self._spec.length and not self._is_through():

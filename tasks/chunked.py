@@ -69,7 +69,7 @@ class ChunkedTask:
         return f"{self.whole.describe()}, in chunks of {self.length}"
 
 
-class ChunkedBatches:
+class ChunkedBatches(Batches):
     """Implements `core.types.Batches` over batches of long rows."""
 
     def __init__(self, inner: Batches, spec: BatchSpec, length: int) -> None:
@@ -81,14 +81,12 @@ class ChunkedBatches:
 
     @property
     def spec(self) -> BatchSpec:
-        """See `core.types.Batches`."""
         return self._spec
 
     def __iter__(self) -> ChunkedBatches:
         return self
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `core.types.Batches`."""
         if self._next == self._count:
             self._before = self._inner.state()
             self._whole, self._next = next(self._inner), 0
@@ -100,14 +98,13 @@ class ChunkedBatches:
         }
 
     def state(self) -> Mapping[str, bytes]:
-        """See `core.types.Batches`."""
         is_between = self._next == self._count
         done, places = (0, self._inner.state()) if is_between else (self._next, self._before)
         header = json.dumps({"chunks": done, "length": self._length}).encode()
         return {name: header + b"\n" + place for name, place in places.items()}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """See `core.types.Batches`. Raises UserError for positions of chunks of another length."""
+        """Raises UserError for positions of chunks of another length."""
         parts = {name: place.partition(b"\n") for name, place in state.items()}
         headers = [streams.read_position(header, chunks=int, length=int) for header, _, _ in parts.values()]
         if lengths := {header["length"] for header in headers} - {self._length}:

@@ -21,7 +21,7 @@ import numpy as np
 from core.errors import UserError
 from core.types import can
 from tasks import packing, permutation
-from tasks.documents import StreamSpec
+from tasks.documents import Corpus, StreamSpec
 from tasks.ids import Vocabulary, lowest_id, with_bos, with_eos
 from tasks.streams import Stream
 
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
     deals_chunks: bool = False
 
 
-class DocumentSource:
+class DocumentSource(Corpus):
     """A `documents.Corpus` whose documents are read part by part; subclasses implement `parts` and `describe`."""
 
     def parts(self, split: str, num_streams: int) -> Parts:
@@ -77,11 +77,9 @@ class DocumentSource:
         raise NotImplementedError
 
     def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
         return ()
 
     def describe(self) -> str:
-        """See `Corpus`."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -94,11 +92,9 @@ class DocumentSource:
         return self._memories.setdefault(key, _Memory(spec.vocabulary))
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """See `Corpus`."""
         return DocumentStream(_Chunks(self, spec), spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """See `Corpus`."""
         for part in self.parts("train", 1).parts:
             yield from (text.decode() for text in _texts(part) if text)
 
@@ -167,7 +163,7 @@ class DocumentStream(packing.PackedStream):
         return self._chunks.share()
 
     def _next_window(self) -> list[packing.Segment]:
-        """See `PackedStream`. The order depends on the seed, the stream and the number of the window alone."""
+        """The order depends on the seed, the stream and the number of the window alone."""
         spec = self._spec
         wanted = spec.length * int(np.clip(WINDOW_IDS // spec.length, 16, 64 if spec.seed is None else 1024))
         segments: list[packing.Segment] = []
@@ -221,7 +217,7 @@ class _Memory:
             self.parts.clear()
 
 
-class _Chunks:
+class _Chunks(Chunks):
     """Reads the chunks of one source that belong to one stream; each has at most T ids."""
 
     def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
@@ -253,13 +249,12 @@ class _Chunks:
             self._taken = position["taken"]
 
     def share(self) -> float:
-        """See `Chunks`. Parts count alike, whatever their sizes."""
+        """Parts count alike, whatever their sizes."""
         begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
         begun = self._place / max(len(self._known), 1) if self._known is not None else begun
         return min(1.0, (self._part + begun) / len(self._parts))
 
     def take(self, most: int) -> np.ndarray | None:
-        """See `Chunks`."""
         assert most == self._spec.length, "text that is not tokenized yet is packed"
         while True:
             while self._taken < len(self._document):

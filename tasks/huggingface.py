@@ -28,7 +28,6 @@ class HuggingFace(DocumentSource):
     where: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(default=(), repr=False)
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """See `DocumentSource`."""
         name = self.split if split == "train" else self.validation_split
         count = max(self.dataset(name).num_shards, 1)
         parts = [_Shard(self, name, index, count) for index in range(count)]
@@ -61,19 +60,16 @@ class HuggingFace(DocumentSource):
         return {}
 
     def problems(self) -> list[str]:
-        """See `Corpus`."""
         if importlib.util.find_spec("datasets") is None:
             return ["text.huggingface needs the package datasets: pip install datasets"]
         return []
 
     def describe(self) -> str:
-        """See `Corpus`."""
         how = "streamed" if self.streaming else "downloaded"
         kept = "".join(f", {column} {' or '.join(values)}" for column, values in self.where)
         return f"text.huggingface: {self.name} ({self.split}; validation {self.validation_split}){kept}, {how}"
 
     def fingerprint(self) -> str:
-        """See `Corpus`."""
         about = repr(self) + (repr(self.where) if self.where else "")
         return hashlib.sha256(about.encode()).hexdigest()
 

@@ -15,36 +15,32 @@ import numpy as np
 from core.types import can
 from tasks import packing
 from tasks.document_streams import DocumentSource
-from tasks.documents import HashesContent, StreamSpec
+from tasks.documents import Corpus, HashesContent, StreamSpec
 from tasks.streams import Stream, read_position
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class Mixture(Corpus):
     """A `documents.Corpus` of several sources; weights are shares of rows, not of documents."""
 
     sources: tuple[DocumentSource, ...]
     weights: tuple[float, ...]
 
     def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
         return tuple(name for source in self.sources for name in source.named_files())
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """See `Corpus`."""
         return MixtureStream([source.open_stream(spec) for source in self.sources], self.weights, spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """See `Corpus`. Takes one document of each source in turn, until one source has no more."""
+        """Takes one document of each source in turn, until one source has no more."""
         for texts in zip(*(source.sample_texts() for source in self.sources), strict=False):
             yield from texts
 
     def problems(self) -> list[str]:
-        """See `Corpus`."""
         return [problem for source in self.sources for problem in source.problems()]
 
     def describe(self) -> str:
-        """See `Corpus`."""
         total = sum(self.weights)
         parts = [
             f"{weight / total:.0%} {source.describe()}"
@@ -53,7 +49,6 @@ class Mixture:
         return f"text.mixture: {'; '.join(parts)}"
 
     def fingerprint(self) -> str:
-        """See `Corpus`."""
         return hashlib.sha256(repr((self.weights, [s.fingerprint() for s in self.sources])).encode()).hexdigest()
 
     def content_hash(self) -> str:
@@ -63,7 +58,7 @@ class Mixture:
         return f"{kinds}:{hashlib.sha256(repr(found).encode()).hexdigest()}"
 
 
-class MixtureStream:
+class MixtureStream(Stream):
     """`streams.Stream` that takes whole rows from the streams of several sources."""
 
     def __init__(self, streams: Sequence[packing.PackedStream], weights: Sequence[float], spec: StreamSpec) -> None:
@@ -72,7 +67,6 @@ class MixtureStream:
         self._left, self._row = list(range(len(streams))), 0  # of a stream that reads every source once
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`."""
         if self._spec.once:
             return self._next_once()
         spec = self._spec
@@ -98,11 +92,9 @@ class MixtureStream:
         return packing.batch(rows, length=self._spec.length)
 
     def state(self) -> bytes:
-        """See `streams.Stream`."""
         return json.dumps({"batch": self._batch, "sources": [stream.position() for stream in self._streams]}).encode()
 
     def restore(self, state: bytes) -> None:
-        """See `streams.Stream`."""
         position = read_position(state, batch=int, sources=list)
         self._batch = position["batch"]
         for stream, place in zip(self._streams, position["sources"], strict=True):

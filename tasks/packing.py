@@ -13,7 +13,7 @@ import numpy as np
 
 from tasks import permutation
 from tasks.documents import StreamSpec
-from tasks.streams import BATCH_DTYPES, read_position
+from tasks.streams import BATCH_DTYPES, Stream, read_position
 
 
 class Segment(NamedTuple):
@@ -87,7 +87,7 @@ def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
     return packed
 
 
-class PackedStream:
+class PackedStream(Stream):
     """`streams.Stream` that reads segments in windows and packs one window at a time.
 
     A stream that reads its documents once ends with StopIteration; its last element has the rows that are left.
@@ -107,7 +107,6 @@ class PackedStream:
         self._rows_before = 0  # rows of earlier windows
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`."""
         rows = []
         while len(rows) < self._spec.rows and (row := self.next_row()):
             rows.append(row)
@@ -116,11 +115,9 @@ class PackedStream:
         return batch(rows, length=self._spec.length)
 
     def state(self) -> bytes:
-        """See `streams.Stream`."""
         return json.dumps(self.position()).encode()
 
     def restore(self, state: bytes) -> None:
-        """See `streams.Stream`."""
         self.move(read_position(state, **self.KINDS, row=int))
 
     def next_row(self) -> Row | None:

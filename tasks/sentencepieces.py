@@ -13,13 +13,13 @@ from typing import Any
 
 from core import paths
 from core.errors import Problem, UserError
-from tasks.ids import PAD_ID, before_end
+from tasks.ids import PAD_ID, Vocabulary, before_end
 
 TRAINING_SAMPLE_BYTES = 8 * 2**20
 _LONGEST_SENTENCE_BYTES = 4096  # the trainer silently skips sentences above its max_sentence_length
 
 
-class SentencePiece:
+class SentencePiece(Vocabulary):
     """An existing SentencePiece model, local or gs://, read at first use."""
 
     def __init__(self, path: str) -> None:
@@ -47,35 +47,30 @@ class SentencePiece:
 
     @property
     def size(self) -> int:
-        """See `Vocabulary`. Reads the model."""
+        """Reads the model."""
         return self._processor.get_piece_size()
 
     @property
     def pad_id(self) -> int | None:
-        """See `Vocabulary`. None for a model without padding, such as one that was trained with the defaults."""
+        """None for a model without padding, such as one that was trained with the defaults."""
         return self._processor.pad_id() if self._processor.pad_id() >= 0 else None
 
     @property
     def eos_id(self) -> int:
-        """See `Vocabulary`."""
         return self._processor.eos_id()
 
     @property
     def bos_id(self) -> int:
-        """See `Vocabulary`."""
         return max(self._processor.bos_id(), 0)
 
     @property
     def hash(self) -> str:
-        """See `Vocabulary`."""
         return hashlib.sha256(self._model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See `Vocabulary`."""
         return self._processor.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Vocabulary`."""
         specials = {self._processor.pad_id(), self._processor.bos_id()}
         return self._processor.decode([i for i in before_end(ids, self) if i not in specials])
 
@@ -84,7 +79,7 @@ class SentencePiece:
         _ = self._processor
 
     def problems(self) -> list[str]:
-        """See `Vocabulary`. Does not check that a gs:// model exists."""
+        """Does not check that a gs:// model exists."""
         if not self.path:
             return [
                 "VOCABULARY is not set: bind it to a SentencePiece model, e.g. --gin \"VOCABULARY = '/data/my.model'\""
@@ -95,7 +90,6 @@ class SentencePiece:
         return []
 
     def describe(self) -> str:
-        """See `Vocabulary`."""
         if self.problems():
             return f"SentencePiece {self.path or '(VOCABULARY is not set)'} (absent)"
         return f"SentencePiece {self.path} ({self.size} ids, sha256 {self.hash[:12]})"
@@ -112,7 +106,7 @@ class TrainedSentencePiece(SentencePiece):
 
     @property
     def size(self) -> int:
-        """See `Vocabulary`. Known before training."""
+        """Known before training."""
         return self._size
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
@@ -142,11 +136,9 @@ class TrainedSentencePiece(SentencePiece):
             )
 
     def problems(self) -> list[str]:
-        """See `Vocabulary`."""
         return []
 
     def describe(self) -> str:
-        """See `Vocabulary`."""
         state = f"sha256 {self.hash[:12]}" if self.path else "trained at the start of the run"
         return f"SentencePiece ({self._size} ids, {state})"
 

@@ -26,8 +26,8 @@ import numpy as np
 from core import library_noise
 from core.errors import UserError
 from tasks.catalogue import tensorflow
-from tasks.documents import StreamSpec
-from tasks.ids import before_end
+from tasks.documents import Corpus, StreamSpec
+from tasks.ids import Vocabulary, before_end
 from tasks.streams import Stream
 
 _SAMPLES = ("The quick brown fox jumps over 13 lazy dogs.", "  x = [1, 2]\n", "naïve café, 你好")
@@ -89,7 +89,7 @@ def _registered(name: str, where: str = "text.seqio.name") -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class SeqioVocabulary:
+class SeqioVocabulary(Vocabulary):
     """The vocabulary of a registered task, as `tasks.ids.Vocabulary`."""
 
     name: str
@@ -102,26 +102,21 @@ class SeqioVocabulary:
 
     @property
     def size(self) -> int:
-        """See `Vocabulary`."""
         return int(self._theirs.vocab_size)
 
     @property
     def eos_id(self) -> int:
-        """See `Vocabulary`."""
         return int(self._theirs.eos_id)
 
     @property
     def hash(self) -> str:
-        """See `Vocabulary`."""
         model = getattr(self._theirs, "sp_model", None) or repr((type(self._theirs).__name__, self.size)).encode()
         return hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See `Vocabulary`."""
         return list(self._theirs.encode(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Vocabulary`."""
         return self._theirs.decode(before_end(ids, self))
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
@@ -129,16 +124,14 @@ class SeqioVocabulary:
         _ = self.size
 
     def problems(self) -> list[str]:
-        """See `Vocabulary`."""
         return []
 
     def describe(self) -> str:
-        """See `Vocabulary`."""
         return f"the vocabulary of {self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
-class SeqioCorpus:
+class SeqioCorpus(Corpus):
     """A `documents.Corpus`: a registered task or mixture.
 
     Attributes:
@@ -150,19 +143,16 @@ class SeqioCorpus:
     inputs_length: int | None = None
 
     def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
         return ()
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """See `Corpus`."""
         return SeqioStream(self, spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """See `Corpus`. Yields nothing: the task has a vocabulary."""
+        """Yields nothing: the task has a vocabulary."""
         return iter(())
 
     def problems(self) -> list[str]:
-        """See `Corpus`."""
         try:
             found = _registered(self.name)
             missing = {"train", "validation"} - set(found.splits)
@@ -191,15 +181,14 @@ class SeqioCorpus:
         return {"inputs": inputs, "targets": length - inputs}
 
     def describe(self) -> str:
-        """See `Corpus`."""
         return f"text.seqio: {self.name}{f', inputs of up to {self.inputs_length} ids' if self.inputs_length else ''}"
 
     def fingerprint(self) -> str:
-        """See `Corpus`. Depends on the name alone: what the task reads is not known."""
+        """Depends on the name alone: what the task reads is not known."""
         return hashlib.sha256(self.describe().encode()).hexdigest()
 
 
-class SeqioStream:
+class SeqioStream(Stream):
     """`streams.Stream` over a tf.data iterator."""
 
     def __init__(self, corpus: SeqioCorpus, spec: StreamSpec) -> None:
@@ -209,7 +198,7 @@ class SeqioStream:
         self._iterator = iter(rows(corpus, spec))
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`. Raises UserError if the task fails, or has no example for this stream."""
+        """Raises UserError if the task fails, or has no example for this stream."""
         try:
             found = batch_of(next(self._iterator))
             self._has_read = True
@@ -223,7 +212,7 @@ class SeqioStream:
             raise UserError(f"{self._where}: {error.message.strip().splitlines()[0]}") from error
 
     def state(self) -> bytes:
-        """See `streams.Stream`. The bytes are a zip of the files of a tf.train.Checkpoint."""
+        """The bytes are a zip of the files of a tf.train.Checkpoint."""
         buffer = io.BytesIO()
         with tempfile.TemporaryDirectory() as folder:
             self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
@@ -233,7 +222,6 @@ class SeqioStream:
         return buffer.getvalue()
 
     def restore(self, state: bytes) -> None:
-        """See `streams.Stream`."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 with zipfile.ZipFile(io.BytesIO(state)) as archive:

@@ -18,7 +18,7 @@ import numpy as np
 from core import foreign_json, units
 from core.batches import BatchSpec, Field, KnowsShare, is_same_data, row_length
 from core.errors import UserError
-from core.types import DataLayout, can
+from core.types import Batches, DataLayout, can
 
 BATCH_DTYPES = {
     "inputs": np.int32,
@@ -74,7 +74,7 @@ def stream_name(index: int) -> str:
     return f"stream_{index:05d}"
 
 
-class StreamBatches:
+class StreamBatches(Batches):
     """Implements `core.types.Batches` over streams.
 
     Args:
@@ -106,14 +106,12 @@ class StreamBatches:
 
     @property
     def spec(self) -> BatchSpec:
-        """See `core.types.Batches`."""
         return self._spec
 
     def __iter__(self) -> StreamBatches:
         return self
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `core.types.Batches`."""
         height = len(self._layout.rows)
         batch = {key: np.empty((height, *whole.shape[1:]), whole.dtype) for key, whole in self._spec.items()}
         for index, (places, rows) in self._takes.items():
@@ -123,7 +121,6 @@ class StreamBatches:
         return batch
 
     def state(self) -> Mapping[str, bytes]:
-        """See `core.types.Batches`."""
         return {stream_name(index): _seal(self._streams[index].state(), self._identity) for index in self._owned}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
@@ -145,7 +142,7 @@ class StreamBatches:
             stream.restore(_unseal(state[stream_name(index)], self._identity))
 
 
-class PassBatches:
+class PassBatches(Batches):
     """Implements `core.types.Batches`: reads a split once, as one stream, and ends.
 
     Row r of the split is row r % B of batch r // B, on any number of hosts: each of them reads all rows and keeps its
@@ -159,14 +156,12 @@ class PassBatches:
 
     @property
     def spec(self) -> BatchSpec:
-        """See `core.types.Batches`."""
         return self._spec
 
     def __iter__(self) -> PassBatches:
         return self
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `core.types.Batches`."""
         places = {row: place for place, row in enumerate(self._layout.rows)}
         batch = {key: np.zeros((len(places), *whole.shape[1:]), whole.dtype) for key, whole in self._spec.items()}
         for row in range(self._layout.batch_size):
@@ -186,11 +181,10 @@ class PassBatches:
         return self._stream.share() if can(self._stream, KnowsShare) else None
 
     def state(self) -> Mapping[str, bytes]:
-        """See `core.types.Batches`. Empty: a pass is not resumed."""
+        """Empty: a pass is not resumed."""
         return {}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """See `core.types.Batches`."""
         assert not state, "a pass over a split begins at its start"
 
 

@@ -154,7 +154,6 @@ class ChatTask(TextTask):
         return []
 
     def describe(self) -> str:
-        """See `TextTask`."""
         if self.vocabulary.problems():
             return super().describe()
         ends = ", ".join(map(self.vocabulary.token_of, self.vocabulary.turn_ends))

@@ -50,7 +50,7 @@ class FileSource(DocumentSource):
         return None
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """See `DocumentSource`. The few validation lines of shared files are shared, as some file may have none."""
+        """The few validation lines of shared files are shared, as some file may have none."""
         files, kept = self.files(split), self.kept_split(split)
         divides = len(files) < num_streams and kept != "validation"
         parts = [part for file in files for part in self._parts_of(file, num_streams if divides else 1, kept)]
@@ -71,7 +71,6 @@ class FileSource(DocumentSource):
         return [_WholeFile(file, take)]
 
     def fingerprint(self) -> str:
-        """See `Corpus`."""
         listing = [
             (split, file.name, file.size_bytes) for split in ("train", "validation") for file in self.files(split)
         ]
@@ -93,12 +92,10 @@ class PythonLibrary(FileSource):
         return python_files(self.root)
 
     def files(self, split: str) -> tuple[File, ...]:
-        """See `FileSource`."""
         wanted = split == "validation"
         return tuple(file for file in self._all_files if is_validation(file.name) == wanted)
 
     def problems(self) -> list[str]:
-        """See `Corpus`."""
         counts = {split: len(self.files(split)) for split in ("train", "validation")}
         if all(counts.values()):
             return []
@@ -108,7 +105,6 @@ class PythonLibrary(FileSource):
         ]
 
     def describe(self) -> str:
-        """See `Corpus`."""
         train, validation = self.files("train"), self.files("validation")
         total_bytes = sum(file.size_bytes for file in (*train, *validation))
         return (
@@ -126,7 +122,6 @@ class TextFiles(FileSource):
     field: str
 
     def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
         return (*self.train, *self.validation)
 
     @functools.cached_property
@@ -139,18 +134,16 @@ class TextFiles(FileSource):
         return {split: tuple(sorted(shared + own)) for split, own in zip(("train", "validation"), apart, strict=True)}
 
     def files(self, split: str) -> tuple[File, ...]:
-        """See `FileSource`."""
         files = self._listed[split]
         if not files:
             raise UserError(" ".join(self.problems()) or f"text.files: no {split} file")
         return files
 
     def kept_split(self, split: str) -> str | None:
-        """See `FileSource`."""
         return None if self.validation else split
 
     def problems(self) -> list[str]:
-        """See `Corpus`. Files on gs:// are not looked up."""
+        """Files on gs:// are not looked up."""
         if not self.train:
             return [
                 "DATA is not set: bind it to your text, e.g. --gin \"DATA = '/data/*.jsonl'\" (or gs://bucket/*.txt)"
@@ -188,7 +181,6 @@ class TextFiles(FileSource):
         return documents.first_text(file)
 
     def describe(self) -> str:
-        """See `Corpus`."""
         validation = ", ".join(self.validation) or self._held_out()
         return (
             f"text.files: train {', '.join(self.train) or '(DATA is not set)'}{self._size()}; validation {validation}"

@@ -29,7 +29,7 @@ import numpy as np
 from core import foreign_json, paths
 from core.errors import Problem, UserError
 from tasks import permutation
-from tasks.document_streams import DocumentSource, DocumentStream
+from tasks.document_streams import Chunks, DocumentSource, DocumentStream
 from tasks.documents import StreamSpec
 from tasks.ids import Vocabulary
 from tasks.streams import Stream
@@ -166,19 +166,17 @@ class TokenCache(DocumentSource):
         return self._opened[split]
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """See `Corpus`."""
         return DocumentStream(_Documents(self, spec), spec, concatenates=self.concatenates)
 
     def sample_texts(self) -> Iterator[str]:
-        """See `Corpus`. Yields nothing: the vocabulary exists."""
+        """Yields nothing: the vocabulary exists."""
         return iter(())
 
     def named_files(self) -> tuple[str, ...]:
-        """See `Corpus`."""
         return (self.path,)
 
     def problems(self) -> list[str]:
-        """See `Corpus`. A cache on gs:// is read with the first batch."""
+        """A cache on gs:// is read with the first batch."""
         if not self.path:
             return ["DATA is not set: bind it to a token cache, which launch/run tokenize --out writes"]
         if paths.is_remote(self.path) or self.vocabulary.problems():
@@ -191,7 +189,7 @@ class TokenCache(DocumentSource):
         return []
 
     def describe(self) -> str:
-        """See `Corpus`. Counts are those of a local cache."""
+        """Counts are those of a local cache."""
         if not self.path or paths.is_remote(self.path) or self.problems():
             return f"text.tokens: {self.path or '(DATA is not set)'}"
         counts = " + ".join(f"{self.split(name).documents:,}" for name in SPLITS)
@@ -204,7 +202,6 @@ class TokenCache(DocumentSource):
         return self.split("train").tokens
 
     def fingerprint(self) -> str:
-        """See `Corpus`."""
         splits = [tuple(self.split(name)) for name in SPLITS]
         return hashlib.sha256(repr((splits, self.concatenates)).encode()).hexdigest()
 
@@ -229,7 +226,7 @@ class _Piece(NamedTuple):
     check: int | None  # of the document if this is its last chunk
 
 
-class _Documents:
+class _Documents(Chunks):
     """`document_streams.Chunks` of a cache. TensorStore reads in threads of its own, ahead of what is used."""
 
     def __init__(self, cache: TokenCache, spec: StreamSpec) -> None:
@@ -238,11 +235,9 @@ class _Documents:
         self.move({"document": 0, "id": 0})
 
     def position(self) -> dict[str, int]:
-        """See `Chunks`."""
         return {"document": self._number, "id": self._id}
 
     def move(self, position: Mapping[str, int]) -> None:
-        """See `Chunks`."""
         self._number, self._id = position["document"], position["id"]
         self._pieces = self._all_pieces(self._number)
         self._requested: collections.deque[tuple[list[_Piece], Any]] = collections.deque()
@@ -253,11 +248,10 @@ class _Documents:
         self._crc = 0  # of this document so far
 
     def share(self) -> float:
-        """See `Chunks`."""
         return min(1.0, self._number * self._spec.num_streams / self._split.documents)
 
     def take(self, most: int) -> np.ndarray | None:
-        """See `Chunks`. Raises UserError if the cache cannot be read, or differs from what was written."""
+        """Raises UserError if the cache cannot be read, or differs from what was written."""
         taken: list[np.ndarray] = []
         while most:
             if (found := self._piece or self._next_piece()) is None:

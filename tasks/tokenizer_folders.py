@@ -17,14 +17,14 @@ from core.errors import Problem, UserError
 from core.published_files import CONFIG, GENERATION_CONFIG, TOKENIZER
 from tasks import chat_answers
 from tasks.chat_templates import Message, Range
-from tasks.ids import before_end
+from tasks.ids import ChatVocabulary, before_end
 from tasks.template_process import TemplateError, TemplateProcess
 
 # Special tokens that templates know by name.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class FolderTokenizer:
+class FolderTokenizer(ChatVocabulary):
     """The tokenizer of a published folder, local or remote, read at first use.
 
     Attributes:
@@ -116,7 +116,7 @@ class FolderTokenizer:
 
     @functools.cached_property
     def size(self) -> int:
-        """See `Vocabulary`. Includes added tokens, unless the folder's model has no embedding for them."""
+        """Includes added tokens, unless the folder's model has no embedding for them."""
         rows = self._embedded_ids
         if {i for i in self._ids if i >= rows} <= self.added_ids:
             return min(max(self._ids) + 1, rows)
@@ -124,7 +124,6 @@ class FolderTokenizer:
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
-        """See `ChatVocabulary`."""
         return frozenset(self._tokenizer.get_added_tokens_decoder())
 
     @functools.cached_property
@@ -142,7 +141,6 @@ class FolderTokenizer:
 
     @functools.cached_property
     def eos_id(self) -> int:
-        """See `Vocabulary`."""
         found = self._id("eos")
         if found is None:
             if text := self.token("eos_token"):
@@ -152,17 +150,16 @@ class FolderTokenizer:
 
     @functools.cached_property
     def bos_id(self) -> int:
-        """See `Vocabulary`. Models without a begin-of-text token, such as Qwen's, begin with the end of a document."""
+        """Models without a begin-of-text token, such as Qwen's, begin with the end of a document."""
         found = self._id("bos")
         return self.eos_id if found is None else found
 
     @functools.cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """See `ChatVocabulary`. Empty without a chat template."""
+        """Empty without a chat template."""
         return chat_answers.turn_ends(self)
 
     def token_of(self, token_id: int) -> str:
-        """See `ChatVocabulary`."""
         return str(self._tokenizer.id_to_token(token_id))
 
     @property
@@ -177,11 +174,10 @@ class FolderTokenizer:
 
     @functools.cached_property
     def hash(self) -> str:
-        """See `Vocabulary`."""
         return hashlib.sha256(json.dumps([self._text, self.bos_id, self.eos_id]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See `Vocabulary`. Adds no special tokens, but recognizes those that are written in the text."""
+        """Adds no special tokens, but recognizes those that are written in the text."""
         return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -209,7 +205,6 @@ class FolderTokenizer:
         return self._embedded(found.ids), found.offsets
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Vocabulary`."""
         return self._tokenizer.decode(before_end(ids, self), skip_special_tokens=True)
 
     def chat(
@@ -310,14 +305,13 @@ class FolderTokenizer:
         _ = self.eos_id, self._tokenizer
 
     def problems(self) -> list[str]:
-        """See `Vocabulary`. Does not check that a remote folder exists."""
+        """Does not check that a remote folder exists."""
         if "://" not in self.path and not (self.folder / TOKENIZER).is_file():
             said = f"no {TOKENIZER} in {self.path!r}"
             return [Problem(said, setting="VOCABULARY", file=self.path, fix="give the folder of a published model")]
         return []
 
     def describe(self) -> str:
-        """See `Vocabulary`."""
         if self.problems():
             return f"tokenizer of {self.path} (absent)"
         beyond = (

@@ -322,12 +322,11 @@ class RandomQuestions(SampledTask):
     vocab_size: int
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """See `SampledTask`."""
         sizes = {"image_size": self.image_size, "image_tokens": self.image_tokens, "length": self.length}
         return batch_spec(batch_size, **sizes, has_kinds=False)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> dict[str, np.ndarray]:
-        """See `SampledTask`; the last quarter of the text is the answer."""
+        """The last quarter of the text is the answer."""
         del is_training
         ids = rng.integers(0, self.vocab_size, self.length - self.image_tokens + 1).tolist()
         asked = len(ids) - 1 - len(ids) // 4

@@ -29,7 +29,7 @@ def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
         )
 
 
-class Bytes:
+class Bytes(Vocabulary):
     """UTF-8 bytes: id = byte + 3. Padding is 0, end of document 1, unknown 2."""
 
     size = 259
@@ -40,15 +40,13 @@ class Bytes:
 
     @property
     def hash(self) -> str:
-        """See `Vocabulary`."""
         return hashlib.sha256(b"bytes: 3 special ids, then 256 bytes").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See `Vocabulary`."""
         return [byte + self._offset for byte in text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Vocabulary`. Bytes that are not UTF-8 are skipped."""
+        """Bytes that are not UTF-8 are skipped."""
         body = before_end(ids, self)
         kept = [i - self._offset for i in body if i >= self._offset]
         return builtins.bytes(kept).decode(errors="ignore")
@@ -57,15 +55,13 @@ class Bytes:
         """Does nothing."""
 
     def problems(self) -> list[str]:
-        """See `Vocabulary`."""
         return []
 
     def describe(self) -> str:
-        """See `Vocabulary`."""
         return "bytes (259 ids)"
 
 
-class Numbers:
+class Numbers(Vocabulary):
     """Ids written as decimal numbers, for data that is not text."""
 
     pad_id = PAD_ID
@@ -77,17 +73,15 @@ class Numbers:
 
     @property
     def hash(self) -> str:
-        """See `Vocabulary`."""
         return hashlib.sha256(f"numbers below {self.size}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See `Vocabulary`."""
         ids = [int(word) for word in text.split()]
         check_ids(ids, self)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Vocabulary`. Writes every id, because there is no end of document."""
+        """Writes every id, because there is no end of document."""
         ids = [int(i) for i in ids]
         check_ids(ids, self)
         return " ".join(map(str, ids))
@@ -96,11 +90,9 @@ class Numbers:
         """Does nothing."""
 
     def problems(self) -> list[str]:
-        """See `Vocabulary`."""
         return []
 
     def describe(self) -> str:
-        """See `Vocabulary`."""
         return f"numbers ({self.size} ids)"
 
 

@@ -305,6 +305,25 @@ def test_every_module_says_what_it_is_for():
     assert not [name(p) for p in PRODUCT if not ast.get_docstring(ast.parse(p.read_text())) and p.read_text()]
 
 
+def without_docstrings(tree):
+    """Public methods without a docstring, in public classes that inherit none."""
+    for node in ast.walk(tree):
+        bases = {ast.unparse(base).partition("[")[0] for base in getattr(node, "bases", ())} - {
+            "NamedTuple",
+            "Protocol",
+        }
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not bases:
+            methods = (m for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_"))
+            yield from (f"{node.name}.{m.name}" for m in methods if not ast.get_docstring(m))
+
+
+def test_methods_say_what_they_do_unless_a_base_class_does():
+    found = {name(p): [*without_docstrings(ast.parse(p.read_text()))] for p in PRODUCT}
+    assert not {file: methods for file, methods in found.items() if methods}
+    assert [*without_docstrings(ast.parse("class A:\n  def b(self): pass"))] == ["A.b"]
+    assert not [*without_docstrings(ast.parse("class A(B):\n  def b(self): pass"))]
+
+
 def test_no_test_is_left_out():
     pattern = re.compile(r"mark\.(skip|skipif|xfail)\b|pytest\.(skip|importorskip|xfail)\(|unittest\.skip")
     tests = [p for p in PYTHON if name(p).startswith("tests/") and p != pathlib.Path(__file__).resolve()]

@@ -170,7 +170,7 @@ def _trees(wanted: Mapping[str, tuple[Any, ParamSpec]]) -> tuple[Any, Any]:
     return shapes, specs
 
 
-class SavedParameters:
+class SavedParameters(ParameterSource):
     """The parameters of a checkpoint.
 
     Attributes:
@@ -205,23 +205,19 @@ class SavedParameters:
         self._content = {paths_here[path]: content[name] for path, name in stored.items()}
 
     def describe(self) -> str:
-        """See `ParameterSource`."""
         return f"step {self.folder.name} of {self.folder.parent}"
 
     def renamed(self, renames: Mapping[str, str]) -> SavedParameters:
-        """See `ParameterSource`."""
         return SavedParameters(self.folder, renames, notes=self.notes, open_source=self._open_source)
 
     def has(self, path: str) -> bool:
-        """See `ParameterSource`."""
         return path in self._stored
 
     def num_layers(self, path: str) -> int | None:
-        """See `ParameterSource`."""
         return next(iter(reading.shape_of(self._content[path][0])), None) if self.has(path) else None
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
-        """See `ParameterSource`. Parameters that the step leaves out are compared by its metadata."""
+        """Parameters that the step leaves out are compared by its metadata."""
         del specs
         wanted = _by_path(shapes)
         kinds = {path: _read_as(kind, wanted.get(path)) for path, (kind, _) in self._content.items()}
@@ -247,7 +243,7 @@ class SavedParameters:
             require_left_out(self._source, self._described, absent)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """See `ParameterSource`. Floating-point parameters are converted to the dtype of `abstract`.
+        """Floating-point parameters are converted to the dtype of `abstract`.
 
         Raises:
           UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved or, if the
@@ -304,7 +300,7 @@ class SavedParameters:
         return {paths_of[name]: array.astype(wanted[paths_of[name]].dtype) for name, array in found.items()}
 
 
-class GivenParameters:
+class GivenParameters(ParameterSource):
     """Parameters in the memory of this process, which is the only one of the run.
 
     Attributes:
@@ -332,30 +328,25 @@ class GivenParameters:
         self._arrays = {names[path]: array for path, array in found.items()}
 
     def describe(self) -> str:
-        """See `ParameterSource`."""
         return f"{units.counted(len(self._arrays), 'parameter')} in memory"
 
     def renamed(self, renames: Mapping[str, str]) -> GivenParameters:
-        """See `ParameterSource`."""
         return GivenParameters(self._params, renames)
 
     def has(self, path: str) -> bool:
-        """See `ParameterSource`."""
         return path in self._arrays
 
     def num_layers(self, path: str) -> int | None:
-        """See `ParameterSource`."""
         return next(iter(self._arrays[path].shape), None) if self.has(path) else None
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
-        """See `ParameterSource`."""
         del specs
         wanted = _by_path(shapes)
         kinds = {path: _read_as(reading.kind(array), wanted.get(path)) for path, array in self._arrays.items()}
         return reading.differences(kinds, wanted, where="in memory")
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """See `ParameterSource`. The arrays are copies, converted to the dtypes of `abstract`."""
+        """The arrays are copies, converted to the dtypes of `abstract`."""
         del specs
         progress("all together", len(self._arrays), len(self._arrays))
 

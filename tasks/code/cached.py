@@ -51,12 +51,11 @@ class CachedHidden(chunks.ChunkTask):
             raise UserError(" ".join(problems))
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """See `ChunkTask`; `hidden` are the hidden states."""
+        """`hidden` are the hidden states."""
         shape = (batch_size, self.length, self._about["width"])
         return {**super().spec(batch_size), HIDDEN: Field(shape, np.float16, ("batch", "length", None))}
 
     def rows(self, split: str) -> _CachedRows:
-        """See `ChunkTask`."""
         return _CachedRows(Path(self.folder) / split)
 
     def problems(self) -> list[str]:

@@ -27,6 +27,7 @@ from core.batches import BatchSpec, Field
 from core.errors import UserError
 from core.types import Batches, DataLayout
 from tasks import permutation, streams
+from tasks.streams import Stream
 
 SPLITS = ("train", "validation", "test")
 DOCUMENTS = "documents"  # field of a batch: number of the file of each row in its split, [B], -1 for rows of padding
@@ -121,7 +122,7 @@ def evaluation_order(count: int) -> np.ndarray:
     return permutation.permuted(range(count), count, key=_IN_ORDER_OF)
 
 
-class _Stream:
+class _Stream(Stream):
     """The rows of one stream: `streams.Stream`."""
 
     def __init__(
@@ -141,7 +142,6 @@ class _Stream:
         self._taken = 0
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`."""
         if self._most is not None and self._taken * self._num_streams >= self._most:
             raise StopIteration
         numbers = [(self._taken + i) * self._num_streams + self._index for i in range(self._each)]
@@ -150,11 +150,9 @@ class _Stream:
         return {name: np.stack([row[name] for row in rows]) for name in self._spec}
 
     def state(self) -> bytes:
-        """See `streams.Stream`."""
         return json.dumps({"rows": self._taken}).encode()
 
     def restore(self, state: bytes) -> None:
-        """See `streams.Stream`."""
         self._taken = streams.read_position(state, rows=int)["rows"]
 
     def _row(self, number: int) -> Mapping[str, np.ndarray]:

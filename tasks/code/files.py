@@ -58,7 +58,6 @@ class CodeFiles(chunks.ChunkTask):
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._sample)
 
     def rows(self, split: str) -> chunks.TokenRows:
-        """See `ChunkTask`."""
         if split not in self._rows:
             where = f"code_files: the {split} split of {units.counted(len(self._listed), 'file')}"
             options = {"length": self.length, "bos_id": self.vocabulary.bos_id, "least_tokens": self.least_tokens}

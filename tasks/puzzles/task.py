@@ -22,6 +22,7 @@ from core.types import IGNORED, Batches, DataLayout
 from tasks import streams, vocabularies
 from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
+from tasks.streams import Stream
 
 WHOLE = files.Cut()
 _EMPTY = "{!r} has a split without puzzles; build it again"
@@ -314,14 +315,13 @@ class PuzzleTask:
         )
 
 
-class PuzzleStream:
+class PuzzleStream(Stream):
     """`streams.Stream` of a puzzle dataset; each element is one global batch."""
 
     def __init__(self, split: Split, visits: order.Shuffled | order.InOrder):
         self._split, self._visits = split, visits
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """See `streams.Stream`."""
         picked = next(self._visits)
         split, meta = self._split, self._split.metadata
         filler = picked.examples == order.FILLER
@@ -335,9 +335,7 @@ class PuzzleStream:
         return {"inputs": inputs, "labels": labels, "puzzle_ids": ids}
 
     def state(self) -> bytes:
-        """See `streams.Stream`."""
         return self._visits.state()
 
     def restore(self, state: bytes) -> None:
-        """See `streams.Stream`."""
         self._visits.restore(state)

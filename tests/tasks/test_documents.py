@@ -12,7 +12,10 @@ GOOD = [json.dumps({"text": f"a line of words, number {i}"}) for i in range(40)]
 ROWS = DataLayout(2, (0, 1), (0, 1))
 BAD_LINES = {
     "broken": ('{"text": oh', "not JSON (Expecting value"),
-    "missing": ('{"body": "x"}', "no text in field 'text', found ['body']; set text.files.field"),
+    "missing": (
+        '{"body": "x"}',
+        "no text in field 'text', found ['body']; name the field that has it (text.files.field, --field)",
+    ),
     "number": ('{"text": 3}', "no text in field 'text', found 3"),
     "null text": ('{"text": null}', "no text in field 'text', found null"),
     "null": ("null", "no text in field 'text', found null"),

@@ -330,7 +330,7 @@ def test_lines_of_json_continue_exactly(lines):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"content": "a"}', r"bad.jsonl:1: no text in field 'text', found \['content'\]; set text.files.field"),
+        ('{"content": "a"}', r"bad.jsonl:1: no text in field 'text', found \[.content.\]; name the field that has it"),
         ('{"text": ', r"bad.jsonl:1: not JSON"),
         ("[1]", r"bad.jsonl:1: no text in field 'text', found list"),
     ],
