@@ -77,6 +77,7 @@ WRITES = {  # the file of each command, and a command line to which the flag and
     ("session", "--write"): "plan v4-8 gin/quickstart.gin",
     ("session", "--record"): "plan v4-8 gin/quickstart.gin",
     ("agreement", "--json"): "agreement",
+    ("preflight", "--json"): "check v4-8 gin/quickstart.gin",
     ("doctor", "--json"): "doctor v4-8 gin/quickstart.gin",
     ("evaluate", "--json"): "evaluate no_such_run",
     ("evaluate", "--submission"): "evaluate no_such_run",
