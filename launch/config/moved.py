@@ -16,6 +16,7 @@ from core import units
 from launch.config import sources
 from launch.config.sources import Source
 from launch.config.statements import REQUIRED, Binding, Macro, Reference, expand, is_flag, leaves, symbol_for, transform
+from launch.settings import GROUPS, HOMES
 
 _ACCEPTED = "these names are old, and the next release will not accept them:"
 _MOST_LINES = 12  # of a note
@@ -42,28 +43,12 @@ class Table(NamedTuple):
     needs: Mapping[str, str] = MappingProxyType({})
 
 
-_GROUPS = {  # of an experiment, and the settings that were its own
-    "initialization": "init_from init_layers init_patterns init_renames",
-    "logging": "log_interval memory_profile_steps profile_steps statistics_interval wandb_project",
-    "evaluation": "eval_batches eval_interval prompt",
-    "checkpointing": (
-        "checkpoint_interval keep_best keep_checkpoints keep_params_checkpoints params_checkpoint_interval "
-        "persistent_directory save_limit_seconds"
-    ),
-    "health": (
-        "apart_limit_seconds compare_interval compile_limit_seconds silent_limit_seconds step_limit_seconds watchdog"
-    ),
-}
-_EXPERIMENT = "launch.experiment.Experiment"
+_EXPERIMENT, _SETTINGS = "launch.experiment.Experiment", "launch.settings"
 TABLE = Table(
-    names={
-        f"{_EXPERIMENT}.{name}": f"launch.settings.{group.capitalize()}.{name}"
-        for group, names in _GROUPS.items()
-        for name in names.split()
-    },
+    names={f"{_EXPERIMENT}.{n}": f"{_SETTINGS}.{GROUPS[group].__name__}.{n}" for n, group in HOMES.items()},
     needs={
-        f"launch.settings.{group.capitalize()}": f"{_EXPERIMENT}.{group} = @launch.settings.{group.capitalize()}()"
-        for group in _GROUPS
+        f"{_SETTINGS}.{kind.__name__}": f"{_EXPERIMENT}.{group} = @{_SETTINGS}.{kind.__name__}()"
+        for group, kind in GROUPS.items()
     },
 )
 

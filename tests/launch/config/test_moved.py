@@ -47,7 +47,7 @@ def test_settings_of_an_experiment_that_moved_into_groups():
     assert [p.place for p in error.value.problems] == ["--gin #1"]
 
 
-def mixers(value, bound):
+def optimizer(value, bound):
     """An old value of a choice, with a parameter of the same constructor, becomes two statements."""
     if not isinstance(value, str):
         return None
@@ -66,7 +66,10 @@ def table(monkeypatch):
         "launch.experiment.Experiment.rule": "launch.experiment.Experiment.optimizer",
         "BATCH": "BATCH_SIZE",
     }
-    values = {"launch.experiment.Experiment.optimizer": mixers}
+    values = {
+        "launch.experiment.Experiment.optimizer": optimizer,
+        "launch.experiment.Experiment.share": lambda value, bound: [],  # `optimizer` says it
+    }
     monkeypatch.setattr(moved, "TABLE", moved.Table(names, values))
 
 
@@ -129,15 +132,12 @@ def test_old_and_new_spelling_override_one_another(write):
 
 
 def test_old_values_become_statements(write):
-    file = write("experiment.Experiment.rule = 'adamw'", "experiment.Experiment.share = 0.7")
-    with pytest.raises(ConfigError, match="no parameter 'share'"):
-        loader.load(file)
-    config = loader.load(
-        write("rules.lion.learning_rate = @rules.warmup_cosine()", "experiment.Experiment.rule = 'lion'")
-    )
-    assert render(values(config)["experiment.Experiment.optimizer"]) == "@optimizers.lion()"
+    config = loader.load(write("experiment.Experiment.rule = 'adamw'", "experiment.Experiment.share = 0.7"))
+    assert values(config)["optimizers.adamw.b1"] == 0.7
     (note,) = config.notes
-    assert "experiment.Experiment.optimizer = @rules.lion() for experiment.Experiment.rule = 'lion'" in note
+    assert "mine.gin:11: remove experiment.Experiment.share = 0.7" in note
+    assert "experiment.Experiment.optimizer = @rules.adamw(); " in note
+    assert " for experiment.Experiment.rule = 'adamw'" in note
 
 
 def test_an_old_value_of_a_macro(write):
