@@ -16,7 +16,8 @@ blocks of keys of a block of queries.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,19 @@ from core.errors import UserError, check_integer
 from core.platforms import by_platform
 from models import attention, ring_attention
 from models.attention import KeysAndValues
+from models.decoder_parts import Attention, scores
+from models.parts import GLOBAL, LOCAL, Call, Part, Work
 from models.splash_tiles import LANES, Tiles, largest
+
+if TYPE_CHECKING:
+    from models.decoder_config import DecoderConfig
 
 _SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockSparse:
-    """The blocks to which a query attends.
+class BlockSparse(Attention):
+    """A mixer: attention to global, near and drawn blocks, with the decoder's heads and rotation.
 
     Attributes:
       block: c, positions of a block; the kernel needs a multiple of 128.
@@ -62,9 +68,51 @@ class BlockSparse:
         if self.seed >= 2**63:
             raise UserError(f"BlockSparse.seed = {self.seed}: expected an integer below 2**63")
 
-    def shrink(self) -> "BlockSparse":
-        """Returns settings for the short rows of rehearsals."""
+    name = "block_sparse"
+    norm = None
+    has_window = False
+    sees_prefix = False
+
+    def check(self, decoder: "DecoderConfig") -> None:  # noqa: D102
+        if decoder.attention == "none":
+            raise UserError("Transformer.attention = 'none' mixes no positions: expected another with 'block_sparse'")
+        if decoder.attention == "cudnn":
+            raise UserError("Transformer.attention = 'cudnn' cannot skip blocks: expected another with 'block_sparse'")
+        if any(self in kind.mixers and kind.span == LOCAL for kind in decoder.layer_kinds):
+            raise UserError(
+                f"Transformer: window = {decoder.window}, pattern = {decoder.pattern}: a local layer has the mixer "
+                "'block_sparse', whose blocks may lie outside of the window (BlockSparse.window limits them); name "
+                "these layers 'global' in the pattern"
+            )
+
+    def _mixed(
+        self, c: "DecoderConfig", q: jax.Array, key: jax.Array, value: jax.Array, call: Call
+    ) -> tuple[jax.Array, Any]:
+        if call.side.prefix is not None:
+            raise UserError("mixer 'block_sparse' is causal, and this model attends both ways to a part of a row")
+        how = {"settings": self, **scores(c, call)}
+        if call.before is None:
+            return attend(q, key, value, call.side.segment_ids, choice=c.attention, **how), ()
+        return cached(q, key, value, *call.before, call.side.padding, **how)
+
+    def work(self, decoder: "DecoderConfig", kind: str, length: int) -> Work:
+        """Counts whole blocks."""
+        inner = decoder.num_heads * decoder.head_width
+        return Work(super().work(decoder, GLOBAL, length).matrices, 2 * self.attended(length) * inner)
+
+    def empty_state(self, decoder: "DecoderConfig", kind: str, rows: int, length: int) -> KeysAndValues:
+        """Returns room for all positions, because a drawn block may be any of the row."""
+        return super().empty_state(decoder, GLOBAL, rows, length)
+
+    def shrink(self, multiples: Mapping[str, int]) -> "BlockSparse":
+        """Returns blocks for the short rows of rehearsals."""
         return dataclasses.replace(self, block=8)
+
+    def settings(self, decoder: "DecoderConfig") -> dict[str, Any]:  # noqa: D102
+        return Part.settings(self, decoder)
+
+    def on_gpus(self, decoder: "DecoderConfig", length: int) -> str | None:  # noqa: D102
+        return super().on_gpus(decoder, length) if decoder.attention == "splash" else "plain products"
 
     @property
     def blocks(self) -> int:

@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
 from models import decoder_parts
-from models.decoder_config import DecoderConfig, LayerKind
-from models.layer_parts import Call, Earlier, Part
+from models.decoder_config import DecoderConfig, LayerKind, slots
+from models.parts import Call, Earlier
 
 State = dict[str, object]  # of one layer, by the names of its parts
 
@@ -37,11 +37,11 @@ class Block(hk.Module):
         states: State = {}
         sums: dict[str, object] = {}
         x = logical.constrain(x, "batch", "residual_length", "embed")
-        for slot, norm, parts in slots(self.config, self.kind):
+        for slot, norm, parts in slots(self.kind):
             normed = decoder_parts.normalized(self.config, f"{norm}_norm", x)
             added = None
             for name, part in parts.items():
-                y, state, found = part(normed, _of_part(call, name))
+                y, state, found = part(self.config, normed, _of_part(call, name))
                 added = y if added is None else added + y
                 states |= {name: state} if jax.tree.leaves(state) else {}
                 sums |= {name: found} if jax.tree.leaves(found) else {}
@@ -52,18 +52,8 @@ class Block(hk.Module):
         return x, states, sums
 
 
-def slots(config: DecoderConfig, kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:
-    """Returns the slots of a layer: name, start of the names of its norms, and parts by name."""
-    mixers = {name: decoder_parts.part(config, name, name) for name in kind.mixers}
-    norm = "attention" if "attention" in mixers else "mixer"
-    if kind.feed_forward == "none":
-        return [("mixer", norm, mixers)]
-    name = kind.feed_forward if kind.feed_forward in ("mlp", "experts") else "feed_forward"
-    last = {name: decoder_parts.part(config, kind.feed_forward, name)}
-    return [("mixer", norm, mixers), ("feed_forward", "mlp" if name == "experts" else name, last)]
-
-
 def _of_part(call: Call, name: str) -> Call:
+    call = call._replace(name=name)
     if call.carried is not None:
         call = call._replace(carried=call.carried.get(name))
     if call.before is None:

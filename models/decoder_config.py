@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from core import stack
 from core.errors import UserError
-from models import attention, chunked_loss, cudnn_attention, derivatives, quantized, rotary
-from models.block_sparse import BlockSparse
-from models.experts import Experts
+from models import attention, chunked_loss, derivatives, quantized, rotary
+from models.decoder_parts import Attention, Mlp
 from models.lora import Lora
+from models.parts import GLOBAL, LOCAL, Part, Sum
 from models.planner_config import Planner
-from models.s5 import S5
 from models.splash_tiles import Tiles
-
-if TYPE_CHECKING:
-    from models.ttt.config import TTTConfig  # of no use to decoders without it
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
 # comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
@@ -34,15 +30,6 @@ REMAT: Mapping[str, stack.Remat] = {
     "dots": "dots",  # as projections, but the kernel runs again
     "halves": ("norm", "attended"),  # 32 MiB, 7/10: the inputs of attention and of the feed-forward layer
     "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
-}
-LOCAL, GLOBAL = "local", "global"
-MIXERS = ("attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp")  # `models.decoder_parts` has their parts
-FEED_FORWARDS = ("mlp", "experts", "s5", "none")
-_SETTINGS_OF = {  # fields with the settings of parts, and the names of these parts
-    "experts": ("experts",),
-    "block_sparse": ("block_sparse",),
-    "s5": ("s5",),
-    "ttt": ("ttt_linear", "ttt_mlp"),
 }
 _CHOICES = {
     "remat": REMAT,
@@ -65,13 +52,6 @@ _NOT_SETTINGS = {
     "keeps_states",
     "attention_tiles",
 }
-_PARTS_NOT_SETTINGS = {("s5", "chunk"), ("ttt", "inner")}  # the name of the mixer says which inner model it has
-_EXPERTS_NOT_SETTINGS = {
-    "mlp_dim",
-    "capacity",
-    "balance",
-    "z_loss",
-}  # the width is listed as mlp_dim if it is the only one
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
 _POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
@@ -82,14 +62,14 @@ class LayerKind(NamedTuple):
 
     Attributes:
       span: LOCAL or GLOBAL.
-      mixers: of `MIXERS`; their outputs are added.
-      feed_forward: of `FEED_FORWARDS`.
+      mixers: their outputs are added.
+      feed_forward: None: the layer has none.
       module: name of the Haiku module of its parameters.
     """
 
     span: str
-    mixers: tuple[str, ...]
-    feed_forward: str
+    mixers: tuple[Part, ...]
+    feed_forward: Part | None
     module: str = "block"
 
 
@@ -128,20 +108,16 @@ class DecoderConfig:
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
-      mixer: what mixes positions: "attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp", or several joined by "+",
-        whose outputs are added; a tuple is repeated over the layers.
-      feed_forward: "mlp", "experts", "s5" or "none"; a tuple is repeated over the layers. None: "experts" if there are
-        any, otherwise "mlp". If parameters of layers differ, `num_layers` is a multiple of the number of layers after
-        which they repeat, and those of the i-th of these layers are in a module `block_i`.
-      experts: a mixture of experts in place of the feed-forward layer; see `models.experts`.
-      block_sparse: settings of attention to some blocks; see `models.block_sparse`.
-      s5: settings of state-space layers; see `models.s5`.
+      mixer: what mixes positions: a part (`models.parts.Part`), or `models.parts.Sum` of several; a tuple is repeated
+        over the layers.
+      feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If parameters of layers
+        differ, `num_layers` is a multiple of the number of layers after which they repeat, and those of the i-th of
+        these layers are in a module `block_i`.
       planner: plans of finished chunks, added to the embedded tokens; see `models.planner`.
-      keeps_states: whether state-space layers continue from the states in which the rows of the training step before
-        ended, without the gradient of these (truncated backpropagation), where the first position of a row is above 0:
-        for `tasks.chunked`. Attention then sees the positions of one step alone.
+      keeps_states: whether parts with a state, such as `models.s5.S5`, continue from the states in which the rows of
+        the training step before ended, without the gradient of these (truncated backpropagation), where the first
+        position of a row is above 0: for `tasks.chunked`. Attention then sees the positions of one step alone.
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
-      ttt: settings of the mixers "ttt_linear" and "ttt_mlp"; see `models.ttt`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
         logits are small enough (`models.chunked_loss.default_positions`).
       attention_tiles: of the splash kernel, but for block-sparse attention; a ring has no fused backward pass; None:
@@ -182,15 +158,11 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     scaled_embedding: bool = False
-    mixer: str | tuple[str, ...] = "attention"
-    feed_forward: str | tuple[str, ...] | None = None
-    experts: Experts | None = None
-    block_sparse: BlockSparse | None = None
-    s5: S5 | None = None
+    mixer: Part | Sum | tuple[Part | Sum, ...] = dataclasses.field(default_factory=Attention)
+    feed_forward: Part | tuple[Part | None, ...] | None = dataclasses.field(default_factory=Mlp)
     planner: Planner | None = None
     keeps_states: bool = False
     lora: Lora | None = None
-    ttt: TTTConfig | None = None
     loss_chunk: int | None = None
     attention_tiles: Tiles | None = None
     vocab_multiple: int = 128
@@ -239,82 +211,62 @@ class DecoderConfig:
 
     def _check_local_layers(self) -> None:
         local = [kind.mixers for kind in self.layer_kinds if kind.span == LOCAL]
-        if any("block_sparse" in mixers for mixers in local):
+        if local and not any(part.has_window for mixers in local for part in mixers):
             raise UserError(
-                f"Transformer: window = {self.window}, pattern = {self.pattern} and mixer = {self.mixer!r}: a local "
-                "layer has the mixer 'block_sparse', whose blocks may lie outside of the window (BlockSparse.window "
-                "limits them); name these layers 'global' in the pattern"
-            )
-        if local and not any("attention" in mixers for mixers in local):
-            raise UserError(
-                f"Transformer: window = {self.window}, pattern = {self.pattern} and mixer = {self.mixer!r}: no local "
-                "layer has the mixer 'attention', to which the window applies; set window = None and pattern = ()"
+                f"Transformer: window = {self.window}, pattern = {self.pattern}, and no local layer has a mixer "
+                "to which the window applies, such as @decoder_parts.Attention(); set window = None and pattern = ()"
             )
 
     def _check_parts(self) -> None:
-        for field, found, known in (
-            ("mixer", [name for mixers in self._mixers for name in mixers], MIXERS),
-            ("feed_forward", self._feed_forwards, FEED_FORWARDS),
+        for field, value, kinds, expected in (
+            ("mixer", self.mixer, (Part, Sum), "a mixer such as @s5.S5()"),
+            ("feed_forward", self.feed_forward, (Part, type(None)), "a part such as @experts.Experts(), or None"),
         ):
-            value = getattr(self, field)
-            if value == ():
-                raise UserError(f"Transformer.{field} = (): expected a name, or a tuple of names")
-            if unknown := [name for name in found if name not in known]:
+            wrong = [one for one in _tuple(value) if not isinstance(one, kinds)]
+            if wrong or value == ():
                 raise UserError(
-                    f"Transformer.{field} = {value!r}: {unknown[0]!r} is not known; expected "
-                    f"{', '.join(map(repr, known))}, or a tuple of these that is repeated over the layers"
+                    f"Transformer.{field} = {value!r}: expected {expected}, or a tuple of these that is repeated over "
+                    "the layers"
                 )
-        if doubled := ["+".join(mixers) for mixers in self._mixers if len(set(mixers)) < len(mixers)]:
-            raise UserError(f"Transformer.mixer = {self.mixer!r}: {doubled[0]!r} names a mixer twice")
-        named = {name for names in (*self._mixers, self._feed_forwards) for name in names}
-        for field, parts in _SETTINGS_OF.items():
-            used, value = sorted(named & set(parts)), getattr(self, field)
-            if used and value is None:
+        for kind in self.layer_kinds:
+            names = [part.name for part in kind.mixers]
+            names += [name for slot, _, parts in slots(kind) if slot == "feed_forward" for name in parts]
+            if doubled := [name for name in names if names.count(name) > 1]:
                 raise UserError(
-                    f"Transformer.{field} = None, but mixer = {self.mixer!r} and feed_forward = {self.feed_forward!r} "
-                    f"use {' and '.join(used)}: set Transformer.{field} to its settings"
-                )
-            if value is not None and not used:
-                raise UserError(
-                    f"Transformer.{field} = {value!r} has no effect: mixer = {self.mixer!r} and feed_forward = "
-                    f"{self.feed_forward!r} do not use {' or '.join(parts)}; set it to None, or use one"
+                    f"Transformer: a layer has two parts called {doubled[0]!r}: give one of them another name"
                 )
         if self.num_layers % (group := self.group):
             raise UserError(
                 f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}, the number of layers after "
-                f"which mixer = {self.mixer!r} and feed_forward = {self.feed_forward!r} repeat; nearest: "
-                f"{max(self.num_layers // group, 1) * group}, {(self.num_layers // group + 1) * group}"
+                f"which mixer and feed_forward repeat; nearest: {max(self.num_layers // group, 1) * group}, "
+                f"{(self.num_layers // group + 1) * group}"
             )
 
     def settings(self) -> dict[str, Any]:
         """See `core.types.ListsSettings`."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
-        for field, names in (("mixer", self._mixers), ("feed_forward", self._feed_forwards)):
-            found[field] = tuple(names[i % len(names)] for i in range(self.num_layers))
         found |= {
             "head_dim": self.head_width,
             "query_scale": self.score_scale,
             "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
         }
-        for part in ("block_sparse", "s5", "planner", "ttt"):
-            if (settings := found.pop(part)) is not None:
-                every = dataclasses.asdict(settings)
-                found |= {f"{part}.{name}": v for name, v in every.items() if (part, name) not in _PARTS_NOT_SETTINGS}
-        if (experts := found.pop("experts")) is not None:
-            routing = dataclasses.asdict(experts)
-            found |= {f"experts.{name}": value for name, value in routing.items() if name not in _EXPERTS_NOT_SETTINGS}
-            found["experts.mlp_dim" if "mlp" in self._feed_forwards else "mlp_dim"] = self.expert_dim
+        if (planner := found.pop("planner")) is not None:
+            found |= {f"planner.{name}": value for name, value in dataclasses.asdict(planner).items()}
+        layers = [self.layer_kind(layer) for layer in range(self.num_layers)]
+        found["mixer"] = tuple("+".join(part.name for part in kind.mixers) for kind in layers)
+        found["feed_forward"] = tuple("none" if (part := kind.feed_forward) is None else part.name for kind in layers)
+        every = list(dict.fromkeys(part for kind in layers for part in parts_of(kind).values()))
+        if not any(isinstance(part, Mlp) for part in every):
+            del found["mlp_dim"]  # nothing has this width
+        for part in every:
+            for name, value in part.settings(self).items():
+                found[name] = value if found.get(name, value) == value else (found[name], value)
         return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
 
     @property
     def head_width(self) -> int:
         """K: the size of a head."""
         return self.head_dim or self.embed_dim // self.num_heads
-
-    @property
-    def expert_dim(self) -> int:
-        """The width of an expert, or of the feed-forward layer if there are none."""
-        return self.mlp_dim if self.experts is None else self.experts.mlp_dim or self.mlp_dim
 
     @property
     def stored_vocab_size(self) -> int:
@@ -332,27 +284,20 @@ class DecoderConfig:
         return self.pattern or ((GLOBAL,) if self.window is None else (LOCAL,))
 
     @property
-    def _mixers(self) -> tuple[tuple[str, ...], ...]:
-        every = (self.mixer,) if isinstance(self.mixer, str) else self.mixer
-        return tuple(tuple(name.split("+")) for name in every)
-
-    @property
-    def _feed_forwards(self) -> tuple[str, ...]:
-        if self.feed_forward is None:
-            return ("mlp" if self.experts is None else "experts",)
-        return (self.feed_forward,) if isinstance(self.feed_forward, str) else self.feed_forward
+    def _mixers(self) -> tuple[tuple[Part, ...], ...]:
+        return tuple(one.parts if isinstance(one, Sum) else (one,) for one in _tuple(self.mixer))
 
     @property
     def group(self) -> int:
         """The number of layers after which mixers and feed-forwards repeat."""
-        mixers, others = self._mixers, self._feed_forwards
+        mixers, others = self._mixers, _tuple(self.feed_forward)
         both = [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
         return next(p for p in range(1, len(both) + 1) if len(both) % p == 0 and both == both[:p] * (len(both) // p))
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of successive layers, repeated over the stack."""
-        spans, mixers, others = self.kinds, self._mixers, self._feed_forwards
+        spans, mixers, others = self.kinds, self._mixers, _tuple(self.feed_forward)
         return tuple(
             LayerKind(
                 spans[i % len(spans)],
@@ -375,24 +320,11 @@ class DecoderConfig:
 
     def attention_on_gpus(self, length: int) -> str:
         """Returns how attention is computed on GPUs; see `core.types.DescribesAttention`."""
-        found = {
-            name: self._implementation_on_gpus(name, length)
-            for name in ("attention", "block_sparse")
-            if any(name in kind.mixers for kind in self.layer_kinds)
-        }
+        mixers = dict.fromkeys(part for kind in self.layer_kinds for part in kind.mixers)
+        found = {part.name: how for part in mixers if (how := part.on_gpus(self, length)) is not None}
         if len(found) < 2:
             return next(iter(found.values()), "none: no mixer of this decoder is attention")
         return "; ".join(f"{name}: {how}" for name, how in found.items())
-
-    def _implementation_on_gpus(self, mixer: str, length: int) -> str:
-        if self.attention == "splash":
-            return "the splash kernel, which GPUs cannot run: set attention = 'auto'"
-        if mixer == "block_sparse" or self.attention == "plain":
-            return "plain products"
-        if self.attention == "none":
-            return "none: attention = 'none' mixes no positions"
-        problem = cudnn_attention.problem(length, self.head_width, self.dtype, softcap=self.attention_softcap)
-        return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
     def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:
         """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
@@ -408,20 +340,35 @@ class DecoderConfig:
             num_heads=math.lcm(multiples["heads"], kv_heads * group),
             num_kv_heads=kv_heads,
             head_dim=math.lcm(8, multiples["head_dim"]),
-            experts=self.experts and self._fewer_experts(multiples),
-            block_sparse=self.block_sparse and self.block_sparse.shrink(),
-            s5=self.s5 and self.s5.shrink(multiples),
-            ttt=self.ttt and self.ttt.shrink(multiples),
+            mixer=_each(self.mixer, lambda part: part.shrink(multiples)),
+            feed_forward=_each(self.feed_forward, lambda part: part.shrink(multiples)),
             planner=self.planner and dataclasses.replace(self.planner, chunk=8),
         )
 
-    def _fewer_experts(self, multiples: Mapping[str, int]) -> Experts:
-        assert self.experts is not None
-        width = math.lcm(16, multiples["mlp"])
-        return dataclasses.replace(
-            self.experts,
-            number=math.lcm(4, multiples["expert"]),
-            top_k=min(self.experts.top_k, 2),
-            mlp_dim=self.experts.mlp_dim and width,
-            shared_mlp_dim=self.experts.shared_mlp_dim and width,
-        )
+
+def slots(kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:
+    """Returns the slots of a layer: name, start of the names of its norms, and parts by name."""
+    mixers = {part.name: part for part in kind.mixers}
+    norm = next((part.norm for part in kind.mixers if part.norm is not None), "mixer")
+    if (last := kind.feed_forward) is None:
+        return [("mixer", norm, mixers)]
+    name = "feed_forward" if last.norm is None else last.name
+    return [("mixer", norm, mixers), ("feed_forward", last.norm or "feed_forward", {name: last})]
+
+
+def parts_of(kind: LayerKind) -> dict[str, Part]:
+    """Returns the parts of a layer by name."""
+    return {name: part for _, _, parts in slots(kind) for name, part in parts.items()}
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _each(value: Any, change: Callable[[Part], Part]) -> Any:
+    """Changes every part of a mixer or a feed-forward of layers."""
+    if isinstance(value, tuple):
+        return tuple(_each(one, change) for one in value)
+    if isinstance(value, Sum):
+        return Sum(tuple(map(change, value.parts)))
+    return None if value is None else change(value)

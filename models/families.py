@@ -17,8 +17,10 @@ from core.errors import UserError
 from core.model_settings import differing_settings
 from core.published_files import CONFIG, read_object
 from models import published_keys, rope_settings
-from models.decoder_config import GLOBAL, LOCAL, DecoderConfig
-from models.experts import Experts
+from models.decoder_config import DecoderConfig
+from models.decoder_parts import Mlp
+from models.experts import Experts, experts_of
+from models.parts import GLOBAL, LOCAL
 from models.rope_settings import LAYER_TYPES
 
 Config = Mapping[str, Any]
@@ -193,7 +195,7 @@ def _windows(config: Config, kinds: list[str]) -> dict[str, Any]:
 
 def _mixtral(config: Config) -> dict[str, Any]:
     experts = Experts(number=config["num_local_experts"], top_k=_choices(config, "num_local_experts"))
-    return _without_windows(config, window=config["sliding_window"], experts=experts)
+    return _without_windows(config, window=config["sliding_window"], feed_forward=experts)
 
 
 def _qwen3_moe(config: Config) -> dict[str, Any]:
@@ -203,10 +205,8 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         mlp_dim=config["moe_intermediate_size"],
         normalized=config["norm_topk_prob"],
     )
-    kinds = _feed_forwards(config)
-    return _without_windows(
-        config, qk_norm=True, experts=experts, **({} if set(kinds) == {"experts"} else {"feed_forward": kinds})
-    )
+    parts = tuple(experts if has_experts else Mlp() for has_experts in _layers_with_experts(config))
+    return _without_windows(config, qk_norm=True, feed_forward=parts if len(parts) > 1 else parts[0])
 
 
 def _choices(config: Config, number: str) -> int:
@@ -216,14 +216,14 @@ def _choices(config: Config, number: str) -> int:
     return top_k
 
 
-def _feed_forwards(config: Config) -> tuple[str, ...]:
-    """Returns the feed-forward of each layer of a group, the shortest that the stack repeats a whole number of times.
+def _layers_with_experts(config: Config) -> tuple[bool, ...]:
+    """Returns which layers have experts: the shortest pattern that repeats.
 
     Layer l, from 0, has experts if decoder_sparse_step divides l + 1 and mlp_only_layers does not list it.
     """
     layers, step, listed = config["num_hidden_layers"], config["decoder_sparse_step"], config["mlp_only_layers"] or []
-    kinds = ["mlp" if layer in listed or (layer + 1) % step else "experts" for layer in range(layers)]
-    if "experts" not in kinds:
+    kinds = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
+    if not any(kinds):
         raise UserError(
             f"decoder_sparse_step = {step} and mlp_only_layers = {json.dumps(listed)} leave none of {layers} layers "
             "with experts: expected some (without experts it is model_type qwen3)"
@@ -424,7 +424,7 @@ def family(model: DecoderConfig) -> str:
     """
     if model.positions == "learned":
         found = "gpt2"
-    elif model.experts is not None:
+    elif experts_of(model) is not None:
         found = "qwen3_moe" if model.qk_norm else "mixtral"
     elif model.norm == "rms_offset":
         found = "gemma3_text" if model.qk_norm else "gemma2"
@@ -482,8 +482,8 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
         result["sliding_window"] = model.window
     if kind.startswith("gemma") or (kind == "mistral" and GLOBAL in model.kinds):
         result["layer_types"] = [LAYER_TYPES[model.kinds[i % len(model.kinds)]] for i in range(model.num_layers)]
-    if model.experts is not None:
-        result |= _experts_config(model, model.experts, kind)
+    if (experts := experts_of(model)) is not None:
+        result |= _experts_config(model, experts, kind)
     if kind.startswith("gemma"):
         result |= {
             "hidden_activation": _published(model.activation),
@@ -501,10 +501,10 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
 def _experts_config(model: DecoderConfig, experts: Experts, kind: str) -> dict[str, Any]:
     training = {"router_aux_loss_coef": experts.balance, "output_router_logits": experts.balance > 0}
     if kind == "mixtral":
-        sizes = {"intermediate_size": model.expert_dim, "num_local_experts": experts.number}
+        sizes = {"intermediate_size": experts.width(model), "num_local_experts": experts.number}
     else:
-        sizes = {"moe_intermediate_size": model.expert_dim, "num_experts": experts.number}
-        with_experts = {i for i in range(model.num_layers) if model.layer_kind(i).feed_forward == "experts"}
+        sizes = {"moe_intermediate_size": experts.width(model), "num_experts": experts.number}
+        with_experts = {i for i in range(model.num_layers) if model.layer_kind(i).feed_forward == experts}
         step = math.gcd(*(layer + 1 for layer in with_experts))
         others = [layer for layer in range(step - 1, model.num_layers, step) if layer not in with_experts]
         sizes |= {"norm_topk_prob": experts.normalized, "decoder_sparse_step": step, "mlp_only_layers": others}

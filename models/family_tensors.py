@@ -13,6 +13,8 @@ from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models import families
 from models.decoder_config import DecoderConfig
+from models.experts import Experts
+from models.parts import Part
 
 Read = Callable[[str, int | None], np.ndarray]
 # Names as they are exported, of the models with images that hold them, and of models saved without a head.
@@ -63,14 +65,15 @@ def sources(model: DecoderConfig) -> dict[str, Source]:
     return result if model.tied else {**result, "unembedding": Source("/lm_head.weight", "vocab embed")}
 
 
-def _feed_forward_sources(model: DecoderConfig, kind: str) -> dict[str, Source]:
+def _feed_forward_sources(model: DecoderConfig, part: Part | None) -> dict[str, Source]:
+    has_experts = isinstance(part, Experts)
     layer, names = "mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")}
-    if kind == "experts" and not model.qk_norm:  # Mixtral
+    if has_experts and not model.qk_norm:  # Mixtral
         layer, names = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
-    start = f"layers.{{}}.{layer}." + ("experts.{}." if kind == "experts" else "")
+    start = f"layers.{{}}.{layer}." + ("experts.{}." if has_experts else "")
     dims = {"gate": "mlp embed", "up": "mlp embed", "down": "embed mlp"}
     found = {part: Source(f"{start}{name}.weight", dims[part]) for part, name in names.items()}
-    return found if kind != "experts" else {**found, "router": Source(f"layers.{{}}.{layer}.gate.weight", "_ embed")}
+    return found if not has_experts else {**found, "router": Source(f"layers.{{}}.{layer}.gate.weight", "_ embed")}
 
 
 def _gpt2_sources(model: DecoderConfig) -> dict[str, Source]:

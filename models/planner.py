@@ -26,8 +26,8 @@ from core import logical
 from core.errors import UserError
 from models import decoder_parts, rotary
 from models.decoder_block import Block
-from models.decoder_config import GLOBAL, DecoderConfig
-from models.layer_parts import Call, Side
+from models.decoder_config import DecoderConfig
+from models.parts import GLOBAL, Call, Side
 from models.planner_config import Planner
 
 
@@ -51,15 +51,15 @@ class Plans(hk.Module):
         self.config = dataclasses.replace(
             config,
             num_layers=1,
-            mixer="attention",
+            mixer=decoder_parts.Attention(),
             attention="auto",
-            feed_forward="mlp",
+            feed_forward=decoder_parts.Mlp(),
             window=None,
             pattern=(),
             local_rope_theta=None,
             positions="rotary",
             lora=None,
-            **dict.fromkeys(("experts", "s5", "block_sparse", "ttt", "planner"), None),
+            planner=None,
         )
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ class Plans(hk.Module):
 
 def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
     """Returns training FLOPs per token, without attention among summaries: 6 per matrix entry with a gradient."""
-    layer = sum(decoder_parts.part(config, name, name).work(GLOBAL, 0).matrices for name in ("attention", "mlp"))
+    layer = sum(part.work(config, GLOBAL, 0).matrices for part in (decoder_parts.Attention(), decoder_parts.Mlp()))
     low, high = settings.high_steps * settings.low_steps, settings.high_steps
     products = 2 * (low + high) * settings.layers + 4 * 2 * settings.layers
     return (products * layer + 6 * config.embed_dim**2) / settings.chunk

@@ -4,13 +4,11 @@ A published model has the name that it has on Hugging Face, in lower case and wi
 the agreement with the published `config.json`, are tested in `tests/models/test_families.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from models import rotary
-from models.block_sparse import BlockSparse
 from models.experts import Experts
-from models.s5 import S5
 
 Fields = Mapping[str, Any]
 
@@ -100,24 +98,30 @@ def _gemma3(*sizes: int, **other: Any) -> Fields:
 
 _LINEAR = {"rope_scaling": rotary.Linear(factor=8.0), "vocab_size": 262208, "window": 1024, "max_positions": 131072}
 
-FIELDS: Mapping[str, Fields] = {
-    "tiny": _sizes(2, 64, 176, 4, 2, vocab_size=259),
-    "125m": _sizes(12, 768, 2048, 12, 12),
-    "1b": _sizes(22, 2048, 5632, 32, 4),
-    "7b": _sizes(32, 4096, 11008, 32, 32),
-    # Valkyrie for long context: block-sparse attention, and S5 in place of feed-forward layers, without its planner.
-    "valkyrie-long": _sizes(
+
+def _valkyrie_long() -> Fields:
+    """Valkyrie for long context: block-sparse attention, and S5 in place of feed-forward layers."""
+    from models.block_sparse import BlockSparse  # of no use to other presets
+    from models.s5 import S5
+
+    return _sizes(
         36,
         1536,
         4096,
         24,
         24,
         tied=True,
-        mixer="block_sparse",
-        feed_forward="s5",
-        block_sparse=BlockSparse(block=128, global_blocks=1, window=3, random=3),
-        s5=S5(states=768, min_dt=2**-16, max_dt=0.1),
-    ),
+        mixer=BlockSparse(block=128, global_blocks=1, window=3, random=3),
+        feed_forward=S5(states=768, min_dt=2**-16, max_dt=0.1),
+    )
+
+
+FIELDS: Mapping[str, Fields | Callable[[], Fields]] = {
+    "tiny": _sizes(2, 64, 176, 4, 2, vocab_size=259),
+    "125m": _sizes(12, 768, 2048, 12, 12),
+    "1b": _sizes(22, 2048, 5632, 32, 4),
+    "7b": _sizes(32, 4096, 11008, 32, 32),
+    "valkyrie-long": _valkyrie_long,
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
@@ -130,7 +134,7 @@ FIELDS: Mapping[str, Fields] = {
     "mistral-7b-v0.1": _sizes(32, 4096, 14336, 32, 8, window=4096, max_positions=32768),
     "mistral-7b-v0.3": _sizes(32, 4096, 14336, 32, 8, vocab_size=32768, rope_theta=1e6, max_positions=32768),
     "mixtral-8x7b": _sizes(
-        32, 4096, 14336, 32, 8, rope_theta=1e6, max_positions=32768, experts=Experts(number=8, top_k=2)
+        32, 4096, 14336, 32, 8, rope_theta=1e6, max_positions=32768, feed_forward=Experts(number=8, top_k=2)
     ),
     "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, max_positions=32768, tied=True),
     "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, tied=True),
@@ -141,7 +145,7 @@ FIELDS: Mapping[str, Fields] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, experts=Experts(number=128, top_k=8, mlp_dim=768)),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, feed_forward=Experts(number=128, top_k=8, mlp_dim=768)),
     "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4, head_dim=256),
     "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8, head_dim=256),
     "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, head_dim=128, query_scale=144**-0.5),

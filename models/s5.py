@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -31,12 +31,15 @@ from jax.sharding import PartitionSpec
 from core import logical
 from core.errors import UserError, check_integer
 from models import derivatives, ring_attention
-from models.layer_parts import Call, Part, Result, Work
+from models.parts import Call, Part, Result, Work
+
+if TYPE_CHECKING:
+    from models.decoder_config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class S5:
-    """The state-space layers of a decoder, as mixers or in place of feed-forward layers.
+class S5(Part):
+    """A state-space layer of a decoder, as a mixer or in place of a feed-forward; its state is the cache of a row.
 
     Attributes:
       states: 2 P, the size of the real state; a layer keeps one of each conjugate pair.
@@ -57,6 +60,10 @@ class S5:
     blocks: int = 1
     activation: str | None = "gelu"
     chunk: int = 256
+
+    name = "s5"
+    is_recurrent = True
+    keeps_state = True
 
     def __post_init__(self):
         for field in ("states", "chunk", "blocks"):
@@ -82,9 +89,31 @@ class S5:
         """The initial imaginary parts of lambda, [P]."""
         return np.tile(hippo(self.states // self.blocks), self.blocks)
 
-    def shrink(self, multiples: Mapping[str, int]) -> S5:
-        """Returns small settings for rehearsals."""
+    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:  # noqa: D102
+        names = ("batch", "length", "embed")
+        x = ring_attention.arrange(x, *names, back=True)
+        segment_ids = ring_attention.arrange(call.side.segment_ids, *names[:2], back=True)
+        y, state = _Layer(self, decoder.dtype, call.name)(x, segment_ids, call)
+        return Result(ring_attention.arrange(y, *names), state)
+
+    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:
+        """Counts four products of the recurrence for each state."""
+        return Work(2 * decoder.embed_dim * self.states, 2 * self.states)
+
+    def empty_state(self, decoder: DecoderConfig, kind: str, rows: int, length: int) -> Complex:
+        """Returns zeros [rows, P]."""
+        return Complex(*(jnp.zeros((rows, self.states // 2)) for _ in range(2)))
+
+    def laid_out(self, state: Complex) -> Complex:  # noqa: D102
+        return Complex(*(logical.constrain(a, "batch", "mlp") for a in state))
+
+    def shrink(self, multiples: Mapping[str, int]) -> S5:  # noqa: D102
         return dataclasses.replace(self, states=2 * math.lcm(4, multiples["mlp"]), blocks=1)
+
+    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:  # noqa: D102
+        found = super().settings(decoder)
+        del found["s5.chunk"]  # changes no result
+        return found
 
 
 class Complex(NamedTuple):
@@ -333,36 +362,6 @@ def _power(decay: Complex, exponent: int) -> Complex:
     while exponent:
         result, decay, exponent = (result * decay if exponent % 2 else result), decay * decay, exponent // 2
     return result
-
-
-class StateSpace(Part):
-    """An S5 layer of a decoder, in a Haiku module of its own; the state of the row is its cache."""
-
-    is_recurrent = True
-    keeps_state = True
-
-    def __init__(self, settings: S5, *, embed_dim: int, dtype: str, module: str):
-        self.settings, self.embed_dim, self.dtype, self.module = settings, embed_dim, dtype, module
-
-    def __call__(self, x: jax.Array, call: Call) -> Result:
-        """See `Part.__call__`."""
-        names = ("batch", "length", "embed")
-        x = ring_attention.arrange(x, *names, back=True)
-        segment_ids = ring_attention.arrange(call.side.segment_ids, *names[:2], back=True)
-        y, state = _Layer(self.settings, self.dtype, self.module)(x, segment_ids, call)
-        return Result(ring_attention.arrange(y, *names), state)
-
-    def work(self, kind: str, length: int) -> Work:
-        """See `Part.work`; four products of the recurrence for each state."""
-        return Work(2 * self.embed_dim * self.settings.states, 2 * self.settings.states)
-
-    def empty_state(self, kind: str, rows: int, length: int) -> Complex:
-        """Returns zeros [rows, P]."""
-        return Complex(*(jnp.zeros((rows, self.settings.states // 2)) for _ in range(2)))
-
-    def laid_out(self, state: Complex) -> Complex:
-        """See `Part.laid_out`."""
-        return Complex(*(logical.constrain(a, "batch", "mlp") for a in state))
 
 
 class _Layer(hk.Module):

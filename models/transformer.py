@@ -27,8 +27,8 @@ from core.errors import UserError
 from core.types import Batch, LossOutput, Params
 from models import chunked_loss, decoder_block, decoder_parts, derivatives, lora, losses, ring_attention, rotary
 from models.decoder_block import Block
-from models.decoder_config import GLOBAL, LOCAL, REMAT, DecoderConfig, LayerKind
-from models.layer_parts import Call, Earlier, Part, Side
+from models.decoder_config import REMAT, DecoderConfig, LayerKind, parts_of
+from models.parts import GLOBAL, LOCAL, Call, Earlier, Part, Side
 from models.prefix import Prefix
 
 if TYPE_CHECKING:
@@ -72,9 +72,17 @@ class Transformer(DecoderConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for part in self._parts.values():
-            part.check()
+        parts = dict.fromkeys(part for kind in self.layer_kinds for part in parts_of(kind).values())
+        for part in parts:
+            part.check(self)
         self._check_states()
+        for name, part in self._parts.items():
+            shared = (part.keeps_state and self.keeps_states) or bool(jax.tree.leaves(jax.eval_shape(part.empty_sums)))
+            if shared and any(parts_of(kind).get(name, part) != part for kind in self.layer_kinds):
+                raise UserError(
+                    f"Transformer: parts called {name!r} have different settings, but share sums or states under "
+                    "this name: give one of them another name, or the same settings"
+                )
         if self.lora is not None:
             matrices = {name for part in self._parts.values() for name in part.matrices}
             if wrong := [target for target in self.lora.targets if target not in matrices]:
@@ -88,12 +96,12 @@ class Transformer(DecoderConfig):
             return
         if not any(part.keeps_state for part in self._parts.values()):
             raise UserError(
-                f"Transformer.keeps_states = True has no effect: mixer = {self.mixer!r} and feed_forward = "
-                f"{self.feed_forward!r} have no layer with a state ('s5'); set it to False, or use one"
+                "Transformer.keeps_states = True has no effect: no mixer or feed_forward keeps a state; set it to "
+                "False, or use one that does, such as @s5.S5()"
             )
         if lost := sorted(name for name, part in self._parts.items() if part.is_recurrent and not part.keeps_state):
             raise UserError(
-                f"Transformer.keeps_states = True: {' and '.join(lost)} would start anew in every step; use 's5'"
+                f"Transformer.keeps_states = True: {' and '.join(lost)} would start anew in every step; use @s5.S5()"
             )
         if self.planner is not None or self.positions == "learned":
             found = "a planner counts chunks" if self.planner is not None else "learned positions are counted"
@@ -109,7 +117,7 @@ class Transformer(DecoderConfig):
         if not self.keeps_states:
             return ()
         rows, length = batch["inputs"].shape
-        of_layer = {n: p.empty_state(GLOBAL, rows, length) for n, p in self._parts.items() if p.keeps_state}
+        of_layer = {n: p.empty_state(self, GLOBAL, rows, length) for n, p in self._parts.items() if p.keeps_state}
         return jax.tree.map(lambda a: jnp.zeros((rows, self.num_layers, *a.shape[1:]), a.dtype), of_layer)
 
     def loss(
@@ -190,7 +198,7 @@ class Transformer(DecoderConfig):
         def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *sums: Any) -> LossOutput:
             found = self._cross_entropy(head, x, side[1:])
             for name, of_part in (sums[0]["sums"] if sums else {}).items():
-                layers = sum(name in self._parts_of(self.layer_kind(layer)) for layer in range(self.num_layers))
+                layers = sum(name in parts_of(self.layer_kind(layer)) for layer in range(self.num_layers))
                 found = self._parts[name].finish(found, of_part, num_layers=layers, is_training=is_training)
             return found
 
@@ -286,7 +294,7 @@ class Transformer(DecoderConfig):
         """
 
         def state(kind: LayerKind) -> decoder_block.State:
-            found = {name: part.empty_state(kind.span, rows, length) for name, part in self._parts_of(kind).items()}
+            found = {name: part.empty_state(self, kind.span, rows, length) for name, part in parts_of(kind).items()}
             return {name: state for name, state in found.items() if jax.tree.leaves(state)}
 
         layers = self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
@@ -394,14 +402,10 @@ class Transformer(DecoderConfig):
     def _laid_out(self, states: Cache) -> Cache:
         return tuple({name: self._parts[name].laid_out(part) for name, part in s.items()} for s in states)
 
-    def _parts_of(self, kind: LayerKind) -> dict[str, Part]:
-        """Returns the parts of a layer by name."""
-        return {name: part for _, _, parts in decoder_block.slots(self, kind) for name, part in parts.items()}
-
     @property
     def _parts(self) -> dict[str, Part]:
         """The parts of all layers by name."""
-        return {name: part for kind in self.layer_kinds for name, part in self._parts_of(kind).items()}
+        return {name: part for kind in self.layer_kinds for name, part in parts_of(kind).items()}
 
     @property
     def _pattern(self) -> dict[str, Any]:
@@ -424,8 +428,8 @@ class Transformer(DecoderConfig):
         matrices, others = self.embed_dim * self.stored_vocab_size, 0.0
         for layer in range(self.num_layers):
             kind = self.layer_kind(layer)
-            for part in self._parts_of(kind).values():
-                work = part.work(kind.span, length)
+            for part in parts_of(kind).values():
+                work = part.work(self, kind.span, length)
                 matrices, others = matrices + work.matrices, others + work.others
         found = (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
         if self.planner is None:
@@ -500,4 +504,5 @@ def preset(name: str, **changes) -> Transformer:
             f"transformer.preset: no preset {name!r} (did you mean {near[0]}?); expected one of "
             f"{', '.join(presets.FIELDS)}"
         )
-    return Transformer(**{**presets.FIELDS[name], **changes})
+    found = presets.FIELDS[name]
+    return Transformer(**{**(found() if callable(found) else found), **changes})

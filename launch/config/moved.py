@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gin.config_parser import ImportStatement
 
 from core import units
-from launch.config import sources
+from launch.config import old_parts, sources
 from launch.config.sources import Source
 from launch.config.statements import REQUIRED, Binding, Macro, Reference, expand, is_flag, leaves, symbol_for, transform
 from launch.settings import GROUPS, HOMES
@@ -49,6 +49,10 @@ TABLE = Table(
     needs={
         f"{_SETTINGS}.{kind.__name__}": f"{_EXPERIMENT}.{group} = @{_SETTINGS}.{kind.__name__}()"
         for group, kind in GROUPS.items()
+    },
+    values={
+        **old_parts.rewrites("models.transformer.Transformer"),
+        **old_parts.rewrites("models.transformer.preset"),
     },
 )
 

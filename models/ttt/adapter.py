@@ -31,6 +31,7 @@ from core import logical, parameters, random_bits
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params, WeightedSum
 from models import chunked_loss, derivatives, losses
+from models.experts import experts_of
 from models.transformer import Transformer
 from models.ttt import gates, layer
 from models.ttt.config import TTTConfig
@@ -157,7 +158,7 @@ class AdaptedDecoder:
             raise UserError(f"AdaptedDecoder.reconstruction_weight = {self.reconstruction_weight}: expected at least 0")
         if self.base_dtype not in ("bfloat16", "float32"):
             raise UserError(f"AdaptedDecoder.base_dtype = {self.base_dtype!r}: expected 'bfloat16' or 'float32'")
-        if self.base.lora is not None or self.base.experts is not None:
+        if self.base.lora is not None or experts_of(self.base) is not None:
             raise UserError("AdaptedDecoder.base: a decoder with adapters or experts of its own cannot be adapted")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:

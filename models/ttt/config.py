@@ -18,8 +18,7 @@ class TTTConfig:
     """The settings of a layer of `models.ttt.layer`.
 
     Attributes:
-      inner: the model that is trained on the tokens of a row: "linear" (TTT-Linear) or "mlp" (TTT-MLP), of the
-        adapter; a decoder's mixer names its own.
+      inner: the model that is trained on the tokens of a row: "linear" (TTT-Linear) or "mlp" (TTT-MLP).
       variant: "published" (Sun et al. 2024) or "ponder", the form of PonderTTT's code: rates belong to the token that
         is learned from instead of the token that reads, they grow by `decay` within a mini-batch and shrink with the
         width of the model, the convolutions end one token earlier, and the epsilon of norms is 1e-5 instead of 1e-6.

@@ -1,4 +1,4 @@
-"""A layer with test-time training as the mixer of a decoder's layers (TTT-LM): `mixer = 'ttt_linear'` or 'ttt_mlp'.
+"""A layer with test-time training as the mixer of a decoder's layers (TTT-LM).
 
 In generation the state of a row is the weights of its inner models, the sums of the current mini-batch and the tokens
 that the convolutions still see: its size does not depend on the number of positions.
@@ -7,21 +7,23 @@ that the convolutions still see: its size does not depend on the number of posit
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from core import logical
-from core.errors import UserError
 from core.types import LossOutput, WeightedSum
 from models import ring_attention
-from models.decoder_config import DecoderConfig
-from models.layer_parts import Call, Part, Result, Work
+from models.parts import Call, Part, Result, Work
 from models.ttt import inner_loop, layer
 from models.ttt.config import TTTConfig
 from models.ttt.inner_loop import Linear
+
+if TYPE_CHECKING:
+    from models.decoder_config import DecoderConfig
 
 _ERRORS = ("initial", "step_0", "step_1")  # see `layer.Outcome`
 _NOT_BEGUN = -1  # place of a row whose state does not have the initial weights yet
@@ -36,21 +38,25 @@ class _Weights(hk.Module):
         return layer.make(config, decoder.embed_dim, dtype=decoder.dtype, output_init=init)
 
 
+@dataclasses.dataclass(frozen=True)
 class TTTMixer(Part):
-    """A part of `models.decoder_parts`."""
+    """A mixer with test-time training.
+
+    Attributes:
+      config: the settings of its layer; `inner` is the model that learns.
+    """
+
+    config: TTTConfig
 
     is_recurrent = True
 
-    def __init__(self, decoder: DecoderConfig, name: str):
-        """Takes the decoder, whose `ttt` has the settings, and the name of the mixer."""
-        if not isinstance(decoder.ttt, TTTConfig):
-            raise UserError(f"Transformer.ttt = {decoder.ttt!r}: expected settings, @config.TTTConfig()")
-        self.decoder, self.name = decoder, name
-        self.config = dataclasses.replace(decoder.ttt, inner=name.removeprefix("ttt_"))
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The name of its Haiku module: `ttt_linear` or `ttt_mlp`."""
+        return f"ttt_{self.config.inner}"
 
-    def __call__(self, x: jax.Array, call: Call) -> Result:
-        """See `Part.__call__`."""
-        weights = _Weights(self.name)(self.decoder, self.config)
+    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:  # noqa: D102
+        weights = _Weights(call.name)(decoder, self.config)
         if call.before is not None:
             before = self._begun(weights, call.before.state)
             y, state = layer.extend(self.config, weights, x, before, call.real(x.shape[1]))
@@ -63,14 +69,11 @@ class TTTMixer(Part):
         y = ring_attention.arrange(found.output, "batch", "length", "embed")
         return Result(y, (), () if call.weights is None else self._sums(found.errors, segments))
 
-    def work(self, kind: str, length: int) -> Work:
-        """See `Part.work`."""
-        del kind, length
-        return Work(*layer.multiplications(self.config, self.decoder.embed_dim))
+    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:  # noqa: D102
+        return Work(*layer.multiplications(self.config, decoder.embed_dim))
 
-    def empty_state(self, kind: str, rows: int, length: int) -> layer.State:
-        """See `Part.empty_state`; rows get the initial weights with their first token."""
-        del kind, length
+    def empty_state(self, decoder: DecoderConfig, kind: str, rows: int, length: int) -> layer.State:
+        """Returns states without weights; rows get the initial weights with their first token."""
         c = self.config
         pairs = zip(c.sizes, c.sizes[1:], strict=False)
         heads = (rows, c.num_heads)
@@ -79,9 +82,7 @@ class TTTMixer(Part):
         recent = jnp.zeros((rows, c.conv_reach, c.num_heads, c.head_dim))
         return layer.State(memory, recent, None, jnp.full((rows,), _NOT_BEGUN, jnp.int32))
 
-    def laid_out(self, state: layer.State) -> layer.State:
-        """See `Part.laid_out`."""
-
+    def laid_out(self, state: layer.State) -> layer.State:  # noqa: D102
         def by_head(a: jax.Array) -> jax.Array:
             return logical.constrain(a, "batch", "heads", *(None,) * (a.ndim - 2))
 
@@ -92,8 +93,7 @@ class TTTMixer(Part):
             logical.constrain(state.place, "batch"),
         )
 
-    def empty_sums(self) -> dict[str, jax.Array]:
-        """See `Part.empty_sums`."""
+    def empty_sums(self) -> dict[str, jax.Array]:  # noqa: D102
         return {name: jnp.zeros(()) for name in (*_ERRORS, "counted")}
 
     def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
@@ -101,6 +101,12 @@ class TTTMixer(Part):
         del num_layers, is_training
         metrics = {f"{self.name}/{name}": WeightedSum(sums[name], sums["counted"]) for name in _ERRORS}
         return found._replace(metrics={**found.metrics, **metrics})
+
+    def shrink(self, multiples: Mapping[str, int]) -> TTTMixer:  # noqa: D102
+        return TTTMixer(self.config.shrink(multiples))
+
+    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:  # noqa: D102
+        return {f"{self.name}.{name}": value for name, value in dataclasses.asdict(self.config).items()}
 
     def _begun(self, weights: layer.Weights, state: layer.State) -> layer.State:
         first = layer.empty(self.config, weights, state.place.shape[0])

@@ -22,6 +22,7 @@ from core import identity, logical, parameters, published_files, random_bits
 from core.errors import UserError
 from core.types import Batch, Carry, LossOutput, Params, WeightedSum
 from models import derivatives, families, losses
+from models.decoder_config import parts_of
 from models.prefix import Prefix
 from models.transformer import Inserted, Transformer
 from models.vision import selector as selecting
@@ -79,15 +80,14 @@ class VisionLanguageModel:
             raise UserError(f"VisionLanguageModel.freeze: {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
         if self.frozen_dtype not in ("bfloat16", "float32"):
             raise UserError(f"VisionLanguageModel.frozen_dtype = {self.frozen_dtype!r}: expected bfloat16 or float32")
-        kinds = self.decoder.layer_kinds
-        causal = {f"mixer {name!r}" for kind in kinds for name in kind.mixers if name != "attention"}
-        causal |= {f"feed_forward {kind.feed_forward!r}" for kind in kinds if kind.feed_forward == "s5"}
+        parts = {part for kind in self.decoder.layer_kinds for part in parts_of(kind).values()}
+        causal = {part.name for part in parts if not part.sees_prefix}
         causal |= {"planner"} if self.decoder.planner is not None else set()
         if causal:
             raise UserError(
                 f"VisionLanguageModel.decoder has {', '.join(sorted(causal))}: only attention can attend both ways to "
-                "images and questions and hide patches; expected mixer = 'attention', a feed_forward other than 's5', "
-                "and planner = None"
+                "images and questions and hide patches; expected the default mixer, a feed_forward without states, and "
+                "planner = None"
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -25,8 +25,8 @@ from core import logical, stack
 from core.errors import UserError, check_integer, check_number
 from models import decoder_parts, derivatives, rotary
 from models.decoder_block import Block
-from models.decoder_config import GLOBAL, REMAT, DecoderConfig
-from models.layer_parts import Call, Side
+from models.decoder_config import REMAT, DecoderConfig
+from models.parts import GLOBAL, Call, Side
 from models.prefix import Prefix
 
 logical.declare("pixel_rows", "rows of pixels of a patch")

@@ -15,6 +15,7 @@ from core import optimizers, slices, units, versions
 from core.errors import UserError
 from launch.environment import WORKSPACE
 from models import transformer
+from models.decoder_parts import Attention, Mlp
 from models.transformer import Transformer
 from parallel import analysis, compiled, strategies
 from parallel.compiled import OutOfHbmError
@@ -37,11 +38,11 @@ HEADINGS = ("model", "tokens per row", "peak HBM", "estimated Gcycles", "kernels
 def models() -> dict[str, Transformer]:
     """Returns models of the sizes of valkyrie-long with feed-forward layers, by mixer, and the preset itself."""
     preset = transformer.preset("valkyrie-long", vocab_size=VOCABULARY, remat="full")
-    sparse = dataclasses.replace(preset, feed_forward="mlp", s5=None)
-    dense = dataclasses.replace(sparse, mixer="attention", block_sparse=None)
-    reach = preset.block_sparse.block * (preset.block_sparse.window + 1)
+    sparse = dataclasses.replace(preset, feed_forward=Mlp())
+    dense = dataclasses.replace(sparse, mixer=Attention())
+    reach = preset.mixer.block * (preset.mixer.window + 1)
     return {
-        "S5": dataclasses.replace(preset, mixer="s5", feed_forward="mlp", block_sparse=None),
+        "S5": dataclasses.replace(preset, mixer=preset.feed_forward, feed_forward=Mlp()),
         "window": dataclasses.replace(dense, window=reach),
         "BigBird": sparse,
         "preset": preset,

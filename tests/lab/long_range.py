@@ -14,6 +14,8 @@ import optax
 
 from launch import flags
 from models import s5
+from models.decoder_parts import Attention
+from models.parts import Sum
 from models.s5 import S5
 from models.transformer import Transformer
 from tasks import long_range
@@ -33,9 +35,9 @@ def models(vocab_size: int, length: int = LENGTH) -> dict[str, Transformer]:
     # Slow states of low frequency, which an input reaches alike from everywhere in the row; chunks show the carry.
     states = S5(states=64, blocks=32, min_dt=0.1 / length, max_dt=0.1, activation=None, chunk=length // 4)
     return {
-        "S5": dataclasses.replace(dense, mixer="s5", s5=states),
+        "S5": dataclasses.replace(dense, mixer=states),
         "window": dataclasses.replace(dense, window=WINDOW),
-        "window + S5": dataclasses.replace(dense, window=WINDOW, mixer="attention+s5", s5=states),
+        "window + S5": dataclasses.replace(dense, window=WINDOW, mixer=Sum((Attention(), states))),
         "dense": dense,
     }
 

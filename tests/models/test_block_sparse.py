@@ -139,8 +139,7 @@ def test_no_array_has_all_pairs_of_positions():
 
 
 MODEL = dataclasses.replace(
-    PLAIN, num_layers=2, num_kv_heads=1, mixer="block_sparse",
-    block_sparse=BlockSparse(block=2, global_blocks=1, window=1, random=1),
+    PLAIN, num_layers=2, num_kv_heads=1, mixer=BlockSparse(block=2, global_blocks=1, window=1, random=1),
 )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import slices
 from core.errors import UserError
-from models import experts, grouped_products, lora, transformer
+from models import expert_routing, experts, grouped_products, lora, transformer
 from models.agreement_subjects import random_batches
-from models.experts import Experts, Weights
+from models.decoder_parts import Mlp
+from models.expert_routing import Weights
+from models.experts import Experts
 from parallel import compiled
 
 B, T, D, F, E, K = 3, 10, 8, 12, 5, 2
@@ -33,7 +35,9 @@ def layer():
 def run(layer, *, drops=True, **settings):
     x, weights, real = layer
     settings = Experts(**{"number": E, "top_k": K, **settings})
-    return jax.jit(lambda *arrays: experts.mixture(settings, *arrays, activation="silu", drops=drops))(x, weights, real)
+    return jax.jit(lambda *arrays: expert_routing.mixture(settings, *arrays, activation="silu", drops=drops))(
+        x, weights, real
+    )
 
 
 def every_expert(x, weights):
@@ -121,7 +125,9 @@ def test_the_balancing_loss_of_a_row_has_the_unit_of_published_models(layer):
 
 def model_of(**settings):
     sizes = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 203}
-    return transformer.Transformer(**sizes, dtype="float32", experts=Experts(**{"number": 4, "top_k": 2, **settings}))
+    return transformer.Transformer(
+        **sizes, dtype="float32", feed_forward=Experts(**{"number": 4, "top_k": 2, **settings})
+    )
 
 
 def test_losses_are_added_and_metrics_say_where_tokens_go():
@@ -165,7 +171,7 @@ def test_evaluation_adds_no_losses_and_drops_nothing_so_that_padding_does_not_ma
 
 
 def test_flops_count_the_experts_of_a_token():
-    dense = dataclasses.replace(model_of(), experts=None, mlp_dim=2 * 24)
+    dense = dataclasses.replace(model_of(), feed_forward=Mlp(), mlp_dim=2 * 24)
     routed = model_of()
     assert routed.flops_per_token(64) == dense.flops_per_token(64) + 6 * 2 * 16 * 4  # the router
 
@@ -241,10 +247,10 @@ def test_experts_have_neither_biases_nor_adapters():
 
 def test_settings_of_training_are_changed_in_a_copy():
     changed = experts.trained(model=model_of(), capacity=1.25, balance=0.02)
-    assert changed.experts == Experts(number=4, top_k=2, capacity=1.25, balance=0.02)
+    assert changed.feed_forward[0] == Experts(number=4, top_k=2, capacity=1.25, balance=0.02)
     assert changed.settings() == model_of().settings()
     with pytest.raises(UserError, match=r"experts\.trained\.model is Transformer without experts"):
-        experts.trained(model=dataclasses.replace(model_of(), experts=None))
+        experts.trained(model=dataclasses.replace(model_of(), feed_forward=Mlp()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -254,7 +260,7 @@ def test_the_gradient_of_weighted_choices_is_that_of_jax(dtype):
 
     rng = np.random.default_rng(0)
     parts, gates, d = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, K, D), (2, 5, K), (2, 5, D)))
-    results = [jax.vjp(one, parts.astype(dtype), gates) for one in (experts._weighted, plain)]
+    results = [jax.vjp(one, parts.astype(dtype), gates) for one in (expert_routing._weighted, plain)]
     (out, back), (want, back_of_jax) = results
     np.testing.assert_array_equal(out, want)
     for got, expected in zip(back(d.astype(dtype)), back_of_jax(d.astype(dtype)), strict=True):

@@ -80,7 +80,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
 
 def test_a_folder_with_another_number_of_experts_is_refused_with_both_numbers():
     model = pretrained.model(str(HERE / "mixtral"), dtype="float32", vocab_multiple=8)
-    wider = dataclasses.replace(model, experts=dataclasses.replace(model.experts, number=8))
+    wider = dataclasses.replace(model, feed_forward=dataclasses.replace(model.feed_forward, number=8))
     source = wider.published(str(HERE / "mixtral"))
     assert any(note.startswith("experts.number = 6 in ") and note.endswith("8 in the model") for note in source.notes)
     wanted = logical.abstract_init(wider.init, jax.random.key(0), batch_of(np.zeros((1, 2))))

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from models.block_sparse import BlockSparse
+from models.decoder_parts import Attention, Mlp
 from models.experts import Experts
 from models.planner_config import Planner
 from models.s5 import S5
 from models.ttt.config import TTTConfig
+from models.ttt.mixer import TTTMixer
 from tests.models.test_mixers import PLAIN, params_of
 
 CHUNK = 8
@@ -23,10 +25,8 @@ BATCH = {  # one row of three segments, the second over two chunks, and one of a
     "weights": np.ones((2, 24), np.float32),
 }
 STATES = S5(states=8, min_dt=0.05, max_dt=0.5, chunk=4)
-MODEL = dataclasses.replace(PLAIN, num_layers=2, mixer="s5", feed_forward="s5", s5=STATES, keeps_states=True)
-PATTERN = dataclasses.replace(
-    MODEL, mixer=("s5", "attention"), feed_forward=("experts", "mlp"), experts=Experts(number=2, top_k=1)
-)
+MODEL = dataclasses.replace(PLAIN, num_layers=2, mixer=STATES, feed_forward=STATES, keeps_states=True)
+PATTERN = dataclasses.replace(MODEL, mixer=(STATES, Attention()), feed_forward=(Experts(number=2, top_k=1), Mlp()))
 
 
 def chunks(batch, size=CHUNK):
@@ -72,8 +72,8 @@ def test_a_pattern_keeps_the_states_of_some_layers():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"mixer": "attention", "feed_forward": "mlp", "s5": None}, "keeps_states = True has no effect"),
-        ({"mixer": ("s5", "ttt_linear"), "ttt": TTTConfig(num_heads=2, head_dim=8)}, "ttt_linear would start anew"),
+        ({"mixer": Attention(), "feed_forward": Mlp()}, "keeps_states = True has no effect"),
+        ({"mixer": (STATES, TTTMixer(TTTConfig(num_heads=2, head_dim=8)))}, "ttt_linear would start anew"),
         ({"planner": Planner(chunk=4)}, "a planner counts chunks from the start of a row"),
         ({"positions": "learned", "max_positions": 64}, "learned positions are counted from the start of a row"),
     ],
@@ -84,4 +84,4 @@ def test_what_cannot_keep_states_is_refused(changes, says):
 
 
 def test_attention_in_blocks_beside_kept_states_is_allowed():
-    assert dataclasses.replace(MODEL, mixer="block_sparse", block_sparse=BlockSparse(block=4)).keeps_states
+    assert dataclasses.replace(MODEL, mixer=BlockSparse(block=4)).keeps_states

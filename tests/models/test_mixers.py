@@ -10,7 +10,9 @@ import pytest
 from models import transformer
 from models.agreement_subjects import random_batches
 from models.block_sparse import BlockSparse
+from models.decoder_parts import Attention, Mlp
 from models.experts import Experts
+from models.parts import Sum
 from models.s5 import S5
 
 VOCAB = 59
@@ -19,9 +21,11 @@ PLAIN = transformer.Transformer(
     vocab_size=VOCAB, num_layers=4, embed_dim=16, mlp_dim=24, num_heads=2, num_kv_heads=2, dtype="float32"
 )
 ALTERNATING = dataclasses.replace(
-    PLAIN, window=8, pattern=("local", "local", "local", "global"), feed_forward=("mlp", "experts"),
-    experts=Experts(number=4, top_k=2, balance=0.1),
-)  # fmt: skip
+    PLAIN,
+    window=8,
+    pattern=("local", "local", "local", "global"),
+    feed_forward=(Mlp(), Experts(number=4, top_k=2, balance=0.1)),
+)
 
 
 def params_of(model):
@@ -66,32 +70,32 @@ def test_layers_that_alternate_generate_what_the_full_pass_says():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"mixer": "block_sparse", "block_sparse": BlockSparse()}, "a local layer has the mixer 'block_sparse'"),
+        ({"mixer": BlockSparse()}, "no local layer has a mixer to which the window applies"),
         (
-            {"mixer": ("attention", "attention+block_sparse"), "block_sparse": BlockSparse()},
+            {"mixer": (Attention(), Sum((Attention(), BlockSparse())))},
             "a local layer has the mixer 'block_sparse'",
         ),
-        ({"mixer": "s5", "s5": S5(states=8)}, "no local layer has the mixer 'attention'"),
+        ({"mixer": S5(states=8)}, "no local layer has a mixer to which the window applies"),
         (
-            {"mixer": ("s5", "attention"), "s5": S5(states=8), "pattern": ("local", "global")},
-            "no local layer has the mixer 'attention'",
+            {"mixer": (S5(states=8), Attention()), "pattern": ("local", "global")},
+            "no local layer has a mixer to which the window applies",
         ),
     ],
 )
 def test_a_window_that_applies_to_nothing_is_refused(changes, says):
-    with pytest.raises(ValueError, match=f"window = 8, pattern = .*: {says}"):
+    with pytest.raises(ValueError, match=f"window = 8, pattern = .*{says}"):
         dataclasses.replace(PLAIN, window=8, **changes)
 
 
 def test_a_window_applies_to_the_attention_of_local_layers():
-    made = dataclasses.replace(PLAIN, window=8, mixer=("s5", "attention"), s5=S5(states=8))
+    made = dataclasses.replace(PLAIN, window=8, mixer=(S5(states=8), Attention()))
     assert {kind.span for kind in made.layer_kinds} == {"local"}
-    sparse = {"mixer": ("attention", "block_sparse"), "block_sparse": BlockSparse(), "pattern": ("local", "global")}
+    sparse = {"mixer": (Attention(), BlockSparse()), "pattern": ("local", "global")}
     assert dataclasses.replace(PLAIN, window=8, **sparse).kinds == ("local", "global")
 
 
 def test_a_layer_without_feed_forward():
-    model = dataclasses.replace(PLAIN, num_layers=2, feed_forward=("none", "mlp"))
+    model = dataclasses.replace(PLAIN, num_layers=2, feed_forward=(None, Mlp()))
     params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
     assert set(params["layers/block_0"]) == {"query", "key", "value", "output", "attention_norm"}
     assert (
@@ -117,7 +121,7 @@ def test_the_long_context_preset_has_the_size_of_its_original(vocab_size, origin
 
 
 def test_equal_layers_repeat_after_one():
-    same = dataclasses.replace(PLAIN, mixer=("attention", "attention"), feed_forward=("mlp",))
+    same = dataclasses.replace(PLAIN, mixer=(Attention(), Attention()), feed_forward=(Mlp(),))
     assert same.settings() == PLAIN.settings()
     assert same.group == 1
 
@@ -125,13 +129,16 @@ def test_equal_layers_repeat_after_one():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"mixer": "atention"}, r"mixer = 'atention': 'atention' is not known; expected 'attention'"),
-        ({"mixer": "attention+attention"}, "'attention.attention' names a mixer twice"),
-        ({"mixer": ()}, r"mixer = \(\): expected a name, or a tuple of names"),
-        ({"feed_forward": ("mlp", "moe")}, r"'moe' is not known; expected 'mlp', 'experts'"),
-        ({"feed_forward": "experts"}, r"experts = None, but .* feed_forward = 'experts' use experts"),
-        ({"experts": Experts(number=2, top_k=1), "feed_forward": "mlp"}, "has no effect: .* do not use experts"),
-        ({"feed_forward": ("mlp", "none", "mlp")}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),
+        ({"mixer": "attention"}, r"mixer = 'attention': expected a mixer such as @s5\.S5\(\)"),
+        ({"mixer": Sum((Attention(), Attention()))}, "a layer has two parts called 'attention'"),
+        ({"mixer": (Attention(), None)}, r"mixer = .*: expected a mixer"),
+        ({"mixer": ()}, r"mixer = \(\): expected a mixer"),
+        ({"feed_forward": (Mlp(), "moe")}, r"'moe'\): expected a part such as @experts\.Experts\(\), or None"),
+        (
+            {"feed_forward": (Experts(number=2, top_k=1), Experts(number=4, top_k=1))},
+            "parts called 'experts' have different settings, but share sums",
+        ),
+        ({"feed_forward": (Mlp(), None, Mlp())}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),
     ],
 )
 def test_wrong_patterns_are_refused(changes, says):

@@ -16,6 +16,8 @@ from core.checkpoints import published
 from core.errors import UserError
 from models import families, family_tensors, pretrained
 from models.decoder_config import DecoderConfig
+from models.decoder_parts import Mlp
+from models.experts import experts_of
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
 DEFAULTS = json.loads((HERE / "defaults.json").read_text())  # from transformers, by `make.py`
@@ -55,8 +57,8 @@ def test_gemma_2_has_softcaps_if_its_configuration_omits_them():
 @pytest.mark.parametrize(
     ("step", "listed", "kinds"),
     [
-        (1, [], None),
-        (1, None, None),
+        (1, [], ("experts",)),
+        (1, None, ("experts",)),
         (2, [], ("mlp", "experts")),
         (3, [], ("mlp", "mlp", "experts")),
         (4, [], ("mlp", "mlp", "mlp", "experts", "mlp", "mlp")),  # 6 layers are no multiple of 4
@@ -69,9 +71,10 @@ def test_layers_of_qwen_3_without_experts_become_a_group_and_are_exported(step, 
     """transformers gives layer l, from 0, experts if the step divides l + 1 and the list lacks l."""
     change = {"num_hidden_layers": 6, "decoder_sparse_step": step, "mlp_only_layers": listed}
     fields = families.fields({**QWEN3_MOE, **change})
-    assert fields.get("feed_forward") == kinds
+    found = fields["feed_forward"]
+    assert tuple(part.name for part in (found if isinstance(found, tuple) else (found,))) == kinds
     model = DecoderConfig(**fields)
-    sparse = [layer for layer in range(6) if model.layer_kind(layer).feed_forward == "experts"]
+    sparse = [layer for layer in range(6) if model.layer_kind(layer).feed_forward.name == "experts"]
     assert sparse == [layer for layer in range(6) if (layer + 1) % step == 0 and layer not in (listed or [])]
     assert families.family(model) == "qwen3_moe"
     routers = [source for path, source in family_tensors.sources(model).items() if path.endswith("/router")]
@@ -81,7 +84,7 @@ def test_layers_of_qwen_3_without_experts_become_a_group_and_are_exported(step, 
 
 def test_both_widths_of_a_model_with_and_without_experts_are_compared():
     model = DecoderConfig(**families.fields({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2}))
-    for change in ({"mlp_dim": 48}, {"experts": dataclasses.replace(model.experts, mlp_dim=28)}):
+    for change in ({"mlp_dim": 48}, {"feed_forward": (Mlp(), dataclasses.replace(experts_of(model), mlp_dim=28))}):
         other = dataclasses.replace(model, **change)
         assert len(families.differences(other, families.config(model, "qwen3_moe"))) == 1, change
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import s5, transformer
+from models import s5
+from models.decoder_parts import Attention, Mlp
+from models.parts import Sum
 from tests.models.test_mixers import PLAIN, check_generation, params_of
 
 FIXTURE = np.load(pathlib.Path(__file__).parent / "fixtures" / "s5_parity.npz")
@@ -126,12 +128,12 @@ def test_blocks_repeat_the_frequencies_of_a_smaller_matrix():
     np.testing.assert_array_equal(s5.S5(states=8, blocks=2).frequencies, np.tile(s5.hippo(4), 2))
 
 
+LAYER = s5.S5(states=8, min_dt=0.05, max_dt=0.5, chunk=4)
 HYBRID = dataclasses.replace(
     PLAIN,
     num_layers=2,
-    mixer=("s5", "attention+s5"),
-    feed_forward=("mlp", "s5"),
-    s5=s5.S5(states=8, min_dt=0.05, max_dt=0.5, chunk=4),
+    mixer=(LAYER, Sum((Attention(), LAYER))),
+    feed_forward=(Mlp(), LAYER),
 )
 
 
@@ -156,8 +158,3 @@ def test_generation_with_the_state_equals_the_full_pass():
 def test_wrong_settings_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         s5.S5(**settings)
-
-
-def test_a_mixer_needs_its_settings():
-    with pytest.raises(ValueError, match=r"s5 = None, but mixer = 's5' .* use s5: set Transformer\.s5 to its settings"):
-        transformer.Transformer(**{**dataclasses.asdict(PLAIN), "mixer": "s5"})

@@ -1,6 +1,7 @@
 """Models, a task, an optimizer and a strategy as a user writes them, with public names alone, under many layouts."""
 
 import ast
+import dataclasses
 import json
 import os
 import pathlib
@@ -16,10 +17,13 @@ from core.checkpoints import steps
 from launch import __main__ as cli
 from launch import environment
 from launch.config import loader
+from launch.plan import search
+from models.decoder_parts import Attention
+from models.parts import Sum
 from parallel import analysis, compiled
 
 FOLDER = environment.WORKSPACE / "tests" / "outside"
-MODULES = ("captions", "experts", "finetune", "gpt", "muon_by_kind", "stable_adamw")
+MODULES = ("captions", "experts", "finetune", "gpt", "linear_attention", "muon_by_kind", "stable_adamw")
 PUBLIC = {"core", "models", "parallel", "tasks", "dataclasses", "typing", "haiku", "jax", "numpy", "optax", *MODULES}
 
 
@@ -39,6 +43,12 @@ STRATEGIES = {
     "experts": ([], use("fsdp"), use("experts", expert=2), use("pipeline_fsdp", "gpipe", stage=2)),  # [] is its own
     "finetune": (use("fsdp_tensor", tensor=2), use("fsdp"), use("pipeline", "one_f_one_b", stage=2)),
     "gpt": (use("fsdp_tensor", tensor=2), use("context", sequence=2), use("pipeline", "one_f_one_b", stage=2)),
+    "linear_attention": (
+        use("fsdp_tensor", tensor=2),
+        use("context", sequence=2),
+        use("fsdp"),
+        use("pipeline_fsdp", "one_f_one_b", stage=2),
+    ),
     "stable_adamw": (use("fsdp_tensor", tensor=2), use("zero1"), use("pipeline", "gpipe", stage=2)),
 }
 # The quick test takes the first strategy of one module; experts of the decoder have a quick test of their own.
@@ -167,3 +177,29 @@ def test_fine_tuning_under_three_strategies_trains_all_but_the_embeddings(train)
         kept = {name for name in new if name.startswith("params/") and new[name] == old.get(name)}
         assert kept == {"params/embed/embeddings", "params/positions/embeddings"}
         assert new["params/tail/tag/w"][0] == "float32[64, 2]"
+
+
+def test_a_mixer_of_one_s_own_generates_from_its_state():
+    from tests.models.test_mixers import BATCH, PLAIN, check_generation, params_of
+
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from linear_attention import LinearAttention
+    finally:
+        sys.path.remove(str(FOLDER))
+    mixer = LinearAttention(heads=2, head_dim=8)
+    model = dataclasses.replace(PLAIN, num_layers=2, mixer=(mixer, Sum((mixer, Attention()))))
+    params = params_of(model)
+    assert params["layers/block_1"]["linear_query"].shape == (1, 16, 2, 8)
+    assert set(params["layers/block_1"]) >= {"linear_output", "output", "attention_norm"}
+    check_generation(model, params)
+    cache = model.empty_cache(len(BATCH["inputs"]), 12)
+    assert [sorted(layer) for layer in cache] == [["linear"], ["attention", "linear"]]
+
+
+def test_a_mixer_of_one_s_own_is_planned():
+    question = search.ask(file_of("linear_attention"), slice_name="v4-32")
+    options = search.options(question, only=("fsdp", "fsdp_tensor", "pipeline_fsdp"))
+    ranked = [one for one in options if one.estimate is not None and not one.reason]
+    assert {one.candidate.layout.constructor for one in ranked} >= {"fsdp", "fsdp_tensor"}
+    assert all(one.estimate.peak_bytes > 0 for one in ranked)

@@ -32,7 +32,7 @@ class WithEmptyExperts(transformer.Transformer):
 
 
 def make(kind, **settings):
-    return kind(**SIZES, dtype="float32", experts=dataclasses.replace(ROUTING, **settings))
+    return kind(**SIZES, dtype="float32", feed_forward=dataclasses.replace(ROUTING, **settings))
 
 
 MODELS = {
@@ -60,7 +60,7 @@ CASES = [
     pytest.param(model, name, marks=[pytest.mark.slow] * ((model, name) not in QUICK))
     for model in MODELS
     for name in STRATEGIES
-    if not (name == "context" and MODELS[model].experts.capacity)  # refused, below
+    if not (name == "context" and MODELS[model].feed_forward.capacity)  # refused, below
 ]
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
 MEASURED = (11, 7, 3, 23)

@@ -9,6 +9,7 @@ from core.errors import UserError
 from models import transformer
 from models.agreement_subjects import random_batches
 from models.block_sparse import BlockSparse
+from models.decoder_parts import Attention
 from models.experts import Experts
 from models.planner_config import Planner
 from models.s5 import S5
@@ -21,22 +22,18 @@ STEPS = 3
 SIZES = {"vocab_size": 203, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 4, "dtype": "float32"}
 STATES = S5(states=16, min_dt=0.02, max_dt=0.5, chunk=8)  # rows have 24 positions; segments of packed rows are shorter
 MODELS = {
-    "s5": transformer.Transformer(**SIZES, num_layers=2, mixer="s5", feed_forward="none", s5=STATES),
+    "s5": transformer.Transformer(**SIZES, num_layers=2, mixer=STATES, feed_forward=None),
     "block_sparse": transformer.Transformer(
         **SIZES,
         num_layers=2,
-        mixer="block_sparse",
-        feed_forward="s5",
-        block_sparse=BlockSparse(block=4, global_blocks=1, window=1, random=1),
-        s5=STATES,
+        mixer=BlockSparse(block=4, global_blocks=1, window=1, random=1),
+        feed_forward=STATES,
     ),
     "hybrid": transformer.Transformer(
         **SIZES,
         num_layers=4,
-        mixer=("s5", "attention"),
-        feed_forward=("experts", "s5"),
-        experts=Experts(number=4, top_k=2, balance=0.05),
-        s5=STATES,
+        mixer=(STATES, Attention()),
+        feed_forward=(Experts(number=4, top_k=2, balance=0.05), STATES),
         window=8,
         pattern=("local", "local", "local", "global"),
         remat="full",

@@ -51,7 +51,7 @@ def trained(tables, **options):
     return jax.device_get((state.params, metrics["loss"]))
 
 
-MIXTURE = dataclasses.replace(MODEL, experts=experts.Experts(number=4, top_k=2, capacity=1.0, balance=0.1))
+MIXTURE = dataclasses.replace(MODEL, feed_forward=experts.Experts(number=4, top_k=2, capacity=1.0, balance=0.1))
 CASES = {
     "frozen and summed outputs": {
         "frozen": ("layers/*query", "embedding"),

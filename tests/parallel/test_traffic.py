@@ -417,7 +417,9 @@ def test_signature(name, compiled_for_a_slice):
 @pytest.mark.parametrize("capacity", [1.0, None])
 def test_tokens_are_exchanged_over_the_axis_of_experts_and_matrices_of_experts_stay(capacity):
     routed = experts.Experts(number=4, top_k=2, capacity=capacity)
-    found = analyze(strategies.experts(expert=4), "v4-8", model=dataclasses.replace(MODEL, experts=routed)).collectives
+    found = analyze(
+        strategies.experts(expert=4), "v4-8", model=dataclasses.replace(MODEL, feed_forward=routed)
+    ).collectives
     matrix = MODEL.embed_dim * MODEL.mlp_dim * 2  # of one expert, in bfloat16
     assert not [c for c in found if c.loops and c.payload_bytes == 4 * matrix]
     for (axes, kind, dtype), payloads in EXCHANGED[capacity].items():

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core.errors import UserError
 from models.agreement_subjects import random_batches
 from models.transformer import Transformer
 from models.ttt import TTTConfig
+from models.ttt.mixer import TTTMixer
 from parallel import agreement
 from tests.lab.subjects import bind
 
@@ -24,11 +24,10 @@ MODEL = Transformer(
     num_kv_heads=4,
     dtype="float32",
     vocab_multiple=32,
-    mixer="ttt_linear",
-    ttt=TTTConfig(num_heads=4, head_dim=8, mini_batch=4),
+    mixer=TTTMixer(TTTConfig(num_heads=4, head_dim=8, mini_batch=4)),
 )
 SHALLOW = dataclasses.replace(MODEL, num_layers=1)
-MLP = dataclasses.replace(SHALLOW, mixer="ttt_mlp")
+MLP = dataclasses.replace(SHALLOW, mixer=TTTMixer(dataclasses.replace(SHALLOW.mixer.config, inner="mlp")))
 
 
 def batch(rows=2):
@@ -87,10 +86,10 @@ def test_reconstruction_losses_are_metrics():
 
 @pytest.mark.slow
 @pytest.mark.covers("N04", "M02")
-@pytest.mark.parametrize("mixer", ["ttt_linear", "ttt_mlp"])
+@pytest.mark.parametrize("inner", ["linear", "mlp"])
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tensor", "pipeline", "pipeline_fsdp", "context_ring"])
-def test_training_agrees_with_one_device(name, mixer):
-    model = dataclasses.replace(MODEL, mixer=mixer)
+def test_training_agrees_with_one_device(name, inner):
+    model = dataclasses.replace(MODEL, mixer=TTTMixer(dataclasses.replace(MODEL.mixer.config, inner=inner)))
 
     def run(example):
         given = random_batches(model.vocab_size, steps=3)
@@ -101,15 +100,13 @@ def test_training_agrees_with_one_device(name, mixer):
     assert max(difference.ulp for difference in found.values()) < 4000, found
 
 
-def test_settings_and_mixer_belong_together():
-    with pytest.raises(UserError, match=r"Transformer\.ttt = .* has no effect: .* do not use ttt_linear or ttt_mlp"):
-        dataclasses.replace(MODEL, mixer="attention")
+def test_small_decoders_have_small_inner_models():
     small = MODEL.shrink(dict.fromkeys(("kv_heads", "layers", "embed", "mlp", "heads", "head_dim", "expert"), 2))
-    assert (small.ttt.num_heads, small.ttt.head_dim) == (2, 8)
+    assert (small.mixer.config.num_heads, small.mixer.config.head_dim) == (2, 8)
 
 
 def test_settings_name_the_inner_model_by_the_mixer():
     settings = MLP.settings()
-    assert settings["mixer"] == (("ttt_mlp",),)
-    assert settings["ttt.mini_batch"] == 4
+    assert settings["mixer"] == ("ttt_mlp",)
+    assert settings["ttt_mlp.mini_batch"] == 4
     assert "ttt.inner" not in settings

@@ -11,9 +11,12 @@ from core.errors import UserError
 from core.parameters import path_name
 from models.agreement_subjects import OPTIMIZER
 from models.block_sparse import BlockSparse
+from models.decoder_parts import Attention, Mlp
+from models.parts import Sum
 from models.planner_config import Planner
 from models.s5 import S5
 from models.ttt import TTTConfig
+from models.ttt.mixer import TTTMixer
 from models.vision.model import PARTS, VisionLanguageModel, part_of
 from models.vision.selector import METHODS
 from parallel import agreement
@@ -142,11 +145,11 @@ def test_images_of_another_size_and_unknown_parts_are_refused(soft):
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"mixer": ("attention", "attention+s5"), "s5": S5(states=8)}, "mixer 's5'"),
-        ({"mixer": "block_sparse", "block_sparse": BlockSparse()}, "mixer 'block_sparse'"),
-        ({"mixer": "ttt_mlp", "ttt": TTTConfig(num_heads=4, head_dim=8)}, "mixer 'ttt_mlp'"),
-        ({"feed_forward": ("mlp", "s5"), "s5": S5(states=8)}, "feed_forward 's5'"),
-        ({"planner": Planner(chunk=4), "mixer": "s5", "s5": S5(states=8)}, "mixer 's5', planner"),
+        ({"mixer": (Attention(), Sum((Attention(), S5(states=8))))}, "s5"),
+        ({"mixer": BlockSparse()}, "block_sparse"),
+        ({"mixer": TTTMixer(TTTConfig(inner="mlp", num_heads=4, head_dim=8))}, "ttt_mlp"),
+        ({"feed_forward": (Mlp(), S5(states=8))}, "s5"),
+        ({"planner": Planner(chunk=4), "mixer": S5(states=8)}, "planner, s5"),
     ],
 )
 def test_a_decoder_that_cannot_attend_both_ways_is_refused(changes, found):

@@ -2,22 +2,31 @@
 
     x += Mixer(norm(x));   x += FeedForward(norm(x))
 
-A part creates its parameters in the Haiku module of the layer, and maps the normalized stream [B, T, D] to what is
-added to it. It also describes itself: FLOPs of a token, the state that replaces earlier positions in generation, and
-sums over rows that become losses or metrics. `models.decoder_parts` has the table of parts by name.
+A part is a frozen dataclass of settings. Called in the Haiku module of a layer, it makes its parameters and maps the
+normalized stream [B, T, D] to what is added to it. It also describes itself: FLOPs of a token, the state that replaces
+earlier positions in generation, and sums over rows that become losses or metrics. A part of one's own is such a class
+in any module; `models.decoder_parts` has those that most decoders use.
 
 B batch, T length, D embed.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from core.errors import UserError
 from core.types import LossOutput
 from models import rotary
 from models.prefix import Prefix
+
+if TYPE_CHECKING:
+    from models.decoder_config import DecoderConfig
+
+LOCAL, GLOBAL = "local", "global"
 
 
 class Side(NamedTuple):
@@ -60,11 +69,12 @@ class Call(NamedTuple):
 
     Attributes:
       side: arrays that belong to rows.
-      kind: "local" or "global".
+      kind: LOCAL or GLOBAL.
       before: earlier slots, whose state the part continues; None: rows are complete.
       weights: [B, T], of supervised positions; None if there are earlier slots.
       drops: whether the capacity of experts applies.
       carried: the state in which the row of the training step before ended, for parts that keep it; otherwise None.
+      name: of the part in its layer, for the Haiku module of its parameters if it has one of its own.
     """
 
     side: Side
@@ -73,6 +83,7 @@ class Call(NamedTuple):
     weights: jax.Array | None = None
     drops: bool = False
     carried: Any = None
+    name: str = ""
 
     def real(self, length: int) -> jax.Array:
         """Returns whether each of the `length` positions is a token and not padding, [B, T]."""
@@ -104,34 +115,44 @@ class Work(NamedTuple):
 
 
 class Part:
-    """A mixer or a feed-forward of a decoder; the defaults are those of a part without state and sums.
+    """A mixer or a feed-forward; the defaults are those of a causal part without state and sums.
+
+    Subclasses are frozen dataclasses, so that equal parts are equal values.
 
     Attributes:
+      name: of its state and sums in a layer; two parts of a layer have different names.
+      norm: start of the name of the norm before it; None: `mixer_norm`, or `feed_forward_norm`.
       needs_positions: whether it reads `Side.positions`.
       is_recurrent: whether it has a state of one size for rows of any length.
       keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
+      has_window: whether it reads `DecoderConfig.window` in local layers.
+      sees_prefix: whether it works where a part of a row attends both ways (`Side.prefix`).
       matrices: names of the matrices that low-rank adapters can change.
     """
 
+    name: str = ""
+    norm: str | None = None
     needs_positions = False
     is_recurrent = False
     keeps_state = False
+    has_window = False
+    sees_prefix = False
     matrices: tuple[str, ...] = ()
 
-    def check(self) -> None:
+    def check(self, decoder: DecoderConfig) -> None:
         """Checks the decoder's fields that concern the part; raises UserError."""
 
-    def __call__(self, x: jax.Array, call: Call) -> Result:
+    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:
         """Runs the part on the normalized stream [B, T, D], in the Haiku module of its layer."""
         raise NotImplementedError
 
-    def work(self, kind: str, length: int) -> Work:
+    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:
         """Returns the multiplications of a token in rows of `length` positions."""
         raise NotImplementedError
 
-    def empty_state(self, kind: str, rows: int, length: int) -> Any:
+    def empty_state(self, decoder: DecoderConfig, kind: str, rows: int, length: int) -> Any:
         """Returns the state before the first of at most `length` slots, leaves [rows, ...]."""
-        del kind, rows, length
+        del decoder, kind, rows, length
         return ()
 
     def laid_out(self, state: Any) -> Any:
@@ -153,3 +174,36 @@ class Part:
         """
         del sums, num_layers, is_training
         return found
+
+    def shrink(self, multiples: Mapping[str, int]) -> Part:
+        """Returns a small part for rehearsals, whose sizes are multiples of `multiples`, by logical axis."""
+        del multiples
+        return self
+
+    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:
+        """Returns the settings that change the function of the part, by `name.field`."""
+        del decoder
+        return {f"{self.name}.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def on_gpus(self, decoder: DecoderConfig, length: int) -> str | None:
+        """Returns how it computes attention on GPUs; None if it has none."""
+        del decoder, length
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """Several mixers of one layer, whose outputs are added.
+
+    Attributes:
+      parts: the mixers, with different names.
+    """
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self):
+        if len(self.parts) < 2 or not all(isinstance(part, Part) for part in self.parts):
+            raise UserError(
+                f"Sum.parts = {self.parts!r}: expected at least two mixers, such as (@decoder_parts.Attention(), "
+                "@s5.S5())"
+            )
