@@ -17,7 +17,7 @@ blocks of keys of a block of queries.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,8 @@ from core.platforms import by_platform
 from models import attention, ring_attention
 from models.attention import KeysAndValues
 from models.decoder_parts import Attention, scores
-from models.parts import GLOBAL, LOCAL, Call, Part, Work
+from models.parts import GLOBAL, LOCAL, Call, Decoder, Part, Work
 from models.splash_tiles import LANES, Tiles, largest
-
-if TYPE_CHECKING:
-    from models.decoder_config import DecoderConfig
 
 _SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
@@ -73,7 +70,7 @@ class BlockSparse(Attention):
     has_window = False
     sees_prefix = False
 
-    def check(self, decoder: "DecoderConfig") -> None:  # noqa: D102
+    def check(self, decoder: Decoder) -> None:
         if decoder.attention == "none":
             raise UserError("Transformer.attention = 'none' mixes no positions: expected another with 'block_sparse'")
         if decoder.attention == "cudnn":
@@ -85,9 +82,7 @@ class BlockSparse(Attention):
                 "these layers 'global' in the pattern"
             )
 
-    def _mixed(
-        self, c: "DecoderConfig", q: jax.Array, key: jax.Array, value: jax.Array, call: Call
-    ) -> tuple[jax.Array, Any]:
+    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         if call.side.prefix is not None:
             raise UserError("mixer 'block_sparse' is causal, and this model attends both ways to a part of a row")
         how = {"settings": self, **scores(c, call)}
@@ -95,12 +90,12 @@ class BlockSparse(Attention):
             return attend(q, key, value, call.side.segment_ids, choice=c.attention, **how), ()
         return cached(q, key, value, *call.before, call.side.padding, **how)
 
-    def work(self, decoder: "DecoderConfig", kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         """Counts whole blocks."""
         inner = decoder.num_heads * decoder.head_width
         return Work(super().work(decoder, GLOBAL, length).matrices, 2 * self.attended(length) * inner)
 
-    def empty_state(self, decoder: "DecoderConfig", kind: str, rows: int, length: int) -> KeysAndValues:
+    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> KeysAndValues:
         """Returns room for all positions, because a drawn block may be any of the row."""
         return super().empty_state(decoder, GLOBAL, rows, length)
 
@@ -108,10 +103,10 @@ class BlockSparse(Attention):
         """Returns blocks for the short rows of rehearsals."""
         return dataclasses.replace(self, block=8)
 
-    def settings(self, decoder: "DecoderConfig") -> dict[str, Any]:  # noqa: D102
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
         return Part.settings(self, decoder)
 
-    def on_gpus(self, decoder: "DecoderConfig", length: int) -> str | None:  # noqa: D102
+    def on_gpus(self, decoder: Decoder, length: int) -> str | None:
         return super().on_gpus(decoder, length) if decoder.attention == "splash" else "plain products"
 
     @property

@@ -6,7 +6,7 @@ B batch, T length, D embed, H query heads, N key/value heads, K head_dim, F mlp.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import haiku as hk
 import jax
@@ -16,11 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from core import logical
 from models import attention, cudnn_attention, derivatives, quantized, rotary
 from models.attention import KeysAndValues
-from models.parts import GLOBAL, LOCAL, Call, Part, Result, Side, Work
+from models.parts import GLOBAL, LOCAL, Call, Decoder, Part, Result, Side, Work
 from models.splash_tiles import Tiles
-
-if TYPE_CHECKING:
-    from models.decoder_config import DecoderConfig
 
 # Logical axes of the inputs and outputs of each matrix.
 _AXES = {
@@ -37,7 +34,7 @@ _AXES = {
 class Matrices:
     """Makes and applies the matrices of a part, with the biases, adapters and rounding that a decoder has."""
 
-    def __init__(self, decoder: DecoderConfig):
+    def __init__(self, decoder: Decoder):
         self.decoder = decoder
 
     def weight(
@@ -86,7 +83,7 @@ class Attention(Part):
     sees_prefix = True
     matrices = ("query", "key", "value", "output")
 
-    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:  # noqa: D102
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         c, side, of = decoder, call.side, Matrices(decoder)
         d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
         wq = of.weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
@@ -107,9 +104,7 @@ class Attention(Part):
         out = of.product("output", "bthk,hkd->btd", mixed, wo, side)
         return Result(of.biased("output", out, ("norm",), among=("all",)), after)
 
-    def _mixed(
-        self, c: DecoderConfig, q: jax.Array, key: jax.Array, value: jax.Array, call: Call
-    ) -> tuple[jax.Array, Any]:
+    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the cache after."""
         side, how = call.side, {"choice": c.attention, "window": c.window if call.kind == LOCAL else None}
         how |= scores(c, call)
@@ -134,27 +129,27 @@ class Attention(Part):
             rotary.apply(x, turns.get(call.kind, turns[GLOBAL])), "batch", "length", heads, "head_dim"
         )
 
-    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         """Counts T H K for causal scores and as much for the mixing, W H K of a window of W positions."""
         c = decoder
         inner, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
         span = length if kind == GLOBAL else min(length, 2 * (c.window or length))  # twice the mean number attended to
         return Work(c.embed_dim * (2 * inner + 2 * kv), span * inner)
 
-    def empty_state(self, decoder: DecoderConfig, kind: str, rows: int, length: int) -> KeysAndValues:
+    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> KeysAndValues:
         """Returns empty keys and values; of a layer with a window, with room for the window alone."""
         c = decoder
         entries = length if kind == GLOBAL else min(length, c.window or length)
         shape = (rows, c.num_kv_heads, entries, c.head_width)
         return KeysAndValues(*(jnp.zeros(shape, c.dtype) for _ in range(2)))
 
-    def laid_out(self, state: KeysAndValues) -> KeysAndValues:  # noqa: D102
+    def laid_out(self, state: KeysAndValues) -> KeysAndValues:
         return KeysAndValues(*(logical.constrain(a, "batch", "kv_heads", None, "head_dim") for a in state))
 
-    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:  # noqa: D102
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
         return {}  # those of the decoder
 
-    def on_gpus(self, decoder: DecoderConfig, length: int) -> str | None:  # noqa: D102
+    def on_gpus(self, decoder: Decoder, length: int) -> str | None:
         c = decoder
         if c.attention == "splash":
             return "the splash kernel, which GPUs cannot run: set attention = 'auto'"
@@ -175,11 +170,11 @@ class Mlp(Part):
     sees_prefix = True
     matrices = ("gate", "up", "down")
 
-    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:  # noqa: D102
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         return Result(self.products(decoder, x, call.side))
 
     def products(
-        self, decoder: DecoderConfig, x: jax.Array, side: Side, *, prefix: str = "", width: int | None = None
+        self, decoder: Decoder, x: jax.Array, side: Side, *, prefix: str = "", width: int | None = None
     ) -> jax.Array:
         """Returns the output [B, T, D]; the parameters have names that start with `prefix`."""
         c, of = decoder, Matrices(decoder)
@@ -196,10 +191,10 @@ class Mlp(Part):
         out = of.product(f"{prefix}down", "btf,fd->btd", hidden, down, side)
         return of.biased(f"{prefix}down", out, ("norm",), among=("all",))
 
-    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:  # noqa: D102
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         return Work(decoder.embed_dim * products_per_input(decoder, decoder.mlp_dim))
 
-    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:  # noqa: D102
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
         return {}  # those of the decoder
 
 
@@ -207,23 +202,23 @@ def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side
     return of.biased(name, of.product(name, "btd,df->btf", x, weight, side), ("mlp",), among=("all",))
 
 
-def products_per_input(decoder: DecoderConfig, width: int) -> int:
+def products_per_input(decoder: Decoder, width: int) -> int:
     """Returns the columns of all matrices of a feed-forward layer with `width` hidden units."""
     return (3 if decoder.gated else 2) * width
 
 
-def scores(decoder: DecoderConfig, call: Call) -> dict[str, float | None]:
+def scores(decoder: Decoder, call: Call) -> dict[str, float | None]:
     """Returns the factor and the bound of attention scores, as arguments of `models.attention`."""
     scale = 1.0 if call.side.turns else decoder.score_scale  # otherwise the rotary tables scale
     return {"scale": scale, "softcap": decoder.attention_softcap}
 
 
-def normalized(config: DecoderConfig, name: str, x: jax.Array) -> jax.Array:
+def normalized(config: Decoder, name: str, x: jax.Array) -> jax.Array:
     """Normalizes the last dimension of x with the parameters `name`, by the model's norm."""
     return normalize(config, x, *norm_params(config, name, x.shape[-1]))
 
 
-def norm_params(config: DecoderConfig, name: str, width: int) -> tuple[jax.Array, ...]:
+def norm_params(config: Decoder, name: str, width: int) -> tuple[jax.Array, ...]:
     """Returns the parameters of a norm: its scale [width], and the bias [width] of a LayerNorm."""
     init = jnp.zeros if config.norm == "rms_offset" else jnp.ones
     scale = logical.param(name, (width,), ("norm",), init)
@@ -232,7 +227,7 @@ def norm_params(config: DecoderConfig, name: str, width: int) -> tuple[jax.Array
     return scale, logical.param(f"{name}_bias", (width,), ("norm",), jnp.zeros)
 
 
-def normalize(config: DecoderConfig, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def normalize(config: Decoder, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Normalizes the last dimension of x, in float32."""
     if bias is not None:
         return derivatives.layer_norm(x, scale, bias, config.norm_eps)

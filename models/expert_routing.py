@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,20 @@ from core.errors import UserError
 from core.types import LossOutput, WeightedSum
 from models import derivatives
 
-if TYPE_CHECKING:
-    from models.experts import Experts
+
+class Choices(Protocol):
+    """How tokens choose experts: fields of `models.experts.Experts`."""
+
+    number: int
+    top_k: int
+    scores: str
+    normalized: bool
+    capacity: float | None
+    balance: float
+    z_loss: float
+
+    def slots(self, length: int) -> int:
+        """Returns C, the choices of a row of `length` positions that an expert takes."""
 
 
 class Weights(NamedTuple):
@@ -95,14 +107,14 @@ class Routing(NamedTuple):
         }
 
 
-def empty_sums(settings: Experts) -> dict[str, jax.Array]:
+def empty_sums(settings: Choices) -> dict[str, jax.Array]:
     """Returns zeros for the sums of a layer without experts."""
     one = {name: jnp.zeros(()) for name in ("balance", "z", "tokens", "entropy", "dropped")}
     return {**one, "choices": jnp.zeros(settings.number)}
 
 
 def with_routing(
-    settings: Experts, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, is_training: bool
+    settings: Choices, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, is_training: bool
 ) -> LossOutput:
     """Adds the losses of routing and its metrics, means over layers, to the sums of a decoder.
 
@@ -176,7 +188,7 @@ def _layout() -> _Layout:
     return at  # the partitioner gathers positions before the layer and slices its outputs
 
 
-def check_capacity(settings: Experts) -> None:
+def check_capacity(settings: Choices) -> None:
     """Checks that the capacity can be applied under the strategy that is being traced.
 
     Raises:
@@ -197,7 +209,7 @@ def check_capacity(settings: Experts) -> None:
 
 
 def mixture(
-    settings: Experts, x: jax.Array, weights: Weights, real: jax.Array, *, activation: str, drops: bool
+    settings: Choices, x: jax.Array, weights: Weights, real: jax.Array, *, activation: str, drops: bool
 ) -> tuple[jax.Array, Routing]:
     """Sends each token through its experts.
 
@@ -235,7 +247,7 @@ def _local(
     weights: Weights,
     real: jax.Array,
     *,
-    settings: Experts,
+    settings: Choices,
     activation: str,
     limited: bool,
     at: _Layout,
@@ -258,7 +270,7 @@ def _local(
 
 
 def _routed(
-    settings: Experts, x: jax.Array, router: jax.Array, real: jax.Array
+    settings: Choices, x: jax.Array, router: jax.Array, real: jax.Array
 ) -> tuple[jax.Array, jax.Array, Routing]:
     """Returns the experts of each token [B, T, k], E for padding, their factors [B, T, k], float32, and sums."""
     logits = jnp.einsum(
@@ -342,7 +354,7 @@ def _dropless(
 
 
 def _with_capacity(
-    settings: Experts,
+    settings: Choices,
     x: jax.Array,
     chosen: jax.Array,
     gates: jax.Array,

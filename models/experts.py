@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import haiku as hk
 import jax
@@ -19,10 +19,7 @@ from core.errors import UserError
 from core.types import LossOutput, Model
 from models import expert_routing
 from models.decoder_parts import Attention, Matrices, Mlp, products_per_input
-from models.parts import Call, Part, Result, Work
-
-if TYPE_CHECKING:
-    from models.decoder_config import DecoderConfig
+from models.parts import Call, Decoder, Part, Result, Work
 
 SCORES = ("softmax", "sigmoid")
 
@@ -86,11 +83,11 @@ class Experts(Part):
         assert self.capacity is not None
         return min(length, math.ceil(self.capacity * length * self.top_k / self.number))
 
-    def width(self, decoder: DecoderConfig) -> int:
+    def width(self, decoder: Decoder) -> int:
         """Returns F, the width of an expert."""
         return self.mlp_dim or decoder.mlp_dim
 
-    def check(self, decoder: DecoderConfig) -> None:  # noqa: D102
+    def check(self, decoder: Decoder) -> None:
         if decoder.bias == "all":
             raise UserError("Transformer.bias = 'all': experts have no biases; expected 'none' or 'qkv'")
         lora = decoder.lora
@@ -101,7 +98,7 @@ class Experts(Part):
                 f"targets = {targets or Attention.matrices}"
             )
 
-    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:  # noqa: D102
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         c, of = decoder, Matrices(decoder)
         d, f, e = c.embed_dim, self.width(c), self.number
         init = hk.initializers.TruncatedNormal(d**-0.5)
@@ -124,18 +121,18 @@ class Experts(Part):
             y += Mlp().products(c, x, call.side, prefix="shared_", width=width)
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
 
-    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         """Counts the experts that a token passes through."""
         width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
         return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.number))
 
-    def empty_sums(self) -> dict[str, jax.Array]:  # noqa: D102
+    def empty_sums(self) -> dict[str, jax.Array]:
         return expert_routing.empty_sums(self)
 
-    def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:  # noqa: D102
+    def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
         return expert_routing.with_routing(self, found, sums, num_layers=num_layers, is_training=is_training)
 
-    def shrink(self, multiples: Mapping[str, int]) -> Experts:  # noqa: D102
+    def shrink(self, multiples: Mapping[str, int]) -> Experts:
         width = math.lcm(16, multiples["mlp"])
         return dataclasses.replace(
             self,
@@ -145,7 +142,7 @@ class Experts(Part):
             shared_mlp_dim=self.shared_mlp_dim and width,
         )
 
-    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:  # noqa: D102
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
         training = {"experts.capacity", "experts.balance", "experts.z_loss"}
         found = {name: value for name, value in super().settings(decoder).items() if name not in training}
         return {**found, "experts.mlp_dim": self.width(decoder)}
@@ -155,7 +152,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def experts_of(decoder: DecoderConfig) -> Experts | None:
+def experts_of(decoder: Decoder) -> Experts | None:
     """Returns the experts of a decoder; None if it has none."""
     parts = (kind.feed_forward for kind in decoder.layer_kinds)
     return next((part for part in parts if isinstance(part, Experts)), None)

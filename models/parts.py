@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
@@ -24,9 +24,37 @@ from models import rotary
 from models.prefix import Prefix
 
 if TYPE_CHECKING:
-    from models.decoder_config import DecoderConfig
+    from models.lora import Lora
+    from models.splash_tiles import Tiles
 
 LOCAL, GLOBAL = "local", "global"
+
+
+class Decoder(Protocol):
+    """What a part may read of its decoder: fields and properties of `models.decoder_config.DecoderConfig`."""
+
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    score_scale: float
+    dtype: str
+    quantization: str
+    attention: str
+    attention_softcap: float | None
+    attention_tiles: Tiles | None
+    norm: str
+    norm_eps: float
+    qk_norm: bool
+    bias: str
+    gated: bool
+    activation: str
+    window: int | None
+    pattern: tuple[str, ...]
+    lora: Lora | None
+    layer_kinds: tuple[Any, ...]
 
 
 class Side(NamedTuple):
@@ -125,7 +153,7 @@ class Part:
       needs_positions: whether it reads `Side.positions`.
       is_recurrent: whether it has a state of one size for rows of any length.
       keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
-      has_window: whether it reads `DecoderConfig.window` in local layers.
+      has_window: whether it reads `Decoder.window` in local layers.
       sees_prefix: whether it works where a part of a row attends both ways (`Side.prefix`).
       matrices: names of the matrices that low-rank adapters can change.
     """
@@ -139,18 +167,18 @@ class Part:
     sees_prefix = False
     matrices: tuple[str, ...] = ()
 
-    def check(self, decoder: DecoderConfig) -> None:
+    def check(self, decoder: Decoder) -> None:
         """Checks the decoder's fields that concern the part; raises UserError."""
 
-    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         """Runs the part on the normalized stream [B, T, D], in the Haiku module of its layer."""
         raise NotImplementedError
 
-    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         """Returns the multiplications of a token in rows of `length` positions."""
         raise NotImplementedError
 
-    def empty_state(self, decoder: DecoderConfig, kind: str, rows: int, length: int) -> Any:
+    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> Any:
         """Returns the state before the first of at most `length` slots, leaves [rows, ...]."""
         del decoder, kind, rows, length
         return ()
@@ -180,12 +208,12 @@ class Part:
         del multiples
         return self
 
-    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
         """Returns the settings that change the function of the part, by `name.field`."""
         del decoder
         return {f"{self.name}.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
-    def on_gpus(self, decoder: DecoderConfig, length: int) -> str | None:
+    def on_gpus(self, decoder: Decoder, length: int) -> str | None:
         """Returns how it computes attention on GPUs; None if it has none."""
         del decoder, length
         return None

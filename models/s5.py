@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -31,10 +31,7 @@ from jax.sharding import PartitionSpec
 from core import logical
 from core.errors import UserError, check_integer
 from models import derivatives, ring_attention
-from models.parts import Call, Part, Result, Work
-
-if TYPE_CHECKING:
-    from models.decoder_config import DecoderConfig
+from models.parts import Call, Decoder, Part, Result, Work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,28 +86,28 @@ class S5(Part):
         """The initial imaginary parts of lambda, [P]."""
         return np.tile(hippo(self.states // self.blocks), self.blocks)
 
-    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:  # noqa: D102
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         names = ("batch", "length", "embed")
         x = ring_attention.arrange(x, *names, back=True)
         segment_ids = ring_attention.arrange(call.side.segment_ids, *names[:2], back=True)
         y, state = _Layer(self, decoder.dtype, call.name)(x, segment_ids, call)
         return Result(ring_attention.arrange(y, *names), state)
 
-    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         """Counts four products of the recurrence for each state."""
         return Work(2 * decoder.embed_dim * self.states, 2 * self.states)
 
-    def empty_state(self, decoder: DecoderConfig, kind: str, rows: int, length: int) -> Complex:
+    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> Complex:
         """Returns zeros [rows, P]."""
         return Complex(*(jnp.zeros((rows, self.states // 2)) for _ in range(2)))
 
-    def laid_out(self, state: Complex) -> Complex:  # noqa: D102
+    def laid_out(self, state: Complex) -> Complex:
         return Complex(*(logical.constrain(a, "batch", "mlp") for a in state))
 
-    def shrink(self, multiples: Mapping[str, int]) -> S5:  # noqa: D102
+    def shrink(self, multiples: Mapping[str, int]) -> S5:
         return dataclasses.replace(self, states=2 * math.lcm(4, multiples["mlp"]), blocks=1)
 
-    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:  # noqa: D102
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
         found = super().settings(decoder)
         del found["s5.chunk"]  # changes no result
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import haiku as hk
 import jax
@@ -17,13 +17,10 @@ import jax.numpy as jnp
 from core import logical
 from core.types import LossOutput, WeightedSum
 from models import ring_attention
-from models.parts import Call, Part, Result, Work
+from models.parts import Call, Decoder, Part, Result, Work
 from models.ttt import inner_loop, layer
 from models.ttt.config import TTTConfig
 from models.ttt.inner_loop import Linear
-
-if TYPE_CHECKING:
-    from models.decoder_config import DecoderConfig
 
 _ERRORS = ("initial", "step_0", "step_1")  # see `layer.Outcome`
 _NOT_BEGUN = -1  # place of a row whose state does not have the initial weights yet
@@ -32,7 +29,7 @@ _NOT_BEGUN = -1  # place of a row whose state does not have the initial weights 
 class _Weights(hk.Module):
     """The parameters, in a module of their own because other mixers have some of the same names."""
 
-    def __call__(self, decoder: DecoderConfig, config: TTTConfig) -> layer.Weights:
+    def __call__(self, decoder: Decoder, config: TTTConfig) -> layer.Weights:
         fan_in = 2 * decoder.num_layers * config.num_heads * config.head_dim
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
         return layer.make(config, decoder.embed_dim, dtype=decoder.dtype, output_init=init)
@@ -55,7 +52,7 @@ class TTTMixer(Part):
         """The name of its Haiku module: `ttt_linear` or `ttt_mlp`."""
         return f"ttt_{self.config.inner}"
 
-    def __call__(self, decoder: DecoderConfig, x: jax.Array, call: Call) -> Result:  # noqa: D102
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         weights = _Weights(call.name)(decoder, self.config)
         if call.before is not None:
             before = self._begun(weights, call.before.state)
@@ -69,10 +66,10 @@ class TTTMixer(Part):
         y = ring_attention.arrange(found.output, "batch", "length", "embed")
         return Result(y, (), () if call.weights is None else self._sums(found.errors, segments))
 
-    def work(self, decoder: DecoderConfig, kind: str, length: int) -> Work:  # noqa: D102
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         return Work(*layer.multiplications(self.config, decoder.embed_dim))
 
-    def empty_state(self, decoder: DecoderConfig, kind: str, rows: int, length: int) -> layer.State:
+    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> layer.State:
         """Returns states without weights; rows get the initial weights with their first token."""
         c = self.config
         pairs = zip(c.sizes, c.sizes[1:], strict=False)
@@ -82,7 +79,7 @@ class TTTMixer(Part):
         recent = jnp.zeros((rows, c.conv_reach, c.num_heads, c.head_dim))
         return layer.State(memory, recent, None, jnp.full((rows,), _NOT_BEGUN, jnp.int32))
 
-    def laid_out(self, state: layer.State) -> layer.State:  # noqa: D102
+    def laid_out(self, state: layer.State) -> layer.State:
         def by_head(a: jax.Array) -> jax.Array:
             return logical.constrain(a, "batch", "heads", *(None,) * (a.ndim - 2))
 
@@ -93,7 +90,7 @@ class TTTMixer(Part):
             logical.constrain(state.place, "batch"),
         )
 
-    def empty_sums(self) -> dict[str, jax.Array]:  # noqa: D102
+    def empty_sums(self) -> dict[str, jax.Array]:
         return {name: jnp.zeros(()) for name in (*_ERRORS, "counted")}
 
     def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
@@ -102,10 +99,10 @@ class TTTMixer(Part):
         metrics = {f"{self.name}/{name}": WeightedSum(sums[name], sums["counted"]) for name in _ERRORS}
         return found._replace(metrics={**found.metrics, **metrics})
 
-    def shrink(self, multiples: Mapping[str, int]) -> TTTMixer:  # noqa: D102
+    def shrink(self, multiples: Mapping[str, int]) -> TTTMixer:
         return TTTMixer(self.config.shrink(multiples))
 
-    def settings(self, decoder: DecoderConfig) -> dict[str, Any]:  # noqa: D102
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
         return {f"{self.name}.{name}": value for name, value in dataclasses.asdict(self.config).items()}
 
     def _begun(self, weights: layer.Weights, state: layer.State) -> layer.State:

@@ -13,6 +13,7 @@ from core import logical, parameters
 from core.checkpoints import published
 from core.errors import UserError
 from models import families, family_tensors, presets, pretrained, transformer
+from models.decoder_parts import Mlp
 from models.experts import Experts
 
 HERE = pathlib.Path(__file__).parent / "fixtures" / "families"
@@ -122,9 +123,12 @@ MUTATIONS = {
     ],
 }
 MUTATIONS |= {
-    "mixtral": [{"experts": Experts(number=6, top_k=1)}, {"experts": Experts(number=6, top_k=2, normalized=False)}],
-    "qwen3_moe": [{"experts": Experts(number=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
-    "qwen3_moe_sparse": [{"experts": Experts(number=5, top_k=2, mlp_dim=12, normalized=False)}],
+    "mixtral": [
+        {"feed_forward": Experts(number=6, top_k=1)},
+        {"feed_forward": Experts(number=6, top_k=2, normalized=False)},
+    ],
+    "qwen3_moe": [{"feed_forward": Experts(number=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
+    "qwen3_moe_sparse": [{"feed_forward": (*[Mlp()] * 3, Experts(number=5, top_k=2, mlp_dim=12, normalized=False))}],
 }
 CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
 
@@ -272,7 +276,7 @@ def test_a_configuration_is_written_as_it_was_read(name):
     [
         (
             "mixtral",
-            {"experts": Experts(number=6, top_k=2, scores="sigmoid")},
+            {"feed_forward": Experts(number=6, top_k=2, scores="sigmoid")},
             "needs experts.scores = 'softmax' (here",
         ),
         ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
