@@ -1,77 +1,39 @@
 """`python -m launch COMMAND …`: imports the module of one command and runs it.
 
-The module has `HELP` (one line), `EXAMPLE` (one command line), `add_arguments(parser)` and `run(args) -> int`. A
-`core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if gs:// cannot be reached
-(launch/README.md has all exit codes).
+The module has `COMMAND` (its family and name), `HELP`, both on one line, `EXAMPLE`, `add_arguments(parser)` and
+`run(args) -> int`. A `core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if gs://
+cannot be reached (launch/README.md has all exit codes).
 Any other exception, including a plain ValueError, is printed with its traceback, and the exit code is 13; 1 is a
 regular result of some commands, such as "these checkpoints differ".
 """
 
 import argparse
-import ast
 import difflib
-import importlib.util
+import importlib
 import os
-import re
 import signal
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from core.errors import UnreachableError, UserError
 from core.health import exit_codes, heartbeat
 from launch import environment, flags, terminal
 
-LAYOUTS = "Layouts: memory, traffic and agreement of strategies, plans and schedules."
-FAMILIES: Mapping[str, Mapping[str, str]] = {  # modules of commands, by family
-    LAYOUTS: {
-        "agreement": "launch.verify.agreement",
-        "bisect": "launch.verify.bisect",
-        "draw": "launch.cli.draw",
-        "plan": "launch.plan.session",
-        "report": "launch.plan.compiled_report",
-        "slices": "launch.cli.slices",
-    },
-    "Runs: prepare, start, monitor and evaluate them.": {
-        "build": "launch.cli.build",
-        "check": "launch.check.preflight",
-        "checkpoints": "launch.cli.checkpoints",
-        "doctor": "launch.check.doctor",
-        "evaluate": "launch.experiments.evaluate",
-        "export": "launch.cli.export",
-        "generate": "launch.cli.generate",
-        "hidden": "launch.cli.hidden",
-        "jobset": "launch.hosts.jobset",
-        "pod": "launch.cli.pod",
-        "profile": "launch.cli.profile",
-        "suite": "launch.experiments.results",
-        "tensorboard": "launch.cli.tensorboard",
-        "tokenize": "launch.cli.tokenize",
-        "train": "launch.runs.train",
-        "validate": "launch.check.validation",
-    },
+FAMILIES = {
+    "layouts": "Layouts: memory, traffic and agreement of strategies, plans and schedules.",
+    "runs": "Runs: prepare, start, monitor and evaluate them.",
 }
 
 
-def command_names() -> list[str]:
-    """Returns the names of all commands."""
-    return sorted(_modules())
-
-
-def command_help(name: str) -> str:
-    """Returns the HELP line of a command, without importing its module."""
-    source = importlib.util.find_spec(_modules()[name]).origin
-    return ast.literal_eval(re.search(r"(?m)^HELP = (.+)$", Path(source).read_text())[1])
-
-
-def _modules() -> dict[str, str]:
-    return {name: environment.PACKAGE + module for family in FAMILIES.values() for name, module in family.items()}
+def commands() -> dict[str, str]:
+    """Returns the names of all commands, with their modules."""
+    return dict(sorted((name, module) for module, (_, name) in environment.declared("COMMAND").items()))
 
 
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Runs one command line, by `command` or else by that of FAMILIES, and returns the exit code.
+    """Runs one command line, by `command` or else as a command of launch/run, and returns the exit code.
 
     The code is 141 (128 + SIGPIPE) if the reader of the output has gone.
     """
@@ -92,13 +54,13 @@ def _command(argv: Sequence[str]) -> int:
         print(_overview())
         return 0
     name, *rest = argv
-    modules = _modules()
+    modules = commands()
     if name not in modules:
         nearest = difflib.get_close_matches(name, modules, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"expected one of {', '.join(command_names())}"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"expected one of {', '.join(modules)}"
         print(f"unknown command {name!r}: {hint}", file=sys.stderr)
         return exit_codes.USER_ERROR
-    if name in FAMILIES.get(LAYOUTS, ()):
+    if environment.declared("COMMAND")[modules[name]][0] == "layouts":
         from parallel.hlo import messages
 
         # Before jax is imported: these commands leave the chips to runs, and show the warnings of the TPU compiler.
@@ -150,9 +112,11 @@ def parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
 
 def _overview() -> str:
     lines = ["launch/run COMMAND …   (launch/run COMMAND --help: options and an example)"]
-    width = max(map(len, _modules()))
-    for family, commands in FAMILIES.items():
-        lines += ["", family, *(f"  {name:<{width}}  {command_help(name)}" for name in commands)]
+    modules, helps = commands(), environment.declared("HELP")
+    width = max(map(len, modules))
+    for family, title in FAMILIES.items():
+        own = [name for name, module in modules.items() if environment.declared("COMMAND")[module][0] == family]
+        lines += ["", title, *(f"  {name:<{width}}  {helps[modules[name]]}" for name in own)]
     return "\n".join(lines)
 
 

@@ -1,13 +1,17 @@
-"""Reads the environment variables of launch/README.md; a malformed value is an error that names its variable.
+"""Reads the environment variables of launch/README.md, and finds the modules of this package by what they declare.
 
-An empty value counts as unset.
+An empty value counts as unset; a malformed one is an error that names its variable.
 """
 
+import ast
+import functools
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core import rendezvous
 from core.errors import UserError
@@ -38,6 +42,19 @@ ON_CPUS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
+
+
+@functools.cache
+def declared(constant: str) -> Mapping[str, Any]:
+    """Returns the literals that modules in folders of launch/ assign to a constant in one line, by full module name.
+
+    No module is imported. So an optional part brings its commands, and they are there while its files are.
+    """
+    line, found = re.compile(rf"(?m)^{constant} = (.+)$"), {}
+    for file in sorted(Path(__file__).parent.glob("*/*.py")):
+        if match := line.search(file.read_text()):
+            found[f"{PACKAGE}launch.{file.parent.name}.{file.stem}"] = ast.literal_eval(match[1])
+    return MappingProxyType(found)
 
 
 class ProcessLayout(NamedTuple):

@@ -1,16 +1,19 @@
 """Small models, their optimizers and batches, by which strategies are compared with one device.
 
-Batches of the decoder are packed rows with uneven padding, different at every step, so that weights, segments and
-positions all matter; those of the recursive model have puzzles that recur, and labels that are left out.
+Batches are packed rows with uneven padding, different at every step, so that weights, segments and positions all
+matter. A model of another kind has a module `agreement_subject` in its folder.
 """
 
+import importlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from core import optimizers
-from core.types import IGNORED, HasPuzzles, Model, can
-from models import transformer, trm
+from core.types import Model
+from models import transformer
 
 ROWS, LENGTH = 16, 24
 
@@ -24,27 +27,12 @@ OPTIMIZER = optimizers.adamw(
     learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20),
     weight_decay=0.1,
 )
-RECURSIVE = trm.TRM(
-    vocab_size=11,
-    vocab_multiple=8,
-    embed_dim=64,
-    num_heads=8,
-    num_layers=1,
-    h_cycles=2,
-    l_cycles=2,
-    num_puzzles=5,
-    puzzle_multiple=48,
-    prefix_length=8,
-    halt_bias=0.5,  # rows halt when exploration lets them, at different steps
-    halt_max_steps=3,
-    exploration=0.5,
-    dtype="float32",
-)
-_RATE = optimizers.warmup_floor(peak=1e-3, warmup_steps=5, total_steps=20, floor=0.1)
-RECURSIVE_OPTIMIZER = optimizers.averaged(
-    optimizer=optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=_RATE), learning_rate=_RATE), decay=0.9
-)
-MODELS: Mapping[str, Model] = {"transformer": MODEL, "trm": RECURSIVE}
+_HERE = Path(__file__).parent
+_OTHERS = {  # modules with MODEL, OPTIMIZER, OPTIMIZER_NAME, batches_for(model, steps, rows) and is_for(model)
+    file.parent.name: importlib.import_module(f"{__package__}.{file.parent.name}.{file.stem}")
+    for file in sorted(_HERE.glob("*/agreement_subject.py"))
+}
+MODELS: Mapping[str, Model] = {"transformer": MODEL, **{name: other.MODEL for name, other in _OTHERS.items()}}
 
 
 def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
@@ -65,29 +53,23 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
 
 
 def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
-    """Returns batches for a model: packed documents, or puzzles that recur."""
-    if not can(model, HasPuzzles):
-        return random_batches(model.vocab_size, steps=steps, rows=rows)
-    rng = np.random.default_rng(0)
-
-    def puzzles() -> Mapping[str, np.ndarray]:
-        labels = rng.integers(1, model.vocab_size, (rows, LENGTH), dtype=np.int32)
-        return {
-            "inputs": rng.integers(0, model.vocab_size, (rows, LENGTH), dtype=np.int32),
-            "labels": np.where(rng.random((rows, LENGTH)) < 0.2, np.int32(IGNORED), labels),
-            "puzzle_ids": rng.integers(0, model.num_puzzles, rows, dtype=np.int32),
-        }
-
-    return (puzzles() for _ in range(steps))
+    """Returns batches for a model: packed documents, or those of its kind."""
+    if other := _other(model):
+        return other.batches_for(model, steps=steps, rows=rows)
+    return random_batches(model.vocab_size, steps=steps, rows=rows)
 
 
 def optimizer_of(model: Model) -> optimizers.Optimizer:
     """Returns the optimizer for measuring the agreement of a model."""
-    return RECURSIVE_OPTIMIZER if can(model, HasPuzzles) else OPTIMIZER
+    other = _other(model)
+    return other.OPTIMIZER if other else OPTIMIZER
 
 
 def optimizer_name(model: Model) -> str:
     """Returns the name of `optimizer_of(model)` for reports."""
-    if can(model, HasPuzzles):
-        return "Adam-atan2 with sign updates of the puzzle table and an average of the parameters"
-    return "AdamW with epsilon 1e-4"
+    other = _other(model)
+    return other.OPTIMIZER_NAME if other else "AdamW with epsilon 1e-4"
+
+
+def _other(model: Model) -> Any:
+    return next((other for other in _OTHERS.values() if other.is_for(model)), None)

@@ -186,7 +186,7 @@ def parse(line):
     """Parses the arguments of a command line as its command does, and runs nothing."""
     program, *words = shlex.split(line, comments=True)
     name = "pod" if program == "launch/pod.sh" else words.pop(0)
-    module = {name: module for family in cli.FAMILIES.values() for name, module in family.items()}[name]
+    module = cli.commands()[name]
     return cli.parser(importlib.import_module(module), program).parse_args(words)
 
 
@@ -225,7 +225,7 @@ def test_commands_within_sentences_exist_and_have_the_flags_that_they_show():
             name = "pod" if program == "pod.sh" else rest.split()[0]
             if name == "COMMAND":
                 continue
-            module = {name: module for family in cli.FAMILIES.values() for name, module in family.items()}[name]
+            module = cli.commands()[name]
             known.setdefault(name, options(cli.parser(importlib.import_module(module), "")))
             assert set(re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest)) <= known[name], f"{page}: {program} {rest}"
             checked += 1

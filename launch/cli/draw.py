@@ -6,6 +6,7 @@ from core.errors import UserError
 from launch import flags
 from parallel.pipeline import drawing, schedules
 
+COMMAND = ("layouts", "draw")
 HELP = "draw what each stage of a pipeline does at each tick"
 EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
   launch/run draw circular --stages 4 --microbatches 4 --repeats 2

@@ -27,6 +27,7 @@ from models.decoder_config import DecoderConfig
 from tasks import generation_settings, streams
 from tasks.tokenizer_folders import FolderTokenizer
 
+COMMAND = ("runs", "export")
 HELP = "write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer"
 EXAMPLE = """launch/run export runs/first --out first-7b --dtype bfloat16
   launch/run export runs/first@1000 --out first-1000 --dtype float32

@@ -18,6 +18,7 @@ from launch.conversation import Conversation
 from launch.live_text import LiveText
 from parallel.sampling import GREEDY, Sampling
 
+COMMAND = ("runs", "generate")
 HELP = "continue prompts with the model of a run, or with a published one"
 EXAMPLE = """launch/run generate runs/quickstart-v4-16 --prompt "import "
   launch/run generate smollm2 --prompt "Name three primary colors." --chat --greedy

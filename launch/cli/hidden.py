@@ -17,6 +17,7 @@ from launch.loaded_model import LoadedModel
 from models.ttt.adapter import AdaptedDecoder
 from tasks.code import cached, chunks
 
+COMMAND = ("runs", "hidden")
 HELP = "compute the hidden states of an adapter's frozen base once, for tasks of cached.cached_hidden"
 EXAMPLE = """launch/run hidden gin/ponder/quick.gin --out runs/ponder/hidden
   launch/run hidden gin/ponder/smollm2_135m.gin --gin "FOLDER = 'smollm2'" --out hidden --rows 1000,100,200"""

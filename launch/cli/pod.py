@@ -22,6 +22,7 @@ from launch.hosts import alerts, gcloud, lifecycle, machine, simulate, tpu_host,
 if TYPE_CHECKING:
     from launch.check import preflight
 
+COMMAND = ("runs", "pod")
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh local gin/quickstart.gin                    (the GPUs or the CPU of this machine)

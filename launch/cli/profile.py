@@ -10,6 +10,7 @@ from core.training import profile_reader
 from core.training.profile_reader import HostProfile
 from launch import flags, terminal
 
+COMMAND = ("runs", "profile")
 HELP = "print a summary of a profile: step time by host, skew, input wait, top operations, share of collectives"
 EXAMPLE = "launch/run profile runs/quickstart-v4-16 --session step_100"
 ABOUT_CPU = (

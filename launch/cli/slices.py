@@ -8,6 +8,7 @@ from core import slices
 from core.slices import GIB
 from launch import terminal
 
+COMMAND = ("layouts", "slices")
 HELP = "print the table of TPU slices: chips, hosts, topology, peak FLOP/s, memory"
 EXAMPLE = "launch/run slices v4"
 

@@ -15,6 +15,7 @@ from core.errors import UserError
 from core.health import exit_codes
 from launch import flags
 
+COMMAND = ("runs", "tensorboard")
 HELP = "open TensorBoard (scalars, config, profiles of every host) on a run directory"
 EXAMPLE = "launch/run tensorboard runs/quickstart-v4-16"
 

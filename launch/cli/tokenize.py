@@ -10,6 +10,7 @@ from core.training import run_lock
 from launch import flags
 from tasks import decontamination, near_duplicates, token_cache, token_writer, tokenizing
 
+COMMAND = ("runs", "tokenize")
 HELP = "convert text to ids, as a token cache for text.tokens"
 EXAMPLE = """launch/run tokenize --data 'corpus/*.jsonl.zst' --vocabulary smollm2 --out gs://BUCKET/tokens
   launch/run tokenize --data 'books/*.parquet' --field content --vocabulary bytes --out runs/tokens --skip-bad"""

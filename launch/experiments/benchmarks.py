@@ -1,4 +1,4 @@
-"""`launch/run evaluate --lm-eval`, `--humaneval` and `--seqio`: scores a run or a published model on benchmarks.
+"""`launch/run evaluate --lm-eval` and `--seqio`: scores a run or a published model on benchmarks.
 
 Unlike the evaluation on a run's own held-out data, it runs in one process, like `launch/run generate`.
 """
@@ -14,55 +14,62 @@ from rich.table import Table
 
 from core import paths
 from core.errors import UserError
-from launch import loaded_model, terminal
+from launch import flags, loaded_model, terminal
 from launch.experiments import lm_eval_tasks, text_scores
 from launch.experiments.text_scores import TextScores
-from parallel.sampling import GREEDY, Sampling
-from tasks.code import humaneval, sandbox
-from tasks.code.humaneval import Problem
 
-USUAL_TEMPERATURE = 0.8  # of several samples, as in the paper of HumanEval
+EVALUATION = {"lm_eval": ("lm_eval_path", "json"), "seqio": ("json",)}
+EXAMPLE = "launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200"
 _ERROR = "_stderr"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of these evaluations."""
+    own = parser.add_argument_group("benchmarks of language models (RUN may be the folder of a published model)")
+    own.add_argument("--lm-eval", metavar="TASK[,TASK]", help="score on tasks of the library lm_eval")
+    own.add_argument("--lm-eval-path", metavar="DIR", help="a folder of further tasks, as YAML files")
+    help_ = (
+        "metrics of a seqio task or mixture, which a module that the run imports registered, on its validation split"
+    )
+    own.add_argument("--seqio", metavar="NAME", help=help_)
+    flags.add(own, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
     """Finds the tasks, loads the model, computes the scores, and prints them."""
-    if args.all_steps or args.submission:
-        raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
-    _require_used(args)
-    limit = args.num_examples if isinstance(args.num_examples, int) else None
+    limit = require_benchmark(args)
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
-    problems = _problems(args, limit) if args.humaneval is not None else []
-    loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
-    name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
-    check = functools.partial(_require_metrics, args.seqio)
-    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin, check=check))
-    print(scores.model.where)
+    scores = load(args, check=functools.partial(_require_metrics, args.seqio))
     if tasks is not None:
-        found: Mapping[str, Any] = {"tasks": lm_eval_tasks.evaluate(tasks, scores, limit=limit)}
-        _show(found["tasks"])
-    elif args.seqio is not None:
-        found = {"tasks": seqio_metrics(args.seqio, scores, limit=limit)}
-        _show(found["tasks"])
+        found = lm_eval_tasks.evaluate(tasks, scores, limit=limit)
     else:
-        sampling = {"samples": args.samples or 1, "temperature": args.temperature or USUAL_TEMPERATURE}
-        found = solve(problems, scores, **sampling)
-        print(found["evaluated_on"], *(f"pass@{k} {value:.4f}" for k, value in found["pass_at"].items()), sep="; ")
-    if args.json:
-        text = json.dumps({"model": scores.model.where, **found}, indent=1)
-        paths.write_text_atomically(paths.resolve(args.json), text + "\n")
+        found = seqio_metrics(args.seqio, scores, limit=limit)
+    _show(found)
+    write(args, scores, {"tasks": found})
     return 0
 
 
-def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temperature: float) -> dict[str, Any]:
-    """Lets the model complete each problem, once greedily or in several samples; returns `humaneval.score`."""
-    sandbox.require_confinement()
-    prompts = [problem.prompt for problem in problems for _ in range(samples)]
-    sampling = GREEDY if samples == 1 else Sampling(temperature, 0, 0.95)
-    most = scores.model.generator.max_positions
-    tokens = humaneval.MAX_TOKENS if most is None else min(humaneval.MAX_TOKENS, most // 2)
-    completions = scores.continued(prompts, until=humaneval.STOPS, max_tokens=tokens, sampling=sampling)
-    return humaneval.score(problems, completions)
+def require_benchmark(args: argparse.Namespace) -> int | None:
+    """Checks that no flag is of a run's own data; returns the number of examples to score, None for all."""
+    if args.all_steps or args.submission:
+        raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
+    return args.num_examples if isinstance(args.num_examples, int) else None
+
+
+def load(args: argparse.Namespace, **options: Any) -> TextScores:
+    """Loads the model that the arguments name, and prints where it is from."""
+    loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
+    name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
+    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin, **options))
+    print(scores.model.where)
+    return scores
+
+
+def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]) -> None:
+    """Writes the result to the file of --json, if it is given."""
+    if args.json:
+        text = json.dumps({"model": scores.model.where, **found}, indent=1)
+        paths.write_text_atomically(paths.resolve(args.json), text + "\n")
 
 
 def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
@@ -92,34 +99,6 @@ def _require_metrics(name: str | None) -> None:
         from tasks import seqio_tasks
 
         seqio_tasks.require_metrics(name)
-
-
-def _require_used(args: argparse.Namespace) -> None:
-    """Checks that every flag that was given is used."""
-    if args.humaneval is not None:
-        if args.lm_eval_path is not None:
-            raise UserError("--lm-eval-path belongs to --lm-eval, not to --humaneval")
-        if args.temperature is not None and args.samples in (None, 1):
-            raise UserError("--temperature is of several samples, and one sample is greedy: give --samples, too")
-        return
-    if args.seqio is not None and args.lm_eval_path is not None:
-        raise UserError("--lm-eval-path belongs to --lm-eval, not to --seqio")
-    names = ("--samples", "--temperature", "--allow-code")
-    if given := [name for name in names if getattr(args, name[2:].replace("-", "_"))]:
-        raise UserError(
-            f"{', '.join(given)}: of --humaneval, not of {'--lm-eval' if args.seqio is None else '--seqio'}, whose "
-            "tasks say how texts are generated"
-        )
-
-
-def _problems(args: argparse.Namespace, limit: int | None) -> list[Problem]:
-    problems = humaneval.read(args.humaneval, most=limit)
-    if not args.allow_code:
-        raise UserError(
-            "--humaneval runs programs that the model writes, each in a process that cannot read or write files, start "
-            "processes or use the network: give --allow-code to run them"
-        )
-    return problems
 
 
 def _show(found: Mapping[str, Mapping[str, float]]) -> None:

@@ -9,8 +9,10 @@ text. Every score is shown with a description of what was scored.
 
 import argparse
 import dataclasses
+import importlib
 import os
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,15 +40,16 @@ from launch.runs import continuation, prepared_run
 from launch.runs.prepared_run import Run
 from parallel import host_memory, mesh, report
 
+COMMAND = ("runs", "evaluate")
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"
 EXAMPLE = """launch/run evaluate runs/trm/sudoku4-v4-8
   launch/run evaluate gs://BUCKET/runs/trm/maze-v4-32 --num-examples all   (on every host of the slice)
   launch/run evaluate runs/trm/arc1-v4-64 --all-steps --submission submission.json --simulate --slice v4-8
-  launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200
-  launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code
-  launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets
-  launch/run evaluate runs/arrcoc/easy_vqa-v4-8 --pictures
   launch/run evaluate runs/quickstart-v4-16 --num-examples all --gin "STRATEGY = @strategies.data_parallel()\""""
+# Other evaluations are modules of this folder with `EVALUATION` (flags that ask for one, with those that it alone uses,
+# in one line), `EXAMPLE`, `add_arguments(parser)` and `run(args)`.
+_OTHERS = {importlib.import_module(module): flags_ for module, flags_ in environment.declared("EVALUATION").items()}
+EXAMPLE = "\n  ".join([EXAMPLE, *(other.EXAMPLE for other in _OTHERS)])
 
 FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
 _CONSTANT = ("steps", "halted")  # the same in every evaluation
@@ -111,30 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="held-out puzzles, questions or rows of text (default: those of the run's own evaluations); --rows is its "
         "former name",
     )
-    benchmarks = parser.add_argument_group("benchmarks of language models (RUN may be the folder of a published model)")
-    benchmarks.add_argument("--lm-eval", metavar="TASK[,TASK]", help="score on tasks of the library lm_eval")
-    benchmarks.add_argument("--lm-eval-path", metavar="DIR", help="a folder of further tasks, as YAML files")
-    benchmarks.add_argument("--humaneval", metavar="FILE", help="problems in HumanEval's format: pass@k by unit tests")
-    help_ = (
-        "metrics of a seqio task or mixture, which a module that the run imports registered, on its validation split"
-    )
-    benchmarks.add_argument("--seqio", metavar="NAME", help=help_)
-    benchmarks.add_argument(
-        "--samples", metavar="N", type=flags.at_least(1), help="of each problem (default: 1, greedy)"
-    )
-    benchmarks.add_argument("--temperature", metavar="T", type=flags.positive, help="of several samples (default: 0.8)")
-    benchmarks.add_argument(
-        "--allow-code", action="store_true", help="run code that the model wrote, confined (required by --humaneval)"
-    )
-    flags.add(benchmarks, "--json")
-    ttt = parser.add_argument_group("gates of an adapter with test-time training")
-    ttt.add_argument("--gates", metavar="GATE[,GATE]", help="such as skip,update,random,oracle,reconstruction")
-    ttt.add_argument("--budget", metavar="B", type=float, help="mean cost, 1 to 3 (default: 2)")
-    ttt.add_argument("--controls", metavar="NAME[,NAME]", help="of no_learning, resets, offset, shuffled")
-    ttt.add_argument("--against", metavar="FILE", help="chunks.csv of another run on the same rows, such as a control")
-    ttt.add_argument("--label", metavar="NAME", help="added to the names of the files, such as the language")
-    pictures = "write a PNG of the patches that a selector chose for questions about the same images"
-    parser.add_argument("--pictures", action="store_true", help=pictures)
+    for other in _OTHERS:
+        other.add_arguments(parser)
     submission = "ARC: write two attempts per test, from the votes of all checkpoints"
     parser.add_argument("--submission", **{**flags.OUTPUT, "type": str}, help=submission)
     flags.add(parser, "--overwrite")
@@ -160,25 +141,10 @@ def _examples(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the run, checks the arguments and evaluates."""
-    _require_one_kind(args)
+    other = _other(args)
     args.step = saved_steps.best_of(args.run_dir) if args.step == saved_steps.BEST else args.step
-    if any(value is not None for value in (args.lm_eval, args.humaneval, args.seqio)):
-        from launch.experiments import benchmarks
-
-        return benchmarks.run(args)
-    if args.gates is not None:
-        from launch.experiments import gates
-
-        return gates.run(args)
-    if args.pictures:
-        from launch.experiments import pictures
-
-        return pictures.run(args)
-    if any((args.lm_eval_path, args.json, args.samples, args.temperature, args.allow_code)):
-        raise UserError(
-            "--lm-eval-path, --json, --samples, --temperature and --allow-code belong to --lm-eval, --humaneval or "
-            "--seqio"
-        )
+    if other is not None:
+        return other.run(args)
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
@@ -220,16 +186,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_one_kind(args: argparse.Namespace) -> None:
-    """Checks that the arguments belong to one kind of evaluation."""
-    kinds = ("lm_eval", "humaneval", "seqio", "gates", "pictures")
-    if len(given := [f"--{kind.replace('_', '-')}" for kind in kinds if getattr(args, kind) not in (None, False)]) > 1:
-        raise UserError(f"give one of {', '.join(given)} at a time")
-    gates_only = {name: getattr(args, name) for name in ("budget", "controls", "against", "label")}
-    if args.gates is None and any(value is not None for value in gates_only.values()):
-        raise UserError("--budget, --controls, --against and --label belong to --gates")
-    if args.pictures and (args.num_examples or args.json):
-        raise UserError("--pictures does not use --num-examples and --json")
+def _other(args: argparse.Namespace) -> types.ModuleType | None:
+    """Returns the module of the evaluation that is asked for, None for that of the run's own data.
+
+    Raises:
+      UserError: the arguments belong to several evaluations, or to one that is not asked for.
+    """
+    uses = {asking: own for flags_ in _OTHERS.values() for asking, own in flags_.items()}
+    asked = [name for name in uses if _is_given(args, name)]
+    if len(asked) > 1:
+        raise UserError(f"give one of {', '.join(map(_flag, asked))} at a time")
+    used = [name for asking in asked for name in uses[asking]]
+    given = {name for own in uses.values() for name in own if _is_given(args, name)}
+    if wrong := sorted(given.difference(used)):
+        belong = f"belong{'s' if len(wrong) == 1 else ''} to"
+        homes = " or ".join(_flag(asking) for asking, own in uses.items() if set(wrong) & set(own))
+        instead = f", not to {_flag(asked[0])}" if asked else ""
+        raise UserError(f"{', '.join(map(_flag, wrong))} {belong} {homes}{instead}")
+    return next((other for other, flags_ in _OTHERS.items() if flags_.keys() & set(asked)), None)
+
+
+def _is_given(args: argparse.Namespace, name: str) -> bool:
+    return not (getattr(args, name) is None or getattr(args, name) is False)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _judge(experiment: Experiment) -> AnswerJudge | None:

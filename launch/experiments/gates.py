@@ -32,6 +32,8 @@ from models.ttt import evaluation, gates
 from models.ttt.adapter import HIDDEN, AdaptedDecoder
 from models.ttt.evaluation import Chunks
 
+EVALUATION = {"gates": ("budget", "controls", "against", "label")}
+EXAMPLE = "launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets"
 CONTROLS: Mapping[str, Mapping[str, Any]] = {  # changes of the layer's settings
     "no_learning": {"rate_scale": 0.0},
     "resets": {"resets": True},
@@ -44,15 +46,21 @@ _SECONDS_BETWEEN_LINES = 15.0
 _COLUMNS = ("loss", "perplexity", "update_rate", "recovery", "agreement", "cost")
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this evaluation."""
+    own = parser.add_argument_group("gates of an adapter with test-time training")
+    own.add_argument("--gates", metavar="GATE[,GATE]", help="such as skip,update,random,oracle,reconstruction")
+    own.add_argument("--budget", metavar="B", type=float, help="mean cost, 1 to 3 (default: 2)")
+    own.add_argument("--controls", metavar="NAME[,NAME]", help="of no_learning, resets, offset, shuffled")
+    own.add_argument("--against", metavar="FILE", help="chunks.csv of another run on the same rows, such as a control")
+    own.add_argument("--label", metavar="NAME", help="added to the names of the files, such as the language")
+
+
 def run(args: argparse.Namespace) -> int:
     """Evaluates, prints the table, and writes table, chunks and pictures to the folder of the run."""
     names = [name for name in args.gates.split(",") if name]
     if not names:
         raise UserError("--gates: expected names of gates, such as skip,update,random,oracle,reconstruction")
-    if unread := [
-        flag for flag in ("json", "samples", "temperature", "lm_eval_path", "allow_code") if getattr(args, flag)
-    ]:
-        raise UserError(f"--gates does not use --{', --'.join(flag.replace('_', '-') for flag in unread)}")
     budget = _USUAL_BUDGET if args.budget is None else args.budget
     chosen = {name: gates.named(name, budget=budget) for name in names}
     controls = [name for name in (args.controls or "").split(",") if name]

@@ -21,6 +21,8 @@ from launch.loaded_model import LoadedModel
 from models.vision.model import VisionLanguageModel
 from tasks.vision import ImageQuestions, Question
 
+EVALUATION = {"pictures": ()}
+EXAMPLE = "launch/run evaluate runs/arrcoc/easy_vqa-v4-8 --pictures"
 IMAGES, QUESTIONS = 6, 4  # of a sheet
 SIDE, CAPTION, GAP = 192, 64, 12  # pixels of a panel
 PALE = 0.75  # share of white in a patch that was not chosen
@@ -41,8 +43,16 @@ class Panel(NamedTuple):
     lines: Sequence[str]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument of this evaluation."""
+    help_ = "write a PNG of the patches that a selector chose for questions about the same images"
+    parser.add_argument("--pictures", action="store_true", help=help_)
+
+
 def run(args: argparse.Namespace) -> int:
     """Writes the sheet to the folder of the run."""
+    if args.num_examples:
+        raise UserError("--pictures does not use --num-examples")
     if args.all_steps or args.submission or args.simulate:
         raise UserError("--all-steps, --submission and --simulate do not go with --pictures, which runs in one process")
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)

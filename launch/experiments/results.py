@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from rich import box
@@ -29,8 +29,8 @@ from launch.experiment import Experiment
 from launch.experiments import suites
 from launch.experiments.suites import Entry, State, Status, Suite
 from launch.hosts import tpu_host
-from tasks.puzzles.task import PuzzleTask
 
+COMMAND = ("runs", "suite")
 HELP = "run a group of experiments one after another, and collect their results in one table"
 EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
       (on every host of the slice)
@@ -44,6 +44,19 @@ GOAL = 0.8  # accuracy for which the first step that reaches it is reported
 _EXA = 1e18
 _SCORES = {"loss": ("loss", ".4f"), "validation loss": (LOSS, ".4f"), "exact": (SCORE, ".2%")}  # of the printed table
 _MOST_SETTINGS = 3  # of an experiment in the printed table
+
+
+class _CutsPuzzles(Protocol):
+    """A task that may take a part of its puzzles; None: all.
+
+    Attributes:
+      asked: numbers of training puzzles, and of copies of each.
+      eval_puzzles: the number of held-out puzzles, drawn with `eval_seed`.
+    """
+
+    asked: tuple[int | None, int | None]
+    eval_puzzles: int | None
+    eval_seed: int
 
 
 def rows(
@@ -75,7 +88,7 @@ def settings(entries: Sequence[Entry]) -> dict[str, list[str]]:
 
 def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[str, Any]:
     run, found = entry.experiment, metrics.read(run_dir)
-    puzzles, copies = run.task.asked if isinstance(run.task, PuzzleTask) else (None, None)
+    puzzles, copies = run.task.asked if can(run.task, _CutsPuzzles) else (None, None)
     best_step, best = found.best(SCORE) or (None, None)
     exact, in_training = found.last(SCORE), found.last("exact_accuracy")
     return {
@@ -144,10 +157,8 @@ def _eflop(run: Experiment, steps: int) -> float | None:
 
 def evaluated_on(run: Experiment) -> str:
     """Describes the rows of the run's evaluations from the configuration; the run's own record is more exact."""
-    most, count = (
-        run.evaluation.eval_batches * run.batch_size,
-        run.task.eval_puzzles if isinstance(run.task, PuzzleTask) else None,
-    )
+    most = run.evaluation.eval_batches * run.batch_size
+    count = run.task.eval_puzzles if can(run.task, _CutsPuzzles) else None
     if count is None:
         return f"at most {most:,} held-out rows"
     return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"

@@ -22,6 +22,7 @@ from core.slices import Slice
 from launch import environment, flags
 from launch.config import loader
 
+COMMAND = ("runs", "jobset")
 HELP = "write the JobSet with which GKE runs an experiment on a slice"
 EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
 

@@ -24,6 +24,7 @@ from parallel.partitioner import Program
 from parallel.pipeline import drawing
 from parallel.traffic import Collective
 
+COMMAND = ("layouts", "report")
 HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies

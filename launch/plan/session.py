@@ -21,6 +21,7 @@ from parallel.planning import arithmetic, calibration, candidates, records, sele
 from parallel.planning.candidate_metrics import CandidateMetrics
 from parallel.planning.records import Record, Store
 
+COMMAND = ("layouts", "plan")
 HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyses one"
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin

@@ -20,6 +20,7 @@ from launch.runs import continuation, prepared_run
 from launch.runs.progress import Waiting
 from launch.session import EarlierPhaseError, Session
 
+COMMAND = ("runs", "train")
 HELP = "train on the devices of this host and its peers (launch/pod.sh starts it on every host)"
 EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 

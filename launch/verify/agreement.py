@@ -30,6 +30,7 @@ from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_name,
 from parallel import agreement
 from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, Subject
 
+COMMAND = ("layouts", "agreement")
 HELP = "measure how much the results of each strategy differ from those of one device"
 EXAMPLE = """launch/run agreement
   launch/run agreement --only fsdp zero1 --steps 20

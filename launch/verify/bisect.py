@@ -32,6 +32,7 @@ from parallel.agreement import computing_in
 from parallel.first_difference import Verdict
 from parallel.recording import Recording
 
+COMMAND = ("layouts", "bisect")
 HELP = "run two variants of an experiment and name the first step, layer and tensor that differ"
 EXAMPLE = """launch/run bisect gin/quickstart.gin "" "hosts=2"
   launch/run bisect gin/quickstart.gin "include 'gin/strategies/fsdp.gin'" "include 'gin/strategies/tensor.gin'"

@@ -79,14 +79,14 @@ WRITES = {  # the file of each command, and a command line to which the flag and
     ("agreement", "--json"): "agreement",
     ("preflight", "--json"): "check v4-8 gin/quickstart.gin",
     ("doctor", "--json"): "doctor v4-8 gin/quickstart.gin",
-    ("evaluate", "--json"): "evaluate no_such_run",
+    ("benchmarks", "--json"): "evaluate no_such_run",
     ("evaluate", "--submission"): "evaluate no_such_run",
 }
 FOLDERS = {(name, "--out") for name in ("build", "export", "hidden", "tokenize")}  # new, or what the command continues
 FOLDERS |= {("results", "--out")}  # the folder of a suite, which grows with its runs
 OTHERS = {("generate", "--json")}  # a switch
 OTHERS |= {(name, "--record") for name in ("agreement", "bisect")}  # folders of a command's own processes
-READS = {("generate", "--file"), ("evaluate", "--humaneval"), ("evaluate", "--against"), ("validation", "--attention")}
+READS = {("generate", "--file"), ("humaneval", "--humaneval"), ("gates", "--against"), ("validation", "--attention")}
 
 
 def named_files():

@@ -8,7 +8,7 @@ import pytest
 from launch import __main__ as cli
 from launch import environment
 
-COMMANDS = cli.command_names()
+COMMANDS = list(cli.commands())
 
 
 @pytest.fixture
@@ -21,7 +21,12 @@ def commands(tmp_path, monkeypatch):
         "    raise UserError('rows=3: expected 4')\n"
     )
     (tmp_path / "broken.py").write_text("HELP = 'cannot be imported'\nimport no_such_module_anywhere\n")
-    monkeypatch.setattr(cli, "FAMILIES", {"Commands that fail.": {"wrong": "wrong", "broken": "broken"}})
+    declared = {
+        "COMMAND": {"wrong": ("fail", "wrong"), "broken": ("fail", "broken")},
+        "HELP": {"wrong": "goes wrong", "broken": "cannot be imported"},
+    }
+    monkeypatch.setattr(cli, "FAMILIES", {"fail": "Commands that fail."})
+    monkeypatch.setattr(cli.environment, "declared", declared.__getitem__)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("wrong", None)
@@ -81,7 +86,9 @@ def test_python_without_assertions_is_refused():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_and_example(name, capsys):
-    assert "\n" not in cli.command_help(name)
+    family, _ = environment.declared("COMMAND")[cli.commands()[name]]
+    assert family in cli.FAMILIES
+    assert "\n" not in environment.declared("HELP")[cli.commands()[name]]
     with pytest.raises(SystemExit, match="0"):
         cli.main([name, "--help"])
     out = capsys.readouterr().out

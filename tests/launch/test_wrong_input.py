@@ -92,7 +92,7 @@ validate v4-9 {experiment}
 
 
 def test_every_command_is_tried():
-    assert {line.split()[0] for line in WRONG} == set(cli.command_names())
+    assert {line.split()[0] for line in WRONG} == set(cli.commands())
 
 
 @pytest.fixture(scope="module")

@@ -163,12 +163,17 @@ def test_wrong_arguments_are_refused_before_the_model_is_loaded(folder, tmp_path
         ("arc_easy", "--lm-eval-path", none): "expected a folder of tasks (YAML files)",
         ("arc_easy", "--lm-eval-path", str(tmp_path)): "(ValueError: Expected YAML dict from tasks.yaml)",
         ("arc_easy", "--all-steps"): "are for the run's own held-out data",
-        ("arc_easy", "--samples", "2", "--allow-code"): "--samples, --allow-code: of --humaneval, not of --lm-eval",
+        (
+            "arc_easy",
+            "--samples",
+            "2",
+            "--allow-code",
+        ): "--allow-code, --samples belong to --humaneval, not to --lm-eval",
     }.items():
         assert command.main(["evaluate", str(folder), "--lm-eval", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert command.main(["evaluate", str(folder), "--json", str(tmp_path / "out.json")]) == 2
-    assert "belong to --lm-eval" in capsys.readouterr().err
+    assert "--json belongs to --lm-eval or --seqio" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from launch import __main__ as command
 from launch import loaded_model
-from launch.experiments import benchmarks
+from launch.experiments import humaneval as command_of
 from tasks.code import humaneval
 
 PROBLEMS = [
@@ -40,7 +40,7 @@ def test_every_sample_is_run_and_counted(tmp_path):
     right, wrong = "    return a + b", "    return a - b"
     texts = [right, *[wrong] * 9, *["    return 1"] * 10]
     model = Scripted(texts)
-    found = benchmarks.solve(problems, model, samples=10, temperature=0.7)
+    found = command_of.solve(problems, model, samples=10, temperature=0.7)
     assert found["pass_at"] == {1: pytest.approx((0.1 + 1) / 2), 10: 1.0}
     assert [s["passed"] for s in found["samples"]] == [True] + [False] * 9 + [True] * 10
     assert found["samples"][1] == {"task_id": "T/0", "completion": wrong, "passed": False, "why": "AssertionError"}
@@ -66,4 +66,4 @@ def test_wrong_arguments_are_refused(tmp_path, capsys, monkeypatch):
         assert command.main(["evaluate", "smollm2", "--humaneval", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
     assert command.main(["evaluate", "smollm2", "--allow-code"]) == 2
-    assert "belong to" in capsys.readouterr().err
+    assert "--allow-code belongs to --humaneval" in capsys.readouterr().err

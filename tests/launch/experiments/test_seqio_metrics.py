@@ -162,4 +162,4 @@ PROMPT = ''
 
 def test_samples_belong_to_other_benchmarks(capsys):
     assert command.main(["evaluate", "anything", "--seqio", "sums", "--samples", "2"]) == 2
-    assert "--samples: of --humaneval, not of --seqio" in " ".join(capsys.readouterr().err.split())
+    assert "--samples belongs to --humaneval, not to --seqio" in " ".join(capsys.readouterr().err.split())
