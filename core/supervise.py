@@ -84,10 +84,9 @@ def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[st
     The terminal sends Ctrl-C to the child as well: it has time to save and end before it gets SIGTERM.
     """
     child = subprocess.Popen(
-        command,
+        tied_process.tied(command, signal.SIGTERM),  # it saves, and ends
         stdout=output,
         stderr=subprocess.STDOUT if output else None,
-        preexec_fn=tied_process.to_this_process(signal.SIGTERM),  # it saves, and ends
     )
     while child.poll() is None and not requested:
         with contextlib.suppress(subprocess.TimeoutExpired):

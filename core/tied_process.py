@@ -1,27 +1,45 @@
-"""Ties a child process to this one: the kernel ends the child when this process ends, however it ends."""
+"""Ties a child process to this one: the kernel ends the child when this process ends, however it ends.
+
+The child ties itself: this file runs as a program and becomes the command. A function for the child between `fork` and
+`exec` (`preexec_fn`) can deadlock in a process with threads, of which JAX has many.
+"""
 
 import ctypes
+import errno
 import os
+import shutil
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def to_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """Returns a `preexec_fn` for `subprocess`, with which the child gets a signal when this process has ended.
+def tied(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Returns a command that becomes `command`, and gets a signal when this process has ended.
 
-    The signal is sent when the thread that starts the child ends, so that thread must outlive the child. None where the
-    kernel has no such call.
+    The signal is sent when the thread that starts the child ends, so that thread must outlive the child. Where the
+    kernel has no such call, the command is returned as it is.
+
+    Raises:
+      FileNotFoundError: there is no such program.
     """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     if not hasattr(_libc, "prctl"):
-        return None
-    parent, prctl = os.getpid(), _libc.prctl
+        return list(command)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
 
-    def tie() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(number))
-        if os.getppid() != parent:  # it ended before the call
-            os.kill(os.getpid(), number)
 
-    return tie
+def _become(parent: int, number: int, command: Sequence[str]) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), number)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and by what it becomes, if they stayed ignored
+        signal.signal(ignored, signal.SIG_DFL)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -69,14 +69,14 @@ class HostProcess(subprocess.Popen):
             termios.tcsetwinsize(write_end, termios.tcgetwinsize(sys.stdout))
         else:
             self._read_end, write_end = os.pipe()
+        self._command = command
         super().__init__(
-            command,
+            tied_process.tied(command),
             env={**env, "RENGA_STEP_FILE": str(step_file)},
             stdin=subprocess.DEVNULL,
             stdout=write_end,
             stderr=write_end,
             start_new_session=start_new_session,
-            preexec_fn=tied_process.to_this_process(),
         )
         os.close(write_end)
         self._copier = threading.Thread(target=self._copy, daemon=True)
@@ -96,7 +96,7 @@ class HostProcess(subprocess.Popen):
         pending = held = b""
         began = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         with contextlib.closing(bookkeeping.Appender(self.log_path, most_bytes=_KEPT_BYTES)) as log:
-            log.write(f"{self._prefix()}--- {self._name}: {shlex.join(self.args)} ({began})\n".encode())
+            log.write(f"{self._prefix()}--- {self._name}: {shlex.join(self._command)} ({began})\n".encode())
             while chunk := self._read():
                 if self._to_terminal:
                     held = self._show(held + chunk)
