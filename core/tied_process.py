@@ -32,7 +32,7 @@ def tied(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> lis
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
 
 
-def _become(parent: int, number: int, command: Sequence[str]) -> None:
+def _become(parent: int, number: int, command: list[str]) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), number)
