@@ -4,7 +4,10 @@ A published model has the name that it has on Hugging Face, in lower case and wi
 the agreement with the published `config.json`, are tested in `tests/models/test_families.py`.
 """
 
+import functools
+import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from models import rotary
@@ -99,21 +102,14 @@ def _gemma3(*sizes: int, **other: Any) -> Fields:
 _LINEAR = {"rope_scaling": rotary.Linear(factor=8.0), "vocab_size": 262208, "window": 1024, "max_positions": 131072}
 
 
-def _valkyrie_long() -> Fields:
-    """Valkyrie for long context: block-sparse attention, and S5 in place of feed-forward layers."""
-    from models.block_sparse import BlockSparse  # of no use to other presets
-    from models.s5 import S5
+def _needing_parts() -> dict[str, Callable[[], Fields]]:
+    """Returns the presets `a-b` that modules `preset_a_b` beside this one describe, which are imported when called."""
 
-    return _sizes(
-        36,
-        1536,
-        4096,
-        24,
-        24,
-        tied=True,
-        mixer=BlockSparse(block=128, global_blocks=1, window=3, random=3),
-        feed_forward=S5(states=768, min_dt=2**-16, max_dt=0.1),
-    )
+    def fields(module: str) -> Fields:
+        return importlib.import_module(f"{__package__}.{module}").FIELDS
+
+    modules = sorted(file.stem for file in Path(__file__).parent.glob("preset_*.py"))
+    return {m.removeprefix("preset_").replace("_", "-"): functools.partial(fields, m) for m in modules}
 
 
 FIELDS: Mapping[str, Fields | Callable[[], Fields]] = {
@@ -121,7 +117,7 @@ FIELDS: Mapping[str, Fields | Callable[[], Fields]] = {
     "125m": _sizes(12, 768, 2048, 12, 12),
     "1b": _sizes(22, 2048, 5632, 32, 4),
     "7b": _sizes(32, 4096, 11008, 32, 32),
-    "valkyrie-long": _valkyrie_long,
+    **_needing_parts(),
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),

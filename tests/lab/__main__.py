@@ -24,6 +24,7 @@ COMMANDS = (
     "status",
     "surroundings",
     "tokens",
+    "without",
 )
 
 

@@ -188,7 +188,8 @@ def test_presets_have_the_published_numbers_of_parameters():
         shapes = jax.eval_shape(model.init, jax.random.key(0), batch_of(ids))
         ours[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert ours == COUNTS
-    assert set(COUNTS) | {"tiny", "125m", "1b", "7b", "valkyrie-long"} == set(presets.FIELDS)
+    published = {name for name, fields in presets.FIELDS.items() if not callable(fields)}  # without those of parts
+    assert set(COUNTS) | {"tiny", "125m", "1b", "7b"} == published
 
 
 # Of the published `config.json`: model_type, positions, rope_theta, eps, tied, sliding_window.
