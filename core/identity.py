@@ -1,7 +1,8 @@
 """The identity of configured objects, as plain values: equal for objects that are configured alike, in any process.
 
 Records of compiled programs are found by it. A dataclass is its class and the fields that differ from their defaults,
-so a new field whose default changes nothing leaves the identity of existing configurations as it was. Classes are named
+so a new field whose default changes nothing leaves the identity of existing configurations as it was; a default that
+changes does so, too, which only digests of traced programs notice. Classes are named
 without their modules, so moving one does not change it either. Fields with the metadata `NOT_IDENTITY` are left out.
 """
 
@@ -11,7 +12,7 @@ import functools
 import hashlib
 import json
 import types
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import jax
@@ -26,60 +27,89 @@ def text(value: Any) -> str:
 
 
 def of(value: Any) -> Any:
-    """Returns the identity of a value: numbers, texts, None, lists, and dictionaries with texts as keys."""
+    """Returns the identity of a value: numbers, texts, None, lists, and dictionaries with texts as keys.
+
+    Of an object that is no dataclass it has the attributes, and of a function the name, the defaults and what it
+    encloses; a function without a name of its own, such as a lambda, also has a digest of its code.
+    """
+    return _of(value, frozenset())
+
+
+def _of(value: Any, around: frozenset[int]) -> Any:
+    """Returns the identity of a value inside of objects with these ids; `...` for one of them."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, type):
+    if isinstance(value, type | types.BuiltinFunctionType):
         return value.__qualname__
+    if id(value) in around:
+        return "..."
+    around |= {id(value)}
     if dataclasses.is_dataclass(value):
-        return _of_fields(value)
+        return _of_fields(value, around)
     if isinstance(value, np.dtype | np.generic):
         return str(value)
     if isinstance(value, np.ndarray | jax.Array):
-        array = np.asarray(value)
-        return {"array": [str(array.dtype), *array.shape], "content": hashlib.sha256(array.tobytes()).hexdigest()}
+        return _of_array(value)
     if isinstance(value, Mapping):
-        return _of_mapping(value)
+        pairs = [(_of(key, around), _of(item, around)) for key, item in value.items()]
+        return dict(pairs) if all(isinstance(key, str) for key in value) else sorted(map(list, pairs), key=json.dumps)
     if isinstance(value, Set):
-        return sorted(map(of, value), key=json.dumps)
+        return sorted((_of(item, around) for item in value), key=json.dumps)
     if isinstance(value, tuple) and (names := getattr(type(value), "_fields", None)):
-        return {"class": type(value).__qualname__, **{name: of(getattr(value, name)) for name in names}}
+        return _of_attributes(value, names, around)
     if isinstance(value, list | tuple):
-        return [of(item) for item in value]
-    return _of_object(value)
+        return [_of(item, around) for item in value]
+    return _of_object(value, around)
 
 
-def _of_fields(value: Any) -> dict[str, Any]:
+def _of_fields(value: Any, around: frozenset[int]) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(value).__qualname__}
     for field in dataclasses.fields(value):
         if not field.metadata.get("is_identity", True):
             continue
-        own = of(getattr(value, field.name))
+        own, default = _of(getattr(value, field.name), around), dataclasses.MISSING
         if field.default is not dataclasses.MISSING:
-            is_default = own == of(field.default)
-        else:
-            is_default = field.default_factory is not dataclasses.MISSING and own == of(field.default_factory())
-        if not is_default:
+            default = _of(field.default, around)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = _of(field.default_factory(), around)
+        if default is dataclasses.MISSING or json.dumps(own) != json.dumps(default):  # 1 == True, but not in JSON
             found[field.name] = own
     return found
 
 
-def _of_mapping(value: Mapping) -> Any:
-    if all(isinstance(key, str) for key in value):
-        return {key: of(item) for key, item in value.items()}
-    return sorted(([of(key), of(item)] for key, item in value.items()), key=json.dumps)
+def _of_array(value: Any) -> dict[str, Any]:
+    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    array = np.asarray(jax.random.key_data(value) if is_key else value)
+    return {"array": [str(value.dtype), *array.shape], "content": hashlib.sha256(array.tobytes()).hexdigest()}
 
 
-def _of_object(value: Any) -> Any:
+def _of_attributes(value: Any, names: Iterable[str], around: frozenset[int]) -> dict[str, Any]:
+    found = {name: _of(getattr(value, name), around) for name in names if name in dir(value)}
+    return {"class": type(value).__qualname__, **found}
+
+
+def _of_object(value: Any, around: frozenset[int]) -> Any:
     if isinstance(value, functools.partial):
-        return {"partial": of(value.func), "args": of(value.args), "keywords": of(value.keywords)}
+        return {"partial": [_of(part, around) for part in (value.func, value.args, value.keywords)]}
     if isinstance(value, types.MethodType):
-        return {"method": value.__func__.__qualname__, "self": of(value.__self__)}
+        return {"method": value.__func__.__qualname__, "self": _of(value.__self__, around)}
     if isinstance(value, types.FunctionType):
-        cells = [of(cell.cell_contents) for cell in value.__closure__ or ()]
-        return {"function": value.__qualname__, **({"closure": cells} if cells else {})}
-    if attributes := getattr(value, "__dict__", None):
-        return {"class": type(value).__qualname__, **{name: of(item) for name, item in sorted(attributes.items())}}
-    return {"class": type(value).__qualname__}
+        return _of_function(value, around)
+    if callable(value) and (inner := getattr(value, "__wrapped__", None)) is not None:  # as of `jax.jit`
+        return {"class": type(value).__qualname__, "wraps": _of(inner, around)}
+    slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+    return _of_attributes(value, sorted({*getattr(value, "__dict__", ()), *slots}), around)
+
+
+def _of_function(value: types.FunctionType, around: frozenset[int]) -> dict[str, Any]:
+    found: dict[str, Any] = {"function": value.__qualname__}
+    cells = [_of(cell.cell_contents, around) for cell in value.__closure__ or ()]
+    more: dict[str, Any] = {"defaults": [value.__defaults__ or (), value.__kwdefaults__ or {}], "closure": cells}
+    if "<" in value.__qualname__:  # <lambda>, <locals>
+        code = value.__code__
+        constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]
+        more["code"] = hashlib.sha256(repr((code.co_code, constants, code.co_names)).encode()).hexdigest()
+    plain = {name: _of(part, around) for name, part in more.items()}
+    return found | {name: part for name, part in plain.items() if part not in ([], [[], {}])}

@@ -233,8 +233,11 @@ class DecoderConfig:
             names += [name for slot, _, parts in slots(kind) if slot == "feed_forward" for name in parts]
             if doubled := [name for name in names if names.count(name) > 1]:
                 raise UserError(
-                    f"Transformer: a layer has two parts called {doubled[0]!r}: give one of them another name"
+                    f"Transformer: a layer has two parts called {doubled[0]!r}: make one of them a "
+                    "subclass with another `name`"
                 )
+            for part in parts_of(kind).values():
+                _check_class(type(part))
         if self.num_layers % (group := self.group):
             raise UserError(
                 f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}, the number of layers after "
@@ -258,9 +261,11 @@ class DecoderConfig:
         every = list(dict.fromkeys(part for kind in layers for part in parts_of(kind).values()))
         if not any(isinstance(part, Mlp) for part in every):
             del found["mlp_dim"]  # nothing has this width
+        several: dict[str, list[Any]] = {}  # values of different parts of one name
         for part in every:
             for name, value in part.settings(self).items():
-                found[name] = value if found.get(name, value) == value else (found[name], value)
+                several.setdefault(name, []).append(value)
+        found |= {name: values[0] if len(values) == 1 else tuple(values) for name, values in several.items()}
         return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
 
     @property
@@ -359,6 +364,14 @@ def slots(kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:
 def parts_of(kind: LayerKind) -> dict[str, Part]:
     """Returns the parts of a layer by name."""
     return {name: part for _, _, parts in slots(kind) for name, part in parts.items()}
+
+
+def _check_class(kind: type[Part]) -> None:
+    """Checks that a part is a value with a name; raises UserError."""
+    if not (dataclasses.is_dataclass(kind) and kind.__hash__ is not None):
+        raise UserError(f"{kind.__qualname__}: a part is a frozen dataclass: add @dataclasses.dataclass(frozen=True)")
+    if kind.name == "":
+        raise UserError(f"{kind.__qualname__}: a part has a name, for its state and sums: add `name = 'my_part'`")
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

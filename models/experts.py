@@ -178,4 +178,5 @@ def trained(*, model: Model, capacity: float | None = None, balance: float = 0.0
         )
     how = {"capacity": capacity, "balance": balance, "z_loss": z_loss}
     changed = (dataclasses.replace(part, **how) if isinstance(part, Experts) else part for part in parts)
-    return wrappers.with_field(model, "feed_forward", tuple(changed))
+    made = tuple(changed)
+    return wrappers.with_field(model, "feed_forward", made if isinstance(owner.feed_forward, tuple) else made[0])

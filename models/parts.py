@@ -65,7 +65,6 @@ class Side(NamedTuple):
       turns: rotary tables by kind of layer; only of GLOBAL if all kinds share one table; empty for learned positions.
       rows: [B], int32, global row ids, if inputs of adapters are dropped; otherwise None.
       padding: [B], int32, the number of empty slots before a row, if earlier slots are cached; otherwise None.
-      positions: [B, T], int32, in the segment, if a part of the decoder needs them; otherwise None.
       prefix: which positions attend both ways; None: attention is causal.
       continues: [B], bool, whether the first position continues the segment in which the row of the step before ended,
         if parts keep states between steps; otherwise None.
@@ -75,7 +74,6 @@ class Side(NamedTuple):
     turns: dict[str, rotary.RotaryTables]
     padding: jax.Array | None = None
     rows: jax.Array | None = None
-    positions: jax.Array | None = None
     prefix: Prefix | None = None
     continues: jax.Array | None = None
 
@@ -150,7 +148,6 @@ class Part:
     Attributes:
       name: of its state and sums in a layer; two parts of a layer have different names.
       norm: start of the name of the norm before it; None: `mixer_norm`, or `feed_forward_norm`.
-      needs_positions: whether it reads `Side.positions`.
       is_recurrent: whether it has a state of one size for rows of any length.
       keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
       has_window: whether it reads `Decoder.window` in local layers.
@@ -160,7 +157,6 @@ class Part:
 
     name: str = ""
     norm: str | None = None
-    needs_positions = False
     is_recurrent = False
     keeps_state = False
     has_window = False

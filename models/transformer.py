@@ -81,7 +81,7 @@ class Transformer(DecoderConfig):
             if shared and any(parts_of(kind).get(name, part) != part for kind in self.layer_kinds):
                 raise UserError(
                     f"Transformer: parts called {name!r} have different settings, but share sums or states under "
-                    "this name: give one of them another name, or the same settings"
+                    "this name: give them the same settings, or make one a subclass with another `name`"
                 )
         if self.lora is not None:
             matrices = {name for part in self._parts.values() for name in part.matrices}
@@ -412,11 +412,9 @@ class Transformer(DecoderConfig):
         return {"pattern": self.layer_kinds, "group": self.group} if len(self.layer_kinds) > 1 else {}
 
     def _side(self, batch: Batch, *, padding: jax.Array | None = None, rows: jax.Array | None = None) -> Side:
-        needed = any(part.needs_positions for part in self._parts.values())
         turns = self._rotary_tables(batch["positions"])
         continues = batch["positions"][:, 0] > 0 if self.keeps_states and padding is None else None
-        positions = batch["positions"] if needed else None
-        return Side(batch["segment_ids"], turns, padding, rows, positions, continues=continues)
+        return Side(batch["segment_ids"], turns, padding, rows, continues=continues)
 
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per token without recomputation.

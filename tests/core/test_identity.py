@@ -2,8 +2,10 @@ import dataclasses
 import enum
 import functools
 import json
+import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,8 +39,32 @@ def scaled(by, x):
     return by * x
 
 
+def scaled_by_two(x, by=2):
+    return by * x
+
+
 def closed(by):
     return lambda x: by * x
+
+
+class Slots:
+    __slots__ = ("by",)
+
+    def __init__(self, by):
+        self.by = by
+
+
+@dataclasses.dataclass(frozen=True)
+class Activated:
+    activation: object = jax.nn.relu
+    flag: object = 1
+
+
+def recursive():
+    def inner(x):
+        return inner(x - 1) if x else x
+
+    return inner
 
 
 def test_fields_at_their_defaults_and_fields_without_effect_are_left_out():
@@ -70,6 +96,19 @@ DISTINCT = {
     "another partial": functools.partial(scaled, 3),
     "closure": closed(2),
     "another closure": closed(3),
+    "lambda": lambda x: x + 1,
+    "another lambda": lambda x: x + 2,
+    "default": scaled_by_two,
+    "builtin": math.sin,
+    "another builtin": math.cos,
+    "slots": Slots(1),
+    "other slots": Slots(2),
+    "default of a field": Activated(),
+    "true instead of 1": Activated(flag=True),
+    "another activation": Activated(jax.nn.silu),
+    "recursive": recursive(),
+    "key": jax.random.key(1),
+    "another key": jax.random.key(2),
     "method": Wrapper(1, 2).__init__,
 }
 
@@ -88,7 +127,8 @@ def test_different_values_have_different_identities_which_are_plain():
         ([1, (2,)], (1, [2])),
         (Wrapper(Inner(1), np.float32), Wrapper(Inner(1, folder="x"), np.float32)),
         (closed(2), closed(2)),
-        (np.arange(3), jnp.arange(3, dtype=np.int64) if jnp.arange(1).dtype == np.int64 else np.arange(3)),
+        (recursive(), recursive()),
+        (np.arange(3, dtype=np.int32), jnp.arange(3, dtype=np.int32)),
     ],
 )
 def test_equal_values_have_one_identity(one, same):

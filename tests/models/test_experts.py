@@ -247,7 +247,7 @@ def test_experts_have_neither_biases_nor_adapters():
 
 def test_settings_of_training_are_changed_in_a_copy():
     changed = experts.trained(model=model_of(), capacity=1.25, balance=0.02)
-    assert changed.feed_forward[0] == Experts(number=4, top_k=2, capacity=1.25, balance=0.02)
+    assert changed.feed_forward == Experts(number=4, top_k=2, capacity=1.25, balance=0.02)
     assert changed.settings() == model_of().settings()
     with pytest.raises(UserError, match=r"experts\.trained\.model is Transformer without experts"):
         experts.trained(model=dataclasses.replace(model_of(), feed_forward=Mlp()))

@@ -12,7 +12,7 @@ from models.agreement_subjects import random_batches
 from models.block_sparse import BlockSparse
 from models.decoder_parts import Attention, Mlp
 from models.experts import Experts
-from models.parts import Sum
+from models.parts import Part, Sum
 from models.s5 import S5
 
 VOCAB = 59
@@ -144,3 +144,36 @@ def test_equal_layers_repeat_after_one():
 def test_wrong_patterns_are_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(PLAIN, **changes)
+
+
+class Nameless(Part):
+    pass
+
+
+@dataclasses.dataclass
+class Mutable(Part):
+    name = "mutable"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnamed(Part):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (Nameless, "Nameless: a part is a frozen dataclass"),
+        (Mutable, "Mutable: a part is a frozen dataclass"),
+        (Unnamed, "Unnamed: a part has a name"),
+    ],
+)
+def test_a_part_is_a_value_with_a_name(part, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(PLAIN, mixer=part())
+
+
+def test_settings_of_parts_of_one_name_are_listed_by_part():
+    layers = tuple(S5(states=states) for states in (8, 16, 8, 32))
+    assert dataclasses.replace(PLAIN, mixer=layers).settings()["s5.states"] == (8, 16, 32)
+    assert dataclasses.replace(PLAIN, mixer=layers[:1]).settings()["s5.states"] == 8
