@@ -12,6 +12,7 @@ from launch.config.signatures import why_not_a_constructor
 from launch.config.statements import Binding, Reference, leaves
 from launch.config.trust import Trust
 from launch.environment import WORKSPACE
+from tests.lab import without
 
 # What follows the imports of a saved configuration; a stranger can write anything instead.
 STRANGE = {
@@ -116,6 +117,12 @@ def test_every_constructor_of_the_experiments_is_public():
 
 
 def test_the_list_names_constructors_that_exist():
-    for module, names in trust.CONSTRUCTORS.items():
-        for name in names:
+    files = {
+        f"{module.replace('.', '/')}{end}": module for module in trust.CONSTRUCTORS for end in (".py", "/__init__.py")
+    }
+    there = {module for file, module in files.items() if (WORKSPACE / file).exists()}
+    optional = {files[file] for part in without.PARTS for file in without.files_of(part, files)}
+    assert set(trust.CONSTRUCTORS) - there <= optional
+    for module in there:
+        for name in trust.CONSTRUCTORS[module]:
             assert not why_not_a_constructor(getattr(importlib.import_module(module), name))
