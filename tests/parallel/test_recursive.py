@@ -9,13 +9,13 @@ import pytest
 
 from core import step
 from core.checkpoints.store import Checkpoints
-from models.agreement_subjects import MODELS, batches_for
+from models.agreement_subjects import batches_for
+from models.trm.agreement_subject import MODEL as RECURSIVE
 from parallel import agreement, strategies
 from parallel.agreement import EXAMPLES, ONE_DEVICE, Example
 from tests.lab.subjects import bind
 
 STEPS = 20
-RECURSIVE = MODELS["trm"]
 BATCHES = list(batches_for(RECURSIVE, steps=STEPS))
 MIXING = dataclasses.replace(RECURSIVE, mixer="mlp")
 SHIPPED = [name for name, example in EXAMPLES.items() if not example.strategy.pipeline]  # a pipeline cannot hold it
