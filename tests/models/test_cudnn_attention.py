@@ -16,6 +16,8 @@ from core import jax_internals, slices
 from core.errors import UserError
 from models import agreement_subjects, attention, cudnn_attention, transformer
 from models.block_sparse import BlockSparse
+from models.decoder_parts import Attention
+from models.parts import Sum
 from models.prefix import Prefix
 from models.s5 import S5
 from parallel import strategies
@@ -164,16 +166,16 @@ def test_a_decoder_says_how_it_attends_on_gpus():
     in_float32 = dataclasses.replace(model, dtype="float32").attention_on_gpus(2048)
     assert in_float32.startswith("plain products: cuDNN computes in bfloat16")
     blocks, states = BlockSparse(block=4, global_blocks=1, window=1, random=1), S5(states=16)
-    sparse = {"mixer": "block_sparse", "block_sparse": blocks}
+    sparse = {"mixer": blocks}
     for changes, said in [
         ({"attention": "plain"}, "plain products"),
         ({"attention": "splash"}, "the splash kernel, which GPUs cannot run: set attention = 'auto'"),
         ({"attention": "none"}, "none: attention = 'none' mixes no positions"),
         (sparse, "plain products"),
         (sparse | {"attention": "splash"}, "the splash kernel, which GPUs cannot run: set attention = 'auto'"),
-        ({"mixer": "s5", "s5": states, "attention": "plain"}, "none: no mixer of this decoder is attention"),
+        ({"mixer": states, "attention": "plain"}, "none: no mixer of this decoder is attention"),
         (
-            {"mixer": ("attention", "block_sparse+s5"), "num_layers": 2, "block_sparse": blocks, "s5": states},
+            {"mixer": (Attention(), Sum((blocks, states))), "num_layers": 2},
             "attention: flash attention of cuDNN; block_sparse: plain products",
         ),
     ]:
