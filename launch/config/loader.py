@@ -187,7 +187,7 @@ def load(
     flags |= {"--slice": f"SLICE = {slice_name!r}"} if slice_name is not None else {}
     for name, statements in {**between, **flags}.items():
         reader.text(statements, name=name, folder=Path.cwd())
-    reader.sources, reader.bindings, spelling = moved.current(reader.sources, reader.bindings)
+    spelling = _in_current_spelling(reader)
     names = Names(reader, folders=folders, trust=trust)
     shown, declared = sources.display(sources.WORKSPACE / defaults), declared_macros(defaults)
     config = checks.Configuration(reader, names, root=root, defaults=shown, declared=declared)
@@ -255,6 +255,14 @@ def _content(path: str) -> str:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(path, [sources.unreadable(path, error)]) from error
+
+
+def _in_current_spelling(reader: sources.Reader) -> dict[str, str]:
+    """Converts old names and values in what was read; returns notes about them, by the names of sources."""
+    now = moved.current(reader.sources, reader.bindings)
+    reader.sources, reader.bindings = now.sources, now.bindings
+    reader.problems, reader.unclear = reader.problems + now.problems, reader.unclear | now.unclear
+    return now.notes
 
 
 def _canonical(bindings: Iterable[Binding], module: Callable[[Any], str], others: Iterable[str]) -> Settings:

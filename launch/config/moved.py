@@ -14,18 +14,26 @@ from gin.config_parser import ImportStatement
 
 from core import units
 from launch.config import old_parts, sources
+from launch.config.old_parts import Rewrite
 from launch.config.sources import Source
-from launch.config.statements import REQUIRED, Binding, Macro, Reference, expand, is_flag, leaves, symbol_for, transform
+from launch.config.statements import (
+    REQUIRED,
+    Binding,
+    ConfigProblem,
+    Macro,
+    Reference,
+    import_line,
+    is_flag,
+    leaves,
+    symbol_for,
+    transform,
+)
 from launch.settings import GROUPS, HOMES
 
 _ACCEPTED = "these names are old, and the next release will not accept them:"
 _MOST_LINES = 12  # of a note
-_UNKNOWN = "?"  # before a name whose module is not known
+_UNKNOWN = "__unknown__"  # before a name whose module is not known; gin can parse it in a statement
 _OF_PARAMETER, _OF_CONSTRUCTOR, _OF_MACRO = 2, 1, 0  # components of a full name that follow the module
-
-# Gets a value, and all values bound to the same constructor in the same scope, by parameter, without macros. Returns
-# statements that replace the binding, first the one with its new value; none removes it; None: the value is current.
-Rewrite = Callable[[Any, Mapping[str, Any]], Sequence[str] | None]
 
 
 class Table(NamedTuple):
@@ -35,25 +43,26 @@ class Table(NamedTuple):
       names: new names of modules, constructors, parameters and macros, by old names. No new name begins with an
         old one: if the module `models.trm` becomes a folder, its constructors are listed instead.
       values: what replaces old values of a parameter, by the new name of the parameter.
+      former: what replaces bindings of parameters that no longer exist, by their names.
       needs: by constructors whose parameters were another's: the statement by which the other one gets an object of it.
     """
 
     names: Mapping[str, str] = MappingProxyType({})
     values: Mapping[str, Rewrite] = MappingProxyType({})
+    former: Mapping[str, Rewrite] = MappingProxyType({})
     needs: Mapping[str, str] = MappingProxyType({})
 
 
 _EXPERIMENT, _SETTINGS = "launch.experiment.Experiment", "launch.settings"
+_DECODERS = ("models.transformer.Transformer", "models.transformer.preset")
 TABLE = Table(
     names={f"{_EXPERIMENT}.{n}": f"{_SETTINGS}.{GROUPS[group].__name__}.{n}" for n, group in HOMES.items()},
     needs={
         f"{_SETTINGS}.{kind.__name__}": f"{_EXPERIMENT}.{group} = @{_SETTINGS}.{kind.__name__}()"
         for group, kind in GROUPS.items()
     },
-    values={
-        **old_parts.rewrites("models.transformer.Transformer"),
-        **old_parts.rewrites("models.transformer.preset"),
-    },
+    values={name: rewrite for decoder in _DECODERS for name, rewrite in old_parts.values(decoder).items()},
+    former={name: rewrite for decoder in _DECODERS for name, rewrite in old_parts.former(decoder).items()},
 )
 
 
@@ -63,11 +72,13 @@ class Current(NamedTuple):
     sources: dict[str, Source]
     bindings: list[Binding]
     notes: dict[str, str]  # for each source with old spellings, a note that says the new ones
+    problems: list[ConfigProblem]  # old spellings that nothing can replace, whose statements are left out
+    unclear: set[str]  # names in statements that are left out or changed, if there are problems
 
 
 def current(read: Mapping[str, Source], bindings: Sequence[Binding]) -> Current:
     """Returns the statements of all sources, in the order in which they apply, in the current spelling."""
-    return _Spelling(read).current(bindings) if any(TABLE) else Current(dict(read), list(bindings), {})
+    return _Spelling(read).current(bindings) if any(TABLE) else Current(dict(read), list(bindings), {}, [], set())
 
 
 class _Spelling:
@@ -86,30 +97,52 @@ class _Spelling:
         self._lines: dict[str, list[str]] = {name: [] for name in read}
         self._used: set[str] = set()  # symbols of names that stay
         self._left: set[str] = set()  # symbols of names that moved
+        self._problems: list[ConfigProblem] = []
 
     def current(self, bindings: Sequence[Binding]) -> Current:
         """Returns all statements in the current spelling."""
         written = [_mapped(b, functools.partial(self._full, file=b.file)) for b in bindings]
         renamed = [_mapped(b, lambda name, _: _renamed(name)) for b in written]
-        hooks, found, bound = _hooks(renamed), [], {b.name for b in renamed}
+        renamed = [dataclasses.replace(b, order=order) for order, b in enumerate(renamed)]
+        hooks, found, bound, changed = _hooks(renamed), [], {b.name for b in renamed}, []
         for old, was, now in zip(bindings, written, renamed, strict=True):
-            statements = hooks[now.name](now.value) if now.name in hooks else None
+            statements = hooks[now.name](now) if now.name in hooks else None
             is_current = statements is None and (was.name, was.value) == (now.name, now.value)
             (self._used if is_current else self._left).update(_symbols(old))
             if is_current:
                 found.append(old)
                 continue
+            changed.append(old)
+            if isinstance(statements, ConfigProblem):
+                self._problems.append(old.problem(statements.what, expected=statements.expected, fix=statements.fix))
+                continue
             replaced = [now] if statements is None else _parsed(statements, at=now)
             if now.selector != was.selector and now.selector in TABLE.needs:
                 replaced += [b for b in _parsed([TABLE.needs[now.selector]], at=now) if b.name not in bound]
+            known_symbols = set(self._now[old.file])
             spelled = [_mapped(b, functools.partial(self._short, file=old.file)) for b in replaced]
-            self._tell(old, spelled, is_same_value=statements is None and was.value == now.value)
+            added = [s for s in self._now[old.file] if s not in known_symbols]
+            self._tell(old, spelled, added, is_same_value=statements is None and was.value == now.value)
             known = {str(b) for b in (*bindings, *found) if b.file == old.file}  # what a statement adds may be there
             found += [*spelled[:1], *(b for b in spelled[1:] if str(b) not in known)]
+        found = self._without_former_macros(found, changed)
         ordered = [dataclasses.replace(binding, order=order) for order, binding in enumerate(found)]
         read = {file: source._replace(imports=self._imports(file)) for file, source in self._read.items()}
         lines = {file: units.shortened(lines, most=_MOST_LINES) for file, lines in self._lines.items() if lines}
-        return Current(read, ordered, {file: "\n  ".join([_ACCEPTED, *several]) for file, several in lines.items()})
+        notes = {file: "\n  ".join([_ACCEPTED, *several]) for file, several in lines.items()}
+        unclear = {name for b in changed for name in _selectors(b)} if self._problems else set()
+        return Current(read, ordered, notes, self._problems, unclear)
+
+    def _without_former_macros(self, found: list[Binding], changed: Sequence[Binding]) -> list[Binding]:
+        """Leaves out macros that only changed statements read, in their old spelling."""
+        former, read = _macros(changed), _macros(found)
+        while former - read:
+            left = [b for b in found if b.is_macro and b.name in former - read]
+            for b in left:
+                self._tell(b, [], [], is_same_value=False)
+            found = [b for b in found if b not in left]
+            former, read = (former & read) | _macros(left), _macros(found)
+        return found
 
     def _full(self, name: str, depth: int, *, file: str) -> str:
         """Returns the full name of a name in a file."""
@@ -117,7 +150,8 @@ class _Spelling:
         symbols = self._shared if is_flag(file) else self._written[file]
         if depth == _OF_MACRO or symbol in symbols:
             return name if depth == _OF_MACRO else f"{symbols[symbol]}.{rest}"
-        former = (old.partition(f".{symbol}.") for old in TABLE.names if is_flag(file))  # flags need no import
+        names = (*TABLE.names, *TABLE.values, *TABLE.former) if is_flag(file) else ()  # flags need no import
+        former = (old.partition(f".{symbol}.") for old in names)
         homes = [home for home, found, inner in former if found and f"{rest}.".startswith(f"{inner}.")]
         return f"{homes[0]}.{name}" if homes else _UNKNOWN + name
 
@@ -135,12 +169,17 @@ class _Spelling:
             symbols[symbol] = module
         return ".".join([symbol, *rest])
 
-    def _tell(self, old: Binding, new: Sequence[Binding], *, is_same_value: bool) -> None:
+    def _tell(self, old: Binding, new: Sequence[Binding], symbols: Sequence[str], *, is_same_value: bool) -> None:
+        """Says the new spelling of a statement, and the imports that it needs, by their symbols."""
         if [str(b) for b in new] == [str(old)]:
             return  # only the import of its module changes
         before, after = (old.name, new[0].name) if is_same_value else (str(old), "; ".join(map(str, new)))
+        modules = {symbol: self._now[old.file][symbol] for symbol in symbols}
+        if is_flag(old.file):  # which may use the imports of files, and modules of packages, without importing them
+            modules = {s: m for s, m in modules.items() if m not in self._shared.values() and m.count(".") > 1}
+        needed = "".join(f"; add {import_line(module, symbol)}" for symbol, module in modules.items())
         self._lines[old.file].append(
-            f"{old.place}: write {after} for {before}" if new else f"{old.place}: remove {old}"
+            f"{old.place}: write {after} for {before}{needed}" if new else f"{old.place}: remove {old}"
         )
 
     def _imports(self, file: str) -> list[ImportStatement]:
@@ -159,19 +198,24 @@ class _Spelling:
         return [*found, *(sources.imported(module, symbol) for symbol, module in added.items())]
 
 
-def _hooks(bindings: Iterable[Binding]) -> dict[str, Callable[[Any], Sequence[str] | None]]:
-    """Returns what rewrites values, by the names of bindings, or of the macros that are their whole values."""
-    bindings, bound = list(bindings), {}
+def _hooks(bindings: Sequence[Binding]) -> dict[str, Callable[[Binding], Sequence[str] | ConfigProblem | None]]:
+    """Returns what rewrites bindings, by their names, or by those of the macros that are the whole values of others."""
     macros = {b.name: b for b in bindings if b.is_macro}
+    hooks = {}
     for b in bindings:
-        bound.setdefault((b.scope, b.selector), {})[b.parameter] = expand(b.value, macros)
-    readers = [(b, TABLE.values[name]) for b in bindings if (name := f"{b.selector}.{b.parameter}") in TABLE.values]
-    return {
-        b.value.name if isinstance(b.value, Macro) else b.name: lambda value, rewrite=rewrite, b=b: rewrite(
-            value, bound[b.scope, b.selector]
-        )
-        for b, rewrite in readers
-    }
+        name, at = f"{b.selector}.{b.parameter}", b
+        if name in TABLE.values:
+            for _ in macros:
+                at = macros.get(at.value.name, at) if isinstance(at.value, Macro) else at
+        rewrite = TABLE.values.get(name) or TABLE.former.get(name)
+        if rewrite:
+            hooks[at.name] = lambda now, b=b, rewrite=rewrite: rewrite(
+                dataclasses.replace(now, scope=b.scope, selector=b.selector, parameter=b.parameter)
+                if now.is_macro
+                else now,
+                bindings,
+            )
+    return hooks
 
 
 def _renamed(name: str) -> str:
@@ -191,8 +235,17 @@ def _module(statement: ImportStatement) -> str:
 
 def _symbols(binding: Binding) -> set[str]:
     """Returns the symbols with which the names in a binding begin."""
-    named = [leaf.selector for leaf in leaves(binding.value) if isinstance(leaf, Reference)]
-    return {name.partition(".")[0] for name in (*named, *([] if binding.is_macro else [binding.selector]))}
+    own = [] if binding.is_macro else [binding.selector]
+    return {name.partition(".")[0] for name in (*_selectors(binding), *own)}
+
+
+def _selectors(binding: Binding) -> list[str]:
+    return [leaf.selector for leaf in leaves(binding.value) if isinstance(leaf, Reference)]
+
+
+def _macros(bindings: Iterable[Binding]) -> set[str]:
+    """Returns the names of the macros in the values of bindings."""
+    return {leaf.name for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)}
 
 
 def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:

@@ -1,64 +1,231 @@
 """Old spellings of the parts of a decoder's layers: names such as 'attention+s5', with settings in fields of their own.
 
-They become references to parts, and settings that no name used go.
+Names become references to parts, with the settings that belong to them. What no longer has a meaning is a mistake that
+says the new spelling. All names of modules are full names in the workspace, and all values of a decoder are considered:
+names may be in one file, their settings in another or in an outer scope, and macros may stand for both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from launch.config.statements import Reference, render
+from launch.config.statements import Binding, ConfigProblem, Reference, expand, leaves, nearest, render, scoped
 
-_SETTINGS = ("experts", "block_sparse", "s5", "ttt")  # former fields
-_OF = {
-    "attention": "@models.decoder_parts.Attention()",
-    "mlp": "@models.decoder_parts.Mlp()",
-    "none": "None",
-    "experts": "@models.experts.Experts()",
-    "block_sparse": "@models.block_sparse.BlockSparse()",
-    "s5": "@models.s5.S5()",
-}
-_TTT = "models.ttt.mixer.TTTMixer"
+_MLP, _EXPERTS = "models.decoder_parts.Mlp", "models.experts.Experts"
 _SUM = "models.parts.Sum"
+_TTT, _TTT_CONFIG = "models.ttt.mixer.TTTMixer", "models.ttt.config.TTTConfig"
+_CLASSES = {
+    "attention": "models.decoder_parts.Attention",
+    "block_sparse": "models.block_sparse.BlockSparse",
+    "s5": "models.s5.S5",
+    "ttt_linear": _TTT,
+    "ttt_mlp": _TTT,
+    "mlp": _MLP,
+    "experts": _EXPERTS,
+    "none": "",
+}
+_NAMES = {
+    "mixer": ("attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp"),
+    "feed_forward": ("mlp", "experts", "s5", "none"),
+}
+_FIELDS = {"experts": ("experts",), "block_sparse": ("block_sparse",), "s5": ("s5",), "ttt": ("ttt_linear", "ttt_mlp")}
+
+# Gets a binding with an old name or value, and all bindings in order. Returns statements that replace the binding,
+# first the one with its new value; none removes it; None: it is current. A problem: nothing can replace it.
+Rewrite = Callable[[Binding, Sequence[Binding]], Sequence[str] | ConfigProblem | None]
 
 
-def rewrites(constructor: str) -> dict[str, Callable[[Any, Mapping[str, Any]], Sequence[str] | None]]:
-    """Returns what replaces the old values of a decoder's constructor, by the names of its parameters."""
-
-    def of_parts(parameter: str) -> Callable[[Any, Mapping[str, Any]], Sequence[str] | None]:
-        return lambda value, bound: _parts(f"{constructor}.{parameter}", value, bound)
-
-    def of_experts(value: Any, bound: Mapping[str, Any]) -> Sequence[str]:
-        replaces_default = value is not None and "feed_forward" not in bound
-        return [f"{constructor}.feed_forward = {render(value)}"] if replaces_default else []
-
-    unused = {f"{constructor}.{name}": lambda value, bound: [] for name in _SETTINGS}
-    parts = {f"{constructor}.{name}": of_parts(name) for name in ("mixer", "feed_forward")}
-    return {**unused, **parts, f"{constructor}.experts": of_experts}
+def values(constructor: str) -> dict[str, Rewrite]:
+    """Returns what replaces old values of a decoder's constructor, by the names of its parameters."""
+    return {f"{constructor}.{slot}": lambda old, bindings: _Decoder(old, bindings).named() for slot in _NAMES}
 
 
-def _parts(name: str, value: Any, bound: Mapping[str, Any]) -> Sequence[str] | None:
-    """Returns the statements for a name of parts, or a tuple of names; None if the value has no names."""
-    names = value if isinstance(value, tuple) else (value,)
-    if not all(isinstance(one, str) for one in names):
-        return None
-    added: list[str] = []
+def former(constructor: str) -> dict[str, Rewrite]:
+    """Returns what replaces bindings of former fields of a decoder's constructor, by the names of the fields."""
+    found: dict[str, Rewrite] = {
+        f"{constructor}.{field}": lambda old, bindings: _Decoder(old, bindings).settings() for field in _FIELDS
+    }
+    return {**found, f"{constructor}.experts": lambda old, bindings: _Decoder(old, bindings).experts()}
 
-    def part(one: str) -> str:
-        if "+" in one:
-            scope = f"sum{len(added)}/" if added else ""
-            added.append(f"{scope}{_SUM}.parts = ({', '.join(map(part, one.split('+')))})")
-            return f"@{scope}{_SUM}()"
-        if one.startswith("ttt_"):
-            settings = bound.get("ttt")
-            scope = f"{settings.scope}/" if isinstance(settings, Reference) and settings.scope else ""
-            added.append(f"{_TTT}.config = {render(settings)}")
-            if one == "ttt_mlp":
-                added.append(f"{scope}models.ttt.config.TTTConfig.inner = 'mlp'")
-            return f"@{_TTT}()"
-        if isinstance(settings := bound.get(one), Reference):
-            return render(settings)
-        return _OF.get(one, repr(one))
 
-    found = {one: part(one) for one in dict.fromkeys(names)}
-    written = ", ".join(found[one] for one in names)
-    return [f"{name} = {f'({written},)' if isinstance(value, tuple) else written}", *added]
+class _Decoder:
+    """The bindings of a decoder, as an old one among them sees them."""
+
+    def __init__(self, old: Binding, bindings: Sequence[Binding]):
+        self._old, self._all = old, bindings
+        self._macros = {b.name: b for b in bindings if b.is_macro}
+        self._same = [b for b in bindings if b.selector == old.selector and b.parameter in (*_NAMES, *_FIELDS)]
+
+    def named(self) -> Sequence[str] | ConfigProblem | None:
+        """Replaces the names of parts in a value, which may be a tuple that has parts, too."""
+        old, value = self._old, self._value(self._old)
+        if value is None and self._is_beside(("experts",)):
+            return [] if old.parameter == "feed_forward" else None  # None was the default where `experts` was a field
+        names = [name for text in _texts(value) for name in text.split("+")]
+        if wrong := [name for name in names if name not in _NAMES[old.parameter]]:
+            return self._unknown(wrong[0])
+        if not names:
+            return None
+        added: list[str] = []
+        if not isinstance(value, tuple):
+            return [f"{old.selector}.{old.parameter} = {self._part(value, added)}", *dict.fromkeys(added)]
+        parts = {text: self._part(text, added) for text in dict.fromkeys(_texts(value))}
+        pairs = zip(old.value, value, strict=True)
+        written = "".join(f"{parts[now] if isinstance(now, str) else render(was)}, " for was, now in pairs)
+        return [f"{old.selector}.{old.parameter} = ({written})", *dict.fromkeys(added)]
+
+    def settings(self) -> Sequence[str] | ConfigProblem:
+        """Removes settings that names use; those of no name are a mistake, and None for a part that is in use."""
+        old, names = self._old, _FIELDS[self._old.parameter]
+        if self._value(old) is not None:
+            return [] if self._is_named(names) else self._without_effect()
+        merged = self._merged()
+        if merged.get(old.parameter) is not old:
+            return []  # a later binding says otherwise
+        parts = [part for slot in _NAMES if slot in merged for part in self._parts(merged[slot])]
+        is_used = any(part in (*names, *(_CLASSES[name] for name in names)) for part in parts)
+        return self._still_used() if is_used else []
+
+    def experts(self) -> Sequence[str] | ConfigProblem:
+        """Replaces experts, which took the place of the feed-forward unless that had a value."""
+        old, is_none = self._old, self._value(self._old) is None
+        if self._is_named(("experts",)):
+            return [] if not is_none or self._merged().get("experts") is not old else self._still_used()
+        before = self._merged(before=old.order)
+        both = [before[name] for name in ("feed_forward", "experts") if name in before]
+        last = max(both, key=lambda b: b.order, default=None)
+        if not is_none:
+            is_pattern = last is not None and isinstance(self._value(last), tuple)
+            return self._without_effect() if is_pattern else [f"{old.selector}.feed_forward = {render(old.value)}"]
+        if self._is_beside(("feed_forward",)):
+            return []
+        if last is None:
+            parts = [_EXPERTS] if old.selector.endswith(".preset") else []  # which may have experts
+        else:
+            parts = [_EXPERTS] if self._is_set(last, "experts") else self._parts(last)
+        if parts == [_EXPERTS]:
+            return [f"{old.selector}.feed_forward = @{_MLP}()"]
+        known = (*_NAMES["feed_forward"], _MLP, _CLASSES["s5"])
+        return [] if all(part in known for part in parts) else self._still_used()
+
+    def _part(self, text: str, added: list[str]) -> str:
+        """Returns the value for a name, or for names joined by "+"; appends the statements that it needs."""
+        if "+" in text:
+            number = sum(f"{_SUM}.parts" in statement for statement in added)
+            scope = scoped(self._old.scope, f"sum{number}") if number else ""
+            parts = ", ".join(self._part(name, added) for name in text.split("+"))
+            added.append(f"{scoped(scope or self._old.scope, _SUM)}.parts = ({parts})")
+            return f"@{scoped(scope, _SUM)}()"
+        if text.startswith("ttt_"):
+            return self._ttt(text, added)
+        settings = self._merged().get(text)
+        if settings is not None and isinstance(self._value(settings), Reference):
+            return render(settings.value)
+        return f"@{_CLASSES[text]}()" if _CLASSES[text] else "None"
+
+    def _ttt(self, name: str, added: list[str]) -> str:
+        """Returns the mixer with test-time training whose inner model the name says, whatever its settings say.
+
+        It gets a scope of its own if the settings say something, or if several names share them.
+        """
+        inner, outside = name.removeprefix("ttt_"), self._old.scope
+        named = {one for b in self._same for text in _texts(self._value(b)) for one in text.split("+")}
+        said = [b for b in self._all if (b.selector, b.parameter) == (_TTT_CONFIG, "inner")]
+        scope = scoped(outside, name) if said or {"ttt_linear", "ttt_mlp"} <= named else ""
+        bound = [b for b in self._all if (b.selector, b.parameter) == (_TTT, "config")]
+        former = self._merged().get("ttt")
+        settings = next((v for b in (former, *bound[-1:]) if b and isinstance(v := self._value(b), Reference)), None)
+        home = settings.scope if settings else ""
+        if scope and home and settings:
+            home = scoped(home, name)
+            added.append(f"{scope}/{_TTT}.config = @{home}/{settings.selector}()")
+        elif former and isinstance(self._value(former), Reference):
+            added.append(f"{scoped(outside, _TTT)}.config = {render(former.value)}")
+        if scope or inner != "linear":
+            added.append(f"{scoped(home or scope or outside, _TTT_CONFIG)}.inner = '{inner}'")
+        return f"@{scoped(scope, _TTT)}()"
+
+    def _value(self, binding: Binding) -> Any:
+        return expand(binding.value, self._macros)
+
+    def _is_set(self, binding: Binding, parameter: str) -> bool:
+        return binding.parameter == parameter and self._value(binding) is not None
+
+    def _is_beside(self, parameters: Sequence[str]) -> bool:
+        """Returns whether the same source binds one of these parameters."""
+        mine = (b for b in self._same if (b.file, b.scope) == (self._old.file, self._old.scope))
+        return any(b.parameter in parameters for b in mine)
+
+    def _merged(self, *, before: int | None = None) -> dict[str, Binding]:
+        """Returns the bindings that apply in the scope, by parameter; only those before one, if a position is given."""
+        seen = [b for b in self._same if _is_within(self._old.scope, b.scope) and (before is None or b.order < before)]
+        return {b.parameter: b for b in sorted(seen, key=lambda b: len(b.scope))}
+
+    def _is_named(self, names: Sequence[str]) -> bool:
+        """Returns whether mixer or feed_forward has one of the names, where the old binding applies."""
+        old = self._old
+        slots = [b for b in self._same if b.parameter in _NAMES and _is_within(b.scope, old.scope)]
+        last = {b.name: b for b in slots if b.order < old.order}
+        near = [*last.values(), *(b for b in slots if b.order > old.order or b.file == old.file)]
+        return any(name in names for b in near for text in _texts(self._value(b)) for name in text.split("+"))
+
+    def _parts(self, slot: Binding) -> list[str]:
+        """Returns the old names, and the classes of parts, in the value of mixer or feed_forward."""
+        return list(self._found(self._value(slot)))
+
+    def _found(self, value: Any) -> Iterator[str]:
+        for leaf in leaves(value):
+            if isinstance(leaf, Reference) and leaf.selector == _SUM:
+                sums = {b.name: b for b in self._all if (b.selector, b.parameter) == (_SUM, "parts")}
+                yield from itertools.chain.from_iterable(self._found(self._value(b)) for b in sums.values())
+            elif isinstance(leaf, Reference):
+                yield leaf.selector
+            elif isinstance(leaf, str):
+                yield from leaf.split("+")
+
+    def _unknown(self, name: str) -> ConfigProblem:
+        slot = self._old.parameter
+        close = "" if name in _CLASSES else nearest(name, _NAMES[slot])
+        expected, fix = f"a part such as {'@s5.S5()' if slot == 'mixer' else '@experts.Experts()'}", ""
+        if close and (new := _CLASSES[close]):
+            package, module, _ = new.rsplit(".", 2)
+            fix = f"write @{_short(new)}(), for which the old name is '{close}' (from {package} import {module})"
+        elif close:
+            fix = f"write None, for which the old name is '{close}'"
+        return self._old.problem(f"'{name}' is not a {slot.replace('_', '-')}", expected=expected, fix=fix)
+
+    def _without_effect(self) -> ConfigProblem:
+        old, value = self._old, self._value(self._old)
+        short = _short(old.selector)
+        part = _short(_CLASSES.get(old.parameter, _TTT_CONFIG))
+        if isinstance(value, Reference):
+            part = scoped(value.scope, _short(value.selector))
+        if old.parameter == "ttt":
+            fix = f"write mixer.TTTMixer.config = @{part}(), and {short}.mixer = @mixer.TTTMixer()"
+        elif old.parameter == "experts":
+            fix = f"write @{part}() in the tuple {short}.feed_forward"
+        else:
+            fix = f"write @{part}() where {short}.mixer, {short}.feed_forward or parts.Sum.parts has the part"
+        what = f"{short}.{old.parameter} is an old name, and has no effect beside the mixer and feed_forward given"
+        return old.problem(what, fix=fix)
+
+    def _still_used(self) -> ConfigProblem:
+        old, short = self._old, _short(self._old.selector)
+        slot = "feed_forward" if old.parameter == "experts" else "mixer"
+        example = f"@{_short(_MLP if slot == 'feed_forward' else _CLASSES['attention'])}()"
+        what = f"{short}.{old.parameter} is an old name, and None does not remove the part from {short}"
+        return old.problem(what, fix=f"write {short}.{slot} without the part, such as {short}.{slot} = {example}")
+
+
+def _texts(value: Any) -> list[str]:
+    return [leaf for leaf in (value if isinstance(value, tuple) else (value,)) if isinstance(leaf, str)]
+
+
+def _is_within(scope: str, outer: str) -> bool:
+    """Returns whether bindings in the outer scope apply in a scope."""
+    return not outer or f"{scope}/".startswith(f"{outer}/")
+
+
+def _short(name: str) -> str:
+    """Returns the last two components of a name, as most files write it."""
+    return ".".join(name.split(".")[-2:])

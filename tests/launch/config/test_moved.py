@@ -15,7 +15,16 @@ FILES = {
     "trm": "gin/trm/sudoku.gin",
     "ponder": "gin/ponder/quick.gin",
     "arrcoc": "gin/arrcoc/v5p_8.gin",
+    "hybrid": "gin/long/text/hybrid.gin",
+    "experts": "include 'gin/models/quickstart_experts.gin'",
+    "ttt": "include 'gin/models/quickstart_ttt.gin'",
 }
+
+
+def load_file(name):
+    """Loads a file, or the quickstart with one that it includes."""
+    is_file = FILES[name].endswith(".gin")
+    return loader.load(FILES[name]) if is_file else loader.load("gin/quickstart.gin", bindings=[FILES[name]])
 
 
 def load_saved(text):
@@ -24,7 +33,7 @@ def load_saved(text):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_saved_configuration_loads_builds_and_equals_that_of_its_file(name):
-    saved, now = (SAVED / f"{name}.gin").read_text(), loader.load(FILES[name])
+    saved, now = (SAVED / f"{name}.gin").read_text(), load_file(name)
     assert differences.between(saved, now.text) == []
     assert differences.is_same(saved, now.text)
     loaded = load_saved(saved)
@@ -47,12 +56,12 @@ def test_settings_of_an_experiment_that_moved_into_groups():
     assert [p.place for p in error.value.problems] == ["--gin #1"]
 
 
-def optimizer(value, bound):
+def optimizer(old, bindings):
     """An old value of a choice, with a parameter of the same constructor, becomes two statements."""
-    if not isinstance(value, str):
+    if not isinstance(old.value, str):
         return None
-    settings = [f"core.optimizers.adamw.b1 = {render(bound['share'])}"] if "share" in bound else []
-    return [f"launch.experiment.Experiment.optimizer = @core.optimizers.{value}()", *settings]
+    settings = [f"core.optimizers.adamw.b1 = {render(b.value)}" for b in bindings if b.parameter == "share"]
+    return [f"launch.experiment.Experiment.optimizer = @core.optimizers.{old.value}()", *settings]
 
 
 @pytest.fixture
@@ -66,11 +75,9 @@ def table(monkeypatch):
         "launch.experiment.Experiment.rule": "launch.experiment.Experiment.optimizer",
         "BATCH": "BATCH_SIZE",
     }
-    values = {
-        "launch.experiment.Experiment.optimizer": optimizer,
-        "launch.experiment.Experiment.share": lambda value, bound: [],  # `optimizer` says it
-    }
-    monkeypatch.setattr(moved, "TABLE", moved.Table(names, values))
+    values = {"launch.experiment.Experiment.optimizer": optimizer}
+    former = {"launch.experiment.Experiment.share": lambda old, bindings: []}  # `optimizer` says it
+    monkeypatch.setattr(moved, "TABLE", moved.Table(names, values, former))
 
 
 HEAD = """\

@@ -3,7 +3,9 @@
 import pytest
 
 from core import identity
-from launch.config import loader
+from launch.config import ConfigError, loader
+from models.block_sparse import BlockSparse
+from models.decoder_parts import Attention, Mlp
 
 HEAD = """from __gin__ import dynamic_registration
 from models import block_sparse
@@ -88,3 +90,161 @@ def test_flags_and_saved_texts_may_have_the_old_spelling(tmp_path):
     again = loader.load("config.gin", text=config.text)
     assert identity.of(again.build().model) == identity.of(config.build().model)
     assert not again.notes or "will not accept" not in again.notes[0]
+
+
+T = "transformer.Transformer"
+EXPERTS, TTT_FILE = ("include 'gin/models/quickstart_experts.gin'",), ("include 'gin/models/quickstart_ttt.gin'",)
+OWN = {
+    "own experts": [f"{T}.experts = @experts.Experts()", "experts.Experts.number = 4", "experts.Experts.top_k = 2"],
+    "own pattern": [
+        f"{T}.feed_forward = ('mlp', 'experts')",
+        f"{T}.experts = @experts.Experts()",
+        "experts.Experts.number = 4",
+        "experts.Experts.top_k = 2",
+    ],
+    "own s5": [f"{T}.mixer = 's5'", f"{T}.s5 = @s5.S5()", "s5.S5.states = 8"],
+    "own ttt": [
+        f"{T}.mixer = 'ttt_linear'",
+        f"{T}.ttt = @config.TTTConfig()",
+        "config.TTTConfig.inner = 'mlp'",
+        "config.TTTConfig.num_heads = 4",
+        "config.TTTConfig.head_dim = 32",
+    ],
+}
+MINE = (f"{T}.experts = @mine/experts.Experts()", "mine/experts.Experts.number = 6", "mine/experts.Experts.top_k = 3")
+BIG = (f"{T}.s5 = @big/s5.S5()", "big/s5.S5.states = 4")
+
+
+def load_over(tmp_path, base, flags):
+    """Loads flags over the quickstart, a file of the workspace, or own lines."""
+    if base.endswith(".gin"):
+        return loader.load(base, bindings=flags)
+    (tmp_path / "own.gin").write_text(HEAD + "\n".join(OWN.get(base, [])) + "\n")
+    return loader.load(str(tmp_path / "own.gin"), bindings=flags)
+
+
+CHANGED = {  # what the model has: by a base, and flags over it
+    "no experts, over the new spelling": ("quickstart", (*EXPERTS, f"{T}.experts = None"), {"feed_forward": Mlp()}),
+    "no experts, over an old file": ("own experts", (f"{T}.experts = None",), {"feed_forward": Mlp()}),
+    "no experts, where there are none": ("quickstart", (f"{T}.experts = None",), {"feed_forward": Mlp()}),
+    "no settings of a part that is gone": (
+        "own s5",
+        (f"{T}.mixer = 'attention'", f"{T}.s5 = None"),
+        {"mixer": Attention()},
+    ),
+    "other experts, over the new spelling": ("quickstart", (*EXPERTS, *MINE), {"feed_forward.number": 6}),
+    "other experts, over an old file": ("own experts", MINE, {"feed_forward.number": 6}),
+    "other experts in a pattern": ("own pattern", MINE, {"feed_forward.1.number": 6}),
+    "other settings of a name": ("own s5", BIG, {"mixer.states": 4}),
+    "the name of a mixer wins": ("own ttt", (), {"mixer.config.inner": "linear"}),
+    "a flag names another one": ("own ttt", (f"{T}.mixer = 'ttt_mlp'",), {"mixer.config.inner": "mlp"}),
+    "two names share settings": (
+        "own ttt",
+        (f"{T}.mixer = ('ttt_linear', 'ttt_mlp')",),
+        {"mixer.0.config.inner": "linear", "mixer.1.config.inner": "mlp", "mixer.1.config.num_heads": 4},
+    ),
+    "two names share settings in a scope": (
+        "own ttt",
+        (
+            f"{T}.mixer = ('ttt_linear', 'ttt_mlp')",
+            f"{T}.ttt = @mine/config.TTTConfig()",
+            "mine/config.TTTConfig.num_heads = 2",
+        ),
+        {"mixer.0.config.inner": "linear", "mixer.1.config.inner": "mlp", "mixer.1.config.num_heads": 2},
+    ),
+    "a name over the new spelling": (
+        "quickstart",
+        (*TTT_FILE, f"{T}.mixer = 'ttt_mlp'"),
+        {"mixer.config.inner": "mlp", "mixer.config.num_heads": 4},
+    ),
+    "settings outside of the scope": (
+        "quickstart",
+        (
+            "MODEL = @big/transformer.Transformer()",
+            f"big/{T}.mixer = 's5'",
+            f"{T}.s5 = @mine/s5.S5()",
+            "mine/s5.S5.states = 4",
+        ),
+        {"mixer.states": 4},
+    ),
+    "names without imports": (
+        "quickstart",
+        (f"{T}.block_sparse = @block_sparse.BlockSparse()", f"{T}.mixer = ('attention', 'block_sparse')"),
+        {"mixer.0": Attention(), "mixer.1": BlockSparse()},
+    ),
+    "no experts of a preset": (
+        "quickstart",
+        (
+            "MODEL = @transformer.preset()",
+            "transformer.preset.name = 'mixtral-8x7b'",
+            "transformer.preset.experts = None",
+        ),
+        {"feed_forward": Mlp()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_old_spellings_over_other_sources(name, tmp_path):
+    base, flags, expected = CHANGED[name]
+    model = load_over(tmp_path, base, list(flags)).build().model
+    for path, value in expected.items():
+        found = model
+        for step in path.split("."):
+            found = found[int(step)] if step.isdigit() else getattr(found, step)
+        assert found == value, path
+
+
+MACROS = {
+    "experts": (["EXPERTS = @experts.Experts()", f"{T}.experts = %EXPERTS"], "feed_forward.number", 4),
+    "no experts": (["EXPERTS = None", f"{T}.experts = %EXPERTS"], "feed_forward", Mlp()),
+    "settings": (["S5 = @s5.S5()", f"{T}.s5 = %S5", f"{T}.mixer = 's5'"], "mixer.states", 8),
+    "a name": (["MIXER = %OTHER", "OTHER = 's5'", f"{T}.mixer = %MIXER"], "mixer.states", 8),
+    "a name in a tuple": (["A = 'attention'", f"{T}.mixer = (%A, 's5')"], "mixer.1.states", 8),
+    "a part in a tuple": (["A = @s5.S5()", f"{T}.mixer = ('attention', %A)"], "mixer.1.states", 8),
+}
+
+
+@pytest.mark.parametrize("name", MACROS)
+def test_macros_may_stand_for_old_spellings(name, tmp_path):
+    lines, path, expected = MACROS[name]
+    text = "\n".join(lines)
+    needed = [NEEDED["Experts("]] if "Experts(" in text else [NEEDED["s5.S5("]] if "s5" in text.lower() else []
+    (tmp_path / "own.gin").write_text(HEAD + "\n".join([*lines, *needed]) + "\n")
+    found = loader.load(str(tmp_path / "own.gin")).build().model
+    for step in path.split("."):
+        found = found[int(step)] if step.isdigit() else getattr(found, step)
+    assert found == expected
+
+
+HYBRID = "gin/long/text/hybrid.gin"
+MISTAKES = {  # each with the flags that have a mistake, and the new spelling in its fix
+    "no settings of a part in use": (HYBRID, [f"{T}.s5 = None"], {1: f"{T}.mixer"}),
+    "no settings of a name in use": ("own s5", [f"{T}.s5 = None"], {1: f"{T}.mixer"}),
+    "no experts in a pattern": ("own pattern", [f"{T}.experts = None"], {1: f"{T}.feed_forward"}),
+    "settings over the new spelling": (HYBRID, [*BIG], {1: "@big/s5.S5()"}),
+    "settings of no name": ("quickstart", [f"{T}.s5 = @s5.S5()", "s5.S5.states = 8"], {1: "@s5.S5()"}),
+    "a misspelled mixer": ("quickstart", [f"{T}.mixer = 'atention'"], {1: "@decoder_parts.Attention()"}),
+    "a misspelled feed-forward": ("quickstart", [f"{T}.feed_forward = ('mlp', 'expert')"], {1: "@experts.Experts()"}),
+    "a feed-forward as a mixer": ("quickstart", [f"{T}.mixer = 'attention+mlp'"], {1: ""}),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_has_no_new_spelling_is_a_mistake_that_says_what_to_write(name, tmp_path):
+    base, flags, expected = MISTAKES[name]
+    with pytest.raises(ConfigError) as error:
+        load_over(tmp_path, base, flags)
+    assert [p.place for p in error.value.problems] == [f"--gin #{number}" for number in expected]
+    for problem, fix in zip(error.value.problems, expected.values(), strict=True):
+        assert problem.actual in flags
+        assert fix in problem.fix
+
+
+def test_a_note_says_the_imports_that_the_new_spelling_needs(tmp_path):
+    (note,) = load(tmp_path, SPELLINGS["a sum"][0]).notes
+    assert "add from models import decoder_parts" in note
+    assert "add from models import parts" in note
+    assert "import s5" not in note
+    (note,) = loader.load("gin/quickstart.gin", bindings=[f"{T}.experts = None", *EXPERTS]).notes
+    assert "import" not in note  # flags need none
