@@ -130,7 +130,8 @@ class _Spelling:
         read = {file: source._replace(imports=self._imports(file)) for file, source in self._read.items()}
         lines = {file: units.shortened(lines, most=_MOST_LINES) for file, lines in self._lines.items() if lines}
         notes = {file: "\n  ".join([_ACCEPTED, *several]) for file, several in lines.items()}
-        unclear = {name for b in changed for name in _selectors(b)} if self._problems else set()
+        named = [name for b in changed for name in (*_selectors(b), *([b.name] if b.is_macro else []))]
+        unclear = set(named) if self._problems else set()
         return Current(read, ordered, notes, self._problems, unclear)
 
     def _without_former_macros(self, found: list[Binding], changed: Sequence[Binding]) -> list[Binding]:

@@ -54,13 +54,18 @@ class _Decoder:
     def __init__(self, old: Binding, bindings: Sequence[Binding]):
         self._old, self._all = old, bindings
         self._macros = {b.name: b for b in bindings if b.is_macro}
-        self._same = [b for b in bindings if b.selector == old.selector and b.parameter in (*_NAMES, *_FIELDS)]
+        same = [b for b in bindings if b.selector == old.selector and b.parameter in (*_NAMES, *_FIELDS)]
+        beside = {(b.file, b.scope) for b in same if b.parameter == "experts"}
+        # None was the default of `feed_forward` where `experts` was a field; now it means that there is none.
+        former = [b for b in same if b.parameter == "feed_forward" and b.value is None and (b.file, b.scope) in beside]
+        self._is_former_default = any(b is old for b in former)
+        self._same = [b for b in same if b not in former]
 
     def named(self) -> Sequence[str] | ConfigProblem | None:
         """Replaces the names of parts in a value, which may be a tuple that has parts, too."""
         old, value = self._old, self._value(self._old)
-        if value is None and self._is_beside(("experts",)):
-            return [] if old.parameter == "feed_forward" else None  # None was the default where `experts` was a field
+        if self._is_former_default:
+            return []
         names = [name for text in _texts(value) for name in text.split("+")]
         if wrong := [name for name in names if name not in _NAMES[old.parameter]]:
             return self._unknown(wrong[0])
@@ -91,14 +96,14 @@ class _Decoder:
         old, is_none = self._old, self._value(self._old) is None
         if self._is_named(("experts",)):
             return [] if not is_none or self._merged().get("experts") is not old else self._still_used()
+        if any((b.parameter, b.file, b.scope) == ("feed_forward", old.file, old.scope) for b in self._same):
+            return [] if is_none else self._without_effect()  # the feed-forward of the same source decides
         before = self._merged(before=old.order)
         both = [before[name] for name in ("feed_forward", "experts") if name in before]
         last = max(both, key=lambda b: b.order, default=None)
         if not is_none:
             is_pattern = last is not None and isinstance(self._value(last), tuple)
             return self._without_effect() if is_pattern else [f"{old.selector}.feed_forward = {render(old.value)}"]
-        if self._is_beside(("feed_forward",)):
-            return []
         if last is None:
             parts = [_EXPERTS] if old.selector.endswith(".preset") else []  # which may have experts
         else:
@@ -151,11 +156,6 @@ class _Decoder:
     def _is_set(self, binding: Binding, parameter: str) -> bool:
         return binding.parameter == parameter and self._value(binding) is not None
 
-    def _is_beside(self, parameters: Sequence[str]) -> bool:
-        """Returns whether the same source binds one of these parameters."""
-        mine = (b for b in self._same if (b.file, b.scope) == (self._old.file, self._old.scope))
-        return any(b.parameter in parameters for b in mine)
-
     def _merged(self, *, before: int | None = None) -> dict[str, Binding]:
         """Returns the bindings that apply in the scope, by parameter; only those before one, if a position is given."""
         seen = [b for b in self._same if _is_within(self._old.scope, b.scope) and (before is None or b.order < before)]
@@ -203,7 +203,7 @@ class _Decoder:
         if old.parameter == "ttt":
             fix = f"write mixer.TTTMixer.config = @{part}(), and {short}.mixer = @mixer.TTTMixer()"
         elif old.parameter == "experts":
-            fix = f"write @{part}() in the tuple {short}.feed_forward"
+            fix = f"write @{part}() in {short}.feed_forward"
         else:
             fix = f"write @{part}() where {short}.mixer, {short}.feed_forward or parts.Sum.parts has the part"
         what = f"{short}.{old.parameter} is an old name, and has no effect beside the mixer and feed_forward given"

@@ -103,6 +103,20 @@ OWN = {
         "experts.Experts.top_k = 2",
     ],
     "own s5": [f"{T}.mixer = 's5'", f"{T}.s5 = @s5.S5()", "s5.S5.states = 8"],
+    "former default": [f"{T}.feed_forward = None", f"{T}.experts = None"],
+    "former default over": [
+        "include 'gin/models/quickstart_experts.gin'",
+        f"{T}.feed_forward = None",
+        f"{T}.experts = None",
+    ],
+    "experts by default": [
+        f"{T}.feed_forward = None",
+        f"{T}.experts = @experts.Experts()",
+        "experts.Experts.number = 4",
+        "experts.Experts.top_k = 2",
+    ],
+    "both": [f"{T}.experts = @experts.Experts()", f"{T}.feed_forward = 'mlp'", "experts.Experts.number = 4"],
+    "a misspelled macro": ["MIXER = 'atention'", f"{T}.mixer = %MIXER"],
     "own ttt": [
         f"{T}.mixer = 'ttt_linear'",
         f"{T}.ttt = @config.TTTConfig()",
@@ -132,6 +146,9 @@ CHANGED = {  # what the model has: by a base, and flags over it
         (f"{T}.mixer = 'attention'", f"{T}.s5 = None"),
         {"mixer": Attention()},
     ),
+    "no experts and the former default": ("former default", EXPERTS, {"feed_forward.number": 8}),
+    "no experts and the former default, over the new spelling": ("former default over", (), {"feed_forward": Mlp()}),
+    "experts and the former default": ("experts by default", (), {"feed_forward.number": 4}),
     "other experts, over the new spelling": ("quickstart", (*EXPERTS, *MINE), {"feed_forward.number": 6}),
     "other experts, over an old file": ("own experts", MINE, {"feed_forward.number": 6}),
     "other experts in a pattern": ("own pattern", MINE, {"feed_forward.1.number": 6}),
@@ -226,6 +243,8 @@ MISTAKES = {  # each with the flags that have a mistake, and the new spelling in
     "settings of no name": ("quickstart", [f"{T}.s5 = @s5.S5()", "s5.S5.states = 8"], {1: "@s5.S5()"}),
     "a misspelled mixer": ("quickstart", [f"{T}.mixer = 'atention'"], {1: "@decoder_parts.Attention()"}),
     "a misspelled feed-forward": ("quickstart", [f"{T}.feed_forward = ('mlp', 'expert')"], {1: "@experts.Experts()"}),
+    "experts beside a feed-forward": ("both", [], {10: "@experts.Experts()"}),
+    "a misspelled mixer in a macro": ("a misspelled macro", [], {10: "@decoder_parts.Attention()"}),
     "a feed-forward as a mixer": ("quickstart", [f"{T}.mixer = 'attention+mlp'"], {1: ""}),
 }
 
@@ -235,9 +254,10 @@ def test_what_has_no_new_spelling_is_a_mistake_that_says_what_to_write(name, tmp
     base, flags, expected = MISTAKES[name]
     with pytest.raises(ConfigError) as error:
         load_over(tmp_path, base, flags)
-    assert [p.place for p in error.value.problems] == [f"--gin #{number}" for number in expected]
+    where = "--gin #" if flags else f"{tmp_path}/own.gin:"
+    assert [p.place for p in error.value.problems] == [f"{where}{number}" for number in expected]
     for problem, fix in zip(error.value.problems, expected.values(), strict=True):
-        assert problem.actual in flags
+        assert problem.actual in (flags or OWN[base])
         assert fix in problem.fix
 
 
