@@ -7,6 +7,7 @@ nothing of ours.
 
 import contextvars
 import datetime
+import enum
 import json
 import math
 import resource
@@ -20,6 +21,15 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 Range = tuple[int, int]  # the first character, and the one after the last
 
 OUT_OF_TIME = -signal.SIGXCPU  # how a process ends that exceeds its CPU time
+
+
+class Limit(enum.StrEnum):
+    """What a template can exceed."""
+
+    TIME = enum.auto()
+    MEMORY = enum.auto()
+    DEPTH = enum.auto()  # of nested calls and blocks
+
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, in the order in which they are read
 
@@ -171,7 +181,7 @@ def _namespace() -> Any:
 
 
 def serve() -> None:
-    """Reads a template and its limits from stdin, then conversations, and answers each line with [result, error]."""
+    """Reads a template and its limits from stdin, then conversations; answers each with [result, error, limit]."""
     source, cpu_seconds, memory_bytes = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -184,9 +194,9 @@ def serve() -> None:
     try:
         template = ChatTemplate(source)
     except Exception as error:
-        _answer(None, f"line {getattr(error, 'lineno', None) or 1}: {_said(error)}")
+        _answer(None, f"line {getattr(error, 'lineno', None) or 1}: {_said(error)}", _exceeded(error))
         return
-    _answer(template.marks_answers, "")
+    _answer(template.marks_answers)
     for line in sys.stdin:
         what, messages, now, variables = json.loads(line)
         limit()
@@ -194,9 +204,9 @@ def serve() -> None:
         try:
             found = (template.marked if what == "marked" else template.render)(messages, now=date, **variables)
         except Exception as error:
-            _answer(None, _said(error))
+            _answer(None, _said(error), _exceeded(error))
         else:
-            _answer(found, "")
+            _answer(found)
 
 
 def _said(error: Exception) -> str:
@@ -204,11 +214,19 @@ def _said(error: Exception) -> str:
 
     if isinstance(error, MemoryError):
         return "it needs too much memory"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or calls itself without end"
     return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
 
 
-def _answer(found: Any, said: str) -> None:
-    sys.stdout.write(json.dumps([found, said]) + "\n")
+def _exceeded(error: Exception) -> Limit | None:
+    if isinstance(error, MemoryError):
+        return Limit.MEMORY
+    return Limit.DEPTH if isinstance(error, RecursionError) else None
+
+
+def _answer(found: Any, said: str = "", limit: Limit | None = None) -> None:
+    sys.stdout.write(json.dumps([found, said, limit]) + "\n")
     sys.stdout.flush()
 
 

@@ -7,27 +7,34 @@ length. The process runs `chat_templates.serve`, and one at a time gets a line o
 import contextlib
 import datetime
 import json
-import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from tasks import chat_templates
-from tasks.chat_templates import Message, Range
+from tasks.chat_templates import Limit, Message, Range
 
 CPU_SECONDS = 10  # that one conversation may take; usual templates take less than a millisecond
 MEMORY_BYTES = 2**31
 
 
 class TemplateError(Exception):
-    """A template is malformed, has raised an error, or has exceeded a limit; the message is for users."""
+    """A template is malformed, has raised an error, or has exceeded a limit; the message is for users.
+
+    Attributes:
+      limit: the limit that it has exceeded, if it has.
+    """
+
+    def __init__(self, message: str, *, limit: Limit | None = None):
+        self.limit = limit
+        super().__init__(message)
 
 
 class TemplateProcess:
-    """A compiled chat template. Other threads and forked processes may use it.
+    """A compiled chat template, which several threads may use.
 
     Attributes:
       marks_answers: whether it has `{% generation %}` tags, which mark what the assistant writes.
@@ -37,9 +44,7 @@ class TemplateProcess:
         """Starts the process. Raises TemplateError for a malformed template."""
         self._source = source
         self._lock = threading.Lock()
-        self._owner, self._process = 0, cast("subprocess.Popen[bytes]", None)
-        with self._lock:
-            self.marks_answers: bool = self._start()
+        self.marks_answers: bool = self._start()
 
     def render(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> str:
         """Formats a conversation, as `ChatTemplate.render` does. Raises TemplateError."""
@@ -56,14 +61,13 @@ class TemplateProcess:
         except (TypeError, ValueError) as error:
             raise TemplateError(f"its messages and variables are not JSON: {error}") from error
         with self._lock:
-            if self._owner != os.getpid() or self._process.poll() is not None:
+            if self._process.poll() is not None:
                 self._start()
             return self._answer(asked)
 
     def _start(self) -> bool:
         command = [sys.executable, "-P", chat_templates.__file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._owner = os.getpid()
         weakref.finalize(self, _end, self._process)
         return self._answer(json.dumps([self._source, CPU_SECONDS, MEMORY_BYTES]))
 
@@ -76,14 +80,13 @@ class TemplateProcess:
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             code = _end(self._process)
-            raise TemplateError(
-                f"it took more than {CPU_SECONDS} s of computing; a usual template takes a few milliseconds"
-                if code == chat_templates.OUT_OF_TIME
-                else f"its process ended with {code}"
-            )
-        found, said = json.loads(line)
+            if code == chat_templates.OUT_OF_TIME:
+                said = f"it took more than {CPU_SECONDS} s of computing; a usual template takes a few milliseconds"
+                raise TemplateError(said, limit=Limit.TIME)
+            raise TemplateError(f"its process ended with {code}")
+        found, said, limit = json.loads(line)
         if said:
-            raise TemplateError(said)
+            raise TemplateError(said, limit=Limit(limit) if limit else None)
         return found
 
 

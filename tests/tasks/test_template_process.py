@@ -7,27 +7,29 @@ import time
 import pytest
 
 from tasks import template_process
+from tasks.chat_templates import Limit
 from tasks.template_process import TemplateError, TemplateProcess
 
 DAY = datetime.date(2024, 2, 29)
 ASK = [{"role": "user", "content": "Hi \ud800 é"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
 EXCESSES = {
-    "loops": LOOPS,
-    "a number of any length": "{% set n = 9 %}{{ n ** (n ** n) }}",
-    "a text of any length": "{{ 'a' * 9999999999 }}",
-    "a wide column": "{{ 'a'.center(9999999999) }}",
-    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "loops": (LOOPS, Limit.TIME),
+    "a number of any length": ("{% set n = 9 %}{{ n ** (n ** n) }}", Limit.TIME),
+    "a text of any length": ("{{ 'a' * 9999999999 }}", Limit.MEMORY),
+    "a wide column": ("{{ 'a'.center(9999999999) }}", Limit.MEMORY),
+    "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", Limit.DEPTH),
 }
 
 
-@pytest.mark.parametrize("name", EXCESSES)
-def test_a_template_without_measure_is_an_error_and_the_next_conversation_is_rendered(monkeypatch, name):
+@pytest.mark.parametrize(("excess", "limit"), EXCESSES.values(), ids=EXCESSES)
+def test_a_template_without_measure_is_an_error_and_the_next_conversation_is_rendered(monkeypatch, excess, limit):
     monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
-    template = TemplateProcess("{% if messages[0].role == 'bad' %}" + EXCESSES[name] + "{% endif %}{{ bos_token }}")
+    template = TemplateProcess("{% if messages[0].role == 'bad' %}" + excess + "{% endif %}{{ bos_token }}")
     began = time.process_time()
-    with pytest.raises(TemplateError):
+    with pytest.raises(TemplateError) as caught:
         template.render([{"role": "bad"}], now=DAY, bos_token="<s>")
+    assert caught.value.limit is limit
     assert time.process_time() - began < 0.5  # of this process
     assert template.render(ASK, now=DAY, bos_token="<s>") == "<s>"
 
@@ -46,6 +48,13 @@ def test_every_thread_gets_its_own_answer():
         thread.join()
     assert found == {number: [f"{number}-29 Feb"] * 50 for number in range(4)}
     assert template.render(ASK, now=DAY).startswith("Hi \ud800 é")
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ messages + 1 }}"])
+def test_a_mistake_of_a_template_exceeds_no_limit(source):
+    with pytest.raises(TemplateError) as caught:
+        TemplateProcess(source).render(ASK, now=DAY)
+    assert caught.value.limit is None
 
 
 def test_what_is_not_json_is_an_error_and_its_process_ends_with_it():
