@@ -9,7 +9,7 @@ from tests.test_house import OURS, ROOT, tracked
 # Files that look into texts of others, which say in no other form what they mean.
 ALLOWED = {
     "core/library_errors.py": "XLA, TensorStore and Gloo",
-    "launch/config/loader.py": "gin appends the place of a constructor's error to its message",
+    "launch/config/loader.py": "a constructor, which may be a user's, names a parameter only in its error's message",
     "launch/config/sources.py": "gin's parser",
     "parallel/compiled.py": "the TPU compiler",
     "parallel/hlo/messages.py": "the TPU compiler",
