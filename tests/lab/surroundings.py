@@ -26,6 +26,7 @@ EXAMPLE = """tests/run.sh lab surroundings
   tests/run.sh lab surroundings --only umask "16 hosts" --out /tmp/surroundings"""
 SLICE, LARGE = "v4-16", "v4-128"  # of 2 and 16 hosts
 STOPPED_AT = 8
+_OK, _BAD, _NOT_TRIED = "ok", "BAD", "not tried"
 _LIMIT_SECONDS = 1800
 _LOCALES = ("de_DE.UTF-8", "fr_FR.UTF-8", "es_ES.UTF-8", "it_IT.UTF-8", "nl_NL.UTF-8", "pt_BR.UTF-8", "ru_RU.UTF-8")
 _JUMPS = """
@@ -78,9 +79,12 @@ class Surroundings:
     @property
     def usual(self) -> "Surroundings":
         """The usual surroundings of the same command."""
-        return dataclasses.replace(
-            self, name=f"usual {self.slice_name} {self.in_one_process}", around=usual, without=()
-        )
+        name = f"usual run on {self.slice_name}" + (" in one process" if self.in_one_process else "")
+        return dataclasses.replace(self, name=name, around=usual, without=())
+
+    def run_dir(self, folder: Path) -> Path:
+        """Returns the run directory in the folder of all runs."""
+        return folder / re.sub(r"\W+", "_", self.name)
 
 
 def _variables(**more: str) -> Callable[[Path], contextlib.AbstractContextManager[Mapping[str, str]]]:
@@ -196,35 +200,39 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _try_all(wanted: list[Surroundings], folder: Path) -> int:
+    ended: dict[str, str] = {}
+    for one in wanted:
+        usual_name = one.usual.name
+        if usual_name not in ended:
+            ended[usual_name] = _tried(one.usual, folder)
+        if ended[usual_name] == _OK:
+            ended[one.name] = _tried(one, folder)
+        else:
+            ended[one.name] = _say(_NOT_TRIED, one.name, f"{usual_name} failed")
+    return int(_BAD in ended.values())
+
+
+def _tried(one: Surroundings, folder: Path) -> str:
+    """Trains, compares with the usual run if it is another one, and prints and returns how it ended."""
     from tests.lab import evidence
 
-    usual_runs: dict[str, Path] = {}
-    bad = 0
-    for one in wanted:
-        if (name := one.usual.name) not in usual_runs:
-            usual_runs[name] = folder / re.sub(r"\W+", "_", name)
-            _say("ok", name, _train(one.usual, usual_runs[name]))
-        run_dir = folder / re.sub(r"\W+", "_", one.name)
-        try:
-            seconds = _train(one, run_dir)
-        except Unavailable as error:
-            _say("not tried", one.name, 0.0, str(error))
-            continue
-        except RuntimeError as error:
-            problem = str(error)
-        else:
-            problem = evidence.difference(run_dir, usual_runs[name])
-        bad += bool(problem)
-        _say("BAD" if problem else "ok", one.name, seconds, problem)
-    return int(bad > 0)
+    try:
+        seconds = _train(one, one.run_dir(folder))
+        problem = "" if one == one.usual else evidence.difference(one.run_dir(folder), one.usual.run_dir(folder))
+    except Unavailable as error:
+        return _say(_NOT_TRIED, one.name, str(error))
+    except Exception as error:  # the others are tried all the same
+        return _say(_BAD, one.name, str(error) if isinstance(error, RuntimeError) else repr(error))
+    return _say(_BAD, one.name, problem) if problem else _say(_OK, one.name, f"{seconds:.0f} s")
 
 
-def _say(how: str, name: str, seconds: float, more: str = "") -> None:
-    print(f"{how:<9} {name}: {more or f'{seconds:.0f} s'}", flush=True)
+def _say(how: str, name: str, more: str) -> str:
+    print(f"{how:<9} {name}: {more}", flush=True)
+    return how
 
 
 def _train(one: Surroundings, run_dir: Path) -> float:
-    """Trains in two parts; returns the seconds of both. Raises RuntimeError if one fails."""
+    """Trains in two parts; returns the seconds of both. Raises RuntimeError if one fails or hangs."""
     from tests.lab import harness
 
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -238,11 +246,12 @@ def _train(one: Surroundings, run_dir: Path) -> float:
             for name in one.without:
                 environment.pop(name, None)
             with (run_dir / "output.log").open("ab") as log:
-                ended = subprocess.run(
-                    words, env=environment, stdout=log, stderr=log, timeout=_LIMIT_SECONDS, check=False
-                )
-            if ended.returncode:
-                raise RuntimeError(f"exit code {ended.returncode}: see {log.name}")
+                try:
+                    subprocess.run(words, env=environment, stdout=log, stderr=log, timeout=_LIMIT_SECONDS, check=True)
+                except subprocess.CalledProcessError as error:
+                    raise RuntimeError(f"exit code {error.returncode}: see {log.name}") from error
+                except subprocess.TimeoutExpired as error:
+                    raise RuntimeError(f"it did not end within {_LIMIT_SECONDS} s: see {log.name}") from error
     return time.monotonic() - began
 
 
