@@ -119,7 +119,7 @@ class Trainer:
             stack.callback(lock.release)
             stack.enter_context(lock.explaining())
             stack.enter_context(Waiting())
-            prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.time())
+            prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.monotonic())
             return train.run_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
 
     def evaluate(self, *, rows: int | Literal["all"] | None = None, step: int | None = None) -> dict[str, float]:

@@ -76,9 +76,15 @@ _REQUIRED = {f.name: _KINDS[f.name] for f in dataclasses.fields(Session) if f.de
 
 def share(sessions: Sequence[Session]) -> float:
     """Returns the goodput: useful seconds divided by all seconds, 0 to 1."""
-    idle = [later.started - s.seen for s, later in itertools.pairwise(sessions) if s.finished]
-    seconds = sessions[-1].seen - sessions[0].started - sum(max(0.0, gap) for gap in idle)
+    seconds = sessions[0].seen - sessions[0].started + sum(itertools.starmap(_added, itertools.pairwise(sessions)))
     return sum(s.useful_seconds for s in sessions) / seconds if seconds > 0 else 0.0
+
+
+def _added(earlier: Session, later: Session) -> float:
+    """Returns the seconds that a start adds to those of the starts before it."""
+    set_back = later.seen < earlier.seen  # the machine's clock was set to an earlier time between them
+    idle = earlier.finished and later.started > earlier.seen
+    return later.seen - (later.started if set_back or idle else earlier.seen)
 
 
 def read(run_dir: str) -> list[Session]:
@@ -126,7 +132,7 @@ class Goodput(Hook):
           every: steps between two reports.
           write: receives the step and `goodput`.
           say: receives a sentence, at the end and at every start after the first.
-          started: when this start began, in seconds since 1970; None: when the process did.
+          started: when this start began, as `time.monotonic` has it; None: when the process did.
         """
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
@@ -136,7 +142,10 @@ class Goodput(Hook):
         self._sessions = read(run_dir)
         for earlier in self._sessions:  # steps after the checkpoint are repeated
             earlier.lose(after=first_step)
-        self._own = Session(process_started() if started is None else started, time.time(), first_step, first_step)
+        age = process_seconds() if started is None else time.monotonic() - started
+        now = time.time()
+        self._since_1970 = now - time.monotonic()  # fixed, because the time of day may be set while the run trains
+        self._own = Session(now - age, now, first_step, first_step)
         self._sessions.append(self._own)
         self._is_first, self._wrote_at = True, 0.0
         if len(self._sessions) > 1:
@@ -151,7 +160,7 @@ class Goodput(Hook):
         if not self._is_first:
             self._own.useful_seconds += max(0.0, report.seconds - report.input_wait_seconds)
         self._is_first = False
-        self._own.seen = time.time()
+        self._own.seen = self._since_1970 + time.monotonic()
         if report.step % self._every == 0:
             self._write(report.step, {NAME: share(self._sessions)})
         if time.monotonic() - self._wrote_at >= self._pause_seconds:
@@ -160,7 +169,7 @@ class Goodput(Hook):
     def close(self) -> None:
         """Updates the line a last time."""
         self._own.finished = self._own.last_step >= self._last_step
-        self._own.seen = time.time()
+        self._own.seen = self._since_1970 + time.monotonic()
         self._keep()
         self._say(sentence(self._sessions))
 
@@ -173,8 +182,13 @@ class Goodput(Hook):
 
 def process_started() -> float:
     """Returns the time at which this process started, in seconds since 1970."""
+    return time.time() - process_seconds()
+
+
+def process_seconds() -> float:
+    """Returns the seconds since this process started."""
     up_seconds = float(pathlib.Path("/proc/uptime").read_text().split()[0])
-    return time.time() - (up_seconds - own_ticks() / os.sysconf("SC_CLK_TCK"))
+    return up_seconds - own_ticks() / os.sysconf("SC_CLK_TCK")
 
 
 def own_ticks() -> int:

@@ -46,7 +46,7 @@ class Run:
     last_step: int  # the step at which to stop
     span: Span  # the phase of the experiment that it trains
     is_last: bool  # whether no other phase follows
-    started: float | None = None  # when this start began, in seconds since 1970; None: when the process did
+    started: float | None = None  # when this start began (`time.monotonic`); None: when the process did
     initial: "Initial | None" = None  # the parameters of INIT_FROM; None: the run starts from its seed, or is resumed
 
     @property

@@ -9,18 +9,28 @@ from core.training import goodput
 from core.training.trainer import StepReport
 
 
+class Clock:
+    """Seconds that pass when it is called, and a time of day that can be set."""
+
+    def __init__(self):
+        self.monotonic, self.time = 1000.0, 1500.0
+
+    def __call__(self, seconds):
+        self.monotonic += seconds
+        self.time += seconds
+
+    def set(self, by):
+        self.time += by
+
+
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when told to; a process starts at the time of its first reading."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(goodput, "process_started", lambda: now[0])
-
-    def pass_(seconds):
-        now[0] += seconds
-
-    return pass_
+    """The clock of processes that have just started."""
+    clock = Clock()
+    monkeypatch.setattr(time, "time", lambda: clock.time)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.monotonic)
+    monkeypatch.setattr(goodput, "process_seconds", lambda: 0.0)
+    return clock
 
 
 class Run:
@@ -74,6 +84,39 @@ def test_steps_from_which_a_run_rolled_back_are_lost(tmp_path, clock):
     (session,) = goodput.read(str(tmp_path))
     assert (session.lost_steps, session.last_step) == (3, 6)
     assert session.useful_seconds == pytest.approx(40 * 2 / 5 + 40)
+
+
+@pytest.mark.parametrize("by", [-86400, 86400])
+def test_a_time_of_day_that_is_set_while_a_run_trains_changes_nothing(tmp_path, clock, by):
+    run = Run(tmp_path, clock)
+    hook = goodput.Goodput(
+        str(tmp_path), first_step=0, last_step=5, every=1, write=lambda *_: None, say=run.said.append, started=990.0
+    )
+    for step in range(1, 6):
+        clock(10)
+        clock.set(by if step % 2 else -by)
+        hook.after_step(StepReport(step, {}, {}, 10, 0))
+    hook.close()
+    (session,) = goodput.read(str(tmp_path))
+    assert (session.started, session.seen) == (1490, 1550)
+    assert run.share == pytest.approx(40 / 60)
+
+
+def test_a_time_of_day_that_is_set_back_between_starts_counts_both(tmp_path, clock):
+    run = Run(tmp_path, clock)
+    run.start(0, range(1, 6), killed=True)
+    clock.set(-86400)
+    run.start(5, range(6, 11))
+    assert run.share == pytest.approx(80 / 100)
+
+
+def test_phases_of_one_process_count_once(tmp_path, clock, monkeypatch):
+    run = Run(tmp_path, clock, last_step=5)
+    run.start(0, range(1, 6))
+    run.last_step = 10
+    monkeypatch.setattr(goodput, "process_seconds", lambda: 50.0)
+    run.start(5, range(6, 11))
+    assert run.share == pytest.approx(80 / 100)
 
 
 def test_a_truncated_line_loses_only_that_session(tmp_path, clock):
