@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from core import optimizers, slices, stack
 from models.agreement_subjects import random_batches
+from models.decoder_parts import Attention, Mlp
 from models.experts import Experts
 from models.lora import Lora
 from models.s5 import S5
@@ -26,7 +27,8 @@ TINY = Transformer(
 ULP_WITHOUT_LOOP = (5, 1, 1, 6.5)
 ULP_OF_LORA = (5, 1, 13, 6.5)  # its second matrix is zero at first, and AdamW divides its small gradients by their size
 EXPERTS, LORA = Experts(number=4, top_k=2, balance=0.1), Lora(rank=2, alpha=4.0, targets=("query", "down"))
-GROUP = {"mixer": ("s5", "attention"), "feed_forward": ("mlp", "s5"), "s5": S5(states=8, chunk=4)}
+STATES = S5(states=8, chunk=4)
+GROUP = {"mixer": (STATES, Attention()), "feed_forward": (Mlp(), STATES)}
 KINDS = {"window": 4, "pattern": ("local", "local", "global")}
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 
