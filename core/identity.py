@@ -1,9 +1,9 @@
 """The identity of configured objects, as plain values: equal for objects that are configured alike, in any process.
 
 Records of compiled programs are found by it. A dataclass is its class and the fields that differ from their defaults,
-so a new field whose default changes nothing leaves the identity of existing configurations as it was; a default that
-changes does so, too, which only digests of traced programs notice. Classes are named
-without their modules, so moving one does not change it either. Fields with the metadata `NOT_IDENTITY` are left out.
+so a new field whose default changes nothing leaves the identity of existing configurations as it was. A default that
+changes leaves it as well: only digests of traced programs notice that. Classes are named without their modules, so
+moving one does not change the identity. Fields with the metadata `NOT_IDENTITY` are left out.
 """
 
 import dataclasses
@@ -43,6 +43,12 @@ def _of(value: Any, around: frozenset[int]) -> Any:
         return value
     if isinstance(value, type | types.BuiltinFunctionType):
         return value.__qualname__
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, types.CodeType):
+        return _of_code(value, around)
     if id(value) in around:
         return "..."
     around |= {id(value)}
@@ -108,8 +114,12 @@ def _of_function(value: types.FunctionType, around: frozenset[int]) -> dict[str,
     cells = [_of(cell.cell_contents, around) for cell in value.__closure__ or ()]
     more: dict[str, Any] = {"defaults": [value.__defaults__ or (), value.__kwdefaults__ or {}], "closure": cells}
     if "<" in value.__qualname__:  # <lambda>, <locals>
-        code = value.__code__
-        constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]
-        more["code"] = hashlib.sha256(repr((code.co_code, constants, code.co_names)).encode()).hexdigest()
+        more["code"] = value.__code__
     plain = {name: _of(part, around) for name, part in more.items()}
     return found | {name: part for name, part in plain.items() if part not in ([], [[], {}])}
+
+
+def _of_code(code: types.CodeType, around: frozenset[int]) -> str:
+    """Returns a digest of instructions, constants and names, with those of the functions inside."""
+    plain = [code.co_code.hex(), [_of(constant, around) for constant in code.co_consts], list(code.co_names)]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()

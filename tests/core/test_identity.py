@@ -3,6 +3,9 @@ import enum
 import functools
 import json
 import math
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -98,6 +101,11 @@ DISTINCT = {
     "another closure": closed(3),
     "lambda": lambda x: x + 1,
     "another lambda": lambda x: x + 2,
+    "lambda with a set": lambda x: x in {"a", "b", "c"},
+    "lambda in a lambda": lambda x: lambda y: x + y,
+    "another lambda in a lambda": lambda x: lambda y: x - y,
+    "bytes": b"1",
+    "complex": 1 + 2j,
     "default": scaled_by_two,
     "builtin": math.sin,
     "another builtin": math.cos,
@@ -133,3 +141,18 @@ def test_different_values_have_different_identities_which_are_plain():
 )
 def test_equal_values_have_one_identity(one, same):
     assert identity.text(one) == identity.text(same)
+
+
+def test_an_identity_is_the_same_in_processes_whose_sets_have_another_order():
+    show = "from core import identity; print(identity.text(lambda x: x in {'a', 'b', 'c', 'd', 'e'}))"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", show],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(said) == 1

@@ -104,6 +104,7 @@ def test_a_save_that_cannot_start_is_reported(tmp_path, monkeypatch):
         with pytest.raises(writing.WriteFailedError, match=says):
             checkpoints.save(1, state=state, data={}, meta={})
     checkpoints.wait()  # nothing is under way
+    checkpoints.close()
 
 
 def test_a_missing_folder_is_reported_on_all_hosts(tmp_path):
@@ -164,6 +165,7 @@ def test_a_save_over_its_limit_fails_and_names_the_setting(tmp_path, monkeypatch
     says = r"step 3 to .*: TooSlowError: it was not written within 1 s .*set save_limit_seconds of the experiment to 2,"
     with pytest.raises(writing.WriteFailedError, match=says):
         checkpoints.wait()
+    checkpoints.close()
 
 
 @pytest.mark.parametrize("pattern", ["state/*", "state/d", "meta", "data", "_CHECKPOINT_METADATA", "*"])
