@@ -110,8 +110,8 @@ def without_records(*templates: str) -> Iterator[None]:
         logging.getLogger("absl").removeFilter(is_shown)
 
 
-# Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well. The error of writing
-# metadata is not here, because Orbax only logs it.
+# Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well.
+# The error of writing metadata is not here, because Orbax only logs it.
 _FAILED_SAVE = (
     "[process=%s][thread=%s][step=%s][wait_until_finished] Save Finalize thread (%s) failed.",
     "[process=%d][thread=%s][operation_id=%s] _SignalingThread.run() raised an exception: %s",
