@@ -43,7 +43,7 @@ from launch.settings import Checkpointing, Evaluation, Health, Initialization, L
 from parallel import compiler_options
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
-from tasks import vocabularies
+from tasks.text import vocabularies
 
 _CHECKS = {
     **dict.fromkeys(("batch_size", "total_steps", "accum_steps"), settings.count(1)),

@@ -33,9 +33,10 @@ from parallel.generation import Generator
 from parallel.partitioner import Partitioner, Program
 from parallel.sampling import GREEDY, Sampling
 from parallel.strategy import Strategy
-from tasks import streams, vocabularies
-from tasks.ids import decode_continuation, stop_ids, with_bos
-from tasks.tokenizer_folders import FolderTokenizer
+from tasks import streams
+from tasks.text import vocabularies
+from tasks.text.ids import decode_continuation, stop_ids, with_bos
+from tasks.text.tokenizer_folders import FolderTokenizer
 
 ONE_CHIP = "v5e-1"
 _GIN = "gin/generation/folder.gin"

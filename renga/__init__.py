@@ -10,8 +10,9 @@ from models.haiku_model import HaikuModel
 from parallel import strategies
 from parallel.sampling import Sampling
 from renga.trainer import Trainer
-from tasks import text, vocabularies
+from tasks import text
 from tasks.sampled import SampledTask
+from tasks.text import vocabularies
 
 __all__ = [
     "Field",

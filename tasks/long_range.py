@@ -17,8 +17,9 @@ import numpy as np
 from core import units
 from core.batches import BatchSpec
 from core.errors import UserError, check_integer
-from tasks import streams, vocabularies
+from tasks import streams
 from tasks.sampled import SampledTask
+from tasks.text import vocabularies
 
 KINDS = ("retrieval", "recall", "selective_copy")
 _NOISE, _MARK, _QUESTION, _FIRST = 1, 2, 3, 4  # ids; values start at _FIRST

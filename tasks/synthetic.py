@@ -11,8 +11,9 @@ import numpy as np
 from core import units
 from core.batches import BatchSpec
 from core.errors import check_integer
-from tasks import streams, vocabularies
+from tasks import streams
 from tasks.sampled import SampledTask
+from tasks.text import vocabularies
 
 
 @dataclasses.dataclass(frozen=True)

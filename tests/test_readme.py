@@ -60,7 +60,7 @@ def workspace(tmp_path_factory):
 
 def published_model(folder):
     """A folder as README names it, with a small random model and a tokenizer with a chat template."""
-    shutil.copytree(ROOT / "tests" / "tasks" / "fixtures" / "tokenizers" / "bpe", folder)
+    shutil.copytree(ROOT / "tests" / "tasks" / "text" / "fixtures" / "tokenizers" / "bpe", folder)
     model = transformer.Transformer(
         vocab_size=512, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, tied=True, rope_theta=1e5
     )
@@ -258,7 +258,7 @@ def text(workspace):
         (line,) = [c for c in commands() if c.startswith(start)]
         run(line, workspace)
     train = (
-        "from tasks import text, vocabularies as v; "
+        "from tasks import text; from tasks.text import vocabularies as v; "
         "vocabulary = v.trained_sentencepiece(size=1024); "
         "task = text.files(train='runs/text/*.txt', length=256, num_streams=4, vocabulary=vocabulary); "
         "task.prepare('runs/own', is_host_zero=True)"

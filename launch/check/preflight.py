@@ -28,7 +28,7 @@ from launch.hosts import workstation
 from launch.runs import continuation, prepared_run, smoke, warm_start
 from parallel import host_memory, mesh, strategy
 from parallel.partitioner import Program
-from tasks.ids import ReadsFile
+from tasks.text.ids import ReadsFile
 
 if TYPE_CHECKING:
     from parallel.planning.arithmetic import Estimate

@@ -8,7 +8,7 @@ from rich.progress import Progress, TextColumn
 
 from core import units
 from launch import terminal
-from tasks import question_sets
+from tasks.vision import question_sets
 
 DATASETS = ("questions",)
 EXAMPLE = "launch/run build questions --data hub:OWNER/NAME --validation validation --out /data/questions"

@@ -24,8 +24,9 @@ from launch.experiments import saved_run
 from launch.runs import warm_start as warm_starts
 from models import families, family_tensors, lora
 from models.decoder_config import DecoderConfig
-from tasks import generation_settings, streams
-from tasks.tokenizer_folders import FolderTokenizer
+from tasks import streams
+from tasks.text import generation_settings
+from tasks.text.tokenizer_folders import FolderTokenizer
 
 COMMAND = ("runs", "export")
 HELP = "write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer"

@@ -8,7 +8,7 @@ from core import paths, units
 from core.errors import UserError
 from core.training import run_lock
 from launch import flags
-from tasks import decontamination, near_duplicates, token_cache, token_writer, tokenizing
+from tasks.text import decontamination, near_duplicates, token_cache, token_writer, tokenizing
 
 COMMAND = ("runs", "tokenize")
 HELP = "convert text to ids, as a token cache for text.tokens"

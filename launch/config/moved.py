@@ -55,8 +55,11 @@ class Table(NamedTuple):
 
 _EXPERIMENT, _SETTINGS = "launch.experiment.Experiment", "launch.settings"
 _DECODERS = ("models.transformer.Transformer", "models.transformer.preset")
+_MODULES = {
+    "tasks.vocabularies": "tasks.text.vocabularies",
+}
 TABLE = Table(
-    names={f"{_EXPERIMENT}.{n}": f"{_SETTINGS}.{GROUPS[group].__name__}.{n}" for n, group in HOMES.items()},
+    names=_MODULES | {f"{_EXPERIMENT}.{n}": f"{_SETTINGS}.{GROUPS[group].__name__}.{n}" for n, group in HOMES.items()},
     needs={
         f"{_SETTINGS}.{kind.__name__}": f"{_EXPERIMENT}.{group} = @{_SETTINGS}.{kind.__name__}()"
         for group, kind in GROUPS.items()

@@ -51,7 +51,7 @@ _NAMES = {
     "tasks.synthetic": "random_tokens",
     "tasks.text": "chats files huggingface mixture python_source seqio tfds tokens",
     "tasks.vision": "questions random_questions",
-    "tasks.vocabularies": "bytes named sentencepiece tokenizer trained_sentencepiece",
+    "tasks.text.vocabularies": "bytes named sentencepiece tokenizer trained_sentencepiece",
 }
 CONSTRUCTORS = {module: frozenset(names.split()) for module, names in _NAMES.items()}
 _OPTAX = "optax"

@@ -74,7 +74,7 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
     """Returns the metrics of a registered task or mixture of seqio; see `seqio_tasks.evaluate`."""
-    from tasks import seqio_tasks
+    from tasks.text import seqio_tasks
 
     vocabulary = scores.model.vocabulary
     if not seqio_tasks.has_ids_of(name, vocabulary):
@@ -96,7 +96,7 @@ def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[s
 def _require_metrics(name: str | None) -> None:
     """Checks that a registered task or mixture of seqio, if one is named, has metrics that can be computed."""
     if name is not None:
-        from tasks import seqio_tasks
+        from tasks.text import seqio_tasks
 
         seqio_tasks.require_metrics(name)
 

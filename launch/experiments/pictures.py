@@ -19,7 +19,7 @@ from launch import loaded_model
 from launch.experiments import saved_run
 from launch.loaded_model import LoadedModel
 from models.vision.model import VisionLanguageModel
-from tasks.vision import ImageQuestions, Question
+from tasks.vision.image_questions import ImageQuestions, Question
 
 EVALUATION = {"pictures": ()}
 EXAMPLE = "launch/run evaluate runs/arrcoc/easy_vqa-v4-8 --pictures"

@@ -7,7 +7,7 @@ from core.errors import UserError
 from launch.loaded_model import LoadedModel
 from parallel.likelihood import Likelihood, Pair, Scorer, windows
 from parallel.sampling import GREEDY, Sampling
-from tasks.ids import with_bos as beginning_with_bos
+from tasks.text.ids import with_bos as beginning_with_bos
 
 ROWS = 16  # continuations that run together
 

@@ -28,7 +28,7 @@ from launch.hosts.cluster import Host
 from launch.runs.prepared_run import INIT_FROM, Run, cache_folder
 from parallel import generation, report, sampling, strategy
 from parallel.partitioner import Program
-from tasks.ids import decode_continuation, stop_ids, with_bos
+from tasks.text.ids import decode_continuation, stop_ids, with_bos
 
 SAMPLE_IDS, TEMPERATURE = 200, 0.8  # of the continuation of PROMPT
 

@@ -20,11 +20,11 @@ from core import paths, units
 from core.batches import fingerprint_of
 from core.errors import Problem, UserError, check_text
 from core.types import can
-from tasks import content_hash, decontamination, documents, text_formats, vocabularies
 from tasks.code import chunks
-from tasks.document_streams import with_end
-from tasks.documents import File
-from tasks.ids import ReadsFile, Vocabulary
+from tasks.text import content_hash, decontamination, documents, text_formats, vocabularies
+from tasks.text.document_streams import with_end
+from tasks.text.documents import File
+from tasks.text.ids import ReadsFile, Vocabulary
 
 LANGUAGES: Mapping[str, tuple[str, ...]] = {
     "python": (".py",),
@@ -201,7 +201,7 @@ def code_files(
       held_out: the split of evaluations: "validation", to choose a checkpoint, or "test".
       held_out_percent: share of the packages in each of these splits, 1 to 49.
       exclude: files of evaluation sets (`HumanEval.jsonl`); training files that share text with them are left out.
-      exclude_words, exclude_characters: see `tasks.decontamination.Excluded`.
+      exclude_words, exclude_characters: see `tasks.text.decontamination.Excluded`.
       least_tokens: shorter pieces of files are left out.
 
     Raises:

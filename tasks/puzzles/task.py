@@ -19,10 +19,11 @@ from core import paths
 from core.batches import BatchSpec, Field
 from core.errors import Problem, UserError
 from core.types import IGNORED, Batches, DataLayout
-from tasks import streams, vocabularies
+from tasks import streams
 from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
 from tasks.streams import Stream
+from tasks.text import vocabularies
 
 WHOLE = files.Cut()
 _EMPTY = "{!r} has a split without puzzles; build it again"

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from core import library_noise
-from tasks import seqio_tasks
+from tasks.text import seqio_tasks
 
 NOISE = (
     b"[Gloo] Rank 0 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7",

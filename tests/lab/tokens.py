@@ -14,7 +14,8 @@ from pathlib import Path
 
 from core.types import DataLayout
 from launch import flags, terminal
-from tasks import text, text_files, tokenizing, vocabularies
+from tasks import text
+from tasks.text import text_files, tokenizing, vocabularies
 
 HELP = "time launch/run tokenize against the tokenizers library, and reading what it wrote"
 EXAMPLE = "tests/run.sh lab tokens --folder smollm2"

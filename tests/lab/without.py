@@ -43,8 +43,7 @@ PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file 
     "code": ("tasks/code/*", "launch/cli/hidden.py", "launch/experiments/humaneval.py", "gin/ponder/*"),
     "vision_models": ("models/vision/*", "launch/experiments/pictures.py", "gin/arrcoc/*"),
     "vision_tasks": (
-        "tasks/vision.py",
-        "tasks/question_sets.py",
+        "tasks/vision/*",
         "launch/cli/build_questions.py",
         "launch/experiments/pictures.py",
         "gin/arrcoc/*",

@@ -13,8 +13,9 @@ from launch.config import loader
 from launch.runs import progress, smoke
 from launch.settings import Evaluation
 from parallel import decoding
-from tasks import streams, vocabularies
+from tasks import streams
 from tasks.sampled import SampledTask
+from tasks.text import vocabularies
 
 
 def images(rows):

@@ -13,10 +13,10 @@ from core.health import exit_codes
 from core.training import run_lock
 from launch import __main__ as main
 from launch import environment
-from tasks import tokenizing
+from tasks.text import tokenizing
 
 TEXTS = [f"{i:03d} " + "word " * (i * 7 % 50) for i in range(200)]
-VOCABULARY = environment.WORKSPACE / "tests/tasks/fixtures/tokenizers/bpe"
+VOCABULARY = environment.WORKSPACE / "tests/tasks/text/fixtures/tokenizers/bpe"
 
 
 def write(file, texts=TEXTS):
@@ -93,7 +93,7 @@ def test_a_killed_command_continues(tmp_path):
     texts = [" ".join(str(i * j % 9973) for j in range(1, 400)) for i in range(1, 3201)]
     data = write(tmp_path / "a.jsonl", [*texts, *(f"{text} again" for text in texts[::4])])
     code = (
-        "import sys; from tasks import token_writer as w, tokenizing as t; w._COMMIT_TOKENS = 2**19; "
+        "import sys; from tasks.text import token_writer as w, tokenizing as t; w._COMMIT_TOKENS = 2**19; "
         "t._BATCH_BYTES = 2**17; "
         "from launch import __main__ as main; sys.exit(main.main(sys.argv[1:]))"
     )

@@ -104,7 +104,7 @@ def test_a_bucket_of_data_is_noted_where_the_vocabulary_was_read(tmp_path):
 
 def test_a_chat_template_is_tried_on_a_conversation(tmp_path):
     """The folder's template knows no role "tool"."""
-    folder = pathlib.Path("tests/tasks/fixtures/tokenizers/bpe").resolve()
+    folder = pathlib.Path("tests/tasks/text/fixtures/tokenizers/bpe").resolve()
     for role in ("user", "tool"):
         messages = [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]
         (tmp_path / f"{role}.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 2)
@@ -116,7 +116,7 @@ def test_a_chat_template_is_tried_on_a_conversation(tmp_path):
 
 
 def test_a_vocabulary_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch):
-    from tasks import sentencepieces
+    from tasks.text import sentencepieces
 
     def unreachable(self):
         raise OSError("no route to the bucket")
@@ -130,7 +130,7 @@ def test_a_vocabulary_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch)
 
 
 def test_a_vocabulary_on_a_disk_that_cannot_be_read_is_no_traceback(tmp_path, monkeypatch):
-    from tasks import sentencepieces
+    from tasks.text import sentencepieces
 
     def refused(self):
         raise PermissionError(13, "Permission denied", self.path)

@@ -20,11 +20,11 @@ STRANGE = {
     "a program under another name": ("import os as optimizers", "X = @optimizers.system()", "os"),
     "a module that registers": ("import antigravity", "", "antigravity"),
     "an internal module of ours": ("from core import paths", "X = @paths.write_text_atomically()", "core.paths"),
-    "a module inside one of ours": ("from tasks import text", "X = @text.dataclasses.replace()", "dataclasses"),
+    "a module inside one of ours": ("from tasks import chunked", "X = @chunked.dataclasses.replace()", "dataclasses"),
     "another function of a public module": (
-        "from tasks import vocabularies",
+        "from tasks.text import vocabularies",
         "X = @vocabularies.check_fits()",
-        "tasks.vocabularies",
+        "tasks.text.vocabularies",
     ),
     "a library": ("from jax import numpy", "X = @numpy.save()", "jax.numpy"),
 }

@@ -7,7 +7,7 @@ from PIL import Image
 
 from launch import __main__ as command
 from launch.experiments import pictures
-from tasks.vision import Question
+from tasks.vision.image_questions import Question
 
 
 def test_patches_that_were_not_chosen_are_pale():

@@ -11,7 +11,8 @@ from core.errors import UserError
 from core.types import DataLayout
 from launch import __main__ as command
 from launch import environment
-from tasks import catalogue, seqio_tasks, text
+from tasks import text
+from tasks.text import seqio_tasks, tfds_source
 
 MODULE = """
 import seqio, tensorflow as tf
@@ -54,7 +55,7 @@ def registered(tmp_path_factory):
     """A module of the user that registers tasks."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "own_sums.py").write_text(MODULE)
-    catalogue.tensorflow()
+    tfds_source.tensorflow()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         import own_sums

@@ -1,0 +1,101 @@
+"""Finds, in a formatted conversation, what the assistant writes, and the tokens that end it."""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from core.errors import UserError
+from tasks.text.chat_templates import Message, Range
+from tasks.text.ids import ChatVocabulary
+
+ASSISTANT = "assistant"
+DATE = datetime.date(2024, 7, 26)  # for templates that print today's: the one that Llama 3's has without a clock
+_PROBE = ("What swims?", "Seven swans.", "And what flies?", "Nine geese.")  # of user and assistant in turns
+
+
+def formatted(
+    messages: Sequence[Message],
+    vocabulary: ChatVocabulary,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[str, list[Range]]:
+    """Returns a formatted conversation, and the range of characters of each answer.
+
+    Where the chat template has `{% generation %}` tags, the ranges are those that they mark. Otherwise a range is the
+    content of an answer with the marker that ends it.
+
+    Args:
+      messages: with at least one answer.
+      vocabulary: has the chat template, which prints `DATE` as today's.
+      tools, documents: see `FormatsChats.chat`.
+
+    Raises:
+      UserError: the template refuses the conversation, shows no roles, or formats an answer in a way that depends on
+        later messages.
+    """
+    given = {"date": DATE, "tools": tools, "documents": documents}
+    if (marked := vocabulary.marked_chat(messages, **given)) is not None:
+        text, answers = marked
+        if not any(first < last for first, last in answers):
+            raise UserError(
+                "the chat template has {% generation %} tags, but they mark nothing of this conversation; correct the "
+                "chat_template of the folder"
+            )
+    else:
+        text = vocabulary.chat(messages, add_generation_prompt=False, **given)
+        answers = _between_prompts(text, messages, vocabulary, given)
+    if text.split() == "".join(f" {message['content']} " for message in messages).split():
+        raise UserError(
+            "the chat template shows the contents of messages without their roles, so that a model could not tell "
+            "questions from answers; correct the chat_template of the folder"
+        )
+    return text, answers
+
+
+def _between_prompts(
+    text: str, messages: Sequence[Message], vocabulary: ChatVocabulary, given: Mapping[str, Any]
+) -> list[Range]:
+    """Returns the ranges of answers: each from the end of its prompt to the end of the conversation so far."""
+    answers = []
+    for index, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before = vocabulary.chat(messages[:index], add_generation_prompt=True, **given)
+        until = vocabulary.chat(messages[: index + 1], add_generation_prompt=False, **given)
+        if not until.startswith(before) or not text.startswith(until):
+            raise UserError(
+                f"the chat template formats message {index + 1} differently when others follow it, so its tokens "
+                "cannot be found; write one line per answer, with the messages before it"
+            )
+        answers.append((len(before), len(until.rstrip())))
+    return answers
+
+
+def turn_ends(vocabulary: ChatVocabulary) -> tuple[int, ...]:
+    """Returns the ids that end an answer in the format of the chat template, such as that of <|im_end|>.
+
+    An answer ends with the first special or added token after its content, or with the only token there is. There is
+    none if the template refuses the conversations that are tried, or ends an answer with several ordinary tokens.
+    """
+    for count in (len(_PROBE), 2):  # a template that formats the last answer in a way of its own
+        messages = [{"role": ("user", ASSISTANT)[i % 2], "content": _PROBE[i]} for i in range(count)]
+        try:
+            text, answers = formatted(messages, vocabulary)
+        except UserError:
+            continue
+        found = [_end(text, messages[i]["content"], answers, vocabulary) for i in range(1, count, 2)]
+        return tuple(dict.fromkeys(end for end in found if end is not None))
+    return ()
+
+
+def _end(text: str, content: str, answers: Sequence[Range], vocabulary: ChatVocabulary) -> int | None:
+    """Returns the id that ends the answer with this content."""
+    if (place := text.rfind(content)) < 0:
+        return None
+    start = place + len(content)
+    stop = next((last for first, last in answers if first < start <= last), start)
+    spans = zip(*vocabulary.encode_with_offsets(text), strict=True)
+    after = [i for i, (first, last) in spans if first >= start and last <= stop and text[first:last].strip()]
+    special = [i for i in after if i == vocabulary.eos_id or i in vocabulary.added_ids]
+    return next(iter(special or (after if len(after) == 1 else ())), None)

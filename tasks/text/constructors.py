@@ -1,0 +1,441 @@
+"""Text tasks: the constructors that a gin configuration names.
+
+A constructor only records its arguments and imports its source alone, so a configuration is checked in milliseconds on
+any machine; the data is opened with the first batch. A document becomes ids followed by an
+end-of-document id, split into chunks of at most `length` ids. Chunks are packed into rows, and neither attention nor
+targets cross chunk boundaries.
+
+T: tokens per row. S: number of streams.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from core import units
+from core.batches import BatchSpec, fingerprint_of
+from core.errors import UserError, check_integer, check_text
+from core.types import Batches, CountsTokens, DataLayout, can
+from tasks import streams
+from tasks.text import vocabularies
+from tasks.text.document_streams import DocumentSource
+from tasks.text.documents import Corpus, HashesContent, StreamSpec, TriesExamples
+from tasks.text.ids import ChatVocabulary, Encodes, FormatsChats, ReadsFile, Vocabulary
+from tasks.text.text_files import TextFiles, python_library
+
+if TYPE_CHECKING:
+    from tasks.text.chat_files import ChatFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTask:
+    """A `core.types.Task` that reads text from one source with one vocabulary.
+
+    Attributes:
+      corpus: the source of documents.
+      vocabulary: converts text to ids.
+      length: T, tokens per row.
+      num_streams: S, number of data streams; must divide the batch size. Another number gives another order of data.
+      evaluation_ends: see `core.types.EndsEvaluation`.
+    """
+
+    corpus: Corpus
+    vocabulary: Vocabulary
+    length: int
+    num_streams: int
+    evaluation_ends: ClassVar[bool] = True
+
+    def spec(self, batch_size: int) -> BatchSpec:
+        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
+        streams.rows_per_stream(batch_size, num_streams=self.num_streams)
+        return streams.batch_spec(batch_size, length=self.length)
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Makes the vocabulary usable. Called on host 0 first, then, after a barrier, on all others.
+
+        Raises:
+          UserError: the vocabulary is missing or is not the one of this run.
+        """
+        self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self.corpus.sample_texts)
+
+    def train(self, layout: DataLayout, *, seed: int) -> Batches:
+        """Returns an endless iterator over the training split, shuffled with `seed`.
+
+        Raises:
+          UserError: the data cannot be opened, or the streams do not divide the batch.
+        """
+        return self._batches(layout, seed)
+
+    def evaluation(self, layout: DataLayout) -> Batches:
+        """Returns one pass over the validation split, unshuffled: the same batches at every call.
+
+        Its rows do not depend on the streams, the batch size or the hosts: the split is read as one stream.
+
+        Raises:
+          UserError: as `train`.
+        """
+        spec = StreamSpec("validation", 0, 1, 1, self.length, None, self.vocabulary, once=True)
+        return streams.PassBatches(layout, spec=self.spec(layout.batch_size), stream=self.corpus.open_stream(spec))
+
+    def problems(self) -> list[str]:
+        """Returns the problems that can be found without opening the data, each with its fix."""
+        return [*self.corpus.problems(), *self.vocabulary.problems()]
+
+    def example_problems(self) -> list[str]:
+        """See `core.types.TriesExamples`; empty where no code of the user makes examples."""
+        return self.corpus.example_problems(self.length) if can(self.corpus, TriesExamples) else []
+
+    def named_files(self) -> tuple[str, ...]:
+        """Returns patterns, files and folders as written by the user, for messages about files that cannot be read."""
+        model = _file(self.vocabulary)
+        return (*self.corpus.named_files(), *((model,) if model else ()))
+
+    def describe(self) -> str:
+        """Returns one line for the run summary."""
+        return (
+            f"{self.corpus.describe()}; {self.vocabulary.describe()}; length {self.length}, "
+            f"{units.counted(self.num_streams, 'stream')}"
+        )
+
+    def begins_with_bos(self) -> bool:
+        """See `core.types.FramesTexts`."""
+        return True
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """See `core.types.FramesTexts`."""
+        return (self.vocabulary.eos_id,)
+
+    def train_tokens(self) -> int | None:
+        """Returns the number of tokens of the training split of a token cache; None for other sources."""
+        return self.corpus.train_tokens() if can(self.corpus, CountsTokens) else None
+
+    def fingerprint(self) -> str:
+        """Returns a hash, equal on all hosts that read the same documents; lists and reads the files of the source."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        listing = self.corpus.fingerprint()
+        if not can(self.corpus, HashesContent):
+            return listing
+        return fingerprint_of(listing, self.corpus.content_hash())
+
+    def _batches(self, layout: DataLayout, seed: int) -> Batches:
+        def open_stream(index: int, rows: int) -> streams.Stream:
+            spec = StreamSpec("train", index, self.num_streams, rows, self.length, seed, self.vocabulary)
+            return self.corpus.open_stream(spec)
+
+        source, vocabulary = self.fingerprint(), self.vocabulary.hash
+        return streams.StreamBatches(
+            layout,
+            spec=self.spec(layout.batch_size),
+            num_streams=self.num_streams,
+            open_stream=open_stream,
+            identity={"source": source, "vocabulary": vocabulary, "split": "train", "seed": seed, "packing": 2},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTask(TextTask):
+    """A `TextTask` of conversations, which are formatted by the chat template of the vocabulary."""
+
+    corpus: "ChatFiles"
+    vocabulary: ChatVocabulary
+
+    def example_problems(self) -> list[str]:
+        """See `core.types.TriesExamples`: the chat template is tried on the first conversation."""
+        from tasks.text import chat_files
+
+        if chat := self.corpus.first_conversation():
+            try:
+                chat_files.segment(chat, self.vocabulary)
+            except UserError as error:
+                return [f"text.chats: {error}"]
+        return []
+
+    def describe(self) -> str:
+        if self.vocabulary.problems():
+            return super().describe()
+        ends = ", ".join(map(self.vocabulary.token_of, self.vocabulary.turn_ends))
+        if not ends and (self.corpus.problems() or not self.corpus.first_conversation()):
+            return super().describe()
+        none = "no token, so generation does not stop after them: let the chat_template write eos_token there"
+        return f"{super().describe()}; answers end with {ends or none}"
+
+    def begins_with_bos(self) -> bool:
+        """See `core.types.FramesTexts`: a chat template writes the begin-of-text id itself."""
+        return self.vocabulary.begins_with_bos
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """See `core.types.FramesTexts`: also the ids that end an answer in the chat template."""
+        return tuple(dict.fromkeys([self.vocabulary.eos_id, *self.vocabulary.turn_ends]))
+
+
+def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | None = None) -> TextTask:
+    """Returns a task that reads the source files of Python's standard library: real text without a download.
+
+    About 5 % of the files, chosen by the hash of their name, are the validation split. The library's tests are left
+    out, because some installations lack them.
+
+    Args:
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
+    """
+    return _task("python_source", python_library(), (length, num_streams, vocabulary))
+
+
+def files(
+    *,
+    train: str | Sequence[str] | None,
+    validation: str | Sequence[str] | None = None,
+    field: str = "text",
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary | None = None,
+) -> TextTask:
+    """Returns a task that reads your own text: .txt files (a document each), .jsonl (one a line), .parquet (one a row).
+
+    Args:
+      train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed
+        (.gz, .zst, .bz2). If None, `problems` reports an error.
+      validation: one or more patterns. Default: about 5 % of the .txt files, or of the lines and rows, chosen by hash.
+      field: the JSON key, or the column, of the text.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
+    """
+    check_text(field, where="text.files.field")
+    corpus = TextFiles(_patterns(train, "files.train"), _patterns(validation, "files.validation"), field)
+    return _task("files", corpus, (length, num_streams, vocabulary))
+
+
+def chats(
+    *,
+    train: str | Sequence[str] | None,
+    validation: str | Sequence[str] | None = None,
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary,
+) -> TextTask:
+    """Returns a task for fine-tuning on conversations, whose loss counts only the answers.
+
+    Args:
+      train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://), also compressed. Each line has `messages`
+        (a list of `role` and `content`), formatted by the chat template of the vocabulary's folder, with `tools` and
+        `documents` for the template if it needs them; or `prompt` and `completion`.
+        `problems` reports None.
+      validation: one or more patterns. Default: about 5 % of the lines, chosen by hash.
+      length: tokens per row. Longer conversations are cut, and counted.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: `vocabularies.tokenizer`, of a published model.
+
+    Raises:
+      UserError: the vocabulary has no chat template.
+    """
+    if not can(vocabulary, FormatsChats):
+        raise UserError(
+            f"text.chats.vocabulary is {vocabulary!r}, which has no chat template: use @vocabularies.tokenizer()"
+        )
+    from tasks.text.chat_files import ChatFiles
+
+    corpus = ChatFiles(
+        _patterns(train, "chat_files.train"), _patterns(validation, "chat_files.validation"), num_streams
+    )
+    return _task("chats", corpus, (length, num_streams, vocabulary), kind=ChatTask)
+
+
+def tfds(
+    *,
+    name: str,
+    split: str = "train",
+    validation_split: str = "validation",
+    field: str = "text",
+    data_dir: str | None = None,
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary | None = None,
+) -> TextTask:
+    """Returns a task that reads a dataset of TensorFlow Datasets that `tfds build` has prepared.
+
+    Args:
+      name: for example `c4/en:3.1.0`.
+      split: the training split; slices such as `train[1%:]` are allowed.
+      validation_split: the split for evaluation.
+      field: the feature that holds the text.
+      data_dir: local or gs://, shared by all hosts; default: that of TensorFlow Datasets.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
+    """
+    for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
+        check_text(value, where=f"text.tfds.{argument}")
+    from tasks.text.tfds_source import Tfds
+
+    corpus = Tfds(name, split, validation_split, field, data_dir)
+    return _task("tfds", corpus, (length, num_streams, vocabulary))
+
+
+def huggingface(
+    *,
+    name: str,
+    split: str = "train",
+    validation_split: str = "validation",
+    field: str = "text",
+    streaming: bool = True,
+    where: Mapping[str, str | Sequence[str]] | None = None,
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary | None = None,
+) -> TextTask:
+    """Returns a task that reads a dataset of the Hugging Face hub; needs the package `datasets`.
+
+    The token for gated datasets is taken from the environment variable HF_TOKEN.
+
+    Args:
+      name: `owner/dataset`, or `owner/dataset:configuration`.
+      split: the training split.
+      validation_split: the split for evaluation.
+      field: the column that holds the text.
+      streaming: whether to read over the network while training; otherwise the dataset is downloaded first.
+      where: only documents with one of these values in each of these columns: `{'lang': ('Python', 'Go')}`.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: default: bytes.
+    """
+    for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
+        check_text(value, where=f"text.huggingface.{argument}")
+    if not isinstance(streaming, bool):
+        raise UserError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
+    from tasks.text.hub_source import HuggingFace
+
+    chosen = tuple((c, (v,) if isinstance(v, str) else v) for c, v in (where or {}).items())
+    for column, values in chosen:
+        if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
+            raise UserError(f"text.huggingface.where: {column!r}: {values!r}: expected a text, or several")
+    chosen = tuple((column, tuple(values)) for column, values in chosen)
+    corpus = HuggingFace(name, split, validation_split, field, streaming, chosen)
+    return _task("huggingface", corpus, (length, num_streams, vocabulary))
+
+
+def seqio(*, name: str, inputs_length: int | None = None, length: int, num_streams: int) -> TextTask:
+    """Returns a task or mixture of a decoder that your own module registered with seqio, with its own vocabulary.
+
+    The gin file must import that module. The task's own preprocessors make `targets` from text, append the
+    end-of-document id and shuffle; longer targets are cut, and several are packed into a row. Of a task with `inputs`,
+    the targets follow the inputs, and only they are learned.
+
+    Args:
+      name: of the seqio task or mixture.
+      inputs_length: for a task with `inputs`: the most ids of them in a row; the targets have the rest of `length`.
+      length: tokens per row.
+      num_streams: number of data streams; must divide the batch size.
+    """
+    check_text(name, where="text.seqio.name")
+    if inputs_length is not None:
+        check_integer(inputs_length, where="text.seqio.inputs_length", least=1)
+        if inputs_length >= length:
+            raise UserError(f"text.seqio.inputs_length is {inputs_length}, expected less than the length {length}")
+    from tasks.text.seqio_tasks import SeqioCorpus, SeqioVocabulary
+
+    return _task("seqio", SeqioCorpus(name, inputs_length), (length, num_streams, SeqioVocabulary(name)))
+
+
+def tokens(
+    *,
+    cache: str | None,
+    concatenate: bool = False,
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary | None = None,
+) -> TextTask:
+    """Returns a task that reads documents that `launch/run tokenize` has converted to ids.
+
+    Args:
+      cache: the folder that was written, local or gs://. If None, `problems` reports an error.
+      concatenate: whether rows are filled with documents one after the other, cut where a row ends. By default
+        documents are packed whole, and only those of more than `length` tokens are cut.
+      length: tokens per row; may differ from run to run.
+      num_streams: number of data streams; must divide the batch size.
+      vocabulary: the one that the documents were converted with; default: bytes.
+    """
+    if not isinstance(concatenate, bool):
+        raise UserError(f"text.tokens.concatenate is {concatenate!r}, expected True or False")
+    if cache:
+        check_text(cache, where="text.tokens.cache")
+    from tasks.text.token_cache import TokenCache
+
+    vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
+    return _task("tokens", TokenCache(cache or "", vocabulary, concatenate), (length, num_streams, vocabulary))
+
+
+def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
+    """Returns a task that samples several text tasks by weight.
+
+    Args:
+      tasks: tasks with the same vocabulary, length and number of streams; `chats` and `seqio` cannot be mixed.
+      weights: relative shares of rows; any positive numbers. In 1,000 consecutive rows each source has its share to one
+        or a few rows.
+
+    Raises:
+      UserError: the tasks do not match, a source is named twice, or a weight is not positive.
+    """
+    tasks, weights = tuple(tasks), tuple(weights)
+    if not tasks or len(tasks) != len(weights):
+        raise UserError(
+            f"text.mixture has {units.counted(len(tasks), 'task')} and {units.counted(len(weights), 'weight')}, "
+            "expected one weight for each of at least one task"
+        )
+    bad = [w for w in weights if isinstance(w, bool) or not isinstance(w, (int, float)) or not 0 < w < float("inf")]
+    if bad:
+        raise UserError(f"text.mixture.weights has {bad}, expected positive numbers")
+    if len({task.corpus for task in tasks}) < len(tasks):
+        raise UserError("text.mixture has the same source twice; name it once, with the sum of its weights")
+    first = tasks[0]
+    for task in tasks:
+        _check_mixes(task, first)
+    from tasks.text.mixed_documents import Mixture
+
+    corpus = Mixture(tuple(task.corpus for task in tasks), tuple(map(float, weights)))
+    return _task("mixture", corpus, (first.length, first.num_streams, first.vocabulary))
+
+
+def _check_mixes(task: TextTask, first: TextTask) -> None:
+    if not isinstance(task.corpus, DocumentSource):
+        raise UserError(
+            f"text.mixture cannot mix {task.corpus.describe()}: only tasks of documents (python_source, files, tokens, "
+            "tfds, huggingface)"
+        )
+    for name in ("length", "num_streams"):
+        ours, theirs = getattr(task, name), getattr(first, name)
+        if ours != theirs:
+            raise UserError(f"text.mixture: {name} is {ours} in one task and {theirs} in the first; expected equal")
+    same_class = type(task.vocabulary) is type(first.vocabulary)
+    if not same_class or _file(task.vocabulary) != _file(first.vocabulary):
+        raise UserError("text.mixture: its tasks have different vocabularies; use the same one for all")
+
+
+def _file(vocabulary: Vocabulary) -> str | None:
+    return vocabulary.path if can(vocabulary, ReadsFile) else None
+
+
+def _patterns(value: Any, name: str) -> tuple[str, ...]:
+    patterns = () if value is None or value == "" else (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        check_text(pattern, where=f"text.{name}")
+    return patterns
+
+
+def _task(
+    name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None], *, kind: type[TextTask] = TextTask
+) -> TextTask:
+    length, num_streams, vocabulary = common
+    check_integer(length, where=f"text.{name}.length", least=2)
+    check_integer(num_streams, where=f"text.{name}.num_streams", least=1)
+    vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
+    if not can(vocabulary, Encodes):
+        raise UserError(
+            f"text.{name}.vocabulary is {vocabulary!r}, expected one of vocabularies, e.g. @vocabularies.bytes()"
+        )
+    return kind(corpus=corpus, vocabulary=vocabulary, length=length, num_streams=num_streams)

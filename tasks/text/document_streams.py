@@ -1,0 +1,375 @@
+"""Reads the documents of a source part by part and streams them as packed rows.
+
+A source has parts: files, ranges of lines, shards. Every epoch reads the parts in a new order, keyed by the seed and
+the epoch, and deals them to the streams in turn. If there are too few parts for that, each stream reads all of them
+and keeps its share. Together the streams read every document once per epoch.
+
+  parts -> documents -> ids + end of document -> chunks of at most T ids -> windows, shuffled -> packed rows [R, T]
+
+A position is a few numbers that do not depend on the version of any library; resuming reads one window again.
+
+R: rows per element of a stream. T: tokens per row.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from core.errors import UserError
+from core.types import can
+from tasks import permutation
+from tasks.streams import Stream
+from tasks.text import packing
+from tasks.text.documents import Corpus, StreamSpec
+from tasks.text.ids import Vocabulary, lowest_id, with_bos, with_eos
+
+_MOST_REMEMBERED = 2**25  # bytes of the documents of a split that are kept in memory
+_DOCUMENT_BYTES = 200  # of the objects of a document beside its text
+WINDOW_IDS = 2**18  # per window, but at least 16 rows, and at most 1,024 (64 if they are not shuffled)
+
+
+class Reader(Protocol):
+    """Reads the documents of one part in order."""
+
+    def offset(self) -> Any:
+        """Returns where the next document begins, as JSON."""
+
+    def __next__(self) -> bytes:
+        """Returns the next document as UTF-8; empty if it is blank. Raises StopIteration at the end."""
+
+
+class MeasuresProgress(Protocol):
+    """A `Reader` that knows how much of its part it has read."""
+
+    def fraction(self) -> float:
+        """Returns the share that was read, 0 to 1."""
+
+
+class Part(Protocol):
+    """A share of the documents of a source."""
+
+    def open(self, offset: Any) -> Reader:
+        """Opens the part at an offset that one of its readers gave; None: at its beginning."""
+
+
+class Parts(NamedTuple):
+    """The parts of one split.
+
+    Attributes:
+      parts: at least one.
+      is_shared: whether every stream reads all parts; otherwise they are dealt to the streams.
+      deals_chunks: whether the chunks of shared parts are dealt to the streams, for documents that may be fewer than
+        streams; otherwise the documents are, and each is converted to ids by one stream alone.
+    """
+
+    parts: Sequence[Part]
+    is_shared: bool
+    deals_chunks: bool = False
+
+
+class DocumentSource(Corpus):
+    """A `documents.Corpus` whose documents are read part by part; subclasses implement `parts` and `describe`."""
+
+    def parts(self, split: str, num_streams: int) -> Parts:
+        """Returns the parts of a split. Raises UserError if there are none."""
+        raise NotImplementedError
+
+    def named_files(self) -> tuple[str, ...]:
+        return ()
+
+    def describe(self) -> str:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _memories(self) -> "dict[tuple[str, int, int], _Memory]":
+        return {}
+
+    def memory(self, spec: StreamSpec) -> "_Memory":
+        """Returns the memory that all streams of a split share."""
+        key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory holds the vocabulary
+        return self._memories.setdefault(key, _Memory(spec.vocabulary))
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        return DocumentStream(_Chunks(self, spec), spec)
+
+    def sample_texts(self) -> Iterator[str]:
+        for part in self.parts("train", 1).parts:
+            yield from (text.decode() for text in _texts(part) if text)
+
+
+def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]) -> np.ndarray:
+    """Returns the ids of a document and the end-of-document id, int32, without the begin-of-text id.
+
+    That one is the first input of a segment. A text with special tokens written in it, such as `<s>Hi</s>`, gives the
+    same ids as one without.
+
+    Raises:
+      UserError: an id is out of range.
+    """
+    found = np.asarray([*ids, vocabulary.eos_id], np.int32)
+    lowest = lowest_id(vocabulary)
+    if found.min() < lowest or found.max() >= vocabulary.size:
+        reserved = " (id 0 is reserved for padding)" if lowest else ""
+        raise UserError(
+            f"{where()}: ids {found.min()} to {found.max()} in a document, expected {lowest} to "
+            f"{vocabulary.size - 1}{reserved}"
+        )
+    return np.asarray(with_eos(with_bos(ids, vocabulary)[1:], vocabulary), np.int32)
+
+
+def _texts(part: Part) -> Iterator[bytes]:
+    reader = part.open(None)
+    while (text := next(reader, None)) is not None:
+        yield text
+
+
+class Chunks(Protocol):
+    """The chunks of a source that belong to one stream: endlessly, or once (`StreamSpec.once`)."""
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position of the next chunk, as JSON."""
+
+    def move(self, position: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+
+    def share(self) -> float:
+        """Returns about which share of the source was read, 0 to 1."""
+
+    def take(self, most: int) -> np.ndarray | None:
+        """Returns the next chunk, int32[<=most], or None at the end; `most` is T, or what is left of a row."""
+
+
+class DocumentStream(packing.PackedStream):
+    """A stream of packed rows of one source."""
+
+    KINDS = MappingProxyType({"window": int, "source": dict})
+
+    def __init__(self, chunks: Chunks, spec: StreamSpec, *, concatenates: bool = False) -> None:
+        """Opens the stream at its start; see `TokenCache` for `concatenates`."""
+        super().__init__(spec, packing.in_order if concatenates else packing.first_fit)
+        self._chunks, self._concatenates = chunks, concatenates
+        self._window = 0
+
+    def _position(self) -> dict[str, Any]:
+        return {"window": self._window, "source": self._chunks.position()}
+
+    def _move(self, position: Mapping[str, Any]) -> None:
+        self._window = position["window"]
+        self._chunks.move(position["source"])
+
+    def _source_share(self) -> float:
+        return self._chunks.share()
+
+    def _next_window(self) -> list[packing.Segment]:
+        """The order depends on the seed, the stream and the number of the window alone."""
+        spec = self._spec
+        wanted = spec.length * int(np.clip(WINDOW_IDS // spec.length, 16, 64 if spec.seed is None else 1024))
+        segments: list[packing.Segment] = []
+        taken = 0
+        while taken < wanted:
+            chunk = self._chunks.take(spec.length - taken % spec.length if self._concatenates else spec.length)
+            if chunk is None:
+                break
+            segments.append(packing.text_segment(chunk, bos_id=spec.vocabulary.bos_id))
+            taken += len(chunk)
+        self._window += 1
+        if spec.seed is None or self._concatenates:
+            return segments
+        key, count = (spec.seed, spec.index, self._window), len(segments)
+        return [segments[place] for place in permutation.permuted(range(count), count, key=key)]
+
+
+class _Document:
+    """A document, where it begins in its part, and its ids once they are needed."""
+
+    __slots__ = ("ids", "offset", "text")
+
+    def __init__(self, offset: Any, text: bytes) -> None:
+        self.offset, self.text = offset, text
+        self.ids: np.ndarray | None = None
+
+
+class _Memory:
+    """The documents of a small split by part, so that each is parsed and converted to ids once for all streams.
+
+    Attributes:
+      parts: the documents of each part that was read to its end; none if the split is not small.
+      is_small: whether no more than `_MOST_REMEMBERED` bytes of the split were read.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        """Takes the vocabulary of the ids."""
+        self.vocabulary = vocabulary
+        self.parts: dict[int, list[_Document]] = {}
+        self.is_small = True
+        self._bytes = 0
+
+    def keep(self, number: int, documents: list[_Document]) -> None:
+        """Keeps all documents of a part, or none of the split any more if they are too many."""
+        if not self.is_small or number in self.parts:
+            return
+        self._bytes += sum(len(document.text) + _DOCUMENT_BYTES for document in documents)
+        self.parts[number] = documents
+        if self._bytes > _MOST_REMEMBERED:
+            self.is_small = False
+            self.parts.clear()
+
+
+class _Chunks(Chunks):
+    """Reads the chunks of one source that belong to one stream; each has at most T ids."""
+
+    def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
+        self._source, self._spec = source, spec
+        self._parts, self._is_shared, self._deals_chunks = source.parts(spec.split, spec.num_streams)
+        self._memory = source.memory(spec)
+        self._part = self._seen = self._taken = 0  # parts read; documents (or chunks) before this one; chunks of it
+        self._offset: Any = None  # of the current document in its part
+        self._reader: Reader | None = None
+        self._known: list[_Document] | None = None  # the documents of this part, if they are in memory
+        self._place = 0  # of the next one of them
+        self._read: list[_Document] | None = None  # documents of this part, to be kept in memory
+        self._read_bytes = 0
+        self._document: list[np.ndarray] = []  # its chunks, if any may belong to this stream
+        self._size = 0  # what it adds to _seen
+        self._has_text = False  # known of the split once all its parts were searched
+        self._order = (-1, np.zeros(0, np.int64))  # an epoch, and the order of its parts
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position of the next chunk, as JSON."""
+        return {"part": self._part, "offset": self._offset, "seen": self._seen, "taken": self._taken}
+
+    def move(self, position: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+        self._part, self._offset, self._seen = position["part"], position["offset"], position["seen"]
+        self._reader, self._known, self._document, self._size, self._taken = None, None, [], 0, 0
+        if position["taken"]:
+            self._read_document()
+            self._taken = position["taken"]
+
+    def share(self) -> float:
+        """Parts count alike, whatever their sizes."""
+        begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
+        begun = self._place / max(len(self._known), 1) if self._known is not None else begun
+        return min(1.0, (self._part + begun) / len(self._parts))
+
+    def take(self, most: int) -> np.ndarray | None:
+        assert most == self._spec.length, "text that is not tokenized yet is packed"
+        while True:
+            while self._taken < len(self._document):
+                chunk, number = self._document[self._taken], self._seen + self._taken
+                self._taken += 1
+                if not self._deals_chunks or self._is_ours(number):
+                    return chunk
+            self._seen += self._size
+            if not self._read_document():
+                return None
+
+    def _is_ours(self, number: int) -> bool:
+        return not self._is_shared or number % self._spec.num_streams == self._spec.index
+
+    def _read_document(self) -> bool:
+        """Reads the next document that is not blank; leaves out its ids if all of it belongs to another stream.
+
+        Returns:
+          False at the end of a stream that reads its documents once.
+        """
+        self._taken, self._document, self._size = 0, [], 0
+        if self._known is not None and self._is_shared and not self._deals_chunks:
+            others = min((self._spec.index - self._seen) % self._spec.num_streams, len(self._known) - self._place)
+            self._place, self._seen = self._place + others, self._seen + others
+        document = self._next_document()
+        if document is None:
+            return False
+        self._document = self._chunks(document) if self._deals_chunks or self._is_ours(self._seen) else []
+        self._size = len(self._document) if self._deals_chunks else 1
+        return True
+
+    def _next_document(self) -> _Document | None:
+        """Returns the next document, or None at the end of a stream that reads them once.
+
+        Raises:
+          UserError: a document is invalid, or the parts of this stream have none.
+        """
+        ended = 0
+        while not self._is_through() and (ended <= len(self._parts) or self._finds_text()):
+            if self._reader is None and self._known is None:
+                self._open()
+            if document := self._next_known() if self._reader is None else self._next_read():
+                return document
+            self._part, self._offset, self._reader, self._known = self._part + 1, None, None, None
+            ended += 1
+        spec = self._spec
+        if spec.once and self._seen:
+            return None
+        raise UserError(
+            f"{self._source.describe()}: the {spec.split} split has no document for stream {spec.index} of "
+            f"{spec.num_streams}; use more text, a separate validation file, or a lower NUM_STREAMS"
+        )
+
+    def _open(self) -> None:
+        """Opens the current part, in memory if it was read to its end before."""
+        number, memory = self._number(), self._memory
+        self._known, self._place = memory.parts.get(number), 0
+        if self._known is None:
+            self._reader = self._parts[number].open(self._offset)
+            self._read, self._read_bytes = [] if self._offset is None and memory.is_small else None, 0
+        elif self._offset is not None:
+            while self._place < len(self._known) and self._known[self._place].offset != self._offset:
+                self._place += 1
+
+    def _next_known(self) -> _Document | None:
+        """Returns the next document of a part in memory; None at its end."""
+        assert self._known is not None
+        if self._place == len(self._known):
+            return None
+        document = self._known[self._place]
+        self._place, self._offset = self._place + 1, document.offset
+        return document
+
+    def _next_read(self) -> _Document | None:
+        """Reads the next document of a part that is not blank; None at its end."""
+        assert self._reader is not None
+        while True:
+            self._offset = self._reader.offset()
+            text = next(self._reader, None)
+            if text is None:
+                if self._read is not None:
+                    self._memory.keep(self._number(), self._read)
+                return None
+            if text:
+                document = _Document(self._offset, text)
+                if self._read is not None:
+                    self._read.append(document)
+                    self._read_bytes += len(text) + _DOCUMENT_BYTES
+                    if self._read_bytes > _MOST_REMEMBERED:
+                        self._read = None
+                return document
+
+    def _is_through(self) -> bool:
+        return self._spec.once and self._part >= len(self._parts)
+
+    def _finds_text(self) -> bool:
+        """Returns whether a later epoch can give this stream a document: if the order is new, that of any part."""
+        if self._spec.seed is not None and not self._has_text:
+            self._has_text = any(any(_texts(part)) for part in self._parts)
+        return self._has_text
+
+    def _number(self) -> int:
+        """Returns the number of the current part: streams take parts in turn, in a new order in every epoch."""
+        count, spec = len(self._parts), self._spec
+        running = self._part if self._is_shared else self._part * spec.num_streams + spec.index
+        epoch, place = divmod(running, count)
+        if spec.seed is None or count == 1:
+            return place
+        if self._order[0] != epoch:
+            self._order = epoch, permutation.permuted(range(count), count, key=(spec.seed, epoch))
+        return int(self._order[1][place])
+
+    def _chunks(self, document: _Document) -> list[np.ndarray]:
+        vocabulary, length = self._spec.vocabulary, self._spec.length
+        if document.ids is None:
+            document.ids = with_end(vocabulary.encode(document.text.decode()), vocabulary, where=self._source.describe)
+        return [document.ids[start : start + length] for start in range(0, len(document.ids), length)]

@@ -1,0 +1,398 @@
+"""The interface of a source of documents, lists of text files, and the checks of documents.
+
+A file has a name that is the same on every machine. Order and split are computed from names and sizes
+alone, so that all hosts agree whatever order their file systems list files in.
+
+Every document passes through the `Intake` of its source, which counts the documents that are skipped. The same checks
+run on the beginning of local files before a run starts.
+"""
+
+import codecs
+import functools
+import json
+import os
+import pathlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple, Protocol
+
+from core import paths, units
+from core.errors import Problem, UserError
+from tasks.streams import Stream
+from tasks.text import text_formats
+from tasks.text.ids import Vocabulary
+
+VALIDATION_PERCENT = 5
+_LARGEST_PYTHON_FILE_BYTES = 2**20
+_NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
+_MOST_FILES = 32  # files that are checked before a run, spread evenly over the list
+_MOST_BYTES = 2**20  # bytes checked per file
+_MOST_PROBLEMS = 3
+_REPORTED = tuple(10**n for n in range(12))  # what is skipped is reported at the 1st, 10th, 100th, ... document
+_BLANK = "skipped because they contain only white space"
+
+
+class File(NamedTuple):
+    """A text file.
+
+    Attributes:
+      name: identifies the file, the same on every machine.
+      path: where this machine finds it.
+      size_bytes: its size.
+      checksum: of an object in a bucket, as its listing says.
+    """
+
+    name: str
+    path: str
+    size_bytes: int
+    checksum: str = ""
+
+
+def is_validation(name: str | bytes) -> bool:
+    """Returns True for the 5 % of file names (or lines) that belong to validation, chosen by hash."""
+    content = name if isinstance(name, bytes) else name.encode()
+    return int.from_bytes(sha256(content).digest()[:4]) % 100 < VALIDATION_PERCENT
+
+
+def validation_names(names: Iterable[str]) -> set[str]:
+    """Returns the names that belong to validation; at least one if there are two or more different names."""
+    names = set(names)
+    chosen = {name for name in names if is_validation(name)}
+    return chosen if chosen or len(names) < 2 else {min(names, key=lambda name: sha256(name.encode()).hexdigest())}
+
+
+def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
+    """Returns the files that match any pattern, sorted by name: the path relative to their common folder."""
+    found = {path: about for pattern in patterns for path, about in paths.listed(pattern).items()}
+    if not found:
+        return ()
+    common = os.path.commonpath([os.path.dirname(path) for path in found])  # noqa: PTH120 (gs:// is text here)
+    return tuple(File(path[len(common) :].lstrip("/"), path, *about) for path, about in sorted(found.items()))
+
+
+def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
+    """Splits files into training and validation by name; with two or more files, neither is empty."""
+    chosen = validation_names(file.name for file in files)
+    return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
+
+
+def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = text_formats.KINDS) -> list[Problem]:
+    """Returns the problems of local file patterns, each with its fix.
+
+    Args:
+      where: the setting that names them.
+      patterns: patterns of local files, or names.
+      kinds: the endings that can be read.
+    """
+    found = []
+    for pattern in patterns:
+        files = list_files((pattern,))
+        wrong = sorted({text_formats.kind(file.path) for file in files} - set(kinds))
+        if paths.resolve(pattern).is_dir():
+            fix = f"name its files, such as {pattern.rstrip('/')}/*{kinds[0]}"
+            found.append(Problem(f"{pattern!r} is a folder", setting=where, file=pattern, fix=fix))
+        elif not files:
+            said = f"no file matches {pattern!r} (in {pathlib.Path.cwd()})"
+            found.append(Problem(said, setting=where, file=pattern))
+        elif wrong:
+            expected = f"{', '.join(kinds)} (text also compressed: {', '.join(text_formats.COMPRESSIONS)})"
+            said = f"{pattern!r} matches files {_endings(wrong)}"
+            found.append(Problem(said, setting=where, file=pattern, expected=expected))
+        elif not any(file.size_bytes for file in files):
+            are = "files that match {} are" if len(files) > 1 else "file that matches {} is"
+            found.append(Problem(f"{len(files)} {are.format(repr(pattern))} empty", setting=where, file=pattern))
+        large = [
+            f.path for f in files if f.path.endswith(".txt") and f.size_bytes > text_formats.LARGEST_DOCUMENT_BYTES
+        ]
+        if large:
+            said = f"{large[0]} is one document of over 256 MiB"
+            found.append(Problem(said, setting=where, file=large[0], fix="split it, or write .jsonl"))
+    return found
+
+
+def _endings(kinds: list[str]) -> str:
+    ending = [f"ending in {', '.join(filter(None, kinds))}"] if any(kinds) else []
+    return " and ".join([*ending, *(["without an ending"] if "" in kinds else [])])
+
+
+def python_files(root: str) -> tuple[File, ...]:
+    """Returns the .py files below a folder that are readable UTF-8 text, sorted by name."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - _NOT_SOURCE)
+        for name in names:
+            path = pathlib.Path(folder, name)
+            if name.endswith(".py") and (size := _readable_bytes(path)):
+                found.append(File(path.relative_to(root).as_posix(), str(path), size))
+    return tuple(sorted(found))
+
+
+def _readable_bytes(path: pathlib.Path) -> int:
+    """Returns the size of a UTF-8 text file; 0 if it is unreadable, not text, or over 1 MiB."""
+    try:
+        if path.stat().st_size > _LARGEST_PYTHON_FILE_BYTES:
+            return 0
+        return len(path.read_text(encoding="utf-8").encode())
+    except (OSError, UnicodeDecodeError):
+        return 0
+
+
+class StreamSpec(NamedTuple):
+    """Describes one stream of one split.
+
+    Attributes:
+      split: "train" or "validation".
+      index: this stream's index among `num_streams`.
+      num_streams: number of streams that the split is divided into.
+      rows: R, rows per element of the stream.
+      length: T, tokens per row.
+      seed: shuffles the documents; None reads them in order.
+      vocabulary: converts text to ids; None if only texts are read.
+      once: whether the stream ends when it has read every document once; otherwise it is endless.
+    """
+
+    split: str
+    index: int
+    num_streams: int
+    rows: int
+    length: int
+    seed: int | None
+    vocabulary: Vocabulary | None
+    once: bool = False
+
+
+class Corpus(Protocol):
+    """A source of documents, as a task uses it."""
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        """Opens one stream at its start, and imports the library that reads the source."""
+
+    def sample_texts(self) -> Iterator[str]:
+        """Yields each training document once, in a fixed order."""
+
+    def problems(self) -> list[str]:
+        """Returns the problems that can be found without opening the data."""
+
+    def named_files(self) -> tuple[str, ...]:
+        """Returns file patterns and folders as the user wrote them."""
+
+    def describe(self) -> str:
+        """Returns a short description for the run summary, without secrets."""
+
+    def fingerprint(self) -> str:
+        """Returns a hexadecimal hash, equal for sources that give the same documents in the same order."""
+
+
+class HashesContent(Protocol):
+    """A `Corpus` of files."""
+
+    def content_hash(self) -> str:
+        """Returns a hash of the content of the files (`tasks.text.content_hash`)."""
+
+
+class TriesExamples(Protocol):
+    """A `Corpus` whose examples are made by code of the user."""
+
+    def example_problems(self, length: int) -> list[str]:
+        """Makes one example of each source and split, for rows of `length` tokens; returns a problem for each error."""
+
+
+class MalformedDocument(UserError):
+    """One document is invalid; those after it can be read."""
+
+
+class Intake:
+    """Validates and counts the documents of one source on this host; all streams of the source share it."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._read = 0
+        self._noted: Counter[str] = Counter()
+
+    def take(self, read: Callable[..., bytes], *arguments: Any, **options: Any) -> bytes:
+        """Reads a document with `read(*arguments, **options)`; blank documents are counted and reported.
+
+        Returns:
+          The text as UTF-8; empty if it holds only white space.
+
+        Raises:
+          UserError: from `read`, if the document is not valid text.
+        """
+        text = read(*arguments, **options)
+        self.count(None if text else _BLANK)
+        return text
+
+    def count(self, note: str | None) -> None:
+        """Counts a document that was read; `note` describes how it was treated, such as `skipped because …`."""
+        with self._lock:
+            self._read += 1
+            if note is None:
+                return
+            self._noted[note] += 1
+            if self._noted[note] in _REPORTED:
+                self._report(note)
+
+    def _report(self, note: str) -> None:
+        print(
+            f"{self._source}: {note}: {self._noted[note]:,} of "
+            f"{units.counted(self._read, 'document')} read so far on this host",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@functools.cache
+def intake_of(corpus: Corpus) -> Intake:
+    """Returns the intake of a source, the same one at every call."""
+    return Intake(corpus.describe())
+
+
+def json_line(path: str, number: int, line: bytes) -> Any:
+    """Returns the value of one line of JSON; None if it holds only white space.
+
+    Args:
+      path: the file, for messages.
+      number: the line number, from 1.
+      line: the line itself.
+
+    Raises:
+      MalformedDocument: the line is not JSON; the message names file and line.
+    """
+    if not line.strip():
+        return None
+    where = f"{path}:{number}"
+    _require_utf8(line, where)
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MalformedDocument(f"{where}: not JSON ({error})") from error
+
+
+def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
+    """Returns the text of one JSON line as UTF-8; empty if it holds only white space.
+
+    Args:
+      field: the key of the text.
+      path, number, line: as in `json_line`.
+
+    Raises:
+      MalformedDocument: the line is not JSON or has no text in `field`; the message names file and line.
+    """
+    if not line.strip():
+        return b""
+    where, record = f"{path}:{number}", json_line(path, number, line)
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise MalformedDocument(
+            f"{where}: no text in field {field!r}, found {_has(record, field)}; name the field that has it "
+            "(text.files.field, --field)"
+        )
+    return checked(encoded(text, where=where), where=where)
+
+
+def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
+    """Returns the text of one file (or of its beginning) as UTF-8; empty if it holds only white space.
+
+    Raises:
+      MalformedDocument: the content is not text; the message names file and line.
+    """
+    return checked(content, where=path, is_cut=is_cut)
+
+
+def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
+    """Checks that a document is UTF-8 text and returns it; empty if it holds only white space.
+
+    Args:
+      content: the bytes of the document.
+      where: names the document in messages.
+      is_cut: `content` is only the beginning, possibly cut inside a character.
+
+    Raises:
+      MalformedDocument: the bytes are not UTF-8, or contain a NUL character.
+    """
+    _require_utf8(content, where, is_cut=is_cut)
+    if (at := content.find(b"\0")) >= 0:
+        raise MalformedDocument(f"{where}: a NUL character at byte {at}: the file is not text, or is damaged")
+    return content if content.strip() else b""
+
+
+def encoded(text: str, *, where: str) -> bytes:
+    """Encodes text as UTF-8. Raises MalformedDocument for half a surrogate pair."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise MalformedDocument(
+            f"{where}: half a surrogate pair ({text[error.start]!a}) at character {error.start + 1}, which is not text"
+        ) from error
+
+
+def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[Any]], where: str) -> list[Problem]:
+    """Returns the problems found at the beginning of up to 32 local files.
+
+    Args:
+      files: files on a local disk.
+      first: reads the first documents of a file; a false value is blank.
+      where: the configuration setting that names the files, for messages.
+    """
+    step = max(1, -(-len(files) // _MOST_FILES))
+    looked_at, found, has_text = files[::step][:_MOST_FILES], [], False
+    for file in looked_at:
+        try:
+            for document in first(file):
+                has_text |= bool(document)
+        except UserError as error:
+            found.append(Problem(str(error), setting=where, file=file.path))
+        if len(found) == _MOST_PROBLEMS:
+            break
+    whole = len(looked_at) == len(files) and all(
+        file.size_bytes <= _MOST_BYTES and not text_formats.is_compressed(file.path) for file in files
+    )
+    if whole and files and not found and not has_text:
+        found.append(Problem(f"{units.counted(len(files), 'file')} with only white space and no text", setting=where))
+    return found
+
+
+def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iterator[Any]:
+    """Reads the lines in the first MiB of a file with `read_line`, which is given path, number and bytes."""
+    content, is_cut = _beginning(file)
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines[:-1] if is_cut else lines, start=1):
+        yield read_line(file.path, number, line)
+
+
+def first_text(file: File) -> Iterator[bytes]:
+    """Reads the first MiB of a file that is one document."""
+    content, is_cut = _beginning(file)
+    yield file_text(file.path, content, is_cut=is_cut)
+
+
+def _beginning(file: File) -> tuple[bytes, bool]:
+    """Returns the first MiB of a file, decompressed, and whether there is more."""
+    with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
+        return stream.read(_MOST_BYTES), bool(stream.read(1))
+
+
+def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:
+    """Raises MalformedDocument for bytes that are not UTF-8. If `is_cut`, the last character may be incomplete."""
+    try:
+        codecs.utf_8_decode(content, "strict", not is_cut)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        at = "" if b"\n" not in content else f", in line {line}"
+        is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        raise MalformedDocument(
+            f"{where}: not UTF-8 text (byte 0x{content[error.start]:02x} at {error.start}{at}); convert it, such as "
+            f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8"
+        ) from error
+
+
+def _has(record: object, field: str) -> str:
+    if not isinstance(record, dict):
+        return "null" if record is None else type(record).__name__
+    if field in record:
+        return f"{json.dumps(record[field])[:40]}"
+    return str(sorted(record))

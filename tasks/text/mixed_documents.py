@@ -1,0 +1,119 @@
+"""Mixes several sources of documents by weight.
+
+Every row is of one source. The source of row r of the run is computed from r and the weights alone, so that in any
+number of consecutive rows each source has its share, rounded up or down.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from core.types import can
+from tasks.streams import Stream, read_position
+from tasks.text import packing
+from tasks.text.document_streams import DocumentSource
+from tasks.text.documents import Corpus, HashesContent, StreamSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture(Corpus):
+    """A `documents.Corpus` of several sources; weights are shares of rows, not of documents."""
+
+    sources: tuple[DocumentSource, ...]
+    weights: tuple[float, ...]
+
+    def named_files(self) -> tuple[str, ...]:
+        return tuple(name for source in self.sources for name in source.named_files())
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        return MixtureStream([source.open_stream(spec) for source in self.sources], self.weights, spec)
+
+    def sample_texts(self) -> Iterator[str]:
+        """Takes one document of each source in turn, until one source has no more."""
+        for texts in zip(*(source.sample_texts() for source in self.sources), strict=False):
+            yield from texts
+
+    def problems(self) -> list[str]:
+        return [problem for source in self.sources for problem in source.problems()]
+
+    def describe(self) -> str:
+        total = sum(self.weights)
+        parts = [
+            f"{weight / total:.0%} {source.describe()}"
+            for source, weight in zip(self.sources, self.weights, strict=True)
+        ]
+        return f"text.mixture: {'; '.join(parts)}"
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr((self.weights, [s.fingerprint() for s in self.sources])).encode()).hexdigest()
+
+    def content_hash(self) -> str:
+        """See `documents.HashesContent`; sources that are not files have no part in it."""
+        found = [source.content_hash() for source in self.sources if can(source, HashesContent)]
+        kinds = "+".join(one.partition(":")[0] for one in found)
+        return f"{kinds}:{hashlib.sha256(repr(found).encode()).hexdigest()}"
+
+
+class MixtureStream(Stream):
+    """`streams.Stream` that takes whole rows from the streams of several sources."""
+
+    def __init__(self, streams: Sequence[packing.PackedStream], weights: Sequence[float], spec: StreamSpec) -> None:
+        self._streams, self._weights, self._spec = streams, tuple(map(Fraction, weights)), spec
+        self._batch = 0
+        self._left, self._row = list(range(len(streams))), 0  # of a stream that reads every source once
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        if self._spec.once:
+            return self._next_once()
+        spec = self._spec
+        first = (self._batch * spec.num_streams + spec.index) * spec.rows
+        self._batch += 1
+        chosen = [source_of(row, self._weights) for row in range(first, first + spec.rows)]
+        rows = [row for source in chosen if (row := self._streams[source].next_row())]
+        return packing.batch(rows, length=spec.length)
+
+    def _next_once(self) -> Mapping[str, np.ndarray]:
+        """Returns the next rows of a stream that reads every source once; sources that are through are left out."""
+        rows: list[packing.Row] = []
+        while len(rows) < self._spec.rows and self._left:
+            place = source_of(self._row, tuple(self._weights[source] for source in self._left))
+            if row := self._streams[self._left[place]].next_row():
+                rows.append(row)
+                self._row += 1
+            else:
+                self._left.pop(place)
+                self._row = 0
+        if not rows:
+            raise StopIteration
+        return packing.batch(rows, length=self._spec.length)
+
+    def state(self) -> bytes:
+        return json.dumps({"batch": self._batch, "sources": [stream.position() for stream in self._streams]}).encode()
+
+    def restore(self, state: bytes) -> None:
+        position = read_position(state, batch=int, sources=list)
+        self._batch = position["batch"]
+        for stream, place in zip(self._streams, position["sources"], strict=True):
+            stream.move(place)
+
+
+def source_of(row: int, weights: tuple[Fraction, ...]) -> int:
+    """Returns the number of the source of a row.
+
+    The sources are halved again and again. Of the first n rows of a group, floor(n * share) are of its first half: in
+    any consecutive rows each half has its share, less or more than one row.
+    """
+    begin, end = 0, len(weights)
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        share = sum(weights[begin:middle]) / sum(weights[begin:end])
+        before = row * share.numerator // share.denominator
+        if (row + 1) * share.numerator // share.denominator > before:
+            row, end = before, middle
+        else:
+            row, begin = row - before, middle
+    return begin

@@ -1,0 +1,173 @@
+"""Packs segments into rows with numpy, and streams the rows.
+
+The fields of a row are those that seqio's DecoderFeatureConverter makes of the same segments.
+
+T: tokens per row. N: rows.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tasks import permutation
+from tasks.streams import BATCH_DTYPES, Stream, read_position
+from tasks.text.documents import StreamSpec
+
+
+class Segment(NamedTuple):
+    """One segment of a row: attention and targets do not cross its borders.
+
+    Attributes:
+      inputs: [n] ids, n at most T.
+      targets: [n], the id that follows each input.
+      weights: [n] float32: 1 where the loss counts, 0 elsewhere.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+def text_segment(ids: np.ndarray, *, bos_id: int) -> Segment:
+    """Returns the segment of a chunk of text, int32[n]: each id is learned from those before it and `bos_id`."""
+    inputs = np.empty_like(ids)
+    inputs[0], inputs[1:] = bos_id, ids[:-1]
+    return Segment(inputs, ids, np.ones(len(ids), np.float32))
+
+
+Row = list[Segment]
+
+
+def first_fit(segments: Sequence[Segment], *, length: int) -> list[Row]:
+    """Packs segments of at most T ids into rows: the longest first, each into the first row in which it fits.
+
+    Returns:
+      Rows, each with its segments in the given order; rows are in the order of their first segments.
+    """
+    sizes = np.array([len(segment.targets) for segment in segments], np.int64)
+    free = np.full(len(segments), length)
+    row_of = np.zeros(len(segments), np.int64)
+    for size in np.unique(sizes)[::-1].tolist():  # segments of one size fill one row after the other
+        numbers = np.flatnonzero(sizes == size)
+        fits = np.minimum(np.cumsum(free // size), len(numbers))
+        fits = np.diff(fits, prepend=0)
+        row_of[numbers] = np.repeat(np.arange(len(free)), fits)
+        free -= fits * size
+    order = np.argsort(row_of, kind="stable")
+    borders = np.flatnonzero(np.diff(row_of[order])) + 1
+    rows = sorted(row.tolist() for row in np.split(order, borders))
+    return [[segments[number] for number in row] for row in rows if row]
+
+
+def in_order(segments: Sequence[Segment], *, length: int) -> list[Row]:
+    """Packs segments of at most T ids into rows in order; one that does not fit starts the next row."""
+    rows: list[Row] = []
+    used = length
+    for segment in segments:
+        if used + len(segment.targets) > length:
+            rows.append([])
+            used = 0
+        rows[-1].append(segment)
+        used += len(segment.targets)
+    return rows
+
+
+def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
+    """Returns every key of a batch, [N, T]; padding is 0 everywhere, and has segment 0 and weight 0."""
+    packed = {key: np.zeros((len(rows), length), dtype) for key, dtype in BATCH_DTYPES.items()}
+    for index, row in enumerate(rows):
+        sizes = np.array([len(segment.targets) for segment in row])
+        used = int(sizes.sum())
+        for key, values in zip(Segment._fields, zip(*row, strict=True), strict=True):
+            packed[key][index, :used] = np.concatenate(values)
+        packed["segment_ids"][index, :used] = np.repeat(np.arange(1, len(row) + 1), sizes)
+        packed["positions"][index, :used] = np.arange(used) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return packed
+
+
+class PackedStream(Stream):
+    """`streams.Stream` that reads segments in windows and packs one window at a time.
+
+    A stream that reads its documents once ends with StopIteration; its last element has the rows that are left.
+
+    The rows of a window are in an order that does not depend on their contents. A position is that of the window and a
+    row number, so resuming reads one window again. Subclasses define the methods that raise NotImplementedError here.
+    """
+
+    KINDS: Mapping[str, type]  # keys of a window's position, with their types
+
+    def __init__(self, spec: StreamSpec, arrange: Callable[..., list[Row]] = first_fit) -> None:
+        """Opens the stream at its start; `arrange` is `first_fit` or `in_order`."""
+        self._spec, self._arrange = spec, arrange
+        self._rows: list[Row] = []
+        self._start: dict[str, Any] = {}  # position of the window of these rows
+        self._row = 0  # of the next one of them
+        self._rows_before = 0  # rows of earlier windows
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        rows = []
+        while len(rows) < self._spec.rows and (row := self.next_row()):
+            rows.append(row)
+        if not rows:
+            raise StopIteration
+        return batch(rows, length=self._spec.length)
+
+    def state(self) -> bytes:
+        return json.dumps(self.position()).encode()
+
+    def restore(self, state: bytes) -> None:
+        self.move(read_position(state, **self.KINDS, row=int))
+
+    def next_row(self) -> Row | None:
+        """Returns the segments of the next row; None at the end of a stream that reads its documents once."""
+        while self._row == len(self._rows):
+            self._read_window()
+            if not self._rows and self._spec.once:
+                return None
+        self._row += 1
+        return self._rows[self._row - 1]
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position of the next row, as JSON."""
+        return {
+            **(self._start if self._row < len(self._rows) else self._position()),
+            "row": self._row % max(len(self._rows), 1),
+        }
+
+    def move(self, position: Mapping[str, Any]) -> None:
+        """Moves to a position."""
+        self._move(position)
+        self._rows, self._row = [], 0
+        if position["row"]:
+            self._read_window()
+            self._row = position["row"]
+
+    def share(self) -> float:
+        """Returns about which share of its source the rows are that were returned, if it was read from its start."""
+        returned, read = self._rows_before + self._row, self._rows_before + len(self._rows)
+        return self._source_share() * returned / max(read, 1)
+
+    def _read_window(self) -> None:
+        self._rows_before += len(self._rows)
+        self._start = self._position()
+        rows = self._arrange(self._next_window(), length=self._spec.length)
+        self._rows = [rows[place] for place in permutation.permuted(range(len(rows)), len(rows), key=())]
+        self._row = 0
+
+    def _position(self) -> dict[str, Any]:
+        """Returns the position of the next window, as JSON."""
+        raise NotImplementedError
+
+    def _move(self, position: Mapping[str, Any]) -> None:
+        """Moves to the position of a window."""
+        raise NotImplementedError
+
+    def _source_share(self) -> float:
+        """Returns the share of the source that was read, 0 to 1."""
+        raise NotImplementedError
+
+    def _next_window(self) -> list[Segment]:
+        """Reads the segments of the next window; none at the end of a stream that reads its documents once."""
+        raise NotImplementedError

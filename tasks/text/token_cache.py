@@ -1,0 +1,371 @@
+"""Reads documents that `launch/run tokenize` has converted to ids, at random places.
+
+A cache is a folder, local or gs://. For each split it has three arrays in zarr3 format, which TensorStore reads:
+
+  tokens  the ids of all documents, each followed by the end-of-document id
+  ends    for each document, the number of ids up to its end
+  checks  for each document, the CRC-32 of its ids, so that an object that was changed later is noticed
+
+Their objects (shards) are divided into blocks that are read and decompressed alone. `cache.json` is written last: it
+has the counts, and hashes of the sources and the tokenizer.
+
+Every epoch reads every document once, in an order that is a keyed permutation. Document n of a stream is number
+n * S + s of all streams, so a position is two integers: n, and the number of ids of the document that were read.
+
+T: tokens per row. S: number of streams. s: number of a stream.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from core import foreign_json, paths
+from core.errors import Problem, UserError
+from tasks import permutation
+from tasks.streams import Stream
+from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
+from tasks.text.documents import StreamSpec
+from tasks.text.ids import Vocabulary
+
+COMPLETE, STARTED = "cache.json", "tokenizing.json"
+FORMAT = 2  # 1 had other counts of what was left out
+SPLITS = ("train", "validation")
+_ABOUT = {"format": int, "vocabulary": dict, "splits": dict, "dtype": str}  # of what is read of `cache.json`
+SHARD_TOKENS, BLOCK_TOKENS = 2**23, 2**13
+_SHARD_DOCUMENTS, _BLOCK_DOCUMENTS = 2**20, 2**10
+_BOUNDS = 256  # documents whose bounds are requested at a time
+_REQUEST_TOKENS = 2**15  # at least; at most one chunk more
+AHEAD_TOKENS = 2**18  # of a stream that are read ahead: 1 MiB at most
+_BOUNDS_BYTES, _TOKENS_BYTES = 2**28, 2**26  # of decompressed blocks that are kept
+
+
+class Split(NamedTuple):
+    """A split of a cache.
+
+    Attributes:
+      documents, tokens: counts; tokens include the end of each document.
+      digest: CRC-32 of the checks of all documents.
+    """
+
+    documents: int
+    tokens: int
+    digest: int
+
+
+def array(
+    folder: paths.Path, name: str, dtype: str, *, writes: bool = False, is_new: bool = False, cache_bytes: int = 0
+):
+    """Opens an array to read or to write it, or creates it, empty. Raises ValueError from TensorStore."""
+    import tensorstore
+
+    by_document = name in ("ends", "checks")
+    shard, block = (_SHARD_DOCUMENTS, _BLOCK_DOCUMENTS) if by_document else (SHARD_TOKENS, BLOCK_TOKENS)
+    spec: dict[str, Any] = {
+        "driver": "zarr3",
+        "kvstore": paths.kvstore(folder / name),
+        "recheck_cached_data": False,
+        "recheck_cached_metadata": False,
+    }
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+    if not writes:
+        return tensorstore.open(
+            spec | {"fill_missing_data_reads": False}, open=True, read=True, context=context
+        ).result()
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    sharding = {
+        "chunk_shape": [block],
+        "codecs": [little, {"name": "zstd", "configuration": {"level": 3}}],
+        "index_codecs": [little, {"name": "crc32c"}],
+    }
+    if not is_new:
+        return tensorstore.open(spec, open=True, context=context).result()
+    spec["metadata"] = {
+        "shape": [0],
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard]}},
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+    }
+    return tensorstore.open(spec, create=True, delete_existing=True, context=context).result()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCache(DocumentSource):
+    """A `documents.Corpus` of the documents of a cache.
+
+    Attributes:
+      path: its folder.
+      vocabulary: must be the one that the documents were converted with.
+      concatenates: whether rows are filled with documents one after the other, cut where a row ends; otherwise they
+        are packed.
+    """
+
+    path: str
+    vocabulary: Vocabulary = dataclasses.field(compare=False)
+    concatenates: bool
+
+    @functools.cached_property
+    def about(self) -> Mapping[str, Any]:
+        """The content of `cache.json`. Raises UserError if the cache is missing, incomplete or of another tokenizer."""
+        folder = paths.resolve(self.path)
+        try:
+            about = foreign_json.load_object((folder / COMPLETE).read_bytes(), _ABOUT)
+        except FileNotFoundError as error:
+            if (folder / STARTED).exists():
+                raise UserError(
+                    f"the token cache {self.path!r} is not complete: wait for the command that writes it, or run the "
+                    "same `launch/run tokenize` again, which continues it"
+                ) from error
+            raise UserError(
+                f"no token cache at {self.path!r} (no {COMPLETE}): write it with launch/run tokenize --out {self.path}"
+            ) from error
+        except foreign_json.MalformedError as error:
+            raise UserError(f"{self.path}/{COMPLETE} is damaged: {error}; tokenize again") from error
+        if about.get("format") not in (1, FORMAT):
+            raise UserError(
+                f"{self.path}/{COMPLETE} has format {about.get('format')}, expected 1 or {FORMAT}; tokenize again"
+            )
+        made = about["vocabulary"]
+        if made["hash"] != self.vocabulary.hash:
+            raise UserError(
+                f"the token cache {self.path!r} was written with another tokenizer: {made['described']}; this run has "
+                f"{self.vocabulary.describe()}. Set VOCABULARY = {made['name']!r}, or tokenize again"
+            )
+        return about
+
+    def split(self, name: str) -> Split:
+        """Returns a split. Raises UserError if it has no documents."""
+        about = self.about["splits"][name]
+        found = Split(about["documents"], about["tokens"], about["digest"])
+        if not found.documents:
+            raise UserError(
+                f"the token cache {self.path!r} has no document for {name}: tokenize more text, or with --validation"
+            )
+        return found
+
+    @functools.cached_property
+    def _opened(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def arrays(self, split: str) -> dict[str, Any]:
+        """Opens the arrays of a split once; all streams of a host share their blocks."""
+        if split not in self._opened:
+            folder = paths.resolve(self.path) / split
+            kinds = {"tokens": self.about["dtype"], "ends": "int64", "checks": "uint32"}
+            sizes = {"tokens": _TOKENS_BYTES, "ends": _BOUNDS_BYTES, "checks": _BOUNDS_BYTES}
+            with _reading(self.path):
+                self._opened[split] = {
+                    name: array(folder, name, kind, cache_bytes=sizes[name]) for name, kind in kinds.items()
+                }
+        return self._opened[split]
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        return DocumentStream(_Documents(self, spec), spec, concatenates=self.concatenates)
+
+    def sample_texts(self) -> Iterator[str]:
+        """Yields nothing: the vocabulary exists."""
+        return iter(())
+
+    def named_files(self) -> tuple[str, ...]:
+        return (self.path,)
+
+    def problems(self) -> list[str]:
+        """A cache on gs:// is read with the first batch."""
+        if not self.path:
+            return ["DATA is not set: bind it to a token cache, which launch/run tokenize --out writes"]
+        if paths.is_remote(self.path) or self.vocabulary.problems():
+            return []
+        try:
+            for name in SPLITS:
+                self.split(name)
+        except UserError as error:
+            return [Problem(str(error), file=self.path)]
+        return []
+
+    def describe(self) -> str:
+        """Counts are those of a local cache."""
+        if not self.path or paths.is_remote(self.path) or self.problems():
+            return f"text.tokens: {self.path or '(DATA is not set)'}"
+        counts = " + ".join(f"{self.split(name).documents:,}" for name in SPLITS)
+        tokens = sum(self.split(name).tokens for name in SPLITS)
+        how = ", concatenated" if self.concatenates else ""
+        return f"text.tokens: {self.path} ({counts} documents (train + validation), {tokens:,} tokens){how}"
+
+    def train_tokens(self) -> int:
+        """See `core.types.CountsTokens`."""
+        return self.split("train").tokens
+
+    def fingerprint(self) -> str:
+        splits = [tuple(self.split(name)) for name in SPLITS]
+        return hashlib.sha256(repr((splits, self.concatenates)).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Context that raises UserError, which names the cache, if TensorStore fails."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error).split(" [source locations")[0]
+        raise UserError(f"the token cache {path!r} cannot be read, was it changed or removed? {said}") from error
+
+
+class _Piece(NamedTuple):
+    """A chunk of a document: ids [start, stop) of the split; `number` is that of the document in this stream."""
+
+    number: int
+    document: int
+    start: int
+    stop: int
+    check: int | None  # of the document if this is its last chunk
+
+
+class _Documents(Chunks):
+    """`document_streams.Chunks` of a cache. TensorStore reads in threads of its own, ahead of what is used."""
+
+    def __init__(self, cache: TokenCache, spec: StreamSpec) -> None:
+        self._cache, self._spec, self._split = cache, spec, cache.split(spec.split)
+        self._arrays = cache.arrays(spec.split)
+        self.move({"document": 0, "id": 0})
+
+    def position(self) -> dict[str, int]:
+        return {"document": self._number, "id": self._id}
+
+    def move(self, position: Mapping[str, int]) -> None:
+        self._number, self._id = position["document"], position["id"]
+        self._pieces = self._all_pieces(self._number)
+        self._requested: collections.deque[tuple[list[_Piece], Any]] = collections.deque()
+        self._ahead = 0  # ids that are requested
+        self._ready: Iterator[tuple[_Piece, np.ndarray]] = iter(())
+        self._piece: tuple[_Piece, np.ndarray] | None = None  # of which a part was taken
+        self._skipped = self._id  # ids of the first document that are read again to check it, and not returned
+        self._crc = 0  # of this document so far
+
+    def share(self) -> float:
+        return min(1.0, self._number * self._spec.num_streams / self._split.documents)
+
+    def take(self, most: int) -> np.ndarray | None:
+        """Raises UserError if the cache cannot be read, or differs from what was written."""
+        taken: list[np.ndarray] = []
+        while most:
+            if (found := self._piece or self._next_piece()) is None:
+                return None  # after a whole document
+            piece, ids = found
+            taken.append(ids[:most])
+            self._piece = (piece, ids[most:]) if len(ids) > most else None
+            most -= len(taken[-1])
+            self._id += len(taken[-1])
+            if self._piece is None and piece.check is not None:  # the document ends
+                self._number, self._id = piece.number + 1, 0
+                break
+        return np.concatenate(taken).astype(np.int32)
+
+    def _next_piece(self) -> tuple[_Piece, np.ndarray] | None:
+        while (found := self._verified_piece()) is not None:
+            piece, ids = found
+            skipped = min(self._skipped, len(ids))
+            self._skipped -= skipped
+            if skipped < len(ids):
+                return piece, ids[skipped:]
+            if piece.check is not None:
+                raise UserError(
+                    f"the token cache {self._cache.path!r}: the saved position is after id {self._id} of document "
+                    f"{piece.document}, which has fewer; is the checkpoint of another cache?"
+                )
+        return None
+
+    def _verified_piece(self) -> tuple[_Piece, np.ndarray] | None:
+        found = next(self._ready, None)
+        if found is None:
+            while self._ahead < AHEAD_TOKENS and self._request():
+                pass
+            if not self._requested:
+                return None
+            pieces, future = self._requested.popleft()
+            with _reading(self._cache.path):
+                ids = future.result()
+            self._ahead -= len(ids)
+            cuts = np.cumsum([piece.stop - piece.start for piece in pieces])[:-1]
+            self._ready = zip(pieces, np.split(ids, cuts), strict=True)
+            found = next(self._ready)
+        self._verify(*found)
+        return found
+
+    def _verify(self, piece: _Piece, ids: np.ndarray) -> None:
+        self._crc = zlib.crc32(np.ascontiguousarray(ids), self._crc)
+        if piece.check is None:
+            return
+        if self._crc != piece.check:
+            shards = {(at - 1) // SHARD_TOKENS for at in (piece.start + 1, piece.stop)}
+            files = ", ".join(f"{self._spec.split}/tokens/c/{shard}" for shard in sorted(shards))
+            raise UserError(
+                f"the token cache {self._cache.path!r} is not what was written: document {piece.document} differs. "
+                f"{files} was changed or is damaged; restore it, or tokenize again"
+            )
+        self._crc = 0
+
+    def _request(self) -> bool:
+        """Requests the next pieces of about 2^15 ids. Returns False if there are no more."""
+        pieces: list[_Piece] = []
+        size = 0
+        while size < _REQUEST_TOKENS and (piece := next(self._pieces, None)):
+            pieces.append(piece)
+            size += piece.stop - piece.start
+        if not pieces:
+            return False
+        places = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        self._requested.append((pieces, self._arrays["tokens"][places].read()))
+        self._ahead += size
+        return True
+
+    def _all_pieces(self, number: int) -> Iterator[_Piece]:
+        """Yields the pieces of the stream; the bounds of the next documents are read ahead, too."""
+        length = self._spec.length
+        following = self._request_bounds(number)
+        while following:
+            (documents, *futures), following = following, self._request_bounds(number + _BOUNDS)
+            with _reading(self._cache.path):
+                begins, ends, checks = (future.result() for future in futures)
+            for document, begin, end, check in zip(
+                documents.tolist(),
+                np.where(documents > 0, begins, 0).tolist(),
+                ends.tolist(),
+                checks.tolist(),
+                strict=True,
+            ):
+                for start in range(begin, end, length):
+                    is_last = start + length >= end
+                    yield _Piece(number, document, start, min(start + length, end), check if is_last else None)
+                number += 1
+
+    def _request_bounds(self, number: int) -> tuple[Any, ...]:
+        """Requests where documents number … number + _BOUNDS of this stream begin and end, and their checks.
+
+        Returns:
+          The documents and the three requests; empty at the end of a stream that reads them once.
+        """
+        spec, end = self._spec, number + _BOUNDS
+        if spec.once:
+            end = min(end, -(-(self._split.documents - spec.index) // spec.num_streams))
+        if number >= end:
+            return ()
+        documents = self._order(np.arange(number, end))
+        ends, checks = self._arrays["ends"], self._arrays["checks"]
+        return documents, ends[np.maximum(documents - 1, 0)].read(), ends[documents].read(), checks[documents].read()
+
+    def _order(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the documents of the cache at these places of the stream."""
+        spec, count = self._spec, self._split.documents
+        epochs, places = np.divmod(numbers * spec.num_streams + spec.index, count)
+        if spec.seed is None:
+            return places
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            places[now] = permutation.permuted(places[now], count, key=(spec.seed, epoch))
+        return places

@@ -1,0 +1,333 @@
+"""Vocabularies of published models: the `tokenizer.json` of a folder, its special tokens, and its chat template.
+
+Text is converted by the tokenizers library, which transformers uses too, so ids are the same.
+Id 0 is an ordinary token.
+"""
+
+import contextlib
+import datetime
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from core import paths, published_files, units
+from core.errors import Problem, UserError
+from core.published_files import CONFIG, GENERATION_CONFIG, TOKENIZER
+from tasks.text import chat_answers
+from tasks.text.chat_templates import Message, Range
+from tasks.text.ids import ChatVocabulary, before_end
+from tasks.text.template_process import TemplateError, TemplateProcess
+
+# Special tokens that templates know by name.
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class FolderTokenizer(ChatVocabulary):
+    """The tokenizer of a published folder, local or remote, read at first use.
+
+    Attributes:
+      path: the folder.
+      pad_id: None, because no id is reserved: rows are padded with 0, and their weights tell what is padding.
+    """
+
+    pad_id = None
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._copy = published_files.copy_of(path)
+
+    @functools.cached_property
+    def folder(self) -> paths.Path:
+        """The folder, or the copy of its files in the run; that of a hub is downloaded."""
+        return self._copy or published_files.small_files(self.path)
+
+    @functools.cached_property
+    def _text(self) -> str:
+        try:
+            return _read_text(self.folder / TOKENIZER)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(
+                f"no {TOKENIZER} in {self.path!r}: set VOCABULARY to the folder of a published model; older "
+                "folders that have only tokenizer.model are converted by transformers: AutoTokenizer.from_pretrained(…)"
+                ".save_pretrained(…)"
+            ) from error
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        import tokenizers
+
+        text = self._text
+        try:
+            found = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(f"{self.path}/{TOKENIZER} is malformed: {error}; download it again") from error
+        found.no_truncation()  # files may keep settings of their last use, which transformers ignores too
+        found.no_padding()
+        return found
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, tuple[Any, str]]:
+        """The settings of the folder, each with the file that it is from; later files override earlier ones."""
+        names = [CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "tokenizer_config.json"]
+        read = {n: published_files.read_object(self.folder / n) for n in names if (self.folder / n).exists()}
+        if "added_tokens_decoder" not in read.get(names[-1], {}):
+            names[-2:] = reversed(names[-2:])  # a folder of before, whose map overrides
+        found: dict[str, tuple[Any, str]] = {}
+        for name in names:
+            found |= {key: (value, name) for key, value in read.get(name, {}).items() if value is not None}
+        return found
+
+    def _setting(self, key: str, *, expected: str, fits: Callable[[Any], bool]) -> Any:
+        """Returns a setting; None if no file has it. Raises UserError for one that does not fit."""
+        value, name = self._settings.get(key, (None, ""))
+        if value is not None and not fits(value):
+            raise UserError(f"{self.path}/{name}: {key} = {json.dumps(value)[:60]}: expected {expected}")
+        return value
+
+    def token(self, role: str) -> str | None:
+        """Returns a special token such as "bos_token" as text; None if the folder names none."""
+
+        def text(value: Any) -> Any:
+            return value.get("content") if isinstance(value, Mapping) else value
+
+        expected = "text, or an object with the text as content"
+        return text(self._setting(role, expected=expected, fits=lambda value: isinstance(text(value), str)))
+
+    def _id(self, role: str) -> int | None:
+        """Returns the id of the special token `role` ("bos" or "eos"); None if the folder names none."""
+        text = self.token(f"{role}_token")
+        if text is not None:
+            return self._tokenizer.token_to_id(text)
+        return next(iter(self._listed_ids(role)), None)
+
+    def _listed_ids(self, role: str) -> list[int]:
+        """Returns the ids of `eos_token_id` or `bos_token_id`."""
+
+        def listed(value: Any) -> list[Any]:
+            return value if isinstance(value, list) else [value]
+
+        def fits(value: Any) -> bool:
+            return all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed(value))
+
+        found = self._setting(f"{role}_token_id", expected="an id, or a list of ids", fits=fits)
+        return [] if found is None else listed(found)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Includes added tokens, unless the folder's model has no embedding for them."""
+        rows = self._embedded_ids
+        if {i for i in self._ids if i >= rows} <= self.added_ids:
+            return min(max(self._ids) + 1, rows)
+        return max(self._ids) + 1  # larger than the model: to be refused
+
+    @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def _embedded_ids(self) -> int:
+        """The ids that the folder's model has an embedding for; more than there are if the folder has no model."""
+        file = self.folder / CONFIG
+        config = published_files.read_object(file) if file.exists() else {}
+        text = config.get("text_config") or config
+        found = text.get("vocab_size") if isinstance(text, Mapping) else None
+        return found if isinstance(found, int) else max(self._ids) + 1
+
+    @functools.cached_property
+    def eos_id(self) -> int:
+        found = self._id("eos")
+        if found is None:
+            if text := self.token("eos_token"):
+                raise UserError(f"{self.path}: eos_token is {text!r}, which {TOKENIZER} does not have")
+            raise UserError(f"{self.path}: neither tokenizer_config.json nor config.json names an eos_token")
+        return found
+
+    @functools.cached_property
+    def bos_id(self) -> int:
+        """Models without a begin-of-text token, such as Qwen's, begin with the end of a document."""
+        found = self._id("bos")
+        return self.eos_id if found is None else found
+
+    @functools.cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Empty without a chat template."""
+        return chat_answers.turn_ends(self)
+
+    def token_of(self, token_id: int) -> str:
+        return str(self._tokenizer.id_to_token(token_id))
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end generation: the end of a document, those of `generation_config.json`, and ends of answers."""
+        return tuple(dict.fromkeys([self.eos_id, *self._listed_ids("eos"), *self.turn_ends]))
+
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether a text that is encoded with special tokens begins with the begin-of-text id."""
+        return self._tokenizer.encode("a").ids[:1] == [self.bos_id]
+
+    @functools.cached_property
+    def hash(self) -> str:
+        return hashlib.sha256(json.dumps([self._text, self.bos_id, self.eos_id]).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Adds no special tokens, but recognizes those that are written in the text."""
+        return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `EncodesBatches`."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._embedded(each.ids) for each in found]
+
+    def _embedded(self, ids: list[int]) -> list[int]:
+        """Returns the ids. Raises UserError for one that the folder's model has no embedding for."""
+        if self._without_embedding and (bad := next((i for i in ids if i >= self.size), None)) is not None:
+            raise UserError(
+                f"the text contains {self._tokenizer.id_to_token(bad)!r} (id {bad}), for which the model of "
+                f"{self.path} has no embedding: its vocab_size is {self.size}. Remove it from the text"
+            )
+        return ids
+
+    @functools.cached_property
+    def _without_embedding(self) -> int:
+        """The number of added tokens whose id has no embedding in the folder's model, as in Gemma 3 1B."""
+        return sum(i >= self.size for i in self._ids)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns what `encode` does, and for each id the first character that it covers and the one after its last."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._embedded(found.ids), found.offsets
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(before_end(ids, self), skip_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        date: datetime.date | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Formats a conversation by the folder's chat template, as `apply_chat_template` of transformers does.
+
+        Args:
+          messages: each with a role ("system", "user", "assistant") and its content.
+          add_generation_prompt: whether the text ends where the assistant's answer begins.
+          date: of templates that print the date; None: today.
+          tools: descriptions of functions that the model may call, as JSON schemas.
+          documents: what the model may quote, each with a title and a text.
+
+        Raises:
+          UserError: the folder has no chat template, or the template refuses the conversation.
+        """
+        template = self._template("tool_use" if tools is not None else None)
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
+        with self._refusing():
+            return template.render(messages, now=_now(date), **variables, **self._named_tokens)
+
+    def marked_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        date: datetime.date | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, list[Range]] | None:
+        """Formats a conversation without a prompt for an answer, and finds what its template marks as answers.
+
+        Args:
+          messages, date, tools, documents: as in `chat`.
+
+        Returns:
+          The text, and the ranges of characters within `{% generation %}` tags; None if the template has no such tags.
+
+        Raises:
+          UserError: as `chat`, or the place of a tag in the text is not known.
+        """
+        template = self._template("tool_use" if tools is not None else None)
+        if not template.marks_answers:
+            return None
+        variables = {"add_generation_prompt": False, "tools": tools, "documents": documents}
+        with self._refusing():
+            return template.marked(messages, now=_now(date), **variables, **self._named_tokens)
+
+    @property
+    def _named_tokens(self) -> dict[str, str]:
+        """The special tokens that the folder names; a template finds the others undefined."""
+        return {name: text for name in _NAMED if (text := self.token(name)) is not None}
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns errors of a template, which is a program and can fail like one, into UserErrors."""
+        try:
+            yield
+        except TemplateError as error:
+            raise UserError(f"{self.path}: the chat template refuses this conversation: {error}") from error
+
+    @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
+    def _template(self, name: str | None) -> TemplateProcess:
+        """Returns the compiled chat template with a name; the default one if there is none with the name."""
+        file = self.folder / "chat_template.jinja"
+        source = _read_text(file) if file.exists() else self._template_setting(name)
+        if source is None:
+            raise UserError(f"{self.path} has no chat template: it is not a model for chats; leave --chat out")
+        try:
+            return TemplateProcess(source)
+        except TemplateError as error:
+            raise UserError(f"{self.path}: the chat template is malformed: {error}") from error
+
+    def _template_setting(self, name: str | None) -> str | None:
+        """Returns the chat template of `tokenizer_config.json`; of several, that with the name, or "default"."""
+
+        def is_named(entry: Any) -> bool:
+            return isinstance(entry, Mapping) and all(isinstance(entry.get(k), str) for k in ("name", "template"))
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, str) or (isinstance(value, list) and all(map(is_named, value)))
+
+        expected = "text, or a list of objects with name and template"
+        found = self._setting("chat_template", expected=expected, fits=fits)
+        if isinstance(found, list):
+            templates = {entry["name"]: entry["template"] for entry in found}
+            return templates.get(name or "default", templates.get("default"))
+        return found
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Reads the tokenizer, so that an invalid one is refused before the first step."""
+        _ = self.eos_id, self._tokenizer
+
+    def problems(self) -> list[str]:
+        """Does not check that a remote folder exists."""
+        if "://" not in self.path and not (self.folder / TOKENIZER).is_file():
+            said = f"no {TOKENIZER} in {self.path!r}"
+            return [Problem(said, setting="VOCABULARY", file=self.path, fix="give the folder of a published model")]
+        return []
+
+    def describe(self) -> str:
+        if self.problems():
+            return f"tokenizer of {self.path} (absent)"
+        beyond = (
+            f" without {units.counted(self._without_embedding, 'token')} that the model lacks"
+            if self._without_embedding
+            else ""
+        )
+        return f"tokenizer of {self.path} ({self.size} ids{beyond}, sha256 {self.hash[:12]})"
+
+
+def _read_text(file: paths.Path) -> str:
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is malformed: {error}; download it again") from error
+
+
+def _now(date: datetime.date | None) -> datetime.date:
+    return datetime.datetime.now().astimezone().replace(tzinfo=None) if date is None else date

@@ -1,0 +1,157 @@
+"""Vocabularies: the constructors that a gin configuration names.
+
+A vocabulary knows its size, special ids and hash before any data is opened, so a model with too small a vocab_size, or
+a host with another model file, is refused at the start. Bytes, numbers and trained models reserve id 0 for padding, so
+an id of 0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary token. An id
+at or above the size is always an error, never clipped. The modules of other vocabularies than bytes are imported only
+by their constructors.
+"""
+
+import builtins
+import hashlib
+from collections.abc import Callable, Iterable
+
+from core.errors import UserError, check_text
+from tasks.text.ids import PAD_ID, Vocabulary, before_end, check_ids
+
+
+def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
+    """Checks that a model has an embedding row for every id.
+
+    Raises:
+      UserError: the model's vocabulary is smaller than the data's.
+    """
+    if vocab_size < vocabulary.size:
+        raise UserError(
+            f"the model has vocab_size {vocab_size}, but {vocabulary.describe()} has {vocabulary.size} ids: "
+            f"set VOCAB_SIZE = {vocabulary.size} (more is allowed) or take a smaller vocabulary; of a published model, "
+            "take config.json and tokenizer.json from the same folder"
+        )
+
+
+class Bytes(Vocabulary):
+    """UTF-8 bytes: id = byte + 3. Padding is 0, end of document 1, unknown 2."""
+
+    size = 259
+    pad_id = PAD_ID
+    eos_id = 1
+    bos_id = PAD_ID
+    _offset = 3
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(b"bytes: 3 special ids, then 256 bytes").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return [byte + self._offset for byte in text.encode()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Bytes that are not UTF-8 are skipped."""
+        body = before_end(ids, self)
+        kept = [i - self._offset for i in body if i >= self._offset]
+        return builtins.bytes(kept).decode(errors="ignore")
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Does nothing."""
+
+    def problems(self) -> list[str]:
+        return []
+
+    def describe(self) -> str:
+        return "bytes (259 ids)"
+
+
+class Numbers(Vocabulary):
+    """Ids written as decimal numbers, for data that is not text."""
+
+    pad_id = PAD_ID
+    eos_id = 1
+    bos_id = PAD_ID
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(f"numbers below {self.size}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        ids = [int(word) for word in text.split()]
+        check_ids(ids, self)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Writes every id, because there is no end of document."""
+        ids = [int(i) for i in ids]
+        check_ids(ids, self)
+        return " ".join(map(str, ids))
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Does nothing."""
+
+    def problems(self) -> list[str]:
+        return []
+
+    def describe(self) -> str:
+        return f"numbers ({self.size} ids)"
+
+
+def bytes() -> Bytes:  # shadows the builtin so that gin files read `vocabularies.bytes()`
+    """Returns the vocabulary of UTF-8 bytes: 256 bytes and 3 special ids."""
+    return Bytes()
+
+
+def sentencepiece(path: str | None = None) -> Vocabulary:
+    """Returns the vocabulary of an existing SentencePiece model.
+
+    Args:
+      path: local or gs://. `problems` reports an error if it is None, or a local file that does not exist.
+
+    Raises:
+      UserError: `path` is not a string.
+    """
+    if path is not None and not isinstance(path, str):
+        raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as a string")
+    from tasks.text.sentencepieces import SentencePiece
+
+    return SentencePiece(path or "")
+
+
+def tokenizer(folder: str) -> Vocabulary:
+    """Returns the tokenizer of a published model.
+
+    Args:
+      folder: local or gs://, with tokenizer.json and tokenizer_config.json.
+
+    Raises:
+      UserError: `folder` is not a string.
+    """
+    from tasks.text.tokenizer_folders import FolderTokenizer
+
+    check_text(folder, where="vocabularies.tokenizer: folder")
+    return FolderTokenizer(folder)
+
+
+def named(name: str | None) -> Vocabulary:
+    """Returns a vocabulary by its name.
+
+    Args:
+      name: `bytes`, a SentencePiece model (.model), or the folder of a published model; both local or gs://. If None,
+        `problems` reports an error.
+    """
+    if name == "bytes":
+        return bytes()
+    return sentencepiece(name) if not name or str(name).endswith(".model") else tokenizer(name)
+
+
+def trained_sentencepiece(size: int) -> Vocabulary:
+    """Returns a SentencePiece vocabulary of `size` ids that the first run trains before its first step.
+
+    Raises:
+      UserError: `size` is below 300; 3 special ids and 256 bytes take the first 259.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 300:
+        raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")
+    from tasks.text.sentencepieces import TrainedSentencePiece
+
+    return TrainedSentencePiece(size)

@@ -1,0 +1,556 @@
+"""Reads questions about images from JSON lines.
+
+A line has `image` (a path, relative to the folder of its file), `question` and `answer`, and may have `kind`, by which
+evaluations count answers, and `weight`: how often it is drawn in training, relative to others.
+
+  line -> image [H, W, 3] uint8;   slots, question, answer -> ids, weights, until [T]
+
+A row is one line: S positions for the patches of the image, the question, and the answer, which alone is learned. The
+end-of-document id follows it unless `ends` is false. An image is decoded and resized to a square on the host
+(`tasks.vision.images`).
+
+T: tokens per row. S: positions of an image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from core import paths, units
+from core.batches import BatchSpec, Field, fingerprint_of
+from core.errors import UserError, check_integer, check_text
+from core.types import Batches, DataLayout
+from tasks import streams
+from tasks.sampled import SampledTask
+from tasks.text import content_hash, documents, text_formats
+from tasks.text.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
+from tasks.text.ids import Vocabulary, with_eos
+from tasks.vision import images
+
+BROKEN = ("refuse", "skip")
+_CACHE_BYTES = 2**28  # of decoded images
+NO_KIND = -1
+
+
+class Question(NamedTuple):
+    """One line.
+
+    Attributes:
+      where: `file:line`, for messages.
+      image: path of the image.
+      question, answer: texts.
+      kind: "" if the line has none.
+      weight: how often it is drawn.
+    """
+
+    where: str
+    image: str
+    question: str
+    answer: str
+    kind: str = ""
+    weight: float = 1.0
+
+
+class BrokenImage(UserError):
+    """An image that cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageQuestions:
+    """A `core.types.Task` of questions about images.
+
+    Attributes:
+      train_files, validation_files: patterns of .jsonl files.
+      image_size: rows and columns to which images are resized.
+      image_tokens: S.
+      length: T.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: converts text to ids.
+      kinds: names of kinds; the field `kind` of a batch has their number.
+      weighted: whether lines of training are drawn by their weights; otherwise each comes once per epoch.
+      max_shift: images of training are moved by up to so many pixels, and pixels at their border are repeated.
+      mirror: whether half of the images of training are mirrored, left to right.
+      broken: "refuse": an image that cannot be read ends the run; "skip": the line is left out, and counted.
+      ends: whether the end token follows each answer and is learned. Answers of one token need none; on longer
+        answers a model does not learn where they end without it.
+      evaluated: rows that an evaluation scores; None: all.
+    """
+
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    image_size: int
+    image_tokens: int
+    length: int
+    num_streams: int
+    vocabulary: Vocabulary
+    kinds: tuple[str, ...] = ()
+    weighted: bool = False
+    max_shift: int = 0
+    mirror: bool = False
+    broken: str = "refuse"
+    ends: bool = True
+    evaluated: int | None = None
+
+    def spec(self, batch_size: int) -> BatchSpec:
+        """Returns the fields of a global batch."""
+        streams.rows_per_stream(batch_size, num_streams=self.num_streams)
+        return batch_spec(
+            batch_size,
+            image_size=self.image_size,
+            image_tokens=self.image_tokens,
+            length=self.length,
+            has_kinds=bool(self.kinds),
+        )
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
+        """Makes the vocabulary usable."""
+        self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._texts)
+
+    def train(self, layout: DataLayout, *, seed: int) -> Batches:
+        """Returns an endless iterator of batches. Raises UserError for malformed lines or too few of them."""
+        return self._batches(layout, "train", seed)
+
+    def evaluation(self, layout: DataLayout) -> Batches:
+        """Returns batches with each held-out question once; rows after the last one are not scored."""
+        return self._batches(layout, "validation", None)
+
+    def evaluated_on(self, most: int | None = None) -> str:
+        """See `core.types.DescribesEvaluation`."""
+        count = len(self.questions("validation"))
+        taken = min(n for n in (count, self.evaluated, most) if n is not None)
+        return f"all {count:,} held-out questions" if taken == count else f"{taken:,} of {count:,} held-out questions"
+
+    def evaluating(self, rows: int | None) -> ImageQuestions:
+        """See `core.types.SizesEvaluation`."""
+        return dataclasses.replace(self, evaluated=rows)
+
+    def problems(self) -> list[str]:
+        """Returns the problems found at the beginning of local files."""
+        if not self.train_files:
+            return ["DATA is not set: bind it to your questions, e.g. --gin \"DATA = '/data/questions.jsonl'\""]
+        found = []
+        for name, patterns in (("train", self.train_files), ("validation", self.validation_files)):
+            local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
+            wrong = pattern_problems(f"vision.questions.{name}", local, kinds=(".jsonl",))
+            files = () if wrong else list_files(tuple(local))
+            read = functools.partial(documents.first_lines, functools.partial(read_question, kinds=self.kinds))
+            found += wrong + documents.first_problems(files, first=read, where=f"vision.questions.{name}")
+        return [*found, *self.vocabulary.problems()]
+
+    def named_files(self) -> tuple[str, ...]:
+        """See `core.types.NamesFiles`."""
+        return (*self.train_files, *self.validation_files)
+
+    def describe(self) -> str:
+        """Returns one line for the run summary."""
+        validation = ", ".join(self.validation_files) or f"{VALIDATION_PERCENT} % of its images"
+        return (
+            f"vision.questions: train {', '.join(self.train_files) or '(DATA is not set)'}; validation {validation}; "
+            f"images of {self.image_size} x {self.image_size} in {self.image_tokens} of {self.length} positions"
+        )
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the names, sizes and content of the files, equal on all hosts."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        listing = hashlib.sha256(repr([(f.name, f.size_bytes) for f in self._files]).encode()).hexdigest()[:16]
+        return fingerprint_of(listing, content_hash.of_files(self._files))
+
+    def rehearsal(self) -> Any:
+        """Returns random images and questions of the same shapes."""
+        return RandomQuestions(
+            image_size=self.image_size,
+            image_tokens=self.image_tokens,
+            length=self.length,
+            num_streams=1,
+            vocab_size=8,
+        )
+
+    def questions(self, split: str) -> tuple[Question, ...]:
+        """Returns the lines of a split. Raises UserError for a malformed line or an empty split."""
+        if not (found := self._splits[split]):
+            raise UserError(
+                f"vision.questions: no question for {split} in {', '.join(self.train_files)}; add lines, or set "
+                "vision.questions.validation"
+            )
+        return found
+
+    @functools.cached_property
+    def _files(self) -> tuple[File, ...]:
+        return (*list_files(self.train_files), *list_files(self.validation_files))
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, tuple[Question, ...]]:
+        train, validation = (
+            tuple(read_questions(list_files(patterns), kinds=self.kinds))
+            for patterns in (self.train_files, self.validation_files)
+        )
+        if not self.validation_files:  # all questions about an image are in one split
+            chosen = validation_names({question.image for question in train})
+            validation = tuple(question for question in train if question.image in chosen)
+            train = tuple(question for question in train if question.image not in chosen)
+        return {"train": train, "validation": validation}
+
+    def _texts(self) -> Iterator[str]:
+        for question in self.questions("train"):
+            yield f"{question.question} {question.answer}"
+
+    def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
+        kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
+        identity = {"source": self.fingerprint(), "split": split, "seed": seed, "vocabulary": self.vocabulary.hash}
+        no_end = None if self.ends else True  # None is what positions have that were saved before this choice existed
+        return streams.StreamBatches(
+            layout,
+            spec=self.spec(layout.batch_size),
+            num_streams=self.num_streams,
+            open_stream=lambda index, rows: _Stream(self, split, seed, index, rows),
+            identity={**identity, "rows": repr(kinds), "evaluated": self.evaluated, "without_end": no_end},
+        )
+
+    def row(self, question: Question, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:
+        """Returns the row of one question; `rng` moves and mirrors its image.
+
+        Raises:
+          BrokenImage: its image cannot be read.
+          UserError: it is longer than the row.
+        """
+        asked = self.vocabulary.encode(question.question)
+        answer = self.vocabulary.encode(f" {question.answer}")
+        said = with_eos(answer, self.vocabulary) if self.ends else answer
+        used = self.image_tokens + len(asked) + len(said) - 1
+        if used > self.length or not asked or not answer:
+            raise UserError(
+                f"{question.where}: {len(asked)} tokens of the question and {len(answer)} of the answer after "
+                f"{self.image_tokens} positions of the image: expected at least one of each, and at most LENGTH = "
+                f"{self.length} together; set LENGTH = {used}, or remove the line"
+            )
+        row = laid_out(self.image_tokens, asked, said, length=self.length)
+        row["images"] = self._image(question, rng)
+        if self.kinds:
+            row["kind"] = np.asarray(self.kinds.index(question.kind) if question.kind else NO_KIND, np.int32)
+        return row
+
+    def _image(self, question: Question, rng: np.random.Generator | None) -> np.ndarray:
+        found = self._decoded(question.image)
+        if isinstance(found, str):
+            raise BrokenImage(f"{question.where}: {found}")
+        if rng is not None and self.mirror and rng.random() < 0.5:
+            found = found[:, ::-1]
+        if rng is not None and self.max_shift:
+            most, size = self.max_shift, self.image_size
+            top, left = rng.integers(0, 2 * most + 1, 2)
+            found = np.pad(found, ((most, most), (most, most), (0, 0)), mode="edge")[
+                top : top + size, left : left + size
+            ]
+        return found
+
+    @functools.cached_property
+    def _decoded(self) -> Any:
+        size = self.image_size
+        return functools.lru_cache(max(1, _CACHE_BYTES // (3 * size**2)))(lambda path: _try_decode(path, size=size))
+
+
+def questions(
+    *,
+    train: str | Sequence[str] | None,
+    validation: str | Sequence[str] | None = None,
+    folder: str = "",
+    image_size: int,
+    image_tokens: int,
+    length: int,
+    num_streams: int,
+    vocabulary: Vocabulary,
+    kinds: Sequence[str] = (),
+    weighted: bool = False,
+    max_shift: int = 0,
+    mirror: bool = False,
+    broken: str = "refuse",
+    ends: bool = True,
+) -> ImageQuestions:
+    """Returns a task of questions about images; see `ImageQuestions`.
+
+    Args:
+      train: one or more patterns of .jsonl files.
+      validation: one or more patterns. Default: the questions about 5 % of the images, chosen by hash.
+      folder: of these files, if patterns are relative to one.
+      image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken,
+        ends: see `ImageQuestions`.
+
+    Raises:
+      UserError: a value out of range.
+    """
+    for name, value, least in (("image_size", image_size, 1), ("image_tokens", image_tokens, 1), ("length", length, 2)):
+        check_integer(value, where=f"vision.questions.{name}", least=least)
+    check_integer(num_streams, where="vision.questions.num_streams", least=1)
+    check_integer(max_shift, where="vision.questions.max_shift", least=0)
+    if broken not in BROKEN:
+        raise UserError(f"vision.questions.broken = {broken!r}: expected one of {', '.join(BROKEN)}")
+    return ImageQuestions(
+        train_files=_patterns(train, "train", folder),
+        validation_files=_patterns(validation, "validation", folder),
+        image_size=image_size,
+        image_tokens=image_tokens,
+        length=length,
+        num_streams=num_streams,
+        vocabulary=vocabulary,
+        kinds=tuple(kinds),
+        weighted=weighted,
+        max_shift=max_shift,
+        mirror=mirror,
+        broken=broken,
+        ends=ends,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomQuestions(SampledTask):
+    """Random images with random questions and answers: for rehearsals, plans and benchmarks."""
+
+    image_size: int
+    image_tokens: int
+    length: int
+    num_streams: int
+    vocab_size: int
+
+    def spec(self, batch_size: int) -> BatchSpec:
+        sizes = {"image_size": self.image_size, "image_tokens": self.image_tokens, "length": self.length}
+        return batch_spec(batch_size, **sizes, has_kinds=False)
+
+    def row(self, rng: np.random.Generator, *, is_training: bool) -> dict[str, np.ndarray]:
+        """The last quarter of the text is the answer."""
+        del is_training
+        ids = rng.integers(0, self.vocab_size, self.length - self.image_tokens + 1).tolist()
+        asked = len(ids) - 1 - len(ids) // 4
+        row = laid_out(self.image_tokens, ids[:asked], ids[asked:], length=self.length)
+        return {**row, "images": rng.integers(0, 256, (self.image_size, self.image_size, 3), dtype=np.uint8)}
+
+    def rehearsal(self) -> RandomQuestions:
+        """Returns the same with one stream, for any batch size: rows keep their length, which the image fills."""
+        return dataclasses.replace(self, num_streams=1)
+
+
+def random_questions(
+    *, image_size: int, image_tokens: int, length: int, num_streams: int, vocab_size: int
+) -> RandomQuestions:
+    """Returns random images with questions; rows have `length` positions, `image_tokens` of them for the image."""
+    if image_tokens + 2 > length:
+        raise UserError(
+            f"vision.random_questions: length = {length} has no room for a question and an answer after image_tokens = "
+            f"{image_tokens}: expected at least {image_tokens + 2}"
+        )
+    sizes = {"image_size": image_size, "image_tokens": image_tokens, "length": length}
+    return RandomQuestions(**sizes, num_streams=num_streams, vocab_size=vocab_size)
+
+
+def batch_spec(
+    batch_size: int, *, image_size: int, image_tokens: int, length: int, has_kinds: bool
+) -> dict[str, Field]:
+    """Returns the fields of a global batch of questions about images."""
+    pixels = Field((batch_size, image_size, image_size, 3), np.uint8, ("batch", None, None, None))
+    found = {
+        "images": pixels,
+        "slots": Field((batch_size, image_tokens), np.int32, ("batch", None)),
+        "until": Field((batch_size, length), np.int32, ("batch", "length")),
+        **streams.batch_spec(batch_size, length=length),
+    }
+    return {**found, "kind": Field((batch_size,), np.int32, ("batch",))} if has_kinds else found
+
+
+def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
+    """Returns the row of an image with so many slots, a question and an answer, without the image."""
+    ids = np.asarray([*([0] * slots), *asked, *said], np.int32)
+    used, prefix = len(ids) - 1, slots + len(asked)
+    place = np.arange(length)
+    inputs, targets = (np.zeros(length, np.int32) for _ in range(2))
+    inputs[:used], targets[:used] = ids[:-1], ids[1:]
+    is_text = place < used
+    return {
+        "inputs": inputs,
+        "targets": np.where(place >= prefix - 1, targets, 0).astype(np.int32),
+        "weights": (is_text & (place >= prefix - 1)).astype(np.float32),
+        "segment_ids": is_text.astype(np.int32),
+        "positions": np.where(is_text, place, 0).astype(np.int32),
+        "slots": np.arange(slots, dtype=np.int32),
+        "until": np.where(place < prefix, prefix - 1, place).astype(np.int32),
+    }
+
+
+def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] = ()) -> Question | None:
+    """Returns the question of one line; None if it holds only white space.
+
+    Raises:
+      UserError: the line is not JSON, or lacks something; the message names file and line.
+    """
+    record, where = documents.json_line(path, number, line), f"{path}:{number}"
+    if record is None and not line.strip():
+        return None
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: {str(record)[:40]!r}: expected an object with image, question and answer")
+    for key in ("image", "question", "answer"):
+        if not isinstance(record.get(key), str) or not record[key].strip():
+            raise UserError(f"{where}: {key} is {str(record.get(key))[:40]!r}, expected text")
+        documents.encoded(record[key], where=where)
+    kind, weight = record.get("kind", ""), record.get("weight", 1.0)
+    if kinds and kind not in kinds:
+        raise UserError(f"{where}: kind is {kind!r}, expected one of {', '.join(kinds)}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise UserError(f"{where}: weight is {weight!r}, expected a number of at least 0")
+    image = record["image"]
+    if not image.startswith("/") and not paths.is_remote(image):
+        image = str(paths.resolve(path).parent / image)
+    return Question(where, image, record["question"], record["answer"], kind if kinds else "", float(weight))
+
+
+def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Question]:
+    """Yields the questions of files."""
+    for file in files:
+        with text_formats.opened(file.path) as stream:
+            for number, line in enumerate(_lines(stream, file.path), 1):
+                if found := read_question(file.path, number, line, kinds=kinds):
+                    yield found
+
+
+def _lines(stream: Iterator[bytes], path: str) -> Iterator[bytes]:
+    """Yields the lines of an open file. Raises UnreadableFile, which names it, if reading fails."""
+    while True:
+        with text_formats.reading(path):
+            line = next(stream, None)
+        if line is None:
+            return
+        yield line
+
+
+def _try_decode(path: str, *, size: int) -> np.ndarray | str:
+    """Returns the image of a file, or what is wrong with it."""
+    try:
+        return images.decode(paths.resolve(path).read_bytes(), size=size)
+    except (OSError, images.UnreadableImage) as error:
+        return f"{path} cannot be read as an image ({error}); replace it, or set vision.questions.broken = 'skip'"
+
+
+@functools.cache
+def _report_once(message: str) -> None:
+    print(f"vision.questions: skipped {message}", file=sys.stderr, flush=True)
+
+
+class _Stream:
+    """`streams.Stream` over every `num_streams`-th question of a split; its position is how many it has read."""
+
+    def __init__(self, task: ImageQuestions, split: str, seed: int | None, index: int, rows: int):
+        every = task.questions(split)
+        if seed is None and task.evaluated is not None:
+            every = every[: task.evaluated]
+        self._task, self._seed, self._index, self._rows = task, seed, index, rows
+        self._questions = every[index :: task.num_streams]
+        self._intake = documents.intake_of(_Source(task.describe()))
+        self._end = -(-len(every) // task.num_streams) if seed is None else None
+        self._read = 0
+        weights = np.cumsum([question.weight for question in self._questions])
+        if seed is not None and not (len(weights) and (weights[-1] > 0 or not task.weighted)):
+            of = " with a weight above 0" if task.weighted else ""
+            raise UserError(
+                f"{task.describe()}: {units.counted(len(every), 'question')} for {split} and "
+                f"{units.counted(task.num_streams, 'stream')}, of which one has none{of}; set NUM_STREAMS lower, or "
+                "add questions"
+            )
+        self._weights = weights
+        self._broken: set[int] = set()  # places of questions whose images cannot be read
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        if self._end is not None and self._read >= self._end:
+            raise StopIteration
+        rows = [self._next_row() for _ in range(self._rows)]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def state(self) -> bytes:
+        return json.dumps({"read": self._read}).encode()
+
+    def restore(self, state: bytes) -> None:
+        self._read = streams.read_position(state, read=int)["read"]
+
+    def _next_row(self) -> Mapping[str, np.ndarray]:
+        while True:
+            number, self._read = self._read, self._read + 1
+            place = self._place(number)
+            rng = None if self._seed is None else np.random.default_rng((self._seed, self._index, number, 1))
+            if place is None:
+                return self._filler
+            if place in self._broken:
+                continue
+            try:
+                row = self._task.row(self._questions[place], rng)
+            except BrokenImage as error:
+                self._skip(place, error)
+                if self._seed is None:
+                    return self._filler
+                continue
+            self._intake.count(None)
+            return row
+
+    def _skip(self, place: int, error: BrokenImage) -> None:
+        """Notes a question whose image cannot be read.
+
+        Raises:
+          UserError: it is not to be skipped, or no other is left.
+        """
+        if self._task.broken == "refuse":
+            raise error
+        self._broken.add(place)
+        _report_once(str(error))
+        self._intake.count("skipped because their images cannot be read")
+        left = (q for i, q in enumerate(self._questions) if i not in self._broken)
+        if self._seed is not None and not any(q.weight or not self._task.weighted for q in left):
+            raise UserError(f"{self._task.describe()}: no image of a stream can be read; the last: {error}")
+
+    def _place(self, number: int) -> int | None:
+        """Returns the place of the question with this number in the stream's order; None after an evaluation's end."""
+        count = len(self._questions)
+        if self._seed is None:
+            return number if number < count else None
+        if self._task.weighted:
+            drawn = np.random.default_rng((self._seed, self._index, number)).random() * self._weights[-1]
+            return int(np.searchsorted(self._weights, drawn, side="right"))
+        epoch, place = divmod(number, count)
+        return int(self._order(epoch)[place])
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (two epochs of one stream)
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, self._index, epoch)).permutation(len(self._questions))
+
+    @functools.cached_property
+    def _filler(self) -> Mapping[str, np.ndarray]:
+        """A row that is not scored."""
+        spec = self._task.spec(self._task.num_streams)
+        row = {name: np.zeros(field.shape[1:], field.dtype) for name, field in spec.items()}
+        row["slots"] = np.arange(self._task.image_tokens, dtype=np.int32)
+        if self._task.kinds:
+            row["kind"] = np.asarray(NO_KIND, np.int32)
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """The name of a source, under which its questions are counted."""
+
+    name: str
+
+    def describe(self) -> str:
+        return self.name
+
+
+def _patterns(value: str | Sequence[str] | None, name: str, folder: str) -> tuple[str, ...]:
+    patterns = () if value is None or value == "" else (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        check_text(pattern, where=f"vision.questions.{name}")
+    return tuple(f"{folder}/{pattern}" for pattern in patterns) if folder else patterns

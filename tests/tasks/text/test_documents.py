@@ -1,0 +1,130 @@
+"""Invalid documents are reported with file and line, by the checks before a run and by the pipeline."""
+
+import itertools
+import json
+
+import pytest
+
+from core.types import DataLayout
+from tasks import text
+from tasks.text import documents
+
+GOOD = [json.dumps({"text": f"a line of words, number {i}"}) for i in range(40)]
+ROWS = DataLayout(2, (0, 1), (0, 1))
+BAD_LINES = {
+    "broken": ('{"text": oh', "not JSON (Expecting value"),
+    "missing": (
+        '{"body": "x"}',
+        "no text in field 'text', found ['body']; name the field that has it (text.files.field, --field)",
+    ),
+    "number": ('{"text": 3}', "no text in field 'text', found 3"),
+    "null text": ('{"text": null}', "no text in field 'text', found null"),
+    "null": ("null", "no text in field 'text', found null"),
+    "surrogate": ('{"text": "ab\\ud800"}', "half a surrogate pair ('\\ud800') at character 3, which is not text"),
+    "NUL": ('{"text": "a\\u0000b"}', "a NUL character at byte 1"),
+}
+
+
+def task(pattern, **options):
+    return text.files(train=str(pattern), length=16, num_streams=1, **options)
+
+
+def lines(folder, number, line):
+    file = folder / "part.jsonl"
+    file.write_text("\n".join([*GOOD[: number - 1], line, *GOOD[number - 1 :]]) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_a_line_that_is_no_text_is_found_before_the_run(tmp_path, bad):
+    line, says = BAD_LINES[bad]
+    file = lines(tmp_path, 7, line)
+    (problem,) = task(file).problems()
+    assert problem.startswith(f"text.files.train: {file}:7: {says}")
+
+
+def test_the_pipeline_reports_an_invalid_later_line_alike(tmp_path, capfd):
+    file = lines(tmp_path, 7, BAD_LINES["surrogate"][0])
+    batches = task(file).train(ROWS, seed=0)
+    with pytest.raises(ValueError, match=r"part\.jsonl:7: half a surrogate pair") as error:
+        list(itertools.islice(batches, 50))
+    assert "\n" not in str(error.value)
+    assert "part.jsonl" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("na\xefve caf\xe9".encode("latin-1"), "not UTF-8 text (byte 0xef at 2); convert it"),
+        (b"one\ntwo\xff\n", "not UTF-8 text (byte 0xff at 7, in line 2)"),
+        (b"a\0b", "a NUL character at byte 1: the file is not text, or is damaged"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path, content, says):
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "b.txt").write_text("words")
+    (problem,) = task(tmp_path / "*.txt").problems()
+    assert problem.startswith(f"text.files.train: {tmp_path / 'a.txt'}: {says}")
+
+
+def test_a_file_that_is_cut_inside_of_a_character_is_text(tmp_path):
+    (tmp_path / "a.txt").write_text("x" + "é" * 2**20)
+    (tmp_path / "b.txt").write_text("words")
+    assert task(tmp_path / "*.txt").problems() == []
+
+
+def test_a_document_of_white_space_is_empty(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(" \n\t ")
+    (problem,) = task(tmp_path / "*.txt").problems()
+    assert problem == "text.files.train: 2 files with only white space and no text"
+
+
+def test_a_folder_is_called_one(tmp_path):
+    (problem,) = task(tmp_path).problems()
+    assert problem == f"text.files.train: '{tmp_path}' is a folder; name its files, such as {tmp_path}/*.txt"
+
+
+def test_the_description_has_number_and_size_of_the_files(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("two words")
+    assert f"train {tmp_path}/*.txt (1 file, 9 bytes); validation 1" in task(tmp_path / "*.txt").describe()
+    (tmp_path / "part.jsonl").write_text("\n".join(GOOD))
+    assert "validation 5 % of it" in task(tmp_path / "*.jsonl").describe()
+
+
+def test_the_description_names_few_files_that_are_held_out(tmp_path):
+    def said(pattern, **options):
+        described = task(tmp_path / pattern, **options)
+        return described.describe().rpartition("; validation ")[2].partition(";")[0], described
+
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("two words")
+    whole, two = said("*.txt")
+    (held,) = two.corpus.files("validation")
+    assert whole == f"1 of 2 .txt files ({held.name}), by hash (or set VALIDATION_DATA)"
+    (tmp_path / "part.jsonl").write_text("\n".join(GOOD))
+    assert said("*")[0].startswith(f"1 of 2 .txt files ({held.name}) and 5 % of the lines and rows, by hash")
+    assert said("a.txt", validation=f"{tmp_path}/b.txt")[0] == f"{tmp_path}/b.txt"
+    for number in range(98):
+        (tmp_path / f"{number}.txt").write_text("two words")
+    whole, many = said("*.txt")
+    assert len(many.corpus.files("validation")) > 3
+    assert whole == f"{len(many.corpus.files('validation'))} of 100 .txt files, by hash (or set VALIDATION_DATA)"
+
+
+def test_a_bucket_is_not_asked():
+    assert task("gs://no-such-bucket/*.jsonl").problems() == []
+    assert task("gs://no-such-bucket/*.txt").describe().startswith("text.files: train gs://no-such-bucket/*.txt; valid")
+
+
+def test_documents_of_white_space_are_counted_and_reported_at_powers_of_ten(capsys):
+    given = ["words", *[" "] * 12]
+    intake = documents.Intake("a source")
+    texts = [intake.take(documents.file_text, "a.txt", content.encode()) for content in given]
+    assert texts == [b"words", *[b""] * 12]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in said] == [
+        "1 of 2 documents read so far on this host",
+        "10 of 11 documents read so far on this host",
+    ]

@@ -1,0 +1,135 @@
+"""Registered seqio tasks: one example of each source is tried before a run, and their streams are quiet."""
+
+import functools
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from launch import environment
+from tasks import text
+from tasks.text import seqio_tasks, tfds_source
+from tasks.text.documents import StreamSpec
+
+MODULE = """
+import functools
+
+import seqio, tensorflow as tf
+
+@seqio.map_over_dataset
+def misspelt(example):
+    return {"targets": example["txt"]}
+
+@seqio.map_over_dataset
+def numbers(example):
+    return {"targets": tf.strings.as_string(tf.strings.to_number(example["text"]))}
+
+def drop_all(dataset):
+    return dataset.filter(lambda _: False)
+
+rename = functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"})
+TEXTS = {"train": [f"text {n}" for n in range(9)], "validation": ["text"]}
+
+def add(name, *preprocessors):
+    seqio.TaskRegistry.add(
+        name,
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices({"text": TEXTS[split]}),
+            splits=["train", "validation"],
+        ),
+        preprocessors=[*preprocessors, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features={"targets": seqio.Feature(seqio.ByteVocabulary())},
+    )
+
+add("tried_works", rename)
+add("tried_misspelt", misspelt)
+add("tried_numbers", numbers)
+add("tried_empty", rename, drop_all)
+add("tried_unnamed")
+seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelt", 1.0)])
+"""
+
+BROKEN = {
+    "tried_works": (),
+    "tried_misspelt": ("tried_misspelt", "KeyError: 'txt'"),
+    "tried_numbers": ("tried_numbers", "could not correctly convert string: text"),
+    "tried_empty": ("tried_empty", "has no example in its train split"),
+    "tried_unnamed": ("tried_unnamed", "missing expected output feature"),
+    "tried_mixed": ("tried_misspelt", "KeyError: 'txt'"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a module of the user."""
+    found = tmp_path_factory.mktemp("modules")
+    (found / "own_tried.py").write_text(MODULE)
+    return found
+
+
+@pytest.fixture
+def registered(folder, monkeypatch):
+    """The module is imported."""
+    tfds_source.tensorflow()
+    monkeypatch.syspath_prepend(str(folder))
+    import own_tried  # noqa: F401
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
+def test_one_example_of_each_source_is_tried(registered, name):
+    problems = text.seqio(name=name, length=16, num_streams=1).example_problems()
+    assert len(problems) == 2 * bool(BROKEN[name])  # of both splits
+    for problem, split in zip(problems, ("train", "validation"), strict=False):
+        assert all(word.replace("train", split) in problem for word in BROKEN[name]), problem
+
+
+@pytest.mark.slow
+def test_opening_a_stream_shows_no_harmless_message(registered, caplog):
+    task = text.seqio(name="tried_works", length=16, num_streams=1)
+    spec = functools.partial(StreamSpec, index=0, num_streams=1, rows=2, length=16, vocabulary=task.vocabulary)
+    rows = {split: next(task.corpus.open_stream(spec(split, seed=3))) for split in ("train", "validation")}
+    assert caplog.records == []
+    assert all(np.any(batch["weights"]) for batch in rows.values())
+
+
+@pytest.mark.slow
+def test_a_stream_without_examples_is_refused(registered):
+    task = text.seqio(name="tried_works", length=16, num_streams=2)
+    for once, fix in ((False, "use more examples, or a lower NUM_STREAMS"), (True, "add examples to this split")):
+        spec = StreamSpec("validation", 1, 2, 2, 16, None, task.vocabulary, once=once)
+        with pytest.raises(UserError, match=f"validation stream 1 of 2: no example; {fix}"):
+            next(task.corpus.open_stream(spec))
+
+
+def test_inputs_leave_room_for_targets_in_the_short_rows_of_a_smoke_run():
+    corpus = seqio_tasks.SeqioCorpus("any", inputs_length=1024)
+    assert corpus.lengths(1536) == {"inputs": 1024, "targets": 512}
+    assert corpus.lengths(128) == {"inputs": 64, "targets": 64}
+
+
+@pytest.mark.slow
+def test_check_finds_a_broken_preprocessor(folder, tmp_path):
+    gin = tmp_path / "broken.gin"
+    gin.write_text(
+        f"""from __gin__ import dynamic_registration
+import own_tried
+from tasks import text
+include '{environment.WORKSPACE}/gin/quickstart.gin'
+TASK = @text.seqio()
+text.seqio.name = 'tried_misspelt'
+text.seqio.length = %LENGTH
+text.seqio.num_streams = %NUM_STREAMS
+VOCAB_SIZE = 384
+"""
+    )
+    done = subprocess.run(
+        [*environment.COMMAND, "check", "v5e-1", str(gin), "--run-dir", str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{environment.WORKSPACE}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "KeyError: 'txt'" in " ".join(done.stdout.split())

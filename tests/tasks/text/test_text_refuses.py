@@ -1,0 +1,95 @@
+"""Invalid text tasks are refused, and problems are reported before data is opened."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from core.types import DataLayout
+from tasks import text
+from tasks.text import vocabularies
+
+ONE_ROW = DataLayout(1, (0,), (0,))
+
+
+def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
+    options = {"length": 8, "num_streams": 1}
+    assert "DATA is not set" in text.files(train=None, **options).problems()[0]
+    assert "no file matches" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]
+    (tmp_path / "a.csv").write_text("x")
+    (csv,) = text.files(train=f"{tmp_path}/*", **options).problems()
+    assert "ending in .csv, expected .txt, .jsonl, .parquet" in csv
+    (tmp_path / "LICENSE").write_text("x")
+    (licence,) = text.files(train=f"{tmp_path}/LICENSE", **options).problems()
+    assert "LICENSE' matches files without an ending, expected" in licence
+    (both,) = text.files(train=f"{tmp_path}/*", **options).problems()
+    assert "matches files ending in .csv and without an ending, expected" in both
+    (tmp_path / "LICENSE").unlink()
+    (tmp_path / "a.txt").write_text("x")
+    assert "leaves none for validation" in text.files(train=f"{tmp_path}/*.txt", **options).problems()[0]
+    (tmp_path / "b.txt").write_text("y")
+    assert text.files(train=f"{tmp_path}/*.txt", **options).problems() == []
+    missing = text.files(train=f"{tmp_path}/x.txt", validation=f"{tmp_path}/y.txt", **options)
+    assert len(missing.problems()) == 2
+    assert "DATA is not set" in text.files(train="", **options).describe()
+    with pytest.raises(ValueError, match="no file matches"):
+        missing.train(ONE_ROW, seed=0)
+    both = text.files(train=None, vocabulary=vocabularies.sentencepiece(None), **options).problems()
+    assert [problem.split()[0] for problem in both] == ["DATA", "VOCABULARY"]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: text.python_source(length=0, num_streams=1),
+            "text.python_source.length = 0: expected an integer of at least 2",
+        ),
+        (lambda: text.python_source(length=8, num_streams=True), "num_streams = True: expected an integer"),
+        (lambda: text.python_source(length=8, num_streams=1, vocabulary="bytes"), "@vocabularies.bytes"),
+        (lambda: text.files(train=[3], length=8, num_streams=1), "text.files.train is 3"),
+        (lambda: text.tfds(name="", length=8, num_streams=1), "text.tfds.name"),
+        (lambda: text.huggingface(name="a/b", streaming=1, length=8, num_streams=1), "streaming is 1"),
+        (lambda: text.mixture(tasks=[], weights=[]), "0 tasks and 0 weights"),
+    ],
+)
+def test_wrong_arguments_are_named(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        make()
+
+
+def test_a_mixture_refuses_what_does_not_mix():
+    one = text.files(train="a*.txt", length=8, num_streams=1)
+    with pytest.raises(ValueError, match="length is 9 in one task and 8"):
+        text.mixture(tasks=[one, text.files(train="b*.txt", length=9, num_streams=1)], weights=[1, 1])
+    with pytest.raises(ValueError, match=r"expected positive numbers"):
+        text.mixture(tasks=[one], weights=[0])
+    with pytest.raises(ValueError, match="twice"):
+        text.mixture(tasks=[one, one], weights=[1, 1])
+    with pytest.raises(ValueError, match=r"cannot mix text\.seqio: own"):
+        text.mixture(tasks=[text.seqio(name="own", length=8, num_streams=1)], weights=[1])
+    other = text.files(train="b*.txt", length=8, num_streams=1, vocabulary=vocabularies.trained_sentencepiece(300))
+    with pytest.raises(ValueError, match="different vocabularies"):
+        text.mixture(tasks=[one, other], weights=[1, 1])
+
+
+def test_constructing_every_task_imports_no_tensorflow():
+    code = """
+import sys
+from tasks import synthetic, text; from tasks.text import vocabularies
+o = dict(length=8, num_streams=2)
+a, b = text.python_source(**o), text.files(train="/nowhere/*.txt", **o)
+made = [a, b, text.tfds(name="c4/en", **o), text.huggingface(name="a/b", **o),
+        text.mixture(tasks=[a, b], weights=[1, 2]),
+        synthetic.random_tokens(vocab_size=9, **o),
+        text.files(train="x", vocabulary=vocabularies.trained_sentencepiece(300), **o)]
+for task in made:
+    task.problems(), task.describe()
+assert [t.named_files() for t in made[:5]] == [(), ("/nowhere/*.txt",), (), (), ("/nowhere/*.txt",)]
+made[0].vocabulary.decode(made[0].vocabulary.encode("abc"))
+heavy = sorted({"tensorflow", "seqio", "datasets", "tensorflow_text", "sentencepiece"} & set(sys.modules))
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert done.returncode == 0, done.stderr

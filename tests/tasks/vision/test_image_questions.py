@@ -1,0 +1,215 @@
+"""Questions about images: rows by hand, exact positions, formats of images, and wrong input."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from core.errors import UserError
+from core.types import DataLayout
+from tasks import vision
+from tasks.text import vocabularies
+from tasks.vision import images
+
+SIZE, SLOTS, LENGTH = 8, 4, 24
+WHOLE = DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))
+
+
+def saved(folder, number, mode="RGB"):
+    pixels = np.random.default_rng(number).integers(0, 256, (SIZE, SIZE, len(mode)), dtype=np.uint8).squeeze()
+    Image.fromarray(pixels, mode if mode != "L" else None).save(folder / f"{number}.png")
+    return pixels
+
+
+@pytest.fixture
+def folder(tmp_path):
+    lines = []
+    for number in range(9):
+        saved(tmp_path, number)
+        line = {"image": f"{number}.png", "question": f"what {number}", "answer": "ab", "kind": "x" if number else "y"}
+        lines.append({**line, "weight": float(number == 3)})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return tmp_path
+
+
+def task(folder, **changes):
+    sizes = {"image_size": SIZE, "image_tokens": SLOTS, "length": LENGTH, "num_streams": 2}
+    files = {"train": "a.jsonl", "validation": "a.jsonl", "folder": str(folder)}
+    return vision.questions(**{**files, **sizes, "vocabulary": vocabularies.bytes(), "kinds": ("x", "y"), **changes})
+
+
+def test_a_row_by_hand(folder):
+    made = task(folder)
+    row = made.row(made.questions("train")[2])
+    ids = [*([0] * SLOTS), *made.vocabulary.encode("what 2"), *made.vocabulary.encode(" ab"), made.vocabulary.eos_id]
+    used, prefix = len(ids) - 1, SLOTS + 6
+    assert row["inputs"].tolist() == ids[:-1] + [0] * (LENGTH - used)
+    assert row["targets"][prefix - 1 : used].tolist() == ids[prefix:]
+    assert row["weights"].tolist() == [0] * (prefix - 1) + [1] * (used - prefix + 1) + [0] * (LENGTH - used)
+    assert row["until"].tolist() == [prefix - 1] * prefix + list(range(prefix, LENGTH))
+    assert row["segment_ids"].tolist() == [1] * used + [0] * (LENGTH - used)
+    assert row["slots"].tolist() == [0, 1, 2, 3]
+    assert (row["images"] == saved(folder, 2)).all()
+    assert row["kind"] == 0
+
+
+def test_an_answer_without_an_end_token(folder):
+    """The row is one position shorter, and the last token of the answer is its last target."""
+    question = task(folder).questions("train")[2]
+    with_end, without = (task(folder, ends=ends).row(question) for ends in (True, False))
+    used = int(with_end["segment_ids"].sum())
+    for name in ("inputs", "targets", "weights", "segment_ids", "positions"):
+        want = with_end[name].copy()
+        want[used - 1] = 0
+        assert without[name].tolist() == want.tolist(), name
+    assert without["weights"].sum() == with_end["weights"].sum() - 1 == len(" ab")
+    assert task(folder, ends=False, length=used - 1).row(question)["segment_ids"].all()
+    with pytest.raises(UserError, match=f"set LENGTH = {used}"):
+        task(folder, length=used - 1).row(question)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_position_belongs_to_answers_with_or_without_an_end(folder, ends):
+    layout = DataLayout(2, (0, 1), (0, 1))
+    ours, others = (task(folder, ends=e).train(layout, seed=0) for e in (ends, not ends))
+    next(ours)
+    with pytest.raises(UserError, match="without_end"):
+        others.restore(ours.state())
+
+
+@pytest.mark.covers("D01")
+def test_any_hosts_read_the_same_rows_and_continue_at_a_saved_position(folder):
+    made = task(folder)
+    whole = made.train(WHOLE, seed=3)
+    batches = [next(whole) for _ in range(5)]
+    hosts = [made.train(DataLayout(4, rows, rows), seed=3) for rows in ((0, 2), (1, 3))]
+    for number, batch in enumerate(batches):
+        if number == 2:
+            saved_positions = {**hosts[0].state(), **hosts[1].state()}
+            hosts = [made.train(DataLayout(4, rows, rows), seed=3) for rows in ((1,), (0, 2, 3))]
+            for host in hosts:
+                host.restore(saved_positions)
+        for host in hosts:
+            part = next(host)
+            for name, values in part.items():
+                np.testing.assert_array_equal(values, batch[name][list(host._layout.rows)])
+    first = np.concatenate([b["inputs"][rows, SLOTS + 5] for b in batches for rows in (slice(0, 2),)])
+    assert len(set(first[:4].tolist())) == 4  # of one stream with 5 questions, each once before any comes again
+    assert set(spec := made.spec(4)) == set(batches[0])
+    assert {n: (v.shape, v.dtype) for n, v in batches[0].items()} == {n: (f.shape, f.dtype) for n, f in spec.items()}
+
+
+def test_an_evaluation_scores_each_question_once_and_then_ends(folder):
+    for rows, want in ((None, 9), (3, 3)):
+        batches = list(task(folder).evaluating(rows).evaluation(WHOLE))
+        scored = np.concatenate([b["weights"].any(-1) for b in batches])
+        kinds = np.concatenate([b["kind"] for b in batches])
+        asked = np.concatenate([b["inputs"][:, SLOTS + 5] for b in batches])[scored]
+        assert (scored.sum(), len(set(asked.tolist()))) == (want, want)
+        assert (kinds[~scored] == vision.NO_KIND).all()
+    assert task(folder).evaluating(3).evaluated_on() == "3 of 9 held-out questions"
+
+
+def test_weights_say_how_often_a_question_is_drawn(folder):
+    made = dataclasses.replace(task(folder, num_streams=1), weighted=True)
+    batches = made.train(WHOLE, seed=0)
+    asked = {int(i) for _ in range(3) for i in next(batches)["inputs"][:, SLOTS + 5]}
+    assert asked == set(made.vocabulary.encode("3"))
+
+
+def test_images_are_moved_and_mirrored_in_training_alone(folder):
+    made = task(folder, max_shift=2, mirror=True)
+    question = made.questions("train")[1]
+    image = saved(folder, 1)
+    assert (made.row(question)["images"] == image).all()
+    moved = made.row(question, np.random.default_rng(1))["images"]
+    padded = [np.pad(a, ((2, 2), (2, 2), (0, 0)), mode="edge") for a in (image, image[:, ::-1])]
+    places = [(a, y, x) for a in range(2) for y in range(5) for x in range(5)]
+    assert [p for p in places if (padded[p[0]][p[1] : p[1] + SIZE, p[2] : p[2] + SIZE] == moved).all()]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "I;16"])
+def test_grey_and_transparent_images_become_colours(tmp_path, mode):
+    file = tmp_path / "a.png"
+    if mode == "I;16":
+        deep = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+        Image.fromarray(deep).save(file)
+        want = np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, axis=-1)
+    elif mode == "L":
+        pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+        Image.fromarray(pixels).save(file)
+        want = np.repeat(pixels[..., None], 3, axis=-1)
+    else:
+        pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 4), dtype=np.uint8)
+        Image.fromarray(pixels).save(file)
+        share = pixels[..., 3:] / 255
+        want = pixels[..., :3] * share + 255 * (1 - share)
+    found = images.decode(file.read_bytes(), size=8)
+    assert found.dtype == np.uint8
+    np.testing.assert_allclose(found, want, atol=1)
+    assert images.decode(file.read_bytes(), size=5).shape == (5, 5, 3)
+
+
+def test_a_broken_image_is_refused_or_skipped_and_counted(folder, capsys):
+    whole = (folder / "4.png").read_bytes()
+    (folder / "4.png").write_bytes(whole[: len(whole) // 2])
+    refusing = task(folder, num_streams=1)
+    with pytest.raises(UserError, match=r"a\.jsonl:5: .*4\.png cannot be read as an image.*broken = 'skip'"):
+        list(refusing.evaluation(WHOLE))
+    skipping = task(folder, num_streams=1, broken="skip")
+    batches = list(skipping.evaluation(WHOLE))
+    assert sum(b["weights"].any(-1).sum() for b in batches) == 8
+    train = skipping.train(WHOLE, seed=0)
+    assert all(next(train)["weights"].any(-1).all() for _ in range(5))
+    said = capsys.readouterr().err
+    assert said.count("4.png cannot be read") == 1
+    assert "skipped because their images cannot be read: 1 of" in said
+    weighted = dataclasses.replace(skipping, weighted=True).train(WHOLE, seed=0)
+    assert all(next(weighted)["weights"].any(-1).all() for _ in range(20))
+    for number in range(9):
+        (folder / f"{number}.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"no image of a stream can be read; the last: .*cannot be read as an image"):
+        next(task(folder, broken="skip").train(WHOLE, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"question": "q", "answer": "a"}, "image is 'None', expected text"),
+        ({"image": "0.png", "question": " ", "answer": "a"}, "question is ' ', expected text"),
+        ({"image": "0.png", "question": "q", "answer": "a", "kind": "z"}, "kind is 'z', expected one of x, y"),
+        ({"image": "0.png", "question": "q", "answer": "a", "kind": "x", "weight": -1}, "weight is -1"),
+        ([1], "expected an object with image, question and answer"),
+    ],
+)
+def test_malformed_lines_name_file_and_line(folder, line, said):
+    (folder / "a.jsonl").write_text("\n" + json.dumps(line))
+    with pytest.raises(UserError, match=r"a\.jsonl:2: ") as caught:
+        task(folder).questions("train")
+    assert said in str(caught.value)
+    assert said in "\n".join(task(folder).problems())
+
+
+def test_a_question_that_is_longer_than_the_row_and_empty_folders_are_refused(folder, tmp_path):
+    (folder / "a.jsonl").write_text(json.dumps({"image": "0.png", "question": "q" * 20, "answer": "a", "kind": "x"}))
+    made = task(folder)
+    with pytest.raises(UserError, match="20 tokens of the question and 2 of the answer after 4 positions") as caught:
+        made.row(made.questions("train")[0])
+    assert "set LENGTH = 26" in str(caught.value)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no file matches" in task(empty, train="*.jsonl").problems()[0]
+    assert "DATA is not set" in dataclasses.replace(made, train_files=()).problems()[0]
+    with pytest.raises(UserError, match=r"broken = 'ignore': expected one of refuse, skip"):
+        task(folder, broken="ignore")
+
+
+def test_random_questions_have_the_same_fields_without_kinds(folder):
+    made = task(folder, kinds=())
+    random = made.rehearsal()
+    assert random.spec(4) == made.spec(4)
+    batch = next(random.train(WHOLE, seed=0))
+    assert batch["weights"].sum(-1).min() >= 1
+    assert not (batch["weights"] * (batch["segment_ids"] == 0)).any()
