@@ -27,7 +27,7 @@ from launch.experiment import Experiment
 from launch.experiments import saved_run
 from launch.hosts import tpu_host
 from launch.runs import warm_start
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from parallel import generation, strategies
 from parallel.generation import Generator
 from parallel.partitioner import Partitioner, Program

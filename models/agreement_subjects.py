@@ -13,7 +13,7 @@ import numpy as np
 
 from core import optimizers
 from core.types import Model
-from models import transformer
+from models.decoder import transformer
 
 ROWS, LENGTH = 16, 24
 

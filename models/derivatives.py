@@ -2,7 +2,7 @@
 
 An intermediate value that several matrix products read is materialized once. By default, XLA fuses its computation into
 each of the products: the number of operations hardly changes, but the tiles of the products get less of the chip's fast
-memory. Inputs worth saving for the backward pass have checkpoint names (`models.transformer.REMAT`).
+memory. Inputs worth saving for the backward pass have checkpoint names (`models.decoder.transformer.REMAT`).
 
 B batch, T length, D embed, F mlp, V vocab.
 """

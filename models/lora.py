@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from core import logical, parameters, random_bits, wrappers
 from core.errors import UserError
 from core.types import Model, Params
-from models import ring_attention
+from models.decoder.attention import ring_attention
 
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
 PATTERNS = ("*_lora_a", "*_lora_b")  # paths of adapters

@@ -8,8 +8,8 @@ params = folder.load(abstract_params, specs)
 from typing import Any
 
 from core import published_files
-from models import families
-from models.transformer import Transformer
+from models.decoder.published import families
+from models.decoder.transformer import Transformer
 
 
 def model(folder: str, **changes: Any) -> Transformer:

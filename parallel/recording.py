@@ -52,7 +52,7 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
       The recording, on every host; the state before step 1 is phase `START` of step 0.
 
     Raises:
-      UserError: the strategy computes the positions of rows in another order (`models.ring_attention`).
+      UserError: the strategy computes the positions of rows in another order (`ring_attention`).
     """
     strategy, shape = program.partitioner.strategy, program.partitioner.shape
     if logical.shards(strategy.activation_rules["kv_length"], shape) > 1:

@@ -5,7 +5,7 @@ from core.batches import Field
 from core.errors import UserError
 from core.types import LossOutput
 from launch.loaded_model import load
-from models import transformer
+from models.decoder import transformer
 from models.haiku_model import HaikuModel
 from parallel import strategies
 from parallel.sampling import Sampling

@@ -263,7 +263,7 @@ def test_cycles_of_imports_are_found():
     [
         ("core/step.py", "parallel.mesh", False),
         ("models/losses.py", "tasks", True),
-        ("parallel/mesh.py", "models.transformer", True),
+        ("parallel/mesh.py", "models.decoder.transformer", True),
         ("tasks/text/constructors.py", "launch", True),
         ("tasks/text/constructors.py", "seqio", False),
         ("launch/session.py", "gin.config", True),

@@ -44,15 +44,15 @@ def blue(monkeypatch):
 def test_what_needs_a_part_is_found(blue):
     sources = {
         "models/blue.py": "from models import blue",
-        "models/presets.py": "def f():\n  from models.blue import Blue",
+        "models/decoder/presets.py": "def f():\n  from models.blue import Blue",
         "launch/a.py": "def f():\n  import models.blue",
-        "tasks/b.py": "from models import bluer, parts",
+        "tasks/b.py": "from models import bluer; from models.decoder import parts",
         "gin/defaults.gin": "from models import blue",
         "gin/blue/chunks.gin": "from models import blue",
         "gin/c.gin": "include 'gin/blue/chunks.gin'\nfrom models import parts",
     }
     assert needing("blue", sources) == {
-        "models/presets.py": ["models.blue"],
+        "models/decoder/presets.py": ["models.blue"],
         "launch/a.py": ["models.blue"],
         "gin/defaults.gin": ["models/blue"],
         "gin/c.gin": ["gin/blue/chunks.gin"],

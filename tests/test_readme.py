@@ -20,7 +20,8 @@ from core import batches, logical
 from core.checkpoints import published
 from launch import __main__ as cli
 from launch import environment, experiment, settings
-from models import families, family_tensors, transformer
+from models.decoder import transformer
+from models.decoder.published import families, family_tensors
 from tasks import streams
 from tests.lab import golden
 

@@ -156,7 +156,7 @@ def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
     from core import distributed
     from core.health import phase
     from launch.hosts import cluster
-    from models import attention_check
+    from models.decoder.attention import attention_check
 
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")

@@ -22,8 +22,9 @@ from launch import flags
 from launch.experiment import Experiment
 from launch.experiments import saved_run
 from launch.runs import warm_start as warm_starts
-from models import families, family_tensors, lora
-from models.decoder_config import DecoderConfig
+from models import lora
+from models.decoder.config import DecoderConfig
+from models.decoder.published import families, family_tensors
 from tasks import streams
 from tasks.text import generation_settings
 from tasks.text.tokenizer_folders import FolderTokenizer

@@ -37,7 +37,7 @@ _OF_PARAMETER, _OF_CONSTRUCTOR, _OF_MACRO = 2, 1, 0  # components of a full name
 
 
 class Table(NamedTuple):
-    """What moved. Names are full names in the workspace, such as `models.transformer.Transformer.mixer`.
+    """What moved. Names are full names in the workspace, such as `models.decoder.transformer.Transformer.mixer`.
 
     Attributes:
       names: new names of modules, constructors, parameters and macros, by old names. No new name begins with an
@@ -54,8 +54,16 @@ class Table(NamedTuple):
 
 
 _EXPERIMENT, _SETTINGS = "launch.experiment.Experiment", "launch.settings"
-_DECODERS = ("models.transformer.Transformer", "models.transformer.preset")
+_DECODERS = ("models.decoder.transformer.Transformer", "models.decoder.transformer.preset")
 _MODULES = {
+    "models.transformer": "models.decoder.transformer",
+    "models.decoder_parts": "models.decoder.layers",
+    "models.parts": "models.decoder.parts",
+    "models.rotary": "models.decoder.rotary",
+    "models.planner_config": "models.decoder.planner_config",
+    "models.experts": "models.decoder.experts",
+    "models.s5": "models.mixers.s5",
+    "models.block_sparse": "models.mixers.block_sparse",
     "tasks.vocabularies": "tasks.text.vocabularies",
 }
 TABLE = Table(

@@ -11,13 +11,13 @@ from typing import Any
 
 from launch.config.statements import Binding, ConfigProblem, Reference, expand, leaves, nearest, render, scoped
 
-_MLP, _EXPERTS = "models.decoder_parts.Mlp", "models.experts.Experts"
-_SUM = "models.parts.Sum"
+_MLP, _EXPERTS = "models.decoder.layers.Mlp", "models.decoder.experts.Experts"
+_SUM = "models.decoder.parts.Sum"
 _TTT, _TTT_CONFIG = "models.ttt.mixer.TTTMixer", "models.ttt.config.TTTConfig"
 _CLASSES = {
-    "attention": "models.decoder_parts.Attention",
-    "block_sparse": "models.block_sparse.BlockSparse",
-    "s5": "models.s5.S5",
+    "attention": "models.decoder.layers.Attention",
+    "block_sparse": "models.mixers.block_sparse.BlockSparse",
+    "s5": "models.mixers.s5.S5",
     "ttt_linear": _TTT,
     "ttt_mlp": _TTT,
     "mlp": _MLP,

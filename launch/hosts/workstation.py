@@ -228,7 +228,7 @@ def left_behind(patterns: Sequence[str], *, workspace: Path) -> list[str]:
     shipped = workspace_files(workspace) if patterns else []
     found = []
     for pattern in patterns:
-        here = sorted(map(os.path.normpath, glob.glob(pattern, root_dir=workspace, recursive=True)))  # noqa: PTH207 (as `tasks.text.documents`)
+        here = sorted(map(os.path.normpath, glob.glob(pattern, root_dir=workspace, recursive=True)))  # noqa: PTH207 (as `documents`)
         left = [path for path in here if not any(f == path or f.startswith(f"{path}/") for f in shipped)]
         if left:
             found.append(

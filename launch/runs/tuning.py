@@ -29,7 +29,7 @@ from core.types import Batch
 from launch.config import LoadedConfig, changes
 from launch.experiment import Experiment
 from launch.runs.prepared_run import Run
-from models.splash_tiles import Tiles
+from models.decoder.attention.splash_tiles import Tiles
 from parallel import compiler_options
 
 FOLDER = "tune"  # in the run directory
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
     Attributes:
       name: shown in the table.
-      tiles: fields of `models.splash_tiles.Tiles`.
+      tiles: fields of `models.decoder.attention.splash_tiles.Tiles`.
       options: of the compiler.
     """
 
@@ -77,7 +77,10 @@ class Candidate(NamedTuple):
         made, statements = self.applied(experiment), []
         if self.tiles:
             tiles = dataclasses.asdict(getattr(wrappers.field_owner(made.model, _TILES), _TILES))
-            statements = ["from models import splash_tiles", *write.of_model(_TILES, "@splash_tiles.Tiles()")]
+            statements = [
+                "from models.decoder.attention import splash_tiles",
+                *write.of_model(_TILES, "@splash_tiles.Tiles()"),
+            ]
             statements += [f"splash_tiles.Tiles.{name} = {value!r}" for name, value in tiles.items()]
         if self.options:
             statements += write.of_experiment("compiler_options", repr(dict(made.compiler_options)))

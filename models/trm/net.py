@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical, stack
-from models import rotary
+from models.decoder import rotary
 from models.trm import operations
 
 Block = Mapping[str, jax.Array]  # weights of one layer

@@ -30,9 +30,10 @@ import jax.numpy as jnp
 from core import logical, parameters, random_bits
 from core.errors import UserError
 from core.types import Batch, LossOutput, Params, WeightedSum
-from models import chunked_loss, derivatives, losses
-from models.experts import experts_of
-from models.transformer import Transformer
+from models import derivatives, losses
+from models.decoder import chunked_loss
+from models.decoder.experts import experts_of
+from models.decoder.transformer import Transformer
 from models.ttt import gates, layer
 from models.ttt.config import TTTConfig
 from models.ttt.gates import Gate, Signals

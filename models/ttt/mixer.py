@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from core import logical
 from core.types import LossOutput, WeightedSum
-from models import ring_attention
-from models.parts import Call, Decoder, Part, Result, Work
+from models.decoder.attention import ring_attention
+from models.decoder.parts import Call, Decoder, Part, Result, Work
 from models.ttt import inner_loop, layer
 from models.ttt.config import TTTConfig
 from models.ttt.inner_loop import Linear

@@ -11,7 +11,7 @@ from core.checkpoints.tensor_map import Source
 from core.errors import UserError, check_integer, check_number
 from core.logical import Specs
 from core.model_settings import differing_settings
-from models import families
+from models.decoder.published import families
 from models.vision.tower import NAME, VisionTower
 
 FAMILIES = ("siglip", "siglip_vision_model", "clip", "clip_vision_model")

@@ -3,7 +3,7 @@
     patches = vision tower(image);   chosen = selector(patches, question);   x[slots] = connector(patches[chosen])
 
 The row of a batch has slots for the patches of its images, then a question, then the answer. Patches and question
-attend to one another both ways, the answer causally, and packed segments to themselves alone (`models.prefix`).
+attend to one another both ways, the answer causally, and packed segments to themselves alone (`models.decoder.prefix`).
 
 B batch, T length, I images of a row, S slots of an image, N patches, D embed, V width of the vision tower.
 """
@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from core import identity, logical, parameters, published_files, random_bits
 from core.errors import UserError
 from core.types import Batch, Carry, LossOutput, Params, WeightedSum
-from models import derivatives, families, losses
-from models.decoder_config import parts_of
-from models.prefix import Prefix
-from models.transformer import Inserted, Transformer
+from models import derivatives, losses
+from models.decoder.config import parts_of
+from models.decoder.prefix import Prefix
+from models.decoder.published import families
+from models.decoder.transformer import Inserted, Transformer
 from models.vision import selector as selecting
 from models.vision import tower as towers
 from models.vision.selector import Chosen, Selector

@@ -37,7 +37,7 @@ import numpy as np
 from core import logical, random_bits
 from core.errors import UserError
 from models import derivatives
-from models.prefix import HIDDEN
+from models.decoder.prefix import HIDDEN
 
 NAME = "selector"  # first part of the paths of all parameters
 LEARNED = ("straight_through", "gumbel", "soft")

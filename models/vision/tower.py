@@ -23,11 +23,12 @@ import numpy as np
 
 from core import logical, stack
 from core.errors import UserError, check_integer, check_number
-from models import decoder_parts, derivatives, rotary
-from models.decoder_block import Block
-from models.decoder_config import REMAT, DecoderConfig
-from models.parts import GLOBAL, Call, Side
-from models.prefix import Prefix
+from models import derivatives
+from models.decoder import layers, rotary
+from models.decoder.block import Block
+from models.decoder.config import REMAT, DecoderConfig
+from models.decoder.parts import GLOBAL, Call, Side
+from models.decoder.prefix import Prefix
 
 logical.declare("pixel_rows", "rows of pixels of a patch")
 logical.declare("pixel_columns", "columns of pixels of a patch")
@@ -49,7 +50,7 @@ class VisionTower:
       num_layers: 0: a patch is embedded without looking at others.
       embed_dim, mlp_dim, num_heads: sizes.
       norm_eps: added to the variance.
-      activation: see `models.decoder_config.DecoderConfig`.
+      activation: see `models.decoder.config.DecoderConfig`.
       positions: "learned": a vector for each patch is added; "rotary": half of the dimensions of queries and keys are
         rotated by the row, half by the column of a patch.
       patch_bias: whether the embedding of patches has a bias.
@@ -156,11 +157,11 @@ class VisionTower:
         if self.class_token:
             x = jnp.concatenate([self._class(len(x), like.dtype), x], axis=1)
         if self.input_norm:
-            x = decoder_parts.normalized(config, f"{NAME}_input_norm", x)
+            x = layers.normalized(config, f"{NAME}_input_norm", x)
         if self.num_layers:
             x = self._layers(x, config)
         if self.output_norm:
-            x = decoder_parts.normalized(config, f"{NAME}_output_norm", x)
+            x = layers.normalized(config, f"{NAME}_output_norm", x)
         return x[:, self.class_token :]
 
     def _class(self, rows: int, dtype: str) -> jax.Array:

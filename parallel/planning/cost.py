@@ -30,7 +30,10 @@ from parallel.traffic import Collective
 CLOCK_HZ: Mapping[str, float] = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
 # Of peak, in a kernel. Assumed; published rates of causal flash attention on TPUs are 30 to 60 %.
 KERNEL_SHARE_OF_PEAK = 0.4
-_GROUPED = ("gmm", "tgmm")  # products of groups of rows (`models.grouped_products`), by JAX's name for the kernel
+_GROUPED = (
+    "gmm",
+    "tgmm",
+)  # products of groups of rows (`models.decoder.grouped_products`), by JAX's name for the kernel
 # Number of matrix products of [B, H, Q, S] x K in each splash kernel, by JAX's name for it. Forward: scores and values.
 # dq: scores, dP and dQ. dkv: scores, dP, dK and dV; also dQ where the backward pass is a single kernel.
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
@@ -144,7 +147,7 @@ def kernel_flops(kernel: Kernel) -> float | None:
         products = _FUSED_BACKWARD
     # Of the scores, those at or before the query, on the chip with the last queries, which takes longest: 1/2 where a
     # chip has all queries, close to 1 where it has only the last eighth of them.
-    if "/full_pair/" in kernel.op_name:  # keys that arrive in a ring: `models.ring_attention`
+    if "/full_pair/" in kernel.op_name:  # keys that arrive in a ring: `models.decoder.attention.ring_attention`
         return 2.0 * products * math.prod(arrays[0]) * keys * kernel.times
     share = min(1 - queries / (2 * keys), _window_share(kernel, queries, keys, by_keys=name == "splash_mha_dkv"))
     return 2.0 * products * math.prod(arrays[0]) * keys * share * kernel.times

@@ -22,7 +22,9 @@ from core import logical, optimizers, published_files, slices, units
 from core.batches import batch_shapes
 from core.checkpoints import published, safetensors_files
 from launch.environment import WORKSPACE
-from models import families, family_tensors, pretrained, transformer
+from models import pretrained
+from models.decoder import transformer
+from models.decoder.published import families, family_tensors
 from parallel import strategies
 from parallel.partitioner import Partitioner
 from tasks import streams
@@ -33,7 +35,7 @@ EXAMPLE = "tests/run.sh lab folder_memory llama-3.1-8b v4-32"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the model, the slice, and what a simulated host needs to know."""
-    parser.add_argument("model", metavar="PRESET", help="a name of models/presets.py")
+    parser.add_argument("model", metavar="PRESET", help="a name of models/decoder/presets.py")
     parser.add_argument("slice", metavar="SLICE")
     parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -14,9 +14,9 @@ from typing import Any
 from core import optimizers, slices, units, versions
 from core.errors import UserError
 from launch.environment import WORKSPACE
-from models import transformer
-from models.decoder_parts import Attention, Mlp
-from models.transformer import Transformer
+from models.decoder import transformer
+from models.decoder.layers import Attention, Mlp
+from models.decoder.transformer import Transformer
 from parallel import analysis, compiled, strategies
 from parallel.compiled import OutOfHbmError
 from parallel.partitioner import Partitioner

@@ -13,11 +13,11 @@ import numpy as np
 import optax
 
 from launch import flags
-from models import s5
-from models.decoder_parts import Attention
-from models.parts import Sum
-from models.s5 import S5
-from models.transformer import Transformer
+from models.decoder.layers import Attention
+from models.decoder.parts import Sum
+from models.decoder.transformer import Transformer
+from models.mixers import s5
+from models.mixers.s5 import S5
 from tasks import long_range
 
 HELP = "train small decoders with different mixers on synthetic long-range tasks, and print their accuracy"

@@ -24,7 +24,7 @@ from launch.hosts.cluster import Host
 from launch.runs import prepared_run
 from launch.session import Session
 from launch.settings import Checkpointing, Evaluation
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Program
 from tasks import synthetic

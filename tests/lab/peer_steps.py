@@ -39,7 +39,7 @@ def ours(devices: int, dtype: str) -> tuple[Step, Wait, str]:
 
     from core.optimizers import adamw, constant
     from launch.experiment import Experiment
-    from models.transformer import Transformer
+    from models.decoder.transformer import Transformer
     from parallel import strategies
     from tasks import synthetic
 

@@ -9,7 +9,7 @@ from tests.lab import long_range
 
 
 @pytest.mark.covers("N08")
-@pytest.mark.slow  # a minute: tests/models/test_s5.py holds the state itself
+@pytest.mark.slow  # a minute: tests/models/mixers/test_s5.py holds the state itself
 @pytest.mark.parametrize("carried", [True, False], ids=["carried", "lost"])
 def test_retrieval_from_a_row_needs_the_carried_state(carried):
     vocabulary = tasks.rows(kind="retrieval", length=long_range.LENGTH, num_streams=1).vocabulary

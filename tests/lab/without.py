@@ -25,8 +25,8 @@ EXAMPLE = """tests/run.sh lab without
 PRODUCT = ("core", "parallel", "models", "tasks", "launch", "renga")
 PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file of two parts needs both
     "s5": (
-        "models/s5.py",
-        "models/preset_valkyrie_long.py",
+        "models/mixers/s5.py",
+        "models/mixers/preset_valkyrie_long.py",
         "gin/models/valkyrie_long.gin",
         "gin/long/*.gin",
         "gin/long/text/[hv]*.gin",

@@ -39,7 +39,7 @@ trm.TRM.l_cycles = 2
 """
 TOKENS = """
 from __gin__ import dynamic_registration
-from models import transformer
+from models.decoder import transformer
 from tasks import synthetic
 
 include 'gin/quickstart.gin'

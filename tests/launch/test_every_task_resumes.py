@@ -32,7 +32,7 @@ LINES += ("text.files.validation = %VALIDATION_DATA", "text.files.length = %LENG
 LINES += ("text.files.num_streams = %NUM_STREAMS",)
 CHUNKS = ("from tasks import chunked", "TASK = @chunked.rows()", "chunked.rows.task = @text.python_source()")
 CHUNKS += ("chunked.rows.length = 16", "LENGTH = 48", "transformer.Transformer.keeps_states = True")
-CHUNKS += ("from models import s5", "transformer.Transformer.feed_forward = @s5.S5()", "s5.S5.states = 8")
+CHUNKS += ("from models.mixers import s5", "transformer.Transformer.feed_forward = @s5.S5()", "s5.S5.states = 8")
 TASKS = {
     "random_tokens": ("gin/quickstart.gin", (*TOKENS, "TASK = @synthetic.random_tokens()")),
     "python_source": ("gin/quickstart.gin", TOKENS),

@@ -12,7 +12,7 @@ from core import slices
 from launch import environment
 from launch.config import loader
 from launch.experiment import Experiment
-from models import transformer
+from models.decoder import transformer
 from parallel import agreement, mesh, report
 
 GIN = environment.WORKSPACE / "gin"

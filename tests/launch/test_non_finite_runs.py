@@ -17,7 +17,7 @@ from launch.hosts import cluster
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
 from launch.session import Session
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from parallel import strategies
 from parallel.pipeline import schedules
 from tasks import synthetic

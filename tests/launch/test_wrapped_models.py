@@ -15,7 +15,7 @@ from launch.config.changes import Changes
 from launch.plan import search
 from launch.runs import progress, smoke
 from launch.settings import Evaluation
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from parallel import agreement
 from parallel.planning import candidates, model_trace
 
@@ -38,7 +38,7 @@ class Scaled:
 TEXT = """
 from __gin__ import dynamic_registration
 import wrapping
-from models import transformer
+from models.decoder import transformer
 include 'gin/quickstart.gin'
 MODEL = @wrapping.Scaled()
 wrapping.Scaled.model = @transformer.Transformer()

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import derivatives, rotary
+from models import derivatives
+from models.decoder import rotary
 
 KEYS = jax.random.split(jax.random.key(3), 8)
 X = 2.0 + 3.0 * jax.random.normal(KEYS[0], (2, 5, 6))

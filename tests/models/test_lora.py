@@ -10,10 +10,11 @@ import pytest
 from core import logical, slices
 from core.checkpoints import published
 from core.errors import UserError
-from models import family_tensors, lora
+from models import lora
 from models.agreement_subjects import random_batches
-from models.experts import Experts
-from models.transformer import Transformer
+from models.decoder.experts import Experts
+from models.decoder.published import family_tensors
+from models.decoder.transformer import Transformer
 from parallel import agreement, strategies
 from parallel.partitioner import Partitioner
 from tests.lab.subjects import bind

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from core import logical, stack
 from core.types import WeightedSum
-from models import attention, losses
+from models import losses
+from models.decoder.attention import attention
 from models.haiku_model import HaikuModel
 from parallel import strategies
 

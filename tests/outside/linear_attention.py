@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from core import logical
-from models import ring_attention
-from models.parts import Part, Result, Work
+from models.decoder.attention import ring_attention
+from models.decoder.parts import Part, Result, Work
 
 IN, HEADS = ("embed", "heads", "head_dim"), ("batch", "length", "heads", "head_dim")
 

@@ -18,8 +18,8 @@ from launch import __main__ as cli
 from launch import environment
 from launch.config import loader
 from launch.plan import search
-from models.decoder_parts import Attention
-from models.parts import Sum
+from models.decoder.layers import Attention
+from models.decoder.parts import Sum
 from parallel import analysis, compiled
 
 FOLDER = environment.WORKSPACE / "tests" / "outside"
@@ -180,7 +180,7 @@ def test_fine_tuning_under_three_strategies_trains_all_but_the_embeddings(train)
 
 
 def test_a_mixer_of_one_s_own_generates_from_its_state():
-    from tests.models.test_mixers import BATCH, PLAIN, check_generation, params_of
+    from tests.models.decoder.test_layers import BATCH, PLAIN, check_generation, params_of
 
     sys.path.insert(0, str(FOLDER))
     try:

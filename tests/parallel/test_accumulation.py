@@ -8,7 +8,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from core import batches, optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
 from tasks import streams

@@ -11,8 +11,9 @@ import pytest
 from core import logical, optimizers, slices
 from core.batches import Field
 from core.stack import layer_stack
-from models import attention, losses
+from models import losses
 from models.agreement_subjects import MODEL, random_batches
+from models.decoder.attention import attention
 from parallel import accumulation, agreement, partitioner, strategies
 from tests.haiku_model import HaikuModel
 from tests.lab.subjects import bind
@@ -32,7 +33,7 @@ SLOW = {  # by what is quick and splits in the same way
     "hsdp": "mesh3d",
     "fsdp_tensor": "mesh3d",
     "tensor": "mesh3d",
-    "context_ring": "tests/models/test_ring_attention.py",
+    "context_ring": "tests/models/decoder/attention/test_ring_attention.py",
     "multislice": "mesh3d, which splits rows over two axes too",
     "experts": "test_experts_agree.py, whose model has experts",
     "whole key heads": "mesh3d, but that key heads may stay whole is seen only here",

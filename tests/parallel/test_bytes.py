@@ -12,7 +12,7 @@ import optax.contrib
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel import agreement, report
 from parallel.partitioner import Partitioner
 from tasks import streams

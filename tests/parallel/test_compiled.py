@@ -12,7 +12,7 @@ from core.slices import GIB
 from launch import environment
 from launch.config import loader
 from launch.runs import smoke
-from models import transformer
+from models.decoder import transformer
 from parallel import analysis, compiled, partitioner, report, strategies
 from parallel.agreement import EXAMPLES
 from tasks import streams

@@ -10,7 +10,7 @@ import pytest
 
 from core import slices
 from launch.config import loader
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from parallel import compiled, compiler_options
 from parallel.hlo import messages
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from models import transformer
 from models.agreement_subjects import random_batches
-from models.experts import Experts
+from models.decoder import transformer
+from models.decoder.experts import Experts
 from parallel import agreement, strategies
 from parallel.agreement import ONE_DEVICE, Example
 from parallel.pipeline import schedules

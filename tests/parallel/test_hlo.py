@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from core import optimizers, slices, stack
-from models import transformer
+from models.decoder import transformer
 from parallel import analysis, compiled, partitioner, strategies, traffic
 from parallel.hlo import costs, executions, program, replica_groups
 from parallel.hlo.trip_counts import Scope, TripCounts

@@ -7,7 +7,7 @@ import pytest
 
 from core import optimizers, slices
 from core.errors import UserError
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from parallel import likelihood, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams

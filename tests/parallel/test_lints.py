@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel import analysis, compiled, lints, partitioner, strategies, traffic
 from parallel.hlo import executions, messages, program
 from tasks import streams

@@ -6,13 +6,13 @@ import functools
 import pytest
 
 from core.errors import UserError
-from models import transformer
 from models.agreement_subjects import random_batches
-from models.block_sparse import BlockSparse
-from models.decoder_parts import Attention
-from models.experts import Experts
-from models.planner_config import Planner
-from models.s5 import S5
+from models.decoder import transformer
+from models.decoder.experts import Experts
+from models.decoder.layers import Attention
+from models.decoder.planner_config import Planner
+from models.mixers.block_sparse import BlockSparse
+from models.mixers.s5 import S5
 from parallel import agreement, strategies
 from parallel.agreement import ONE_DEVICE, Example
 from parallel.pipeline import schedules

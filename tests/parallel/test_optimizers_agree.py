@@ -9,7 +9,7 @@ import pytest
 from core import optimizers, slices
 from core.batches import Field
 from models import agreement_subjects as table
-from models import transformer
+from models.decoder import transformer
 from parallel import agreement, strategies
 from parallel.partitioner import Partitioner
 

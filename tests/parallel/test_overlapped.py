@@ -14,7 +14,8 @@ from core.batches import Field
 from core.errors import UserError
 from core.stack import layer_stack
 from core.types import LossOutput
-from models import agreement_subjects, experts
+from models import agreement_subjects
+from models.decoder import experts
 from parallel import ring_reduction, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams

@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec
 
 from core import optimizers, slices, stack
 from models.agreement_subjects import random_batches
-from models.decoder_parts import Attention, Mlp
-from models.experts import Experts
+from models.decoder.experts import Experts
+from models.decoder.layers import Attention, Mlp
+from models.decoder.transformer import Transformer, preset
 from models.lora import Lora
-from models.s5 import S5
-from models.transformer import Transformer, preset
+from models.mixers.s5 import S5
 from parallel import agreement, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel import report, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from core import logical, optimizers, slices
-from models import experts, transformer
+from models.decoder import experts, transformer
 from parallel import analysis, compiled, partitioner, strategies, strategy, traffic
 from parallel.agreement import EXAMPLES
 from parallel.hlo import costs, dataflow, executions, program, replica_groups

@@ -17,7 +17,7 @@ from core import distributed, logical, optimizers, slices
 from core.logical import Axes
 from launch.experiment import padding
 from launch.hosts import cluster
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from parallel import mesh, report, strategies, strategy
 from parallel.partitioner import Partitioner
 from parallel.strategies import REPLICATED, Strategy

@@ -16,7 +16,9 @@ from core import logical, optimizers, parameters, paths, published_files, slices
 from core.checkpoints import layer_map, published, safetensors_files, warm_start
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
-from models import family_tensors, pretrained, transformer
+from models import pretrained
+from models.decoder import transformer
+from models.decoder.published import family_tensors
 from parallel import strategies
 from parallel.partitioner import Partitioner
 from tasks import streams

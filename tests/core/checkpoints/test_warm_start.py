@@ -11,8 +11,8 @@ from core.checkpoints import comparing, inspection, layer_map, reading, steps, w
 from core.checkpoints.arrays import Arrays
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from models.decoder.transformer import Transformer
 from models.lora import Lora
-from models.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules

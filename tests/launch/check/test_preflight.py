@@ -209,7 +209,7 @@ def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypa
 
 def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path, monkeypatch):
     """Valkyrie-7B saves 64 MiB per layer and row. A chip has 8 of the 1,024 rows at a time, without accumulation 64."""
-    moved = ["from models import transformer", "transformer.Transformer.remat = 'attention_on_host'"]
+    moved = ["from models.decoder import transformer", "transformer.Transformer.remat = 'attention_on_host'"]
     rows = ["BATCH_SIZE = 1024", "ACCUM_STEPS = 8"]
 
     def host_memory_of(*bindings):

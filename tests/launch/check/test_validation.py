@@ -10,7 +10,7 @@ import pytest
 from launch import environment
 from launch.check import validation
 from launch.check.validation import Part
-from models import attention_check
+from models.decoder.attention import attention_check
 from tests.lab import status
 
 

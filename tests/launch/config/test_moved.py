@@ -69,9 +69,9 @@ def table(monkeypatch):
     """A table in which today's names are the new ones of others."""
     names = {
         "core.rules": "core.optimizers",
-        "models.decoder": "models.transformer",
-        "models.decoder.Decoder": "models.transformer.Transformer",
-        "models.transformer.Transformer.depth": "models.transformer.Transformer.num_layers",
+        "models.layered": "models.decoder.transformer",
+        "models.layered.Decoder": "models.decoder.transformer.Transformer",
+        "models.decoder.transformer.Transformer.depth": "models.decoder.transformer.Transformer.num_layers",
         "launch.experiment.Experiment.rule": "launch.experiment.Experiment.optimizer",
         "BATCH": "BATCH_SIZE",
     }
@@ -83,12 +83,12 @@ def table(monkeypatch):
 HEAD = """\
 from __gin__ import dynamic_registration
 from launch import experiment
-from models import decoder
+from models import layered
 from core import rules
 include 'gin/defaults.gin'
 include 'gin/strategies/data_parallel.gin'
 include 'gin/models/quickstart.gin'
-MODEL = @decoder.Decoder()
+MODEL = @layered.Decoder()
 """
 
 
@@ -108,33 +108,33 @@ def values(config):
 
 
 def test_old_names_of_modules_constructors_parameters_and_macros(write):
-    file = write("decoder.Decoder.depth = 3", "BATCH = 16", "rules.adamw.b1 = 0.8")
-    config = loader.load(file, bindings=["decoder.Decoder.mlp_dim = 64", "experiment.Experiment.accum_steps = 2"])
+    file = write("layered.Decoder.depth = 3", "BATCH = 16", "rules.adamw.b1 = 0.8")
+    config = loader.load(file, bindings=["layered.Decoder.mlp_dim = 64", "experiment.Experiment.accum_steps = 2"])
     found = values(config)
     assert found["transformer.Transformer.num_layers"] == 3
     assert found["transformer.Transformer.mlp_dim"] == 64
     assert (found["BATCH_SIZE"], found["optimizers.adamw.b1"]) == (16, 0.8)
-    assert "decoder" not in config.imports
+    assert "layered" not in config.imports
     assert "rules" not in config.imports
     assert config.build().model.num_layers == 3
     of_file, of_flag = config.notes
-    assert "mine.gin:10: write decoder.Transformer.num_layers for decoder.Decoder.depth" in of_file
+    assert "mine.gin:10: write layered.Transformer.num_layers for layered.Decoder.depth" in of_file
     assert "mine.gin:11: write BATCH_SIZE for BATCH" in of_file
     assert "mine.gin:12" not in of_file  # whose module's import changes
     assert "mine.gin:4: write from core import optimizers as rules for from core import rules" in of_file
-    assert "--gin #1: write transformer.Transformer.mlp_dim for decoder.Decoder.mlp_dim" in of_flag
+    assert "--gin #1: write transformer.Transformer.mlp_dim for layered.Decoder.mlp_dim" in of_flag
 
 
 def test_a_flag_needs_no_import_of_a_former_module(write):
-    config = loader.load("gin/quickstart.gin", bindings=["decoder.Decoder.depth = 3"])
+    config = loader.load("gin/quickstart.gin", bindings=["layered.Decoder.depth = 3"])
     assert values(config)["transformer.Transformer.num_layers"] == 3
 
 
 def test_old_and_new_spelling_override_one_another(write):
-    file = write("transformer.Transformer.num_layers = 3", "from models import transformer")
-    assert loader.load(file, bindings=["decoder.Decoder.depth = 4"]).build().model.num_layers == 4
+    file = write("transformer.Transformer.num_layers = 3", "from models.decoder import transformer")
+    assert loader.load(file, bindings=["layered.Decoder.depth = 4"]).build().model.num_layers == 4
     with pytest.raises(ConfigError, match="given twice") as error:
-        loader.load(write("decoder.Decoder.depth = 3", "decoder.Decoder.num_layers = 4"))
+        loader.load(write("layered.Decoder.depth = 3", "layered.Decoder.num_layers = 4"))
     assert [p.place for p in error.value.problems] == ["mine.gin:11"]
 
 
@@ -154,17 +154,17 @@ def test_an_old_value_of_a_macro(write):
 
 def test_mistakes_in_old_spelling_have_their_place(write):
     with pytest.raises(ConfigError) as error:
-        loader.load(write("decoder.Decoder.depth = 'three'", "decoder.Decodr.depth = 3"))
+        loader.load(write("layered.Decoder.depth = 'three'", "layered.Decodr.depth = 3"))
     assert [p.place for p in error.value.problems] == ["mine.gin:10", "mine.gin:11"]
 
 
 def test_saved_texts_in_old_and_new_spelling_are_equal(write):
     new = loader.load("gin/quickstart.gin").text
-    old = new.replace("from models import transformer", "from models import decoder")
-    old = old.replace("transformer.Transformer.", "decoder.Decoder.").replace("@transformer.T", "@decoder.Decoder.T")
-    old = old.replace("@decoder.Decoder.Transformer", "@decoder.Decoder").replace("num_layers", "depth")
+    old = new.replace("from models.decoder import transformer", "from models import layered")
+    old = old.replace("transformer.Transformer.", "layered.Decoder.").replace("@transformer.T", "@layered.Decoder.T")
+    old = old.replace("@layered.Decoder.Transformer", "@layered.Decoder").replace("num_layers", "depth")
     old = old.replace("import optimizers", "import rules").replace("optimizers.", "rules.")
-    assert old.count("decoder") > 3
+    assert old.count("layered") > 3
     assert differences.is_same(old, new)
     assert differences.between(old, new) == []
     assert differences.among([old, new]) == [{}, {}]

@@ -4,21 +4,21 @@ import pytest
 
 from core import identity
 from launch.config import ConfigError, loader
-from models.block_sparse import BlockSparse
-from models.decoder_parts import Attention, Mlp
+from models.decoder.layers import Attention, Mlp
+from models.mixers.block_sparse import BlockSparse
 
 HEAD = """from __gin__ import dynamic_registration
-from models import block_sparse
-from models import experts
-from models import s5
-from models import transformer
+from models.mixers import block_sparse
+from models.decoder import experts
+from models.mixers import s5
+from models.decoder import transformer
 from models.ttt import config
 
 include 'gin/quickstart.gin'
 
 """
 TTT = "from models.ttt import mixer\nmixer.TTTMixer.config = @config.TTTConfig()\n"
-PARTS = "from models import decoder_parts\nfrom models import parts\n"
+PARTS = "from models.decoder import layers\nfrom models.decoder import parts\n"
 SPELLINGS = {
     "s5": (
         {"mixer": "'s5'", "s5": "@s5.S5()"},
@@ -35,21 +35,21 @@ SPELLINGS = {
             "block_sparse": "@block_sparse.BlockSparse()",
         },
         {
-            "mixer": "(@decoder_parts.Attention(), @block_sparse.BlockSparse())",
-            "feed_forward": "(@decoder_parts.Mlp(), None)",
+            "mixer": "(@layers.Attention(), @block_sparse.BlockSparse())",
+            "feed_forward": "(@layers.Mlp(), None)",
         },
     ),
     "experts": ({"experts": "@experts.Experts()"}, {"feed_forward": "@experts.Experts()"}),
     "experts by name": (
         {"experts": "@experts.Experts()", "feed_forward": "('mlp', 'experts')"},
-        {"feed_forward": "(@decoder_parts.Mlp(), @experts.Experts())"},
+        {"feed_forward": "(@layers.Mlp(), @experts.Experts())"},
     ),
     "ttt": ({"mixer": "'ttt_linear'", "ttt": "@config.TTTConfig()"}, {"mixer": "@mixer.TTTMixer()"}),
     "ttt_mlp": ({"mixer": "'ttt_mlp'", "ttt": "@config.TTTConfig()"}, {"mixer": "@mixer.TTTMixer()"}),
     "nothing": ({"experts": "None", "mixer": "'attention'"}, {}),
 }
 MORE = {
-    "a sum": "parts.Sum.parts = (@decoder_parts.Attention(), @s5.S5())\n",
+    "a sum": "parts.Sum.parts = (@layers.Attention(), @s5.S5())\n",
     "ttt_mlp": "config.TTTConfig.inner = 'mlp'\n",
 }  # fmt: skip
 
@@ -76,7 +76,11 @@ def test_an_old_spelling_builds_the_same_model_and_says_the_new_one(name, tmp_pa
     before = load(tmp_path, old)
     more = MORE.get(name, "")
     after = load(
-        tmp_path, new, more=(TTT if "ttt" in name else "") + (PARTS if "parts" in f"{new}{more}" else "") + more
+        tmp_path,
+        new,
+        more=(TTT if "ttt" in name else "")
+        + (PARTS if "parts." in f"{new}{more}" or "layers." in f"{new}{more}" else "")
+        + more,
     )
     assert identity.of(before.build().model) == identity.of(after.build().model)
     assert any("the next release will not accept" in note for note in before.notes)
@@ -84,7 +88,7 @@ def test_an_old_spelling_builds_the_same_model_and_says_the_new_one(name, tmp_pa
 
 
 def test_flags_and_saved_texts_may_have_the_old_spelling(tmp_path):
-    flags = ["from models import s5", "transformer.Transformer.s5 = @s5.S5()", "s5.S5.states = 8"]
+    flags = ["from models.mixers import s5", "transformer.Transformer.s5 = @s5.S5()", "s5.S5.states = 8"]
     config = loader.load("gin/quickstart.gin", bindings=[*flags, "transformer.Transformer.mixer = 's5'"])
     assert config.build().model.mixer.states == 8
     again = loader.load("config.gin", text=config.text)
@@ -241,10 +245,10 @@ MISTAKES = {  # each with the flags that have a mistake, and the new spelling in
     "no experts in a pattern": ("own pattern", [f"{T}.experts = None"], {1: f"{T}.feed_forward"}),
     "settings over the new spelling": (HYBRID, [*BIG], {1: "@big/s5.S5()"}),
     "settings of no name": ("quickstart", [f"{T}.s5 = @s5.S5()", "s5.S5.states = 8"], {1: "@s5.S5()"}),
-    "a misspelled mixer": ("quickstart", [f"{T}.mixer = 'atention'"], {1: "@decoder_parts.Attention()"}),
+    "a misspelled mixer": ("quickstart", [f"{T}.mixer = 'atention'"], {1: "@layers.Attention()"}),
     "a misspelled feed-forward": ("quickstart", [f"{T}.feed_forward = ('mlp', 'expert')"], {1: "@experts.Experts()"}),
     "experts beside a feed-forward": ("both", [], {10: "@experts.Experts()"}),
-    "a misspelled mixer in a macro": ("a misspelled macro", [], {10: "@decoder_parts.Attention()"}),
+    "a misspelled mixer in a macro": ("a misspelled macro", [], {10: "@layers.Attention()"}),
     "a feed-forward as a mixer": ("quickstart", [f"{T}.mixer = 'attention+mlp'"], {1: ""}),
 }
 
@@ -263,8 +267,8 @@ def test_what_has_no_new_spelling_is_a_mistake_that_says_what_to_write(name, tmp
 
 def test_a_note_says_the_imports_that_the_new_spelling_needs(tmp_path):
     (note,) = load(tmp_path, SPELLINGS["a sum"][0]).notes
-    assert "add from models import decoder_parts" in note
-    assert "add from models import parts" in note
+    assert "add from models.decoder import layers" in note
+    assert "add from models.decoder import parts" in note
     assert "import s5" not in note
     (note,) = loader.load("gin/quickstart.gin", bindings=[f"{T}.experts = None", *EXPERTS]).notes
     assert "import" not in note  # flags need none

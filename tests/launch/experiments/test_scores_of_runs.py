@@ -41,7 +41,7 @@ trm.TRM.halt_max_steps = 2
 """
 TEXT = """
 from __gin__ import dynamic_registration
-from models import transformer
+from models.decoder import transformer
 include 'gin/quickstart.gin'
 SLICE = 'v4-8'
 BATCH_SIZE = 8

@@ -32,7 +32,7 @@ from launch.runs import prepared_run
 from launch.hosts import cluster
 from launch.session import Session
 from launch import settings
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from tasks import synthetic
 import dataclasses
 

@@ -12,7 +12,7 @@ from launch import phases, program_identity, settings
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.plan import search
-from models import transformer
+from models.decoder import transformer
 from parallel import strategies
 from parallel.planning import records
 from tasks import synthetic
@@ -103,7 +103,7 @@ def test_records_and_fingerprints_ignore_settings_without_effect_on_a_step(quest
 OWN = """
 import optax
 from core import optimizers
-from models import transformer
+from models.decoder import transformer
 
 class Mine(transformer.Transformer):
     pass
@@ -117,7 +117,7 @@ def factor(*, by: float = 1.0) -> float:
 OWN_GIN = """
 from __gin__ import dynamic_registration
 from core import optimizers
-from models import transformer
+from models.decoder import transformer
 import {module}
 
 include 'gin/quickstart.gin'

@@ -14,7 +14,7 @@ from launch.config import changes, loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, tuning
 from launch.runs.tuning import AS_IT_IS, Candidate
-from models.splash_tiles import Tiles
+from models.decoder.attention.splash_tiles import Tiles
 from parallel import compiler_options
 
 SMALL = [

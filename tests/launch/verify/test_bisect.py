@@ -11,7 +11,8 @@ from core import logical, optimizers, paths, slices, step
 from core.batches import Field
 from launch import __main__ as cli
 from launch.verify import bisect as command
-from models import agreement_subjects, losses, transformer
+from models import agreement_subjects, losses
+from models.decoder import transformer
 from parallel import accumulation, partitioner, recording, strategies
 from parallel import first_difference as bisect
 from parallel.recording import key
@@ -24,7 +25,7 @@ import dataclasses
 import jax
 from jax.sharding import PartitionSpec as P
 
-from models import transformer
+from models.decoder import transformer
 
 
 class Forgetful(transformer.Block):
@@ -359,7 +360,7 @@ def experiment(tmp_path, monkeypatch):
         sizes = dict(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=4, num_kv_heads=4)
         bindings = "" if planted else "\n".join(f"transformer.Transformer.{k} = {v}" for k, v in sizes.items())
         text = EXPERIMENT.format(
-            imports="import planted" if planted else "from models import transformer",
+            imports="import planted" if planted else "from models.decoder import transformer",
             model="planted.model" if planted else "transformer.Transformer",
             bindings=bindings,
         )

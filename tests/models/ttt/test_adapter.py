@@ -11,7 +11,7 @@ import pytest
 from core import logical
 from core.errors import UserError
 from models.agreement_subjects import random_batches
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from models.ttt import adapter, gates
 from parallel import agreement, strategies
 from tests.lab.subjects import bind

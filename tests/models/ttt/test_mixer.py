@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.agreement_subjects import random_batches
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from models.ttt import TTTConfig
 from models.ttt.mixer import TTTMixer
 from parallel import agreement

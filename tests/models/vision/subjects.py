@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from models import transformer
+from models.decoder import transformer
 from models.vision.model import VisionLanguageModel
 from models.vision.selector import Selector
 from models.vision.tower import VisionTower

@@ -10,11 +10,11 @@ import pytest
 from core.errors import UserError
 from core.parameters import path_name
 from models.agreement_subjects import OPTIMIZER
-from models.block_sparse import BlockSparse
-from models.decoder_parts import Attention, Mlp
-from models.parts import Sum
-from models.planner_config import Planner
-from models.s5 import S5
+from models.decoder.layers import Attention, Mlp
+from models.decoder.parts import Sum
+from models.decoder.planner_config import Planner
+from models.mixers.block_sparse import BlockSparse
+from models.mixers.s5 import S5
 from models.ttt import TTTConfig
 from models.ttt.mixer import TTTMixer
 from models.vision.model import PARTS, VisionLanguageModel, part_of

@@ -14,7 +14,7 @@ from core import logical, parameters
 from core.checkpoints import published, warm_start
 from core.errors import UserError
 from models import pretrained
-from models.transformer import Transformer
+from models.decoder.transformer import Transformer
 from models.vision import families, tower
 from models.vision.model import VisionLanguageModel
 from models.vision.selector import Selector

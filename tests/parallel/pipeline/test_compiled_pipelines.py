@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from core import optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel import analysis, compiled, partitioner, strategies
 from parallel.pipeline import region, schedules
 from tasks import streams

@@ -11,8 +11,8 @@ import pytest
 
 from core import optimizers, slices
 from core.batches import Field
-from models import transformer
 from models.agreement_subjects import random_batches
+from models.decoder import transformer
 from parallel import partitioner, strategies
 from parallel.agreement import Example, difference
 from parallel.pipeline import schedules

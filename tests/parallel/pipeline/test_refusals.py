@@ -12,7 +12,8 @@ from core import logical, optimizers, slices
 from core.batches import Field
 from core.stack import Tail, layer_stack
 from core.types import LossOutput
-from models import agreement_subjects, transformer
+from models import agreement_subjects
+from models.decoder import transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
 from tests.haiku_model import HaikuModel

@@ -3,7 +3,7 @@
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel.planning import model_trace
 from tasks import synthetic
 

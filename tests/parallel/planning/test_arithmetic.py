@@ -7,7 +7,8 @@ import pytest
 
 from core import optimizers, slices
 from core.slices import GIB
-from models import transformer, trm
+from models import trm
+from models.decoder import transformer
 from parallel import report, strategies
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from core import slices
-from models import transformer, trm
+from models import trm
+from models.decoder import transformer
 from parallel import strategies, strategy
 from parallel.planning import candidates
 from parallel.planning.candidates import Candidate, Layout

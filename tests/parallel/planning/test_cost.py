@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel import analysis, compiled, mesh, partitioner, strategies, traffic
 from parallel.compiled import Compiled
 from parallel.hlo import costs, executions

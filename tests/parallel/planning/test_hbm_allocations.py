@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from core import optimizers, slices
-from models import transformer
+from models.decoder import transformer
 from parallel import strategies
 from parallel.hlo import program
 from parallel.hlo.program import Array

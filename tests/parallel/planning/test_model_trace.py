@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from core import optimizers, slices
-from models import experts, transformer
+from models.decoder import experts, transformer
 from parallel.planning import model_trace
 from tasks import streams
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from core import optimizers, slices
 from core.batches import Field
-from models import transformer
+from models.decoder import transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules

@@ -1,0 +1,573 @@
+"""Causal attention within segments: a plain implementation for any device, and kernels for TPUs and GPUs.
+
+All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment. The plain
+implementation is the reference and materializes [B, H, T, T] scores; the kernels do not: splash on TPUs (of Pallas,
+it comes with JAX), and cuDNN's on GPUs where it can compute the attention (`cudnn_attention`). They run inside a
+`shard_map` over rows and heads, and splash over query positions, because the partitioner cannot partition a kernel.
+Where positions are sharded, queries stay on their chips. Keys and values are gathered, or travel around a ring of chips
+if the activation table also shards `kv_length` (`ring_attention`), but for windows: most keys of a ring would be
+outside of them.
+
+B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from core import logical
+from core.errors import UserError
+from core.platforms import by_platform
+from models.decoder import prefix as prefixes
+from models.decoder.attention import cudnn_attention, ring_attention
+from models.decoder.attention.splash_tiles import LANES, Tiles
+from models.decoder.prefix import Prefix
+
+CHOICES = ("auto", "plain", "splash", "cudnn", "none")
+BLOCK = 256  # entries of a cache that the queries of a chunk attend to at a time, on CPUs
+_DEFAULT_TILES = Tiles()
+MIXED = "mixed"  # checkpoint name of the kernel's output and of the other residuals of its derivative
+
+
+class KeysAndValues(NamedTuple):
+    """Keys and values of one layer in a cache of R entries, [B, N, R, K] each."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    choice: str = "auto",
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    arranged: bool = False,
+    prefix: Prefix | None = None,
+    tiles: Tiles = _DEFAULT_TILES,
+) -> jax.Array:
+    """Computes causal attention within segments.
+
+    Args:
+      q: [B, T, H, K].
+      k: [B, T, N, K]; key head n serves query heads n G .. n G + G - 1.
+      v: [B, T, N, K].
+      segment_ids: [B, T], int32.
+      choice: "plain"; "splash"; "cudnn"; "auto": splash on TPUs if its tiles fit, cuDNN on GPUs if it can compute it,
+        plain otherwise; "none": no mixing over positions, each keeps its own value (a control for experiments).
+      scale: factor of the scores; None: 1 / sqrt(K).
+      window: a query attends to this many positions, its own being the last; None: to all positions up to its own.
+      softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
+      arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
+      prefix: which positions attend both ways, and biases of keys; None: attention is causal.
+      tiles: of the splash kernel.
+
+    Returns:
+      [B, T, H, K].
+
+    Raises:
+      UserError: the positions of a chip do not fill the tiles of the kernel, cuDNN was asked for and cannot compute
+        it, or there can be no prefix.
+    """
+    if choice == "none":
+        return _repeat_heads(v, q.shape[2])
+    _check(choice, q, prefix, softcap=softcap)
+    order: np.ndarray | None = None
+    if ring_attention.shards() == 1:
+        k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
+        operands = (q, k, v, segment_ids, segment_ids, prefix)
+    elif not arranged:
+        q = ring_attention.arrange(q, "batch", "length", "heads", "head_dim")
+        k, v = (ring_attention.arrange(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
+        rows = ring_attention.arrange(segment_ids, "batch", "length")
+        how = {"choice": choice, "scale": scale, "window": window, "softcap": softcap, "tiles": tiles}
+        mixed = attend(q, k, v, rows, arranged=True, **how)
+        return ring_attention.arrange(mixed, "batch", "length", "heads", "head_dim", back=True)
+    elif window is None:
+        return _around_ring(q, k, v, segment_ids, choice=choice, scale=scale, softcap=softcap, tiles=tiles)
+    else:
+        order = ring_attention.order(q.shape[1])
+        k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
+        operands = (q, k, v, segment_ids, kv_segment_ids, None)
+    options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
+    return _computed(choice, operands, tiles=tiles, **options)
+
+
+def _computed(choice: str, operands: tuple[Any, ...], *, tiles: Tiles, **options: Any) -> jax.Array:
+    """Computes attention by the implementation that was chosen; by the one of the platform for "auto"."""
+    q, *_, prefix = operands
+    by_products = functools.partial(plain, **options)
+    by_kernel = functools.partial(splash_attention, tiles=tiles, **options)
+    by_cudnn = functools.partial(on_gpus, scale=options["scale"], window=options["window"])
+    if choice in ("splash", "cudnn"):
+        return (by_kernel if choice == "splash" else by_cudnn)(*operands)
+    kernels = {"tpu": by_kernel} if fits_tiles(q.shape[1]) else {}
+    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, softcap=options["softcap"], prefix=prefix):
+        kernels["cuda"] = by_cudnn
+    if choice == "plain" or not kernels:
+        return by_products(*operands)
+    return by_platform(*operands, **kernels, default=by_products)
+
+
+def on_gpus(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kv_segment_ids: jax.Array,
+    prefix: Prefix | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    implementation: str = "cudnn",
+) -> jax.Array:
+    """Runs cuDNN's kernel on each device's rows and heads; shapes as in `attend`, each device with whole rows.
+
+    `implementation` is that of `jax.nn.dot_product_attention`.
+    """
+    form = functools.partial(cudnn_attention.attend, scale=scale, window=window, implementation=implementation)
+    queries = () if prefix is None else (prefix.until,)
+    if logical.activation_spec("batch") is None:
+        return form(q, k, v, segment_ids, kv_segment_ids, *queries)
+    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions=None)
+    rows = PartitionSpec(q_spec[0])
+    return jax.shard_map(
+        form,
+        in_specs=(q_spec, kv_spec, kv_spec, rows, rows, *(rows for _ in queries)),
+        out_specs=q_spec,
+        axis_names=logical.automatic_axes(),
+        check_vma=False,  # as for the splash kernel
+    )(q, k, v, segment_ids, kv_segment_ids, *queries)
+
+
+def _gathered_from_ring(x: jax.Array) -> jax.Array:
+    """Returns keys, values or segments [B, T, ...] of whole rows, in the order of the row."""
+    names = ("batch", None, "kv_heads", "head_dim")[: x.ndim]
+    return ring_attention.arrange(logical.constrain(x, *names), *names, back=True)
+
+
+def _around_ring(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    choice: str,
+    scale: float | None,
+    softcap: float | None,
+    tiles: Tiles = _DEFAULT_TILES,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes attention of rows in the order of the ring; arguments as in `attend`."""
+    ring_attention.order(q.shape[1])  # refuses positions that do not divide
+    q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length")
+    axes = tuple(logical.mesh_axes(kv_spec[1]))
+    by_products = ring_attention.Pairs(axes, MIXED, softcap)
+    of_pairs = dataclasses.replace(tiles, fused_backward=False)  # gradients of pairs are computed by both kernels
+    by_kernel = dataclasses.replace(by_products, tiles=of_pairs, interpret=interpret)
+
+    def form(pairs: ring_attention.Pairs) -> Callable[..., jax.Array]:
+        return functools.partial(
+            ring_attention.attend, pairs=pairs, specs=(q_spec, kv_spec, PartitionSpec(*q_spec[:2]))
+        )
+
+    if choice == "plain" or (choice == "auto" and not fits_tiles(q.shape[1])):
+        return form(by_products)(q, k, v, segment_ids)
+    if choice == "splash":
+        return form(by_kernel)(q, k, v, segment_ids)
+    return by_platform(q, k, v, segment_ids, tpu=form(by_kernel), default=form(by_products))
+
+
+def plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kv_segment_ids: jax.Array | None = None,
+    prefix: Prefix | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    order: np.ndarray | None = None,
+) -> jax.Array:
+    """Computes attention with scores and softmax in float32: the reference.
+
+    Args:
+      q, k, v, segment_ids, prefix, scale, window, softcap: as in `attend`.
+      kv_segment_ids: of the keys; None: as of the queries.
+      order: the positions of the queries, if they are not in the order of the row as the keys are.
+
+    Returns:
+      [B, T, H, K].
+    """
+    length = q.shape[1]
+
+    def places() -> jax.Array:
+        return jnp.arange(length) if order is None else jnp.asarray(order)
+
+    scores = _scores(q, k, scale=scale, softcap=softcap)
+    of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+    same = segment_ids[:, :, None] == of_keys[:, None, :]  # [B, T, S]
+    if prefix is not None:
+        if prefix.key_bias is not None:
+            scores += prefix.key_bias[:, None, None, None]
+        return _mixed(scores, prefixes.visible(prefix.until, window=window) & same, v)
+    causal = places()[:, None] >= jnp.arange(length)[None, :]  # [T, S]
+    if window is not None:
+        causal &= places()[:, None] - jnp.arange(length)[None, :] < window
+    return _mixed(scores, causal & same, v)
+
+
+def _scores(q: jax.Array, k: jax.Array, *, scale: float | None, softcap: float | None) -> jax.Array:
+    """Returns the scores of queries [B, T, H, K] and keys [B, S, N, K]: [B, N, G, T, S], float32."""
+    batch, length, heads, head_dim = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
+    scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
+    scores *= 1 / math.sqrt(head_dim) if scale is None else scale
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns the means [B, T, H, K] of values [B, S, N, K] by the softmax of scores where visible [B, T, S]."""
+    scores = jnp.where(visible[:, None, None], scores, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [B, N, G, T, S]
+    mixed = jnp.einsum("bngts,bsnk->btngk", weights, v)
+    return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])
+
+
+def cached(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    before: KeysAndValues,
+    start: jax.Array,
+    padding: jax.Array,
+    *,
+    choice: str = "auto",
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[jax.Array, KeysAndValues]:
+    """Computes causal attention of the ids in slots from `start` on to themselves and to those in earlier slots.
+
+    A cache of R entries holds slot s in entry s mod R. Without a window it has an entry for every slot; with one, R may
+    be as small as the window, and the oldest entries are replaced.
+
+    Args:
+      q, k, v: of T new slots, [B, T, H, K] and [B, T, N, K].
+      before: keys and values of the slots before `start`, [B, N, R, K] each.
+      start: slot of the first new id, [], int32.
+      padding: [B], int32; the first slots of a row, so many of them, are empty.
+      choice: "none" for no mixing over positions; all others are computed alike.
+      scale, window, softcap: as in `attend`.
+
+    Returns:
+      [B, T, H, K], and the cache with the new keys and values.
+    """
+    new, entries = KeysAndValues(*(jnp.swapaxes(a, 1, 2) for a in (k, v))), before.keys.shape[2]
+    if choice == "none":
+        return _repeat_heads(v, q.shape[2]), before
+    if window is not None and entries < window:
+        window = None  # there are fewer slots than the window has
+    pairs, wraps = list(zip(before, new, strict=True)), window is not None
+    after = KeysAndValues(*(_stored(*pair, start, wraps=wraps) for pair in pairs))
+    if window is None or q.shape[1] == 1:  # no entry that a query needs has been replaced
+        seen, slots = after, _held(entries, start + q.shape[1])
+    else:
+        seen = KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs))
+        slots = jnp.concatenate([_held(entries, start), start + jnp.arange(q.shape[1])])
+    scored = {"window": window, "scale": scale, "softcap": softcap}
+    by_products, by_blocks = (functools.partial(form, **scored) for form in (_mixed_at_once, _mixed_by_blocks))
+    operands = (q, seen, slots, start, padding)
+    if q.shape[1] == 1:
+        return by_products(*operands), after
+    return by_platform(*operands, cpu=by_blocks, default=by_products), after
+
+
+def _visible(slots: jax.Array, start: jax.Array, padding: jax.Array, *, length: int, window: int | None) -> jax.Array:
+    """Returns whether each of T = `length` queries attends to each of S slots, [B, T, S]."""
+    queries = start + jnp.arange(length)[:, None]
+    visible = (slots <= queries) & (slots >= padding[:, None, None])
+    return visible if window is None else visible & (queries - slots < window)
+
+
+def _mixed_at_once(
+    q: jax.Array,
+    seen: KeysAndValues,
+    slots: jax.Array,
+    start: jax.Array,
+    padding: jax.Array,
+    *,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> jax.Array:
+    """Computes the attention of slots from `start` on to the entries of a cache.
+
+    Args:
+      q: [B, T, H, K].
+      seen: the entries, [B, N, S, K] each.
+      slots: slot of each entry, [S]; negative if it is empty.
+      start, padding, window, scale, softcap: as in `cached`.
+
+    Returns:
+      [B, T, H, K].
+    """
+    keys, values = (jnp.swapaxes(a, 1, 2) for a in seen)
+    visible = _visible(slots, start, padding, length=q.shape[1], window=window)
+    return _mixed(_scores(q, keys, scale=scale, softcap=softcap), visible, values)
+
+
+def _mixed_by_blocks(
+    q: jax.Array,
+    seen: KeysAndValues,
+    slots: jax.Array,
+    start: jax.Array,
+    padding: jax.Array,
+    *,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> jax.Array:
+    """Computes the same block by block, and leaves out blocks that are empty.
+
+    The sums of a query are relative to its largest score so far, and are scaled down when a block has a larger one
+    (Dao et al. 2022, FlashAttention, algorithm 1). For a prompt of 1,024 ids in a cache of 1,280 entries, a CPU takes a
+    quarter of the time of all scores at once. On TPUs, by the compiler's estimate, an entry takes 2.7 times as long.
+    """
+    (batch, length, heads, head_dim), (_, groups, entries, _) = q.shape, seen.keys.shape
+    block = min(BLOCK, entries)
+    filled = entries if window is not None else start + length  # empty entries are the last ones, or in a window few
+    queries = jnp.transpose(q.reshape(batch, length, groups, heads // groups, head_dim), (0, 2, 3, 1, 4))
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+
+    def add_block(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        largest, total, mixed = sums  # [B, N, G, T, 1], [B, N, G, T, 1], [B, N, G, T, K], float32
+        first = jnp.minimum(i * block, entries - block)  # the last block may overlap with the one before
+        keys, values = (jax.lax.dynamic_slice_in_dim(a, first, block, axis=2) for a in seen)
+        scores = jnp.einsum("bngtk,bnsk->bngts", queries, keys, preferred_element_type=jnp.float32) * scale
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        here = jax.lax.dynamic_slice_in_dim(slots, first, block)
+        visible = _visible(here, start, padding, length=length, window=window) & (
+            first + jnp.arange(block) >= i * block
+        )
+        scores = jnp.where(visible[:, None, None], scores, -1e30)
+        top = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, shrunk = jnp.exp(scores - top), jnp.exp(largest - top)
+        added = jnp.einsum(
+            "bngts,bnsk->bngtk", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
+        return top, total * shrunk + jnp.sum(weights, axis=-1, keepdims=True), mixed * shrunk + added
+
+    rows = queries.shape[:-1]
+    nothing = jnp.full((*rows, 1), -1e30), jnp.zeros((*rows, 1)), jnp.zeros((*rows, head_dim))
+    _, total, mixed = jax.lax.fori_loop(0, (filled + block - 1) // block, add_block, nothing)
+    mixed = jnp.transpose(mixed / total, (0, 3, 1, 2, 4))  # [B, T, N, G, K]
+    return mixed.reshape(q.shape).astype(q.dtype)
+
+
+def _held(entries: int, end: jax.Array) -> jax.Array:
+    """Returns the slot in each entry after the slots before `end` were stored, [R]; negative in an empty entry."""
+    return end - 1 - (end - 1 - jnp.arange(entries)) % entries
+
+
+def _stored(before: jax.Array, new: jax.Array, start: jax.Array, *, wraps: bool) -> jax.Array:
+    """Stores new keys or values [B, N, T, K] of the slots from `start` on in a cache [B, N, R, K].
+
+    Args:
+      before: the cache.
+      new: the entries.
+      start: the first slot, [].
+      wraps: whether the new slots may continue at the first entry.
+    """
+    entries, length = before.shape[2], new.shape[2]
+    if not wraps or length == 1:
+        return jax.lax.dynamic_update_slice_in_dim(before, new, start % entries, axis=2)
+    index = _held(entries, start + length) - start  # in the new slots; negative: the entry is not replaced
+    return jnp.where(index[:, None] >= 0, jnp.take(new, jnp.maximum(index, 0), axis=2), before)
+
+
+def splash_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kv_segment_ids: jax.Array | None = None,
+    prefix: Prefix | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    order: np.ndarray | None = None,
+    masks: Sequence[splash.splash_attention_mask.Mask] = (),
+    tiles: Tiles = _DEFAULT_TILES,
+    interpret: bool = False,
+) -> jax.Array:
+    """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
+
+    Args:
+      q, k, v, segment_ids, kv_segment_ids, prefix, scale, window, softcap, order: as in `plain`; a chip needs all
+        positions of its keys and values.
+      masks: of every head, in place of the causal one or of a window.
+      tiles: the largest tiles.
+      interpret: run the kernel in Pallas's interpreter, on any device.
+    """
+    q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+    queries: tuple[jax.Array, ...] = ()
+    if prefix is not None:
+        q, k = prefixes.with_bias(q, k, prefix.key_bias)
+        queries = (prefixes.sequence(prefix.until, window=window),)
+    options = {"window": window, "softcap": softcap, "order": order, "interpret": interpret, "prefix": bool(queries)}
+    options |= {"masks": masks, "tiles": tiles}
+    make = functools.partial(_kernel, q.shape[1], q.shape[2], **options)
+    if logical.activation_spec("batch") is None:
+        return _attend_locally(make(), q, k, v, segment_ids, of_keys, *queries)
+    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length" if order is None else None)
+    mesh = jax.sharding.get_abstract_mesh()
+    length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
+    kernel = make(length_shards=length_shards, head_shards=head_shards)
+    # Used only to compute the spec: inside a pipeline, axes of `mesh` may be manual.
+    free = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(free, PartitionSpec(q_spec[2], q_spec[1])))
+    rows, of_kv = PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])
+    return jax.shard_map(
+        _attend_locally,
+        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, rows, of_kv, *(rows for _ in queries)),
+        out_specs=q_spec,
+        axis_names=logical.automatic_axes(),
+        check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
+    )(kernel, q, k, v, segment_ids, of_keys, *queries)
+
+
+def _matching_heads(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, positions: str | None
+) -> tuple[jax.Array, jax.Array, tuple[PartitionSpec, PartitionSpec]]:
+    """Returns keys, values and the specs of q and of both, with a key head on the chip of every query head.
+
+    `positions` is the logical axis of the positions of keys.
+    """
+    q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
+    kv_spec = logical.activation_spec("batch", positions, "kv_heads", "head_dim")
+    if kv_spec[2] != q_spec[2]:  # key heads are sharded differently from query heads: repeat them for every query head
+        k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
+        kv_spec = PartitionSpec(*kv_spec[:2], *q_spec[2:])
+    return k, v, (q_spec, kv_spec)
+
+
+def _kernel(
+    length: int,
+    heads: int,
+    *,
+    window: int | None,
+    softcap: float | None,
+    order: np.ndarray | None,
+    interpret: bool,
+    prefix: bool,
+    masks: Sequence[splash.splash_attention_mask.Mask],
+    tiles: Tiles,
+    length_shards: int = 1,
+    head_shards: int = 1,
+):
+    """Returns the kernel for all positions; over chips it is sharded like its queries."""
+    shape = (length, length)
+    if prefix:
+        mask = prefixes.PrefixMask(length, window=window, shard_count=length_shards)
+    elif window is None:
+        mask = splash.CausalMask(shape, shard_count=length_shards)
+    else:
+        mask = splash.LocalMask(shape, (window - 1, 0), 0, shard_count=length_shards)
+    if order is not None:
+        mask.q_sequence = order.astype(np.int32)
+    return splash.make_splash_mha(
+        splash.MultiHeadMask(masks or [mask] * heads),
+        attn_logits_soft_cap=softcap,
+        block_sizes=tiles.block_sizes(length // length_shards),
+        head_shards=head_shards,
+        q_seq_shards=length_shards,
+        residual_checkpoint_name=MIXED,
+        interpret=interpret,
+    )
+
+
+def _attend_locally(
+    kernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array,
+    kv_segments: jax.Array,
+    queries: jax.Array | None = None,
+) -> jax.Array:
+    """Runs the kernel on the arrays of one chip; `queries` are positions for `prefixes.PrefixMask`."""
+
+    def one_row(queries: jax.Array | None, *operands: Any) -> jax.Array:
+        return (kernel if queries is None else prefixes.with_sequence(kernel, queries))(*operands)
+
+    heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, k, v)]  # [B, H, T, K], [B, N, S, K] x 2
+    out = jax.vmap(one_row)(queries, *heads_first, splash.SegmentIds(q_segments, kv_segments))
+    return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
+
+
+def _check(choice: str, q: jax.Array, prefix: Prefix | None, *, softcap: float | None) -> None:
+    if choice == "splash":
+        _check_tiles(q.shape[1])
+    if choice == "cudnn":
+        cudnn_attention.check(q.shape[1], q.shape[-1], q.dtype, softcap=softcap, prefix=prefix)
+    if prefix is None:
+        return
+    if ring_attention.shards() > 1:
+        raise UserError(
+            "this model attends both ways to images and questions, and keys that travel around a ring can only be "
+            "attended to causally: choose a strategy whose activation table has kv_length = None"
+        )
+    if softcap is not None and prefix.key_bias is not None:
+        raise UserError(
+            f"attention_softcap = {softcap}: bounded scores cannot hide a position; choose a selector that gathers "
+            "its patches, with as many slots as it chooses, or a decoder without the bound"
+        )
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """Multiplies x by a number, in float32."""
+    return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def fits_tiles(length: int) -> bool:
+    """Returns whether every chip's query positions fill whole tiles."""
+    return length % _tile_unit() == 0
+
+
+def _tile_unit() -> int:
+    """Returns the number of which the length of a row is a multiple if the kernel's tiles fit."""
+    chunks = 2 if ring_attention.shards() > 1 else 1  # of each chip
+    return ring_attention.length_shards() * chunks * LANES
+
+
+def _check_tiles(length: int) -> None:
+    if not fits_tiles(length):
+        unit = _tile_unit()
+        raise UserError(
+            f"attention = 'splash': {length} positions are not a multiple of {unit}: the kernel needs tiles of {LANES} "
+            "positions in each shard of a row, two of them in a ring. Nearest lengths that fit: "
+            f"{', '.join(map(str, logical.nearest_multiples(length, unit)))}; attention = 'auto' computes other "
+            "lengths by plain products"
+        )
+
+
+def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
+    return jnp.repeat(x, heads // x.shape[2], axis=2)

@@ -1,0 +1,84 @@
+"""Flash attention of cuDNN, for GPUs of NVIDIA, through `jax.nn.dot_product_attention`. No GPU has run it yet.
+
+Causal attention and windows are flags of cuDNN's kernel, which then skips what no query sees. Segments and prefixes
+are a mask, which JAX passes as a bias [B, 1, T, T] in the dtype of the queries: it needs T^2 entries per row, but not
+for every head as plain scores do. What the kernel cannot compute is left to plain products, for the reason that
+`problem` returns.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from core import jax_internals
+from core.errors import UserError
+from models.decoder import prefix as prefixes
+from models.decoder.attention import ring_attention
+from models.decoder.prefix import Prefix
+
+MOST_HEAD_DIM = 128  # cuDNN allows 256 from Hopper on
+
+
+def problem(
+    length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None = None
+) -> str:
+    """Returns why cuDNN cannot compute an attention under the current tables; "" if it can.
+
+    Args:
+      length: positions of a row.
+      head_dim, dtype: of queries, keys and values.
+      softcap, prefix: as in `models.decoder.attention.attention.attend`.
+    """
+    if jax_internals.cudnn_version() is None:
+        return "JAX has found no cuDNN"
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"cuDNN computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > MOST_HEAD_DIM:
+        return f"cuDNN needs a head_dim that is a multiple of 8, at most {MOST_HEAD_DIM}, not {head_dim}"
+    if length % 2:
+        return f"cuDNN needs an even number of positions, not {length}"
+    if softcap is not None:
+        return f"cuDNN does not bound scores (attention_softcap = {softcap})"
+    if prefix is not None and prefix.key_bias is not None:
+        return "cuDNN has no gradient for the biases of keys"
+    if ring_attention.length_shards() > 1 or ring_attention.shards() > 1:
+        return "the positions of a row are on several devices"
+    return ""
+
+
+def check(length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None) -> None:
+    """Raises UserError, with the reason, if cuDNN cannot compute an attention; arguments as for `problem`."""
+    if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix):
+        raise UserError(f"attention = 'cudnn': {reason}; attention = 'auto' uses plain products where cuDNN cannot")
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kv_segment_ids: jax.Array,
+    until: jax.Array | None = None,
+    *,
+    scale: float | None,
+    window: int | None,
+    implementation: str = "cudnn",
+) -> jax.Array:
+    """Computes attention of whole rows; arguments and result as in `models.decoder.attention.attention.plain`.
+
+    Args:
+      q, k, v, segment_ids, kv_segment_ids, scale, window: as there.
+      until: [B, T], of a prefix (`models.decoder.prefix.Prefix`).
+      implementation: "xla" computes the same call without cuDNN, on any device.
+    """
+    seen = segment_ids[:, :, None] == kv_segment_ids[:, None, :]  # [B, T, S]
+    if until is not None:
+        seen &= prefixes.visible(until, window=window)
+        flags = {}
+    elif window is None or window >= q.shape[1]:
+        flags = {"is_causal": True}
+    else:
+        flags = {"is_causal": True, "local_window_size": (window - 1, 0)}
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=seen[:, None], scale=scale, implementation=implementation, **flags
+    )

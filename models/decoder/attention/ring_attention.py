@@ -1,0 +1,375 @@
+"""Causal attention with keys and values that travel around a ring of chips, which share the positions of a row.
+
+Ring attention (Liu et al. 2023) with positions in zig-zag order: a row is divided into 2 S chunks for S chips, and chip
+i has the chunks i and 2 S - 1 - i, its early and its late one. In the order of the row, the last chip would have nearly
+twice the mean work, because its queries attend to all positions, and the others would wait for it.
+
+    chip:    0    1    2    3        S = 4
+    chunks:  0 7  1 6  2 5  3 4
+
+First every chip attends to its own chunks, causally. Then keys and values move to the next chip, S - 1 times. Of the
+two chunks that arrive from chip j, all of the early one is before the late chunk of queries. Of the other three pairs
+of chunks exactly one is visible: if j < i the early queries and the early keys, otherwise the late ones. So in each
+step every chip computes two full pairs of chunks, masked by segments alone.
+
+A pair gives a mean of values and the log of its normalizer, and means are added with weights from these logs (Dao et
+al. 2022, FlashAttention). In the backward pass keys and values move around the ring again, followed by their
+gradients, which a last move returns to their chips. Pairs are computed by the splash kernel or by plain products.
+
+Inside the ring arrays have heads before positions, as the kernel needs them.
+
+B batch, H query heads, N key/value heads, G = H / N, T positions, of a row, a chip or a chunk, S positions of keys, K
+head_dim.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import PartitionSpec
+
+from core import jax_internals, logical
+from core.errors import UserError
+from models.decoder.attention.splash_tiles import Tiles
+
+_HIDDEN = -1e30
+
+
+def shards() -> int:
+    """Returns S: the number of chips over which keys and values are sharded by position; 1 without a ring."""
+    spec = logical.activation_spec("kv_length")
+    return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
+
+
+def length_shards() -> int:
+    """Returns the number of chips over which the positions of queries are sharded."""
+    spec = logical.activation_spec("length")
+    return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
+
+
+def order(length: int) -> np.ndarray:
+    """Returns the positions of a row in the order in which chips have them, [T].
+
+    Raises:
+      UserError: they do not divide into 2 S chunks, or positions of queries are sharded in another way.
+    """
+    count = shards()
+    if length % (2 * count):
+        raise UserError(
+            f"ring attention: {length} positions do not divide into two chunks for each of {count} chips; nearest "
+            f"lengths that do: {', '.join(map(str, logical.nearest_multiples(length, 2 * count)))}"
+        )
+    queries, keys = (logical.activation_spec(name) for name in ("length", "kv_length"))
+    if queries != keys:
+        raise UserError(
+            f"ring attention: the activation table shards kv_length over {keys[0]!r} and length over {queries[0]!r}; "
+            "shard both over the same mesh axis, or set kv_length to None, and keys and values are gathered"
+        )
+    return np.arange(length).reshape(2 * count, -1)[_chunks(count)].ravel()
+
+
+def _chunks(count: int) -> list[int]:
+    """Returns the chunks of a row in the order in which chips have them."""
+    return [chunk for i in range(count) for chunk in (i, 2 * count - 1 - i)]
+
+
+def arrange(x: jax.Array, *names: str | None, back: bool = False) -> jax.Array:
+    """Returns x [B, T, ...] with the positions of rows in the order of the ring; unchanged without a ring.
+
+    Args:
+      x: the array.
+      *names: its logical axes.
+      back: from the order of the ring to that of the row.
+    """
+    count = shards()
+    if count == 1:
+        return x
+    order(x.shape[1])  # refuses positions that do not divide
+    chunks = jnp.split(x, 2 * count, axis=1)  # slices, whose gradients are no sums by index
+    moved = np.argsort(_chunks(count)) if back else _chunks(count)
+    return logical.constrain(jnp.concatenate([chunks[i] for i in moved], axis=1), *names)
+
+
+class Keys(NamedTuple):
+    """Keys and values of some positions, [B, N, S, K] each, and their segments, [B, 1, S]."""
+
+    keys: jax.Array
+    values: jax.Array
+    segments: jax.Array
+
+
+class Queries(NamedTuple):
+    """Scaled queries [B, H, T, K] and their segments, [B, 1, T]."""
+
+    queries: jax.Array
+    segments: jax.Array
+
+
+class Mixed(NamedTuple):
+    """Means of values [B, H, T, K], and the logs of the normalizers of their weights, [B, H, T] float32."""
+
+    means: jax.Array
+    log_total: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Attention between two chunks on one chip.
+
+    Attributes:
+      axes: mesh axes of the ring.
+      name: checkpoint name of the result.
+      softcap: as in `attention.attend`.
+      tiles: of the kernel; None: plain products.
+      interpret: run the kernel in Pallas's interpreter.
+    """
+
+    axes: tuple[str, ...]
+    name: str
+    softcap: float | None = None
+    tiles: Tiles | None = None
+    interpret: bool = False
+
+    def forward(self, q: Queries, kv: Keys, *, causal: bool = False) -> Mixed:
+        """Computes the attention of queries to keys; `causal`: up to their own index, otherwise to all."""
+        if self.tiles is None:
+            scores = self._scores(q, kv, causal=causal)(q.queries, kv.keys)
+            log_total = jax.nn.logsumexp(scores, axis=-1)  # [B, N, G, T]
+            means = _weighted(jnp.exp(scores - log_total[..., None]), kv.values)
+            return Mixed(means.astype(jnp.float32), log_total.reshape(means.shape[:3]))
+        kernel = self._kernel(q.queries, causal=causal, save_residuals=True)
+        with jax.named_scope(_scope(causal=causal)):
+            means, (log_total,) = jax.vmap(kernel)(q.queries, *kv[:2], _segments(q, kv))
+        return Mixed(means.astype(jnp.float32), log_total)
+
+    def backward(self, q: Queries, kv: Keys, of: Mixed, d_means: jax.Array, *, causal: bool = False) -> tuple:
+        """Returns the gradients by queries, keys and values through these pairs.
+
+        Args:
+          q, kv, causal: as in `forward`.
+          of: attention of these queries to all keys, of this chunk and of others.
+          d_means: the gradient of `of.means`.
+        """
+        if self.tiles is None:
+            scores = self._scores(q, kv, causal=causal)
+
+            def weighted(queries: jax.Array, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+                found = scores(queries, keys)
+                weights = jnp.exp(found - of.log_total.reshape(*found.shape[:4], 1))
+                return _weighted(weights, values), jnp.sum(weights, axis=-1).reshape(of.log_total.shape)
+
+            # The normalizer is constant here; its gradient is that of the sum of weights, times this.
+            d_total = -jnp.sum(of.means.astype(jnp.float32) * d_means.astype(jnp.float32), axis=-1)
+            return jax.vjp(weighted, q.queries, *kv[:2])[1]((d_means, d_total))
+        kernel = self._kernel(q.queries, causal=causal, save_residuals=False)
+        of_row = functools.partial(jax_internals.splash_gradients, kernel)
+        with jax.named_scope(_scope(causal=causal)):
+            return jax.vmap(of_row)(q.queries, *kv[:2], _segments(q, kv), *of, d_means)
+
+    def _scores(self, q: Queries, kv: Keys, *, causal: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Returns the function of queries and keys that gives their scores, [B, N, G, T, S] float32."""
+        visible = q.segments[..., None] == kv.segments[:, :, None]  # [B, 1, T, S]
+        if causal:
+            visible &= jnp.tril(jnp.ones(visible.shape[2:], bool))
+
+        def scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
+            (rows, _, length, width), groups = queries.shape, keys.shape[1]
+            grouped = queries.reshape(rows, groups, -1, length, width)  # [B, N, G, T, K]
+            found = jnp.einsum("bngtk,bnsk->bngts", grouped, keys, preferred_element_type=jnp.float32)
+            found = found if self.softcap is None else self.softcap * jnp.tanh(found / self.softcap)
+            return jnp.where(visible[:, None], found, _HIDDEN)
+
+        return scores
+
+    def _kernel(self, queries: jax.Array, *, causal: bool, save_residuals: bool) -> splash.SplashAttentionKernel:
+        _, heads, length, _ = queries.shape
+        mask = (masks.CausalMask if causal else masks.FullMask)((length, length))
+        assert self.tiles is not None
+        return splash.make_splash_mha(
+            masks.MultiHeadMask([mask] * heads),
+            attn_logits_soft_cap=self.softcap,
+            block_sizes=self.tiles.block_sizes(length),
+            head_shards=1,
+            q_seq_shards=1,
+            save_residuals=save_residuals,
+            interpret=self.interpret,
+        )
+
+
+def _scope(*, causal: bool) -> str:
+    """Returns the name by which `parallel.planning.cost` recognizes kernels that compute all scores."""
+    return "causal_pair" if causal else "full_pair"
+
+
+def _weighted(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the sums [B, H, T, K] of values [B, N, S, K] with weights [B, N, G, T, S]."""
+    found = jnp.einsum("bngts,bnsk->bngtk", weights.astype(values.dtype), values)
+    return found.reshape(found.shape[0], -1, *found.shape[3:])
+
+
+def _segments(q: Queries, kv: Keys) -> splash.SegmentIds:
+    return splash.SegmentIds(q.segments[:, 0], kv.segments[:, 0])
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, pairs: Pairs, specs: tuple[PartitionSpec, ...]
+) -> jax.Array:
+    """Computes attention of rows in the order of the ring; splits the positions of a chip into its two chunks.
+
+    Args:
+      q: [B, T, H, K], scaled.
+      k, v: [B, T, N, K].
+      segment_ids: [B, T].
+      pairs: how pairs of chunks are computed.
+      specs: of q, of k and v, and of segment_ids, over automatic mesh axes.
+
+    Returns:
+      [B, T, H, K].
+    """
+    by_heads, by_keys, by_rows = specs
+    return jax.shard_map(
+        functools.partial(_on_chip, pairs),
+        in_specs=(by_heads, by_keys, by_keys, by_rows),
+        out_specs=by_heads,
+        axis_names=logical.automatic_axes(),
+        check_vma=False,  # the derivative does not declare how its results vary over the mesh
+    )(q, k, v, segment_ids)
+
+
+def _on_chip(pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    heads = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
+    return jnp.swapaxes(_around(pairs, *heads, segments[:, None]), 1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _around(pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    return _forward(pairs, q, k, v, segments)[0]
+
+
+def _forward(
+    pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+) -> tuple[jax.Array, tuple[Queries, Keys, Mixed]]:
+    own, own_keys = Queries(q, segments), Keys(k, v, segments)
+    halves = _halves(own)
+
+    def add(found: tuple[Mixed, Mixed], keys: Keys, step: jax.Array | int) -> tuple[Mixed, Mixed]:
+        is_early = _is_early(pairs, step)
+        late, second = _rows_apart(pairs.forward(*_two_pairs(is_early, halves, _halves(keys))))
+        early, second_late = (
+            second._replace(log_total=jnp.where(here, second.log_total, _HIDDEN)) for here in (is_early, ~is_early)
+        )
+        return _added(found[0], early), _added(_added(found[1], late), second_late)
+
+    def step(carry: tuple[Keys, tuple[Mixed, Mixed]], number: jax.Array) -> tuple[tuple, None]:
+        keys, found = carry
+        return (_sent(pairs, keys), add(found, keys, number)), None  # the next keys are sent meanwhile
+
+    moves = jax.lax.axis_size(pairs.axes) - 1
+    carry = (_sent(pairs, own_keys), _halves(pairs.forward(own, own_keys, causal=True)))
+    (keys, found), _ = jax.lax.scan(step, carry, jnp.arange(1, moves))
+    mixed = _joined(*add(found, keys, moves))
+    mixed = Mixed(*(checkpoint_name(a, pairs.name) for a in (mixed.means.astype(q.dtype), mixed.log_total)))
+    return mixed.means, (own, own_keys, mixed)
+
+
+def _backward(pairs: Pairs, saved: tuple[Queries, Keys, Mixed], d_means: jax.Array) -> tuple:
+    own, own_keys, mixed = saved
+    halves, of = _halves(own), _halves((mixed, d_means))
+    dq, *d_keys = pairs.backward(own, own_keys, mixed, d_means, causal=True)
+
+    def add(d_queries: tuple, keys: Keys, d_keys: list[jax.Array], step: jax.Array | int) -> tuple[tuple, list]:
+        is_early = _is_early(pairs, step)
+        q, kv = _two_pairs(is_early, halves, _halves(keys))
+        dq, *dkv = pairs.backward(q, kv, *_of_queries(is_early, of))
+        late, second = _rows_apart(dq.astype(jnp.float32))
+        early, second_late = _only(is_early, second)
+        d_queries = d_queries[0] + early, d_queries[1] + late + second_late
+        return d_queries, [
+            _plus(arrived, jnp.concatenate([first + to_early, to_late], axis=2))
+            for arrived, pair in zip(d_keys, dkv, strict=True)
+            for first, second in [_rows_apart(pair)]
+            for to_early, to_late in [_only(is_early, second)]
+        ]
+
+    def step(carry: tuple, number: jax.Array) -> tuple[tuple, None]:
+        keys, d_keys, d_queries = carry
+        following = _sent(pairs, keys)
+        d_queries, d_keys = add(d_queries, keys, _sent(pairs, d_keys), number)
+        return (following, d_keys, d_queries), None
+
+    moves = jax.lax.axis_size(pairs.axes) - 1
+    carry = (_sent(pairs, own_keys), d_keys, _halves(dq.astype(jnp.float32)))
+    (keys, d_keys, d_queries), _ = jax.lax.scan(step, carry, jnp.arange(1, moves))
+    d_queries, d_keys = add(d_queries, keys, _sent(pairs, d_keys), moves)
+    return _joined(*d_queries).astype(dq.dtype), *_sent(pairs, d_keys), None
+
+
+_around.defvjp(_forward, _backward)
+
+
+def _is_early(pairs: Pairs, step: jax.Array | int) -> jax.Array:
+    """Returns whether the keys that arrive in this step come from an earlier chip, so that early queries see them."""
+    return jax.lax.axis_index(pairs.axes) >= step
+
+
+def _sent(pairs: Pairs, tree: Any) -> Any:
+    """Sends arrays to the next chip."""
+    count = jax.lax.axis_size(pairs.axes)
+    ring = [(i, (i + 1) % count) for i in range(count)]
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, pairs.axes, ring), tree)
+
+
+def _halves(tree: Any) -> tuple[Any, Any]:
+    """Returns the early and the late chunk of arrays [B, H, T, ...]."""
+    middle = jax.tree.leaves(tree)[0].shape[2] // 2
+    return jax.tree.map(lambda a: a[:, :, :middle], tree), jax.tree.map(lambda a: a[:, :, middle:], tree)
+
+
+def _joined(early: Any, late: Any) -> Any:
+    return jax.tree.map(lambda *both: jnp.concatenate(both, axis=2), early, late)
+
+
+def _two_pairs(is_early: jax.Array, q: tuple[Queries, Queries], kv: tuple[Keys, Keys]) -> tuple[Queries, Keys]:
+    """Returns the two visible pairs of chunks, as rows: late queries and early keys, then both early or both late."""
+    return _of_queries(is_early, q), _stacked(kv[0], _where(is_early, *kv))
+
+
+def _of_queries(is_early: jax.Array, halves: tuple[Any, Any]) -> Any:
+    return _stacked(halves[1], _where(is_early, *halves))
+
+
+def _where(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), yes, no)
+
+
+def _stacked(one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda *both: jnp.concatenate(both, axis=0), one, other)
+
+
+def _rows_apart(tree: Any) -> tuple[Any, Any]:
+    """Reverses `_stacked`."""
+    rows = jax.tree.leaves(tree)[0].shape[0] // 2
+    return jax.tree.map(lambda a: a[:rows], tree), jax.tree.map(lambda a: a[rows:], tree)
+
+
+def _only(is_early: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns x for the early chunk or for the late one, and 0 for the other."""
+    return jnp.where(is_early, x, 0), jnp.where(is_early, 0, x)
+
+
+def _plus(arrived: jax.Array, more: jax.Array) -> jax.Array:
+    return (arrived.astype(jnp.float32) + more.astype(jnp.float32)).astype(arrived.dtype)
+
+
+def _added(one: Mixed, other: Mixed) -> Mixed:
+    """Returns the attention of the same queries to the keys of both."""
+    total = jnp.logaddexp(one.log_total, other.log_total)
+    parts = (each.means * jnp.exp(each.log_total - total)[..., None] for each in (one, other))
+    return Mixed(sum(parts), total)

@@ -1,0 +1,61 @@
+"""One layer of the decoder: a mixer over positions, and a feed-forward.
+
+B batch, T length, D embed.
+"""
+
+import haiku as hk
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from core import logical
+from models.decoder import layers
+from models.decoder.config import DecoderConfig, LayerKind, slots
+from models.decoder.parts import Call, Earlier
+
+State = dict[str, object]  # of one layer, by the names of its parts
+
+
+class Block(hk.Module):
+    """One layer: mixer and feed-forward, each on a normalized copy of the residual stream."""
+
+    def __init__(self, config: DecoderConfig, kind: LayerKind):
+        """Makes the layer; the names of its parameters start with the kind's `module`."""
+        super().__init__(kind.module)
+        self.config = config
+        self.kind = kind
+
+    def __call__(self, x: jax.Array, call: Call) -> tuple[jax.Array, State, dict[str, object]]:
+        """Runs the layer on the stream [B, T, D].
+
+        Args:
+          x: the stream.
+          call: the other arguments; the state of `call.before` is that of the layer.
+
+        Returns:
+          The stream, the state by part, and the sums by part.
+        """
+        states: State = {}
+        sums: dict[str, object] = {}
+        x = logical.constrain(x, "batch", "residual_length", "embed")
+        for slot, norm, parts in slots(self.kind):
+            normed = layers.normalized(self.config, f"{norm}_norm", x)
+            added = None
+            for name, part in parts.items():
+                y, state, found = part(self.config, normed, _of_part(call, name))
+                added = y if added is None else added + y
+                states |= {name: state} if jax.tree.leaves(state) else {}
+                sums |= {name: found} if jax.tree.leaves(found) else {}
+            if self.config.post_norm:
+                added = layers.normalized(self.config, f"{norm}_post_norm", added)
+            x = logical.constrain(x + added, "batch", "residual_length", "embed")
+            x = checkpoint_name(x, "attended") if slot == "mixer" else x
+        return x, states, sums
+
+
+def _of_part(call: Call, name: str) -> Call:
+    call = call._replace(name=name)
+    if call.carried is not None:
+        call = call._replace(carried=call.carried.get(name))
+    if call.before is None:
+        return call
+    return call._replace(before=Earlier(call.before.state.get(name, ()), call.before.start))

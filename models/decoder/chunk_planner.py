@@ -1,0 +1,160 @@
+"""A hierarchical planner over finished chunks of a row, whose plans later positions read.
+
+    s_j = mean of chunk j;   repeated:  l = Low(l + h + s),  h = High(h + l);   x_t += sigmoid(g . x_t) W (h + l)_j(t)
+
+Two stacks of causal layers run over one summary s_j for each chunk of c positions: the low one several times for each
+step of the high one (Wang et al. 2025, "Hierarchical Reasoning Model"). Gradients flow through the last step of both
+alone; the steps before are a fixed point iteration without gradient. Position t reads the plan of the last chunk that
+ended before its own chunk began, j(t) = t // c - 1, so nothing depends on later tokens. A chunk is summarized by its
+tokens of the segment of its last one, plans attend within segments, and a position reads only a plan of its segment.
+Chunks are counted from the start of the row, so the plans of a segment depend on where it starts in it; generation
+counts from the first token.
+
+B batch, T length, D embed, c positions of a chunk, n chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical
+from core.errors import UserError
+from models.decoder import layers, rotary
+from models.decoder.block import Block
+from models.decoder.config import DecoderConfig
+from models.decoder.parts import GLOBAL, Call, Side
+from models.decoder.planner_config import Planner
+
+
+class State(NamedTuple):
+    """Sums over the tokens of each chunk of a row, [rows, n, D] float32: what generation keeps of earlier slots."""
+
+    sums: jax.Array
+
+
+def empty_state(settings: Planner, rows: int, length: int, embed_dim: int) -> State:
+    """Returns the state before the first of at most `length` slots."""
+    return State(jnp.zeros((rows, -(-length // settings.chunk), embed_dim)))
+
+
+class Plans(hk.Module):
+    """The planner of a decoder."""
+
+    def __init__(self, config: DecoderConfig, settings: Planner):
+        super().__init__("planner")
+        self.settings = settings
+        self.config = dataclasses.replace(
+            config,
+            num_layers=1,
+            mixer=layers.Attention(),
+            attention="auto",
+            feed_forward=layers.Mlp(),
+            window=None,
+            pattern=(),
+            local_rope_theta=None,
+            positions="rotary",
+            lora=None,
+            planner=None,
+        )
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Returns what is added to the embedded tokens [B, T, D]."""
+        check_layout()
+        c, length = self.settings.chunk, x.shape[1]
+        extra = -length % c
+        tokens = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, extra), (0, 0))).reshape(len(x), -1, c, x.shape[2])
+        ids = jnp.pad(segment_ids, ((0, 0), (0, extra))).reshape(len(x), -1, c)
+        counts = ids == ids[:, :, -1:]
+        sums = jnp.sum(jnp.where(counts[..., None], tokens, 0), axis=2)
+        plans = self._plans(sums / jnp.sum(counts, axis=2)[..., None], ids[:, :, -1])
+        chunk = jnp.broadcast_to(jnp.arange(length) // c - 1, segment_ids.shape)
+        return self._read(x, plans, chunk, ids[:, :, -1], segment_ids)
+
+    def extended(self, x: jax.Array, state: State, places: jax.Array) -> tuple[jax.Array, State]:
+        """Continues rows of one segment.
+
+        Args:
+          x: [B, T, D], new slots.
+          state: of earlier ones.
+          places: [B, T], positions of the slots in their rows; negative in empty slots.
+        """
+        c, count = self.settings.chunk, state.sums.shape[1]
+        of = (places[..., None] // c == jnp.arange(count)) & (places >= 0)[..., None]  # [B, T, n]
+        sums = state.sums + jnp.einsum("btn,btd->bnd", of.astype(jnp.float32), x.astype(jnp.float32))
+        ones = jnp.ones((len(x), count), jnp.int32)
+        plans = self._plans(sums / c, ones)  # causal, so that plans of unfinished chunks change no others
+        y = self._read(x, plans, places // c - 1, ones, jnp.ones(places.shape, jnp.int32))
+        return y, State(sums)
+
+    def _plans(self, summaries: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Returns the plan of each chunk, [B, n, D]."""
+        config, settings = self.config, self.settings
+        positions = jnp.broadcast_to(jnp.arange(summaries.shape[1]), segment_ids.shape)
+        turns = rotary.tables(
+            positions, config.head_width, length=config.score_scale**0.5, theta=config.rope_theta, scaling=None
+        )
+        call = Call(Side(segment_ids, {GLOBAL: turns}), GLOBAL)
+        kind = config.layer_kinds[0]
+        low, high = (
+            [Block(config, kind._replace(module=f"{name}_{i}")) for i in range(settings.layers)]
+            for name in ("low", "high")
+        )
+
+        def run(blocks: list[Block], x: jax.Array) -> jax.Array:
+            for block in blocks:
+                x = block(x, call)[0]
+            return x
+
+        def step(state: tuple[jax.Array, jax.Array], low_steps: int) -> tuple[jax.Array, jax.Array]:
+            h, plan = state
+            for _ in range(low_steps):
+                plan = run(low, plan + h + given)
+            return run(high, h + plan), plan
+
+        given = summaries.astype(config.dtype)
+        h, plan = jnp.zeros_like(given), jnp.zeros_like(given)
+        for _ in range(settings.high_steps - 1):
+            h, plan = jax.lax.stop_gradient(step((h, plan), settings.low_steps))
+        for _ in range(settings.low_steps - 1):
+            plan = jax.lax.stop_gradient(run(low, plan + h + given))
+        h, plan = step((h, plan), 1)
+        return h + plan
+
+    def _read(
+        self, x: jax.Array, plans: jax.Array, chunk: jax.Array, of_plans: jax.Array, segment_ids: jax.Array
+    ) -> jax.Array:
+        """Returns the gated plans of chunks `chunk` [B, T], where there is one of the same segment."""
+        d = x.shape[-1]
+        at = jnp.maximum(chunk, 0)
+        is_there = (chunk >= 0) & (jnp.take_along_axis(of_plans, at, axis=1) == segment_ids)
+        options: dict[str, Any] = {"compute_dtype": self.config.dtype}
+        init = hk.initializers.TruncatedNormal(d**-0.5)
+        output = logical.param("output", (d, d), (None, "embed"), init, **options)
+        gate = logical.param("gate", (d,), ("norm",), jnp.zeros, kind="bias", **options)
+        read = jnp.take_along_axis(plans @ output, at[..., None], axis=1)
+        opened = jax.nn.sigmoid((x @ gate).astype(jnp.float32))[..., None].astype(x.dtype)
+        return jnp.where(is_there[..., None], opened * read, 0)
+
+
+def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
+    """Returns training FLOPs per token, without attention among summaries: 6 per matrix entry with a gradient."""
+    layer = sum(part.work(config, GLOBAL, 0).matrices for part in (layers.Attention(), layers.Mlp()))
+    low, high = settings.high_steps * settings.low_steps, settings.high_steps
+    products = 2 * (low + high) * settings.layers + 4 * 2 * settings.layers
+    return (products * layer + 6 * config.embed_dim**2) / settings.chunk
+
+
+def check_layout() -> None:
+    """Raises UserError if the strategy that is being traced shards the positions that a chunk summarizes."""
+    for name in ("length", "residual_length"):
+        spec = logical.activation_spec(name)
+        if spec is not None and logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape) > 1:
+            raise UserError(
+                f"planner: this strategy shards positions ({name}), and a plan is of whole chunks: choose one that "
+                "does not, such as fsdp or fsdp_tensor"
+            )

@@ -1,0 +1,389 @@
+"""The fields of the decoder: its sizes, and the parts in which families of models differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from core import stack
+from core.errors import UserError
+from models import derivatives, quantized
+from models.decoder import chunked_loss, rotary
+from models.decoder.attention import attention
+from models.decoder.attention.splash_tiles import Tiles
+from models.decoder.layers import Attention, Mlp
+from models.decoder.parts import GLOBAL, LOCAL, Part, Sum
+from models.decoder.planner_config import Planner
+from models.lora import Lora
+
+# Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
+# comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
+# layer's matrix products that is recomputed.
+_ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
+REMAT: Mapping[str, stack.Remat] = {
+    "none": "none",  # saves whatever the derivatives need, but weights as stored
+    "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
+    "attention_and_mlp": (*_ATTENTION, "gate", "up"),  # 166 MiB, 1/12: all but attention's output projection
+    "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
+    "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
+    "attention_on_host": stack.OnHost(on_host=_ATTENTION[1:], on_device=("norm",)),  # as attention; 64 MiB on the host
+    "dots": "dots",  # as projections, but the kernel runs again
+    "halves": ("norm", "attended"),  # 32 MiB, 7/10: the inputs of attention and of the feed-forward layer
+    "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
+}
+_CHOICES = {
+    "remat": REMAT,
+    "dtype": ("bfloat16", "float32"),
+    "quantization": quantized.CHOICES,
+    "attention": attention.CHOICES,
+    "norm": ("rms", "rms_offset", "layer"),
+    "bias": ("none", "qkv", "all"),
+    "activation": derivatives.ACTIVATIONS,
+    "positions": ("rotary", "learned"),
+}
+# Fields that do not change the function of the model.
+_NOT_SETTINGS = {
+    "remat",
+    "dtype",
+    "attention",
+    "vocab_multiple",
+    "lora",
+    "loss_chunk",
+    "keeps_states",
+    "attention_tiles",
+}
+_COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
+_OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
+_POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
+
+
+class LayerKind(NamedTuple):
+    """The static properties in which layers of a decoder can differ.
+
+    Attributes:
+      span: LOCAL or GLOBAL.
+      mixers: their outputs are added.
+      feed_forward: None: the layer has none.
+      module: name of the Haiku module of its parameters.
+    """
+
+    span: str
+    mixers: tuple[Part, ...]
+    feed_forward: Part | None
+    module: str = "block"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The fields of `models.decoder.transformer.Transformer`; the defaults are Llama's.
+
+    Attributes:
+      vocab_size: entries of the vocabulary; stored rounded up to `vocab_multiple`.
+      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
+      tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
+        of 1.
+      remat: what the backward pass saves and does not recompute: "none" (saves all it needs), "projections",
+        "attention_and_mlp", "attention_and_up", "attention", "attention_on_host" (as "attention", in the memory of the
+        host), "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always use "full".
+      quantization: "none" or "int8": the products of attention and dense feed-forward layers are computed in int8,
+        with rounding errors of about 1 % each; see `models.quantized`. Predicted to be faster on v5p and v6e, not on v4
+        and v5e.
+      dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
+      attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.decoder.attention.attention.attend`.
+      norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
+      norm_eps: added to the mean square or variance.
+      post_norm: also normalize the output of attention and of the feed-forward layer, before it is added.
+      qk_norm: normalize queries and keys of every head by `norm`, before the rotation.
+      bias: "none"; "qkv": of queries, keys and values; "all": also of the output and of the feed-forward layer.
+      gated: multiply the activated projection by a second one; otherwise there is only one.
+      activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
+      positions: "rotary", or "learned": a vector for each of `max_positions` positions is added to the embedding.
+      max_positions: the largest number of positions; None: no limit.
+      rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.decoder.rotary`.
+      local_rope_theta: base in layers with a window, without scaling; None: as in the others.
+      window: positions to which attention in a local layer reaches, including a query's own; None: all layers are
+        global. Mixers without attention have no window.
+      pattern: kinds of successive layers, "local" or "global", repeated as often as needed; (): all local if there is
+        a window.
+      query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
+      attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
+      scaled_embedding: multiply embeddings by sqrt(embed_dim).
+      mixer: what mixes positions: a part (`parts.Part`), or `parts.Sum` of several; a tuple is repeated
+        over the layers.
+      feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If parameters of layers
+        differ, `num_layers` is a multiple of the number of layers after which they repeat, and those of the i-th of
+        these layers are in a module `block_i`.
+      planner: plans of finished chunks, added to the embedded tokens; see `models.decoder.chunk_planner`.
+      keeps_states: whether parts with a state, such as `s5.S5`, continue from the states in which the rows of
+        the training step before ended, without the gradient of these (truncated backpropagation), where the first
+        position of a row is above 0: for `tasks.chunked`. Attention then sees the positions of one step alone.
+      lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
+      loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
+        logits are small enough (`models.decoder.chunked_loss.default_positions`).
+      attention_tiles: of the splash kernel, but for block-sparse attention; a ring has no fused backward pass; None:
+        the default ones.
+      vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
+
+    Raises:
+      UserError: sizes that do not fit together.
+    """
+
+    vocab_size: int = 32000
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int | None = None
+    tied: bool = False
+    remat: str = "none"
+    quantization: str = "none"
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    post_norm: bool = False
+    qk_norm: bool = False
+    bias: str = "none"
+    gated: bool = True
+    activation: str = "silu"
+    positions: str = "rotary"
+    max_positions: int | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: rotary.Scaling | None = None
+    local_rope_theta: float | None = None
+    window: int | None = None
+    pattern: tuple[str, ...] = ()
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    scaled_embedding: bool = False
+    mixer: Part | Sum | tuple[Part | Sum, ...] = dataclasses.field(default_factory=Attention)
+    feed_forward: Part | tuple[Part | None, ...] | None = dataclasses.field(default_factory=Mlp)
+    planner: Planner | None = None
+    keeps_states: bool = False
+    lora: Lora | None = None
+    loss_chunk: int | None = None
+    attention_tiles: Tiles | None = None
+    vocab_multiple: int = 128
+
+    def __post_init__(self):
+        for field in (*_COUNTS, *_OPTIONAL_COUNTS):
+            if (value := getattr(self, field)) is not None and value < 1:
+                raise UserError(f"Transformer.{field} = {value}: expected at least 1")
+        is_count = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
+        if self.loss_chunk is not None and not is_count:
+            raise UserError(f"Transformer.loss_chunk = {self.loss_chunk!r}: expected None, 0 or a number of positions")
+        for field in _POSITIVE:
+            if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
+                raise UserError(f"Transformer.{field} = {value}: expected a finite number above 0")
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise UserError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
+        quantized.check(self.quantization)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"Transformer: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise UserError(
+                f"Transformer: embed_dim = {self.embed_dim} does not divide over num_heads = {self.num_heads}; "
+                "set head_dim, or choose sizes that divide"
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary embeddings need an even size")
+        if self.positions == "learned" and self.max_positions is None:
+            raise UserError("Transformer: learned positions need max_positions, the number of vectors to learn")
+        if unknown := set(self.pattern) - {LOCAL, GLOBAL}:
+            raise UserError(
+                f"Transformer.pattern: {sorted(unknown)}: expected kinds of layers, {LOCAL!r} or {GLOBAL!r}"
+            )
+        if self.lora is not None and not self.gated and "gate" in self.lora.targets:
+            targets = tuple(target for target in self.lora.targets if target != "gate")
+            raise UserError(f"lora.adapted.targets: this decoder has no matrix 'gate'; set targets = {targets}")
+        self._check_parts()
+        if (self.window is None) == (LOCAL in self.kinds):
+            raise UserError(
+                f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
+                "window needs local layers"
+            )
+        self._check_local_layers()
+
+    def _check_local_layers(self) -> None:
+        local = [kind.mixers for kind in self.layer_kinds if kind.span == LOCAL]
+        if local and not any(part.has_window for mixers in local for part in mixers):
+            raise UserError(
+                f"Transformer: window = {self.window}, pattern = {self.pattern}, and no local layer has a mixer "
+                "to which the window applies, such as @layers.Attention(); set window = None and pattern = ()"
+            )
+
+    def _check_parts(self) -> None:
+        for field, value, kinds, expected in (
+            ("mixer", self.mixer, (Part, Sum), "a mixer such as @s5.S5()"),
+            ("feed_forward", self.feed_forward, (Part, type(None)), "a part such as @experts.Experts(), or None"),
+        ):
+            wrong = [one for one in _tuple(value) if not isinstance(one, kinds)]
+            if wrong or value == ():
+                raise UserError(
+                    f"Transformer.{field} = {value!r}: expected {expected}, or a tuple of these that is repeated over "
+                    "the layers"
+                )
+        for kind in self.layer_kinds:
+            names = [part.name for part in kind.mixers]
+            names += [name for slot, _, parts in slots(kind) if slot == "feed_forward" for name in parts]
+            if doubled := [name for name in names if names.count(name) > 1]:
+                raise UserError(
+                    f"Transformer: a layer has two parts called {doubled[0]!r}: make one of them a "
+                    "subclass with another `name`"
+                )
+            for part in parts_of(kind).values():
+                _check_class(type(part))
+        if self.num_layers % (group := self.group):
+            raise UserError(
+                f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}, the number of layers after "
+                f"which mixer and feed_forward repeat; nearest: {max(self.num_layers // group, 1) * group}, "
+                f"{(self.num_layers // group + 1) * group}"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """See `core.types.ListsSettings`."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
+        found |= {
+            "head_dim": self.head_width,
+            "query_scale": self.score_scale,
+            "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
+        }
+        if (planner := found.pop("planner")) is not None:
+            found |= {f"planner.{name}": value for name, value in dataclasses.asdict(planner).items()}
+        layers = [self.layer_kind(layer) for layer in range(self.num_layers)]
+        found["mixer"] = tuple("+".join(part.name for part in kind.mixers) for kind in layers)
+        found["feed_forward"] = tuple("none" if (part := kind.feed_forward) is None else part.name for kind in layers)
+        every = list(dict.fromkeys(part for kind in layers for part in parts_of(kind).values()))
+        if not any(isinstance(part, Mlp) for part in every):
+            del found["mlp_dim"]  # nothing has this width
+        several: dict[str, list[Any]] = {}  # values of different parts of one name
+        for part in every:
+            for name, value in part.settings(self).items():
+                several.setdefault(name, []).append(value)
+        found |= {name: values[0] if len(values) == 1 else tuple(values) for name, values in several.items()}
+        return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
+
+    @property
+    def head_width(self) -> int:
+        """K: the size of a head."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def stored_vocab_size(self) -> int:
+        """V: the vocabulary rounded up to `vocab_multiple`."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most bytes of logits that a chip computes at a time."""
+        return chunked_loss.CHUNK_BYTES
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of successive layers, repeated over the stack: `pattern`, or the only kind."""
+        return self.pattern or ((GLOBAL,) if self.window is None else (LOCAL,))
+
+    @property
+    def _mixers(self) -> tuple[tuple[Part, ...], ...]:
+        return tuple(one.parts if isinstance(one, Sum) else (one,) for one in _tuple(self.mixer))
+
+    @property
+    def group(self) -> int:
+        """The number of layers after which mixers and feed-forwards repeat."""
+        mixers, others = self._mixers, _tuple(self.feed_forward)
+        both = [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
+        return next(p for p in range(1, len(both) + 1) if len(both) % p == 0 and both == both[:p] * (len(both) // p))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of successive layers, repeated over the stack."""
+        spans, mixers, others = self.kinds, self._mixers, _tuple(self.feed_forward)
+        return tuple(
+            LayerKind(
+                spans[i % len(spans)],
+                mixers[i % len(mixers)],
+                others[i % len(others)],
+                "block" if self.group == 1 else f"block_{i % self.group}",
+            )
+            for i in range(math.lcm(len(spans), self.group))
+        )
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Returns the kind of a layer by its number."""
+        kinds = self.layer_kinds
+        return kinds[layer % len(kinds)]
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.head_width**-0.5 if self.query_scale is None else self.query_scale
+
+    def attention_on_gpus(self, length: int) -> str:
+        """Returns how attention is computed on GPUs; see `core.types.DescribesAttention`."""
+        mixers = dict.fromkeys(part for kind in self.layer_kinds for part in kind.mixers)
+        found = {part.name: how for part in mixers if (how := part.on_gpus(self, length)) is not None}
+        if len(found) < 2:
+            return next(iter(found.values()), "none: no mixer of this decoder is attention")
+        return "; ".join(f"{name}: {how}" for name, how in found.items())
+
+    def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:
+        """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        kv_heads = multiples["kv_heads"]
+        group = 1 if self.num_heads == self.num_kv_heads else 2
+        groups = math.lcm(2 if self.group == 1 else 1, multiples["layers"])
+        layers = self.group * groups
+        return dataclasses.replace(
+            self,
+            num_layers=layers * math.ceil(len(self.layer_kinds) / layers),
+            embed_dim=math.lcm(16, multiples["embed"]),
+            mlp_dim=math.lcm(16, multiples["mlp"]),
+            num_heads=math.lcm(multiples["heads"], kv_heads * group),
+            num_kv_heads=kv_heads,
+            head_dim=math.lcm(8, multiples["head_dim"]),
+            mixer=_each(self.mixer, lambda part: part.shrink(multiples)),
+            feed_forward=_each(self.feed_forward, lambda part: part.shrink(multiples)),
+            planner=self.planner and dataclasses.replace(self.planner, chunk=8),
+        )
+
+
+def slots(kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:
+    """Returns the slots of a layer: name, start of the names of its norms, and parts by name."""
+    mixers = {part.name: part for part in kind.mixers}
+    norm = next((part.norm for part in kind.mixers if part.norm is not None), "mixer")
+    if (last := kind.feed_forward) is None:
+        return [("mixer", norm, mixers)]
+    name = "feed_forward" if last.norm is None else last.name
+    return [("mixer", norm, mixers), ("feed_forward", last.norm or "feed_forward", {name: last})]
+
+
+def parts_of(kind: LayerKind) -> dict[str, Part]:
+    """Returns the parts of a layer by name."""
+    return {name: part for _, _, parts in slots(kind) for name, part in parts.items()}
+
+
+def _check_class(kind: type[Part]) -> None:
+    """Checks that a part is a value with a name; raises UserError."""
+    if not (dataclasses.is_dataclass(kind) and kind.__hash__ is not None):
+        raise UserError(f"{kind.__qualname__}: a part is a frozen dataclass: add @dataclasses.dataclass(frozen=True)")
+    if kind.name == "":
+        raise UserError(f"{kind.__qualname__}: a part has a name, for its state and sums: add `name = 'my_part'`")
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _each(value: Any, change: Callable[[Part], Part]) -> Any:
+    """Changes every part of a mixer or a feed-forward of layers."""
+    if isinstance(value, tuple):
+        return tuple(_each(one, change) for one in value)
+    if isinstance(value, Sum):
+        return Sum(tuple(map(change, value.parts)))
+    return None if value is None else change(value)

@@ -1,0 +1,472 @@
+"""The computation of a mixture of experts: each token passes through the top k of E experts.
+
+    s = softmax(x R) or sigmoid(x R);   y = sum over the k largest s_e of  g_e Expert_e(x);   g = s, or s / sum of the k
+
+Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss). Routing is computed in
+float32. Of equal scores the expert with the lower number is chosen, on every layout. Padding is sent to no expert.
+
+Two forms compute the same function as long as nothing is dropped:
+
+    dropless   the choices of all tokens of a chip, sorted by expert, are multiplied group by group
+    capacity   every expert takes up to C = capacity T k / E choices of a row, the first ones; the others add nothing
+
+Both run on the tokens of a chip inside of a `shard_map`, because the partitioner would sort the tokens of all chips
+together. A mesh axis that shards experts and rows exchanges tokens: with capacity by an all-to-all, whose buffers have
+static shapes; dropless by a gather of the tokens and a reduce-scatter of the outputs, because an all-to-all would need
+buffers for the case that all tokens choose the experts of one chip. The capacity counts the choices of a row and not of
+a batch, so that what is dropped depends neither on the layout nor on other rows, and at a position only on earlier ones
+and on the length of the row with its padding. Only the training loss drops choices.
+
+B rows, T positions, D embed, F width of an expert, E experts, k choices of a token, S slots of the experts, C slots of
+one expert for a row, n tokens of a chip, G groups of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from core import logical
+from core.errors import UserError
+from core.types import LossOutput, WeightedSum
+from models import derivatives
+
+
+class Choices(Protocol):
+    """How tokens choose experts: fields of `models.decoder.experts.Experts`."""
+
+    number: int
+    top_k: int
+    scores: str
+    normalized: bool
+    capacity: float | None
+    balance: float
+    z_loss: float
+
+    def slots(self, length: int) -> int:
+        """Returns C, the choices of a row of `length` positions that an expert takes."""
+
+
+class Weights(NamedTuple):
+    """Matrices of the experts of a layer, laid out for computation.
+
+    Attributes:
+      router: [D, E], float32.
+      gate, up: [E, D, F]; `gate` is None if the decoder is not gated.
+      down: [E, F, D].
+    """
+
+    router: jax.Array
+    gate: jax.Array | None
+    up: jax.Array
+    down: jax.Array
+
+
+class Routing(NamedTuple):
+    """Sums over the tokens of each row, without padding; float32.
+
+    Attributes:
+      tokens: number of tokens, [B].
+      choices: number of tokens that chose each expert, [B, E].
+      scores: scores of each expert, as shares of their sum over experts, [B, E].
+      entropy: entropy of these shares, in nats, [B].
+      z: squared log of the sum of exponentials of the logits, [B].
+      dropped: choices that found no slot, [B].
+    """
+
+    tokens: jax.Array
+    choices: jax.Array
+    scores: jax.Array
+    entropy: jax.Array
+    z: jax.Array
+    dropped: jax.Array
+
+    def summed(self, weights: jax.Array) -> dict[str, jax.Array]:
+        """Returns sums over rows, for `core.stack.layer_stack`; losses are weighted by supervised tokens.
+
+        The balancing loss of a row is E sum_e f_e p_e, with the number f_e of choices of e per token and the mean score
+        p_e: `router_aux_loss_coef` of published models has the same unit. It is k at best and E at worst.
+
+        Args:
+          weights: [B, T], of supervised tokens.
+        """
+        tokens, supervised = jnp.maximum(self.tokens, 1.0), jnp.sum(weights, axis=1)
+        products = jnp.sum(self.choices * self.scores, axis=-1)
+        return {
+            "balance": jnp.sum(supervised * self.choices.shape[-1] * products / tokens**2),
+            "z": jnp.sum(supervised * self.z / tokens),
+            "tokens": jnp.sum(self.tokens),
+            "entropy": jnp.sum(self.entropy),
+            "dropped": jnp.sum(self.dropped),
+            "choices": jnp.sum(self.choices, axis=0),
+        }
+
+
+def empty_sums(settings: Choices) -> dict[str, jax.Array]:
+    """Returns zeros for the sums of a layer without experts."""
+    one = {name: jnp.zeros(()) for name in ("balance", "z", "tokens", "entropy", "dropped")}
+    return {**one, "choices": jnp.zeros(settings.number)}
+
+
+def with_routing(
+    settings: Choices, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, is_training: bool
+) -> LossOutput:
+    """Adds the losses of routing and its metrics, means over layers, to the sums of a decoder.
+
+    Args:
+      settings: the experts.
+      found: cross-entropy.
+      sums: `Routing.summed` of all layers.
+      num_layers: the number of layers with experts.
+      is_training: whether the losses are added, and the dropped choices and the load of every expert are metrics.
+    """
+    weight_sum = found.weight_sum
+    per_expert = sums["tokens"] * settings.top_k / settings.number
+    digits = len(str(settings.number - 1))
+    metrics = {
+        "experts/imbalance": WeightedSum(sums["balance"] / (settings.top_k * num_layers), weight_sum),
+        "experts/z": WeightedSum(sums["z"] / num_layers, weight_sum),
+        "experts/entropy": WeightedSum(sums["entropy"], sums["tokens"]),
+    }
+    if not is_training:
+        return found._replace(metrics={**found.metrics, **metrics})
+    metrics["experts/dropped"] = WeightedSum(sums["dropped"], settings.top_k * sums["tokens"])
+    for e in range(settings.number):
+        metrics[f"experts/load_{e:0{digits}d}"] = WeightedSum(sums["choices"][e], per_expert)
+    loss_sum = found.loss_sum
+    if settings.balance or settings.z_loss:
+        metrics["cross_entropy"] = WeightedSum(loss_sum, weight_sum)
+        loss_sum += (settings.balance * sums["balance"] + settings.z_loss * sums["z"]) / num_layers
+    return found._replace(loss_sum=loss_sum, metrics={**found.metrics, **metrics})
+
+
+class _Layout(NamedTuple):
+    """The mesh axes over which a call is laid out, by what they shard; () on one device.
+
+    Attributes:
+      rows: as an entry of a `PartitionSpec`.
+      residual: positions of the inputs and outputs.
+      gathered: those of `residual` over which positions are gathered before routing.
+      positions: positions inside the layer.
+      experts: experts.
+      exchanged: those of `experts` that also shard rows or positions, so that chips exchange tokens over them.
+      hidden: hidden units of an expert.
+    """
+
+    rows: Any = None
+    residual: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    exchanged: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Axes over which outputs are partial sums, beside `exchanged`."""
+        return tuple(axis for axis in (*self.experts, *self.hidden) if axis not in self.exchanged)
+
+
+def _layout() -> _Layout:
+    """Returns the layout of the strategy that is being traced, over the axes that are not manual."""
+    spec = logical.activation_spec("expert", None, "mlp")
+    if spec is None:
+        return _Layout()
+    (rows, residual), (_, length) = (logical.activation_spec("batch", name) for name in ("residual_length", "length"))
+    experts, _, hidden = map(logical.mesh_axes, spec)
+    residual, length = map(logical.mesh_axes, (residual, length))
+    shards_tokens = {*logical.mesh_axes(rows), *length}
+    at = _Layout(rows, length, (), length, experts, tuple(a for a in experts if a in shards_tokens), hidden)
+    extra = residual[len(length) :]
+    if residual[: len(length)] == length and set(extra) <= set(at.summed):
+        return at._replace(residual=residual, gathered=extra)
+    return at  # the partitioner gathers positions before the layer and slices its outputs
+
+
+def check_capacity(settings: Choices) -> None:
+    """Checks that the capacity can be applied under the strategy that is being traced.
+
+    Raises:
+      UserError: it cannot, because positions are sharded, or because only some axes that shard experts also shard rows.
+    """
+    at, limited = _layout(), settings.capacity is not None
+    if limited and at.positions:
+        raise UserError(
+            f"Experts.capacity = {settings.capacity} counts the tokens of whole rows, and this strategy shards "
+            f"positions over {', '.join(at.positions)}: set capacity = None (dropless), or use another strategy"
+        )
+    if limited and at.exchanged not in ((), at.experts):
+        raise UserError(
+            f"Experts.capacity = {settings.capacity}: experts are sharded over {', '.join(at.experts)}, of which only "
+            f"{', '.join(at.exchanged)} shards rows: set capacity = None (dropless), or shard experts over axes that "
+            "all shard rows, or that all do not"
+        )
+
+
+def mixture(
+    settings: Choices, x: jax.Array, weights: Weights, real: jax.Array, *, activation: str, drops: bool
+) -> tuple[jax.Array, Routing]:
+    """Sends each token through its experts.
+
+    Args:
+      settings: the experts.
+      x: [B, T, D].
+      weights: of the layer.
+      real: whether a position is a token, not padding, [B, T].
+      activation: of `models.derivatives.ACTIVATIONS`.
+      drops: whether the capacity applies.
+
+    Returns:
+      [B, T, D], without a shared expert, and sums of the routing.
+    """
+    at, limited = _layout(), drops and settings.capacity is not None
+    local = functools.partial(_local, settings=settings, activation=activation, limited=limited, at=at)
+    if not (automatic := logical.automatic_axes()):
+        return local(x, weights, real)
+    tokens, hidden = PartitionSpec(at.rows, at.residual or None), at.hidden or None
+    inward = PartitionSpec(at.experts or None, None, hidden)
+    outward = PartitionSpec(at.experts or None, hidden, None)
+    specs = Weights(PartitionSpec(), None if weights.gate is None else inward, inward, outward)
+    rows = PartitionSpec(at.rows)
+    return jax.shard_map(
+        local,
+        in_specs=(tokens, specs, PartitionSpec(at.rows, at.positions or None)),
+        out_specs=(tokens, Routing(*[rows] * len(Routing._fields))),
+        axis_names=automatic,
+        check_vma=False,  # kernels do not declare over which mesh axes their results vary
+    )(x, weights, real)
+
+
+def _local(
+    x: jax.Array,
+    weights: Weights,
+    real: jax.Array,
+    *,
+    settings: Choices,
+    activation: str,
+    limited: bool,
+    at: _Layout,
+) -> tuple[jax.Array, Routing]:
+    """Runs `mixture` on the arrays of one chip."""
+    if at.gathered:
+        x = jax.lax.all_gather(x, at.gathered, axis=1, tiled=True)
+    chosen, gates, routing = _routed(settings, x, weights.router, real)
+    if limited:
+        y, dropped = _with_capacity(settings, x, chosen, gates, weights, activation, at)
+        routing = routing._replace(dropped=dropped)
+    else:
+        y = _dropless(x, chosen, gates, weights, activation, at)
+    if at.positions:
+        routing = jax.tree.map(lambda sums: jax.lax.psum(sums, at.positions), routing)
+    rest = tuple(axis for axis in at.summed if axis not in at.gathered)
+    if at.gathered:
+        y = jax.lax.psum_scatter(y, at.gathered, scatter_dimension=1, tiled=True)
+    return (jax.lax.psum(y, rest) if rest else y), routing
+
+
+def _routed(
+    settings: Choices, x: jax.Array, router: jax.Array, real: jax.Array
+) -> tuple[jax.Array, jax.Array, Routing]:
+    """Returns the experts of each token [B, T, k], E for padding, their factors [B, T, k], float32, and sums."""
+    logits = jnp.einsum(
+        "btd,de->bte", x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), settings.top_k)  # of equal logits the first
+    scores = jax.nn.softmax(logits, axis=-1) if settings.scores == "softmax" else jax.nn.sigmoid(logits)
+    is_chosen = chosen[..., None] == jnp.arange(settings.number)  # [B, T, k, E]; selects without a gather
+    gates = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
+    if settings.normalized:
+        gates /= jnp.maximum(jnp.sum(gates, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    log_shares = jax.nn.log_softmax(logits if settings.scores == "softmax" else jax.nn.log_sigmoid(logits), axis=-1)
+    shares = jnp.exp(log_shares)
+    among = real.astype(jnp.float32)  # [B, T]
+    routing = Routing(
+        tokens=jnp.sum(among, axis=1),
+        choices=jnp.sum(is_chosen * among[..., None, None], axis=(1, 2)),
+        scores=jnp.sum(shares * among[..., None], axis=1),
+        entropy=-jnp.sum(jnp.sum(shares * log_shares, axis=-1) * among, axis=1),
+        z=jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2 * among, axis=1),
+        dropped=jnp.zeros(real.shape[:1], jnp.float32),
+    )
+    return jnp.where(real[..., None], chosen, settings.number), gates, routing
+
+
+class _Slots(NamedTuple):
+    """A one-to-one map between choices of tokens and slots of experts.
+
+    Attributes:
+      of: slot of each choice, S if it has none, [G, n, k].
+      choice: choice of each slot, n k if it is empty, [G, S].
+    """
+
+    of: jax.Array
+    choice: jax.Array
+
+
+def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sorts the choices [G, n, k] of each group by expert, in the order of tokens.
+
+    Returns:
+      The sorted choices [G, n k], the place of each choice among them [G, n, k], and the number of choices of each
+      expert and the first of them, [G, E].
+    """
+    flat = chosen.reshape(chosen.shape[0], -1)
+    order = jnp.argsort(flat, axis=-1, stable=True).astype(jnp.int32)
+    places = jnp.argsort(order, axis=-1).astype(jnp.int32).reshape(chosen.shape)
+    sizes = jnp.sum(flat[..., None] == jnp.arange(number), axis=1, dtype=jnp.int32)
+    return order, places, sizes, jnp.cumsum(sizes, axis=-1) - sizes
+
+
+def _dropless(
+    x: jax.Array, chosen: jax.Array, gates: jax.Array, weights: Weights, activation: str, at: _Layout
+) -> jax.Array:
+    """Returns the outputs [B, T, D], or their part by the experts and hidden units of this chip."""
+    shape, k = x.shape, chosen.shape[-1]
+    tokens = x.reshape(-1, shape[-1]), chosen.reshape(-1, k), gates.reshape(-1, k)
+    if at.exchanged:
+        tokens = tuple(jax.lax.all_gather(a, at.exchanged, axis=0, tiled=True) for a in tokens)
+    x, chosen, gates = tokens
+    number = weights.up.shape[0]  # of this chip
+    if at.experts:
+        chosen -= number * jax.lax.axis_index(at.experts)
+        chosen = jnp.where((chosen >= 0) & (chosen < number), chosen, number)
+    order, places, sizes, _ = _sorted(chosen[None], number)
+    count = jnp.sum(sizes)
+    size = x.shape[0] * min(k, number)  # a token has at most so many choices here
+    empty = jnp.arange(size) >= count
+    slots = _Slots(jnp.where(places < count, places, size), jnp.where(empty, chosen.size, order[:, :size]))
+    rows = _taken(x[None], slots)[0]
+
+    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+        from models.decoder.grouped_products import grouped_product  # of no use to a model without experts
+
+        return grouped_product(rows, matrices, sizes[0])
+
+    y = _combined(_feed_forward(rows, weights, activation, product)[None], slots, gates[None])[0]
+    if at.exchanged:
+        y = jax.lax.psum_scatter(y, at.exchanged, scatter_dimension=0, tiled=True)
+    return y.reshape(shape)
+
+
+def _with_capacity(
+    settings: Choices,
+    x: jax.Array,
+    chosen: jax.Array,
+    gates: jax.Array,
+    weights: Weights,
+    activation: str,
+    at: _Layout,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs [B, T, D], or their part by this chip, and the number of dropped choices [B]."""
+    (b, t, d), (own, *_) = x.shape, weights.up.shape
+    slots, fits = _capacity_slots(chosen, settings.number, settings.slots(t), own, at)
+    dropped = jnp.sum((chosen < settings.number) & ~fits, axis=(1, 2)).astype(jnp.float32)
+    rows = _taken(x.reshape(1, b * t, d), slots)
+    rows = rows.reshape(-1, own, b * settings.slots(t), d)  # by chip
+    if at.exchanged:  # own rows for the experts of every chip -> rows of every chip for own experts
+        rows = jax.lax.all_to_all(rows, at.exchanged, split_axis=0, concat_axis=0, tiled=True)
+
+    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+        return jnp.einsum("peni,eio->peno", rows, matrices)
+
+    y = _feed_forward(rows, weights, activation, product)
+    if at.exchanged:
+        y = jax.lax.all_to_all(y, at.exchanged, split_axis=0, concat_axis=0, tiled=True)
+    return _combined(y.reshape(1, -1, d), slots, gates.reshape(1, b * t, -1)).reshape(x.shape), dropped
+
+
+def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) -> tuple[_Slots, jax.Array]:
+    """Returns the slots of the choices [B, T, k] as one group, and whether each choice has one.
+
+    Slots are numbered [E, B, C]: those of an expert are contiguous over all rows, as an exchange sends them. Where the
+    experts are on chips that all have these rows, they are the slots of the `own` experts of this chip.
+    """
+    b, choices = chosen.shape[0], chosen.size
+    order, places, sizes, starts = _sorted(chosen, e)
+    is_chosen = chosen[..., None] == jnp.arange(e)
+    places -= jnp.sum(jnp.where(is_chosen, starts[:, None, None], 0), axis=-1)  # among the choices of the expert
+    fits = (chosen < e) & (places < c)
+    filled = jnp.arange(c) < sizes[..., None]  # [B, E, C]
+    at_slot = jnp.minimum(starts[..., None] + jnp.arange(c), order.shape[1] - 1)
+    choice = jnp.take_along_axis(order, at_slot.reshape(b, e * c), axis=1).reshape(b, e, c)
+    row = jnp.arange(b)[:, None, None]
+    choice = jnp.where(filled, row * (choices // b) + choice, choices).swapaxes(0, 1)  # [E, B, C]
+    of, has_slot = (chosen * b + row) * c + places, fits  # [B, T, k]
+    if at.experts and not at.exchanged:
+        first = own * jax.lax.axis_index(at.experts)
+        choice = jax.lax.dynamic_slice_in_dim(choice, first, own, axis=0)
+        has_slot, of = fits & (chosen >= first) & (chosen < first + own), of - first * b * c
+    of = jnp.where(has_slot, of, choice.size).reshape(1, -1, chosen.shape[-1])
+    return _Slots(of, choice.reshape(1, -1)), fits
+
+
+def _feed_forward(rows: jax.Array, weights: Weights, activation: str, product: Any) -> jax.Array:
+    up = product(rows, weights.up)
+    if weights.gate is None:
+        hidden = derivatives.activated(up, activation)
+    else:
+        hidden = derivatives.gated(product(rows, weights.gate), up, activation)
+    return product(hidden, weights.down)
+
+
+def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:
+    """Adds the outputs [G, S, D] of each token's choices, times their factors [G, n, k]: [G, n, D]."""
+    return _weighted(_put(y, slots), gates)
+
+
+@jax.custom_vjp
+def _weighted(parts: jax.Array, gates: jax.Array) -> jax.Array:
+    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k], computed in float32, in the dtype of parts.
+
+    Its gradient saves the parts in their own dtype; the derivative rules of JAX would save them in float32.
+    """
+    return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
+
+
+def _weighted_back(saved: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (parts, gates), wide = saved, d.astype(jnp.float32)[:, :, None]
+    return (wide * gates[..., None]).astype(parts.dtype), jnp.sum(parts.astype(jnp.float32) * wide, axis=-1)
+
+
+_weighted.defvjp(lambda parts, gates: (_weighted(parts, gates), (parts, gates)), _weighted_back)
+
+
+def _in_slots(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns the rows `at` [G, S] of x [G, n, D]; n, of an empty slot, is a row of zeros.
+
+    Adding that row to x moves no more than a second pass over the slots, and for tokens, of k choices each, less.
+    """
+    return jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), at[..., None], axis=1, mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def _taken(x: jax.Array, slots: _Slots) -> jax.Array:
+    """Returns the tokens [G, S, D] in the slots, of tokens x [G, n, D]. The gradient gathers, too."""
+    return _in_slots(x, slots.choice // slots.of.shape[-1])
+
+
+def _taken_back(slots: _Slots, dy: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.sum(_put(dy, slots).astype(jnp.float32), axis=2).astype(dy.dtype), None
+
+
+_taken.defvjp(lambda x, slots: (_taken(x, slots), slots), _taken_back)
+
+
+@jax.custom_vjp
+def _put(y: jax.Array, slots: _Slots) -> jax.Array:
+    """Returns the output [G, n, k, D] of each choice, of outputs y [G, S, D] of the slots; 0 if it has no slot."""
+    g, n, k = slots.of.shape
+    at = slots.of.reshape(g, n * k, 1)
+    return jnp.take_along_axis(y, at, axis=1, mode="fill", fill_value=0).reshape(g, n, k, y.shape[-1])
+
+
+def _put_back(slots: _Slots, d: jax.Array) -> tuple[jax.Array, None]:
+    return _in_slots(d.reshape(d.shape[0], -1, d.shape[-1]), slots.choice), None
+
+
+_put.defvjp(lambda y, slots: (_put(y, slots), slots), _put_back)

@@ -1,0 +1,182 @@
+"""Experts in place of a feed-forward layer: settings, parameters and loss; `expert_routing` computes them.
+
+Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+
+from core import logical, wrappers
+from core.errors import UserError
+from core.types import LossOutput, Model
+from models.decoder import expert_routing
+from models.decoder.layers import Attention, Matrices, Mlp, products_per_input
+from models.decoder.parts import Call, Decoder, Part, Result, Work
+
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts(Part):
+    """A mixture of experts, in place of a feed-forward layer.
+
+    Attributes:
+      number: E, experts of a layer.
+      top_k: experts that a token passes through.
+      mlp_dim: width of an expert; None: `mlp_dim` of the decoder.
+      scores: "softmax" over all experts, or "sigmoid" of each.
+      normalized: whether the scores of the chosen experts are divided by their sum.
+      shared_mlp_dim: width of an expert that every token passes through in addition; None: there is none.
+      capacity: every expert takes at most capacity x T x top_k / number choices of a row in the training loss, where T
+        includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
+      balance: coefficient of the balancing loss; 0: none.
+      z_loss: coefficient of the squared log of the sum of exponentials of the router's logits; 0: none.
+
+    Raises:
+      UserError: a number out of range.
+    """
+
+    number: int
+    top_k: int
+    mlp_dim: int | None = None
+    scores: str = "softmax"
+    normalized: bool = True
+    shared_mlp_dim: int | None = None
+    capacity: float | None = None
+    balance: float = 0.0
+    z_loss: float = 0.0
+
+    name = "experts"
+    norm = "mlp"
+    sees_prefix = True
+
+    def __post_init__(self):
+        for field in ("number", "top_k", "mlp_dim", "shared_mlp_dim"):
+            value = getattr(self, field)
+            optional = field.endswith("mlp_dim")
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not (is_count or (optional and value is None)):
+                raise UserError(f"Experts.{field} = {value!r}: expected an integer of at least 1")
+        if self.top_k > self.number:
+            raise UserError(
+                f"Experts.top_k = {self.top_k}, but there are {self.number} experts: expected from 1 to {self.number}"
+            )
+        if self.scores not in SCORES:
+            raise UserError(f"Experts.scores = {self.scores!r}: expected one of {', '.join(SCORES)}")
+        if self.capacity is not None and not (_is_number(self.capacity) and 0 < self.capacity < math.inf):
+            raise UserError(f"Experts.capacity = {self.capacity!r}: expected a number above 0, or None for no limit")
+        for field in ("balance", "z_loss"):
+            value = getattr(self, field)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise UserError(f"Experts.{field} = {value!r}: expected a finite number of at least 0")
+
+    def slots(self, length: int) -> int:
+        """Returns C, the choices of a row of `length` positions that an expert takes."""
+        assert self.capacity is not None
+        return min(length, math.ceil(self.capacity * length * self.top_k / self.number))
+
+    def width(self, decoder: Decoder) -> int:
+        """Returns F, the width of an expert."""
+        return self.mlp_dim or decoder.mlp_dim
+
+    def check(self, decoder: Decoder) -> None:
+        if decoder.bias == "all":
+            raise UserError("Transformer.bias = 'all': experts have no biases; expected 'none' or 'qkv'")
+        lora = decoder.lora
+        if lora is not None and (wrong := [t for t in lora.targets if t in Mlp.matrices]):
+            targets = tuple(target for target in lora.targets if target not in wrong)
+            raise UserError(
+                f"lora.adapted.targets: {', '.join(wrong)} are matrices of experts, which have no adapters; set "
+                f"targets = {targets or Attention.matrices}"
+            )
+
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
+        c, of = decoder, Matrices(decoder)
+        d, f, e = c.embed_dim, self.width(c), self.number
+        init = hk.initializers.TruncatedNormal(d**-0.5)
+        router = logical.param("router", (d, e), ("embed", None), init, kind="router")
+        inward, outward = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        gate = of.weight("gate", (e, d, f), inward, fan_in=d, stacked=1) if c.gated else None
+        up = of.weight("up", (e, d, f), inward, fan_in=d, stacked=1)
+        down = of.weight("down", (e, f, d), outward, fan_in=2 * c.num_layers * f, stacked=1)
+        if call.before is None:
+            expert_routing.check_capacity(self)  # also in evaluation, which is traced before the first training step
+        y, routing = expert_routing.mixture(
+            self,
+            x,
+            expert_routing.Weights(router, gate, up, down),
+            call.real(x.shape[1]),
+            activation=c.activation,
+            drops=call.drops,
+        )
+        if (width := self.shared_mlp_dim) is not None:
+            y += Mlp().products(c, x, call.side, prefix="shared_", width=width)
+        return Result(y, (), () if call.weights is None else routing.summed(call.weights))
+
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+        """Counts the experts that a token passes through."""
+        width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
+        return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.number))
+
+    def empty_sums(self) -> dict[str, jax.Array]:
+        return expert_routing.empty_sums(self)
+
+    def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
+        return expert_routing.with_routing(self, found, sums, num_layers=num_layers, is_training=is_training)
+
+    def shrink(self, multiples: Mapping[str, int]) -> Experts:
+        width = math.lcm(16, multiples["mlp"])
+        return dataclasses.replace(
+            self,
+            number=math.lcm(4, multiples["expert"]),
+            top_k=min(self.top_k, 2),
+            mlp_dim=self.mlp_dim and width,
+            shared_mlp_dim=self.shared_mlp_dim and width,
+        )
+
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
+        training = {"experts.capacity", "experts.balance", "experts.z_loss"}
+        found = {name: value for name, value in super().settings(decoder).items() if name not in training}
+        return {**found, "experts.mlp_dim": self.width(decoder)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def experts_of(decoder: Decoder) -> Experts | None:
+    """Returns the experts of a decoder; None if it has none."""
+    parts = (kind.feed_forward for kind in decoder.layer_kinds)
+    return next((part for part in parts if isinstance(part, Experts)), None)
+
+
+def trained(*, model: Model, capacity: float | None = None, balance: float = 0.0, z_loss: float = 0.0) -> Model:
+    """Returns a copy of a decoder with experts, also of a wrapped one, with other settings of their training.
+
+    Args:
+      model: the decoder, such as `@pretrained.model()`; a published `config.json` does not set these.
+      capacity, balance, z_loss: see `Experts`.
+
+    Raises:
+      UserError: the model has no experts, or a setting is out of range.
+    """
+    owner = wrappers.field_owner(model, "feed_forward")
+    parts = (
+        () if owner is None else owner.feed_forward if isinstance(owner.feed_forward, tuple) else (owner.feed_forward,)
+    )
+    if not any(isinstance(part, Experts) for part in parts):
+        raise UserError(
+            f"experts.trained.model is {type(model).__name__} without experts: expected a decoder with some"
+        )
+    how = {"capacity": capacity, "balance": balance, "z_loss": z_loss}
+    changed = (dataclasses.replace(part, **how) if isinstance(part, Experts) else part for part in parts)
+    made = tuple(changed)
+    return wrappers.with_field(model, "feed_forward", made if isinstance(owner.feed_forward, tuple) else made[0])

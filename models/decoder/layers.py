@@ -1,0 +1,236 @@
+"""The parts that most decoders use: attention and feed-forward layers, and the norms before them.
+
+B batch, T length, D embed, H query heads, N key/value heads, K head_dim, F mlp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from core import logical
+from models import derivatives, quantized
+from models.decoder import rotary
+from models.decoder.attention import attention, cudnn_attention
+from models.decoder.attention.attention import KeysAndValues
+from models.decoder.attention.splash_tiles import Tiles
+from models.decoder.parts import GLOBAL, LOCAL, Call, Decoder, Part, Result, Side, Work
+
+# Logical axes of the inputs and outputs of each matrix.
+_AXES = {
+    "query": (("embed",), ("heads", "head_dim")),
+    "key": (("embed",), ("kv_heads", "head_dim")),
+    "value": (("embed",), ("kv_heads", "head_dim")),
+    "output": (("heads", "head_dim"), ("embed",)),
+    "gate": (("embed",), ("mlp",)),
+    "up": (("embed",), ("mlp",)),
+    "down": (("mlp",), ("embed",)),
+}
+
+
+class Matrices:
+    """Makes and applies the matrices of a part, with the biases, adapters and rounding that a decoder has."""
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+
+    def weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        fan_in: int,
+        in_dims: int = 1,
+        stacked: int = 0,
+    ) -> jax.Array:
+        """Returns a parameter in the compute dtype; arguments as of `core.logical.param`."""
+        init = hk.initializers.TruncatedNormal(fan_in**-0.5)
+        how = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
+        if self.decoder.quantization != "none" and not stacked:  # laid out for computation after it is rounded
+            return logical.param(name, shape, axes, init, **how, as_stored=True).astype(self.decoder.dtype)
+        return logical.param(name, shape, axes, init, **how)
+
+    def biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
+        """Adds a bias with these axes, the last ones of x, if the decoder has it."""
+        if self.decoder.bias not in among:
+            return x
+        shape = x.shape[-len(axes) :]
+        return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.decoder.dtype)
+
+    def product(self, name: str, subscripts: str, x: jax.Array, weight: jax.Array, side: Side) -> jax.Array:
+        """Multiplies activations and a matrix, and adds the output of the matrix's adapter if the decoder has one."""
+        inward, outward = _AXES[name.removeprefix("shared_")]
+        if self.decoder.quantization == "none":
+            product = jnp.einsum(subscripts, x, weight)
+        else:
+            product = quantized.product(subscripts, (*inward, *outward), x, weight)
+        if self.decoder.lora is None:
+            return product
+        return self.decoder.lora.added(name, product, x, (inward, outward), rows=side.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Part):
+    """Causal attention within segments, `attention`, with the decoder's heads, window and rotation."""
+
+    name = "attention"
+    norm = "attention"
+    has_window = True
+    sees_prefix = True
+    matrices = ("query", "key", "value", "output")
+
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
+        c, side, of = decoder, call.side, Matrices(decoder)
+        d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
+        wq = of.weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
+        wk = of.weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        wv = of.weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        fan_in = 2 * c.num_layers * h * k
+        wo = of.weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
+        q = of.product("query", "btd,dhk->bthk", x, wq, side)
+        q = self._heads(of, "query", q, call, "heads")
+        key = of.product("key", "btd,dnk->btnk", x, wk, side)
+        key = self._heads(of, "key", key, call, "kv_heads")
+        value = of.product("value", "btd,dnk->btnk", x, wv, side)
+        value = of.biased("value", value, ("kv_heads", "head_dim"), among=("qkv", "all"))
+        value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
+        q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
+        mixed, after = self._mixed(c, q, key, value, call)
+        mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
+        out = of.product("output", "bthk,hkd->btd", mixed, wo, side)
+        return Result(of.biased("output", out, ("norm",), among=("all",)), after)
+
+    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
+        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the cache after."""
+        side, how = call.side, {"choice": c.attention, "window": c.window if call.kind == LOCAL else None}
+        how |= scores(c, call)
+        if call.before is None:
+            whole = {"arranged": True, "prefix": side.prefix, "tiles": c.attention_tiles or Tiles()}
+            return attention.attend(q, key, value, side.segment_ids, **whole, **how), ()
+        return attention.cached(q, key, value, *call.before, side.padding, **how)
+
+    def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
+        """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.
+
+        They have the sharding of the strategy before and after. The constraint after is for the gradient: where keys
+        are gathered over positions, it is scattered before it is rotated.
+        """
+        x = of.biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
+        if of.decoder.qk_norm:
+            x = normalized(of.decoder, f"{name}_norm", x)
+        x = logical.constrain(x, "batch", "length", heads, "head_dim")
+        if not (turns := call.side.turns):
+            return x
+        return logical.constrain(
+            rotary.apply(x, turns.get(call.kind, turns[GLOBAL])), "batch", "length", heads, "head_dim"
+        )
+
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+        """Counts T H K for causal scores and as much for the mixing, W H K of a window of W positions."""
+        c = decoder
+        inner, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
+        span = length if kind == GLOBAL else min(length, 2 * (c.window or length))  # twice the mean number attended to
+        return Work(c.embed_dim * (2 * inner + 2 * kv), span * inner)
+
+    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> KeysAndValues:
+        """Returns empty keys and values; of a layer with a window, with room for the window alone."""
+        c = decoder
+        entries = length if kind == GLOBAL else min(length, c.window or length)
+        shape = (rows, c.num_kv_heads, entries, c.head_width)
+        return KeysAndValues(*(jnp.zeros(shape, c.dtype) for _ in range(2)))
+
+    def laid_out(self, state: KeysAndValues) -> KeysAndValues:
+        return KeysAndValues(*(logical.constrain(a, "batch", "kv_heads", None, "head_dim") for a in state))
+
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
+        return {}  # those of the decoder
+
+    def on_gpus(self, decoder: Decoder, length: int) -> str | None:
+        c = decoder
+        if c.attention == "splash":
+            return "the splash kernel, which GPUs cannot run: set attention = 'auto'"
+        if c.attention == "plain":
+            return "plain products"
+        if c.attention == "none":
+            return "none: attention = 'none' mixes no positions"
+        problem = cudnn_attention.problem(length, c.head_width, c.dtype, softcap=c.attention_softcap)
+        return f"plain products: {problem}" if problem else "flash attention of cuDNN"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mlp(Part):
+    """A feed-forward layer, gated or not, with the decoder's width and activation."""
+
+    name = "mlp"
+    norm = "mlp"
+    sees_prefix = True
+    matrices = ("gate", "up", "down")
+
+    def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
+        return Result(self.products(decoder, x, call.side))
+
+    def products(
+        self, decoder: Decoder, x: jax.Array, side: Side, *, prefix: str = "", width: int | None = None
+    ) -> jax.Array:
+        """Returns the output [B, T, D]; the parameters have names that start with `prefix`."""
+        c, of = decoder, Matrices(decoder)
+        d, f = c.embed_dim, width or c.mlp_dim
+        gate = of.weight(f"{prefix}gate", (d, f), ("embed", "mlp"), fan_in=d) if c.gated else None
+        up = of.weight(f"{prefix}up", (d, f), ("embed", "mlp"), fan_in=d)
+        down = of.weight(f"{prefix}down", (f, d), ("mlp", "embed"), fan_in=2 * c.num_layers * f)
+        if gate is None:
+            hidden = derivatives.activated(_hidden(of, f"{prefix}up", up, x, side), c.activation)
+        else:
+            hidden = _hidden(of, f"{prefix}gate", gate, x, side)
+            hidden = derivatives.gated(hidden, _hidden(of, f"{prefix}up", up, x, side), c.activation)
+        hidden = logical.constrain(hidden, "batch", "length", "mlp")  # [B, T, F]
+        out = of.product(f"{prefix}down", "btf,fd->btd", hidden, down, side)
+        return of.biased(f"{prefix}down", out, ("norm",), among=("all",))
+
+    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+        return Work(decoder.embed_dim * products_per_input(decoder, decoder.mlp_dim))
+
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
+        return {}  # those of the decoder
+
+
+def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side) -> jax.Array:
+    return of.biased(name, of.product(name, "btd,df->btf", x, weight, side), ("mlp",), among=("all",))
+
+
+def products_per_input(decoder: Decoder, width: int) -> int:
+    """Returns the columns of all matrices of a feed-forward layer with `width` hidden units."""
+    return (3 if decoder.gated else 2) * width
+
+
+def scores(decoder: Decoder, call: Call) -> dict[str, float | None]:
+    """Returns the factor and the bound of attention scores, as arguments of `models.decoder.attention.attention`."""
+    scale = 1.0 if call.side.turns else decoder.score_scale  # otherwise the rotary tables scale
+    return {"scale": scale, "softcap": decoder.attention_softcap}
+
+
+def normalized(config: Decoder, name: str, x: jax.Array) -> jax.Array:
+    """Normalizes the last dimension of x with the parameters `name`, by the model's norm."""
+    return normalize(config, x, *norm_params(config, name, x.shape[-1]))
+
+
+def norm_params(config: Decoder, name: str, width: int) -> tuple[jax.Array, ...]:
+    """Returns the parameters of a norm: its scale [width], and the bias [width] of a LayerNorm."""
+    init = jnp.zeros if config.norm == "rms_offset" else jnp.ones
+    scale = logical.param(name, (width,), ("norm",), init)
+    if config.norm != "layer":
+        return (scale,)
+    return scale, logical.param(f"{name}_bias", (width,), ("norm",), jnp.zeros)
+
+
+def normalize(config: Decoder, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Normalizes the last dimension of x, in float32."""
+    if bias is not None:
+        return derivatives.layer_norm(x, scale, bias, config.norm_eps)
+    return derivatives.rms_norm(x, 1.0 + scale if config.norm == "rms_offset" else scale, config.norm_eps)

@@ -1,0 +1,36 @@
+"""Settings of `models.decoder.chunk_planner`."""
+
+import dataclasses
+
+from core.errors import UserError, check_integer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planner:
+    """A planner over chunks of a row (experimental).
+
+    Attributes:
+      chunk: positions that are summarized together.
+      layers: layers of each of the two stacks.
+      high_steps: steps of the high stack.
+      low_steps: steps of the low stack for each of them.
+      causal: whether a plan depends on its own and earlier chunks alone; anything else would see the future.
+
+    Raises:
+      UserError: a number out of range, or a planner that is not causal.
+    """
+
+    chunk: int
+    layers: int = 1
+    high_steps: int = 2
+    low_steps: int = 2
+    causal: bool = True
+
+    def __post_init__(self):
+        for field in ("chunk", "layers", "high_steps", "low_steps"):
+            check_integer(getattr(self, field), where=f"Planner.{field}", least=1)
+        if not self.causal:
+            raise UserError(
+                "Planner.causal = False: a plan of whole rows shows a language model the tokens to be predicted; "
+                "set causal = True"
+            )

@@ -1,0 +1,170 @@
+"""Rotary embeddings in `config.json`: reads their base and scaling, and writes the scaling."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from core.errors import UserError
+from models.decoder import rotary
+from models.decoder.config import GLOBAL, LOCAL
+
+Config = Mapping[str, Any]
+LAYER_TYPES = {GLOBAL: "full_attention", LOCAL: "sliding_attention"}
+_SCALINGS = {  # with the keys that they need
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")}
+# Known keys, of which a scaling reads its own; the others, in the last line, are of scalings that are not supported.
+_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "truncate", "finetuned"}
+_KEYS |= {key for keys in (*_SCALINGS.values(), *_OPTIONAL.values()) for key in keys}
+_KEYS |= {"short_factor", "long_factor", "mrope_section"}
+
+
+class Rope(NamedTuple):
+    """The rotary embedding of layers: its base, and its scaling, if there is one."""
+
+    theta: float
+    scaling: rotary.Scaling | None
+
+
+def is_positive(value: Any) -> bool:
+    """Returns whether a value is a finite number above 0; JSON files may contain NaN and Infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def of_all_layers(config: Config) -> Rope:
+    """Returns the rotary embedding of a family that has one for all layers, with the keys of transformers 5 or 4.
+
+    An object `rope_scaling` replaces `rope_parameters`. Outside of them stand a base for settings that name none, and
+    a length before the extension that replaces theirs.
+    """
+    parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
+    outside = {key: config[key] for key in ("original_max_position_embeddings",) if key in config}
+    return _read(
+        {"rope_theta": config["rope_theta"], **(scaling or parameters), **outside}, config["max_position_embeddings"]
+    )
+
+
+def of_each_type(config: Config) -> tuple[Rope, float]:
+    """Returns the rotary embedding of layers with full attention, and the base of those with a window (Gemma 3).
+
+    `rope_parameters` has an object for each type of layer; `rope_scaling` is added to that of full attention.
+    """
+    found = _settings(config, "rope_parameters")
+    if other := sorted(found.keys() - LAYER_TYPES.values()):
+        raise UserError(
+            f"rope_parameters has {', '.join(f'{key} = {json.dumps(found[key])}' for key in other)}: expected an "
+            f"object for each of {' and '.join(LAYER_TYPES.values())}"
+        )
+    full, local = (_settings(found, LAYER_TYPES[kind], "rope_parameters.") for kind in (GLOBAL, LOCAL))
+    full = {**full, **_settings(config, "rope_scaling")}
+    if full.get("truncate", True) is not True:
+        raise UserError(f"truncate = {json.dumps(full['truncate'])} is not supported for Gemma 3 (expected true)")
+    rope = _read({"rope_theta": config["rope_theta"], **full}, config["max_position_embeddings"])
+    theta, scaling = _read({"rope_theta": config["rope_local_base_freq"], **local}, None)
+    if scaling is not None:
+        raise UserError(f"rope_parameters.sliding_attention = {json.dumps(local)}: expected no scaling")
+    return rope, theta
+
+
+def _settings(config: Config, key: str, within: str = "") -> Mapping[str, Any]:
+    """Returns an object in a configuration; {} if it is absent or null."""
+    found = config.get(key)
+    if not isinstance(found, Mapping | None):
+        raise UserError(f"{within}{key} = {json.dumps(found)}: expected an object or null")
+    return found or {}
+
+
+def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
+    """Returns what settings describe.
+
+    Args:
+      rope: base and scaling.
+      max_positions: the length before an extension that names none.
+    """
+    if unknown := sorted(rope.keys() - _KEYS):
+        listed = ", ".join(f"{key} = {json.dumps(rope[key])}" for key in unknown)
+        raise UserError(f"the rotary embedding (rope_parameters, rope_scaling) has {listed}, which is not known")
+    if not is_positive(rope["rope_theta"]):
+        raise UserError(f"rope_theta = {json.dumps(rope['rope_theta'])}: expected a number above 0")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise UserError(f"rope scaling {kind!r} is not known; known are {', '.join(_SCALINGS)}")
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"partial_rotary_factor = {part!r} of the rotary embedding is not supported (expected 1.0)")
+    if max_positions is not None:
+        rope = {"original_max_position_embeddings": max_positions, **rope}
+    optional = [key for key in _OPTIONAL.get(kind, ()) if rope.get(key) is not None]
+    for key in (*_SCALINGS[kind], *optional):
+        if not is_positive(rope.get(key)):
+            raise UserError(f"rope scaling {kind!r} has {key} = {json.dumps(rope.get(key))}: expected a number above 0")
+    return Rope(float(rope["rope_theta"]), _scaling(kind, rope))
+
+
+def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
+    if kind == "linear":
+        return rotary.Linear(factor=rope["factor"])
+    if kind == "llama3":
+        if not rope["low_freq_factor"] < rope["high_freq_factor"]:
+            raise UserError(
+                f"rope scaling 'llama3' has low_freq_factor = {rope['low_freq_factor']} and high_freq_factor = "
+                f"{rope['high_freq_factor']}: expected the first to be less"
+            )
+        return rotary.Llama3(
+            factor=rope["factor"],
+            low_frequency_factor=rope["low_freq_factor"],
+            high_frequency_factor=rope["high_freq_factor"],
+            original_length=rope["original_max_position_embeddings"],
+        )
+    if kind == "yarn":
+        if not isinstance(rope.get("truncate", True), bool):
+            raise UserError(
+                f"rope scaling 'yarn' has truncate = {json.dumps(rope['truncate'])}: expected true or false"
+            )
+        return rotary.Yarn(
+            factor=rope["factor"],
+            original_length=rope["original_max_position_embeddings"],
+            beta_fast=rope.get("beta_fast") or 32.0,
+            beta_slow=rope.get("beta_slow") or 1.0,
+            sharpening=_sharpening(rope),
+            truncate=rope.get("truncate", True),
+        )
+    return None
+
+
+def _sharpening(rope: Mapping[str, Any]) -> float | None:
+    """Returns the factor of cosines and sines that YaRN's settings give; None if they leave it to `factor`."""
+    given, scales = rope.get("attention_factor"), (rope.get("mscale"), rope.get("mscale_all_dim"))
+    if given is not None or not all(scales):
+        return given
+    above, below = (1.0 + 0.1 * scale * math.log(max(rope["factor"], 1.0)) for scale in scales)
+    return above / below
+
+
+def written(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
+    """Returns a scaling as `scaling` reads it."""
+    if isinstance(scaling, rotary.Linear):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, rotary.Llama3):
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    if isinstance(scaling, rotary.Yarn):
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            **({} if scaling.sharpening is None else {"attention_factor": scaling.sharpening}),
+        }
+    return None

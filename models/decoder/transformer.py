@@ -1,0 +1,508 @@
+"""A decoder-only language model; its fields express the published families (`models.decoder.published.families`).
+
+The dataclass is both configuration and model: it satisfies `core.types.Model`. Its defaults are Llama's: RMSNorm,
+rotary embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does not refer to a mesh. Packed
+rows attend within their segment, and positions restart in each segment.
+
+    x = E[inputs];   x += Attention(norm(x));   x += MLP(norm(x));   logits = norm(x) U
+
+Touvron et al. 2023 (Llama), section 2.2; Ainslie et al. 2023 (GQA); Shazeer 2020 (SwiGLU).
+B batch, T length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab as stored, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from core import logical, random_bits, stack
+from core.errors import UserError
+from core.types import Batch, LossOutput, Params
+from models import derivatives, lora, losses
+from models.decoder import block, chunked_loss, layers, rotary
+from models.decoder.attention import ring_attention
+from models.decoder.block import Block
+from models.decoder.config import REMAT, DecoderConfig, LayerKind, parts_of
+from models.decoder.parts import GLOBAL, LOCAL, Call, Earlier, Part, Side
+from models.decoder.prefix import Prefix
+
+if TYPE_CHECKING:
+    from core.checkpoints.published import PublishedFolder
+
+
+Cache = tuple[block.State, ...]  # of every layer
+Carried = Any  # states of parts by name, leaves [B, L, ...]; () without
+_FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # of a batch, [B, T] each
+
+
+class Inserted(NamedTuple):
+    """Vectors that take the place of embedded tokens, such as those of the patches of an image.
+
+    Attributes:
+      values: [B, T, D].
+      places: [B, T], bool: where they are.
+      prefix: what attends both ways.
+    """
+
+    values: jax.Array
+    places: jax.Array
+    prefix: Prefix
+
+
+class Head(NamedTuple):
+    """Arrays of the head: parameters of the final norm, and the output matrix [D, V] in the compute dtype."""
+
+    norm: tuple[jax.Array, ...]
+    unembed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer(DecoderConfig):
+    """A decoder-only language model; its fields are described in `models.decoder.config`.
+
+    Batches have `inputs`, `targets`, `segment_ids`, `positions` [B, T] int32 and `weights` [B, T] float32.
+    """
+
+    couples_rows: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        parts = dict.fromkeys(part for kind in self.layer_kinds for part in parts_of(kind).values())
+        for part in parts:
+            part.check(self)
+        self._check_states()
+        for name, part in self._parts.items():
+            shared = (part.keeps_state and self.keeps_states) or bool(jax.tree.leaves(jax.eval_shape(part.empty_sums)))
+            if shared and any(parts_of(kind).get(name, part) != part for kind in self.layer_kinds):
+                raise UserError(
+                    f"Transformer: parts called {name!r} have different settings, but share sums or states under "
+                    "this name: give them the same settings, or make one a subclass with another `name`"
+                )
+        if self.lora is not None:
+            matrices = {name for part in self._parts.values() for name in part.matrices}
+            if wrong := [target for target in self.lora.targets if target not in matrices]:
+                raise UserError(
+                    f"lora.adapted.targets: this decoder has no matrix {', '.join(wrong)}; set targets = "
+                    f"{tuple(t for t in self.lora.targets if t in matrices)}"
+                )
+
+    def _check_states(self) -> None:
+        if not self.keeps_states:
+            return
+        if not any(part.keeps_state for part in self._parts.values()):
+            raise UserError(
+                "Transformer.keeps_states = True has no effect: no mixer or feed_forward keeps a state; set it to "
+                "False, or use one that does, such as @s5.S5()"
+            )
+        if lost := sorted(name for name, part in self._parts.items() if part.is_recurrent and not part.keeps_state):
+            raise UserError(
+                f"Transformer.keeps_states = True: {' and '.join(lost)} would start anew in every step; use @s5.S5()"
+            )
+        if self.planner is not None or self.positions == "learned":
+            found = "a planner counts chunks" if self.planner is not None else "learned positions are counted"
+            raise UserError(f"Transformer.keeps_states = True: {found} from the start of a row, which is of many steps")
+
+    def init(self, rng: jax.Array, batch: Batch) -> Params:
+        """Initializes the parameters in float32; they depend only on the sizes of the model, not on the batch."""
+        params = hk.transform(self.sums).init(rng, batch)
+        return params if self.lora is None else self.lora.base_frozen(params)
+
+    def init_carry(self, batch: Batch) -> Carried:
+        """Returns empty states by part, [B, L, ...]; () unless `keeps_states`."""
+        if not self.keeps_states:
+            return ()
+        rows, length = batch["inputs"].shape
+        of_layer = {n: p.empty_state(self, GLOBAL, rows, length) for n, p in self._parts.items() if p.keeps_state}
+        return jax.tree.map(lambda a: jnp.zeros((rows, self.num_layers, *a.shape[1:]), a.dtype), of_layer)
+
+    def loss(
+        self, params: Params, carry: Carried, rng: jax.Array, batch: Batch, *, is_training: bool = True
+    ) -> tuple[Carried, LossOutput]:
+        """Returns the cross-entropy in nats summed over supervised positions, and their number.
+
+        In training the losses of experts are added; the metric `cross_entropy` is then without them. The carry becomes
+        the states after these rows, if the model keeps them.
+        """
+        drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
+        rows = random_bits.row_ids(batch) if drops else None
+        run = hk.transform(functools.partial(self._sums, is_training=is_training))
+        return run.apply(params, rng if drops else None, batch, rows, carry)
+
+    def logits(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns the logits, [B, T, vocab_size], float32."""
+        return hk.transform(self.all_logits).apply(params, None, batch)[..., : self.vocab_size]
+
+    def published(self, folder: str) -> PublishedFolder:
+        """Returns the parameters of this decoder in the folder of a published model; reads headers only."""
+        from models.decoder.published import family_tensors  # of no use to a run that starts from its seed
+
+        return family_tensors.published_folder(self, folder)
+
+    @property
+    def added_parameters(self) -> tuple[str, ...]:
+        """Patterns of the parameters that a published folder or a run of the base lacks: those of adapters."""
+        return () if self.lora is None else lora.PATTERNS
+
+    def residual(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns the residual stream after the last layer and before the final norm, [B, T, D]."""
+        x = hk.transform(lambda b: self._stack(b, None)).apply(params, None, batch)
+        return ring_attention.arrange(x, "batch", "residual_length", "embed", back=True)
+
+    def hidden(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns what the output matrix is multiplied with: the residual stream after the final norm, [B, T, D]."""
+        return layers.normalize(self, self.residual(params, batch), *self.head(params).norm)
+
+    def head(self, params: Params) -> Head:
+        """Returns the arrays of the head."""
+        return hk.transform(lambda: self._head_params(self._embedding())).apply(params, None)
+
+    def unembedded(self, unembed: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V] of `hidden`, float32, with the output matrix of the head."""
+        logits = derivatives.unembedded(x, unembed)
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
+        return logical.constrain(logits, "batch", "length", "vocab")
+
+    def sums(
+        self,
+        batch: Batch,
+        rows: jax.Array | None = None,
+        *,
+        is_training: bool = True,
+        inserted: Inserted | None = None,
+    ) -> LossOutput:
+        """Returns the loss as sums; runs inside `hk.transform`, also in that of a model that contains the decoder.
+
+        Args:
+          batch: as in `loss`.
+          rows: [B], global row ids, if inputs of adapters are dropped.
+          is_training: as in `loss`.
+          inserted: vectors in place of embedded tokens.
+        """
+        return self._sums(batch, rows, self.init_carry(batch), is_training=is_training, inserted=inserted)[1]
+
+    def _sums(
+        self,
+        batch: Batch,
+        rows: jax.Array | None,
+        carry: Carried,
+        *,
+        is_training: bool,
+        inserted: Inserted | None = None,
+    ) -> tuple[Carried, LossOutput]:
+        def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *sums: Any) -> LossOutput:
+            found = self._cross_entropy(head, x, side[1:])
+            for name, of_part in (sums[0]["sums"] if sums else {}).items():
+                layers = sum(name in parts_of(self.layer_kind(layer)) for layer in range(self.num_layers))
+                found = self._parts[name].finish(found, of_part, num_layers=layers, is_training=is_training)
+            return found
+
+        return self._stack_with_states(batch, tail, rows, carry, drops=is_training, inserted=inserted)
+
+    def _cross_entropy(self, head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
+        """Returns the cross-entropy of targets with weights, in chunks of positions if there are many logits."""
+
+        def sums(head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
+            return losses.cross_entropy(self._head(head, x), *side, vocab_size=self.vocab_size)
+
+        chunk = self.loss_chunk
+        if chunk is None:
+            chunk = chunked_loss.default_positions(*x.shape[:2], self.stored_vocab_size)
+        return chunked_loss.total(sums, head, x, side, positions=chunk) if chunk else sums(head, x, side)
+
+    def all_logits(self, batch: Batch, *, inserted: Inserted | None = None) -> jax.Array:
+        """Returns the logits [B, T, V], also of padding of the vocabulary; inside `hk.transform`, as `sums`."""
+        logits = self._stack(batch, lambda head, x, *_: self._head(head, x), inserted=inserted)
+        return ring_attention.arrange(logits, "batch", "length", "vocab", back=True)
+
+    def token_embeddings(self, ids: jax.Array) -> jax.Array:
+        """Returns the embeddings of ids [B, T], without positions; inside `hk.transform`."""
+        return derivatives.embedded(self._embedding(), ids, ("batch", "residual_length"), self.dtype)
+
+    def _stack(self, batch: Batch, tail_fn, *, inserted: Inserted | None = None) -> Any:
+        return self._stack_with_states(batch, tail_fn, None, self.init_carry(batch), inserted=inserted)[1]
+
+    def _stack_with_states(
+        self,
+        batch: Batch,
+        tail_fn,
+        rows: jax.Array | None,
+        carry: Carried,
+        *,
+        drops: bool = False,
+        inserted: Inserted | None = None,
+    ) -> tuple[Carried, Any]:
+        """Runs the layers; positions are in the order of the ring if keys and values travel around one.
+
+        Args:
+          batch: inputs, segments, positions, targets and weights.
+          tail_fn: see `core.stack.Tail`; None: the result is the residual stream.
+          rows: [B], global row ids, if inputs of adapters are dropped.
+          carry: states of the step before, if the model keeps them.
+          drops: whether the capacity of experts applies.
+          inserted: vectors in place of embedded tokens.
+        """
+        batch = {name: ring_attention.arrange(batch[name], "batch", "length") for name in _FIELDS}
+        embedding = self._embedding()
+        head = self._head_params(embedding)
+        side = self._side(batch, rows=rows)
+        x = self._embedded(embedding, batch)
+        if inserted is not None:
+            x = jnp.where(inserted.places[:, :, None], inserted.values.astype(x.dtype), x)
+            x = logical.constrain(x, "batch", "residual_length", "embed")
+            side = side._replace(prefix=inserted.prefix)
+        if self.planner is not None:
+            x += self._planner(x, batch["segment_ids"])
+        summed = {name: part for name, part in self._parts.items() if jax.tree.leaves(part.empty_sums())}
+        outputs = ({"sums": "summed"} if summed or carry else {}) | ({"states": "stacked"} if carry else {})
+
+        def layer(
+            x: jax.Array,
+            side: tuple[Side, jax.Array, jax.Array],
+            carried: Any = None,
+            kind: LayerKind = self.layer_kinds[0],
+        ) -> Any:
+            call = Call(side[0], kind.span, weights=side[2], drops=drops, carried=carried)
+            x, states, sums = Block(self, kind)(x, call)
+            sums = {name: sums.get(name, part.empty_sums()) for name, part in summed.items()}
+            if carried is not None:
+                return x, {"sums": sums, "states": {**carried, **states}}
+            return (x, {"sums": sums}) if summed else x
+
+        layers = stack.layer_stack(
+            layer,
+            self.num_layers,
+            remat=REMAT[self.remat],
+            tail=None if tail_fn is None else stack.Tail(tail_fn, head),
+            outputs=outputs or None,
+            **self._pattern,
+        )
+        of_layers = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), carry)
+        found = layers(x, (side, batch["targets"], batch["weights"]), of_layers)
+        result, out = found if outputs else (found, {})
+        return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), out.get("states", ())), result
+
+    def empty_cache(self, rows: int, length: int) -> Cache:
+        """Returns the empty state of every layer, for `rows` rows of at most `length` slots.
+
+        In the compute dtype, laid out by the activation table; attention with a window has room for the window alone.
+        """
+
+        def state(kind: LayerKind) -> block.State:
+            found = {name: part.empty_state(self, kind.span, rows, length) for name, part in parts_of(kind).items()}
+            return {name: state for name, state in found.items() if jax.tree.leaves(state)}
+
+        layers = self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
+        if self.planner is None:
+            return layers
+        from models.decoder import chunk_planner  # of no use to other models
+
+        return (*layers, {"planner": chunk_planner.empty_state(self.planner, rows, length, self.embed_dim)})
+
+    def extend(
+        self, params: Params, cache: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """Runs the decoder on T new ids of each row, and adds them to the cache.
+
+        Args:
+          params: the parameters.
+          cache: from `empty_cache` or `extend`.
+          ids: [B, T], int32.
+          start: slot of the first new id, [], int32.
+          padding: [B], int32; the first slots of a row, so many of them, are empty, and the next one is its position 0.
+
+        Returns:
+          Logits after the last id, [B, vocab_size], float32, and the cache.
+        """
+        x, side, others = self.before_layers(params, cache[self.num_layers :], ids, start, padding)
+        kinds = tuple(map(self.layer_kind, range(self.num_layers)))
+        x, states = self.extend_layers(params, x, side, cache[: self.num_layers], start, kinds=kinds)
+        return self.after_layers(params, x), (*states, *others)
+
+    def before_layers(
+        self, params: Params, others: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
+    ) -> tuple[jax.Array, Side, Cache]:
+        """Returns the input of the first layer, arrays for all layers, and the states that follow those of the layers.
+
+        Args:
+          params: the parameters; those of layers may be absent.
+          others: what follows the states of the layers in the cache.
+          ids, start, padding: as in `extend`.
+        """
+        positions = jnp.maximum(start + jnp.arange(ids.shape[1]) - padding[:, None], 0)
+        batch = {"inputs": ids, "positions": positions, "segment_ids": jnp.ones_like(ids)}
+        return hk.transform(self._before_layers).apply(params, None, batch, others, start, padding)
+
+    def _before_layers(
+        self, batch: Batch, others: Cache, start: jax.Array, padding: jax.Array
+    ) -> tuple[jax.Array, Side, Cache]:
+        side = self._side(batch, padding=padding)
+        x = self._embedded(self._embedding(), batch)
+        if self.planner is not None:
+            places = start + jnp.arange(x.shape[1]) - padding[:, None]
+            added, state = self._planner.extended(x, others[0]["planner"], places)
+            x, others = x + added, ({"planner": state},)
+        return x, side, others
+
+    def extend_layers(
+        self,
+        params: Params,
+        x: jax.Array,
+        side: Side,
+        states: Cache,
+        start: jax.Array,
+        *,
+        kinds: tuple[LayerKind, ...],
+    ) -> tuple[jax.Array, Cache]:
+        """Runs successive layers of the decoder on T new ids of each row.
+
+        Args:
+          params: the parameters; of layers, those of these layers alone, stacked.
+          x: the stream, [B, T, D].
+          side: from `before_layers`.
+          states: of these layers in the cache.
+          start: as in `extend`.
+          kinds: of these layers.
+
+        Returns:
+          The stream, and the states.
+        """
+
+        def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
+            (stream, cache), (at, of_layer) = x, kind
+            call = Call(side, of_layer.span, Earlier(cache[at], start))
+            stream, after, _ = Block(self, of_layer)(stream, call)
+            return stream, (*cache[:at], after, *cache[at + 1 :])
+
+        # Layers differ in kind and number, because states of different shapes cannot be stacked.
+        layers = stack.layer_stack(layer, len(kinds), pattern=tuple(enumerate(kinds)), group=self.group)
+        starts = jnp.broadcast_to(start, (len(kinds),))
+        x, states = hk.transform(layers).apply(params, None, (x, states), side, starts)
+        return x, self._laid_out(states)
+
+    def after_layers(self, params: Params, x: jax.Array) -> jax.Array:
+        """Returns the logits after the last of T positions [B, vocab_size], float32, from the stream [B, T, D]."""
+        logits = hk.transform(lambda x: self._head(self._head_params(self._embedding()), x)).apply(
+            params, None, x[:, -1:]
+        )
+        return logits[:, 0, : self.vocab_size]
+
+    @property
+    def _planner(self) -> Any:
+        from models.decoder import chunk_planner  # of no use to other models
+
+        assert self.planner is not None
+        return chunk_planner.Plans(self, self.planner)
+
+    def _laid_out(self, states: Cache) -> Cache:
+        return tuple({name: self._parts[name].laid_out(part) for name, part in s.items()} for s in states)
+
+    @property
+    def _parts(self) -> dict[str, Part]:
+        """The parts of all layers by name."""
+        return {name: part for kind in self.layer_kinds for name, part in parts_of(kind).items()}
+
+    @property
+    def _pattern(self) -> dict[str, Any]:
+        return {"pattern": self.layer_kinds, "group": self.group} if len(self.layer_kinds) > 1 else {}
+
+    def _side(self, batch: Batch, *, padding: jax.Array | None = None, rows: jax.Array | None = None) -> Side:
+        turns = self._rotary_tables(batch["positions"])
+        continues = batch["positions"][:, 0] > 0 if self.keeps_states and padding is None else None
+        return Side(batch["segment_ids"], turns, padding, rows, continues=continues)
+
+    def flops_per_token(self, length: int) -> float:
+        """Returns training FLOPs per token without recomputation.
+
+        6 per parameter of a matrix product, and 6 L T H K for causal attention; in a local layer 12 W H K for a window
+        of W positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
+        that a token passes through.
+        """
+        matrices, others = self.embed_dim * self.stored_vocab_size, 0.0
+        for layer in range(self.num_layers):
+            kind = self.layer_kind(layer)
+            for part in parts_of(kind).values():
+                work = part.work(self, kind.span, length)
+                matrices, others = matrices + work.matrices, others + work.others
+        found = (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
+        if self.planner is None:
+            return found
+        from models.decoder import chunk_planner  # of no use to other models
+
+        return found + chunk_planner.flops_per_token(self.planner, self)
+
+    def _embedded(self, embedding: jax.Array, batch: Batch) -> jax.Array:
+        """Returns the input of the first layer, [B, T, D]."""
+        rows = ("batch", "residual_length")
+        x = derivatives.embedded(embedding, batch["inputs"], rows, self.dtype)
+        if self.scaled_embedding:
+            x *= jnp.asarray(self.embed_dim**0.5, self.dtype)
+        if self.positions == "learned":
+            shape, init = (self.max_positions, self.embed_dim), hk.initializers.TruncatedNormal(0.02)
+            table = logical.param("position_embedding", shape, (None, "embed"), init, kind="embedding", as_stored=True)
+            x += derivatives.embedded(table, batch["positions"], rows, self.dtype, None)
+        return logical.constrain(x, *rows, "embed")
+
+    def _rotary_tables(self, positions: jax.Array) -> dict[str, rotary.RotaryTables]:
+        """Returns the rotary tables of layers: under GLOBAL, and under LOCAL if those of local layers differ.
+
+        They also scale queries and keys, each by the root of the factor of the scores.
+        """
+        if self.positions == "learned":
+            return {}
+        make = functools.partial(rotary.tables, positions, self.head_width, length=self.score_scale**0.5)
+        tables = {GLOBAL: make(theta=self.rope_theta, scaling=self.rope_scaling)}
+        if self.local_rope_theta is not None:
+            tables[LOCAL] = make(theta=self.local_rope_theta)
+        return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
+
+    def _embedding(self) -> jax.Array:
+        # As the output matrix it has columns of about unit length, so that initial logits are of order 1.
+        stddev = 1.0 / math.sqrt(self.embed_dim) if self.tied else 1.0
+
+        def init(shape, dtype):
+            rows = hk.initializers.TruncatedNormal(stddev)(shape, dtype)
+            return jnp.where(jnp.arange(shape[0])[:, None] < self.vocab_size, rows, 0.0)
+
+        shape = (self.stored_vocab_size, self.embed_dim)
+        return logical.param("embedding", shape, ("vocab", "embed"), init, as_stored=True)
+
+    def _head_params(self, embedding: jax.Array) -> Head:
+        norm = layers.norm_params(self, "final_norm", self.embed_dim)
+        if self.tied:
+            return Head(norm, logical.constrain(embedding.astype(self.dtype), "vocab", "embed").T)
+        shape, axes = (self.embed_dim, self.stored_vocab_size), ("embed", "vocab")
+        return Head(norm, logical.param("unembedding", shape, axes, self._unembedding_init, compute_dtype=self.dtype))
+
+    def _unembedding_init(self, shape, dtype) -> jax.Array:
+        columns = hk.initializers.TruncatedNormal(1.0 / math.sqrt(self.embed_dim))(shape, dtype)
+        return jnp.where(jnp.arange(shape[1]) < self.vocab_size, columns, 0.0)
+
+    def _head(self, head: Head, x: jax.Array) -> jax.Array:
+        return self.unembedded(head.unembed, layers.normalize(self, x, *head.norm))
+
+
+def preset(name: str, **changes) -> Transformer:
+    """Returns the decoder called `name` (see `models.decoder.presets`), with fields replaced by `changes`.
+
+    Raises:
+      UserError: unknown name.
+      TypeError: unknown field.
+    """
+    from models.decoder import presets  # a model of given sizes needs none
+
+    if name not in presets.FIELDS:
+        near = difflib.get_close_matches(name, presets.FIELDS, n=1, cutoff=0.3) or list(presets.FIELDS)
+        raise UserError(
+            f"transformer.preset: no preset {name!r} (did you mean {near[0]}?); expected one of "
+            f"{', '.join(presets.FIELDS)}"
+        )
+    found = presets.FIELDS[name]
+    return Transformer(**{**(found() if callable(found) else found), **changes})

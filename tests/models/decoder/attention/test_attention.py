@@ -1,0 +1,173 @@
+"""The two implementations of attention agree, forward and backward, with segments and grouped heads."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import slices
+from core.errors import UserError
+from models.decoder import rotary
+from models.decoder.attention import attention
+from models.decoder.attention.splash_tiles import Tiles
+from parallel import partitioner, strategies
+
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 32
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (BATCH, LENGTH, HEADS, HEAD_DIM))
+    k, v = (jax.random.normal(key, (BATCH, LENGTH, KV_HEADS, HEAD_DIM)) for key in keys[1:3])
+    position = np.arange(LENGTH)
+    segments = np.stack([1 + (position >= 100) + (position >= 130), np.where(position < 200, 1, 0)])
+    return q, k, v, jnp.asarray(segments, jnp.int32), jax.random.normal(keys[3], (BATCH, LENGTH, HEADS, HEAD_DIM))
+
+
+def results(attend, inputs):
+    q, k, v, segments, weight = inputs
+    value, gradients = jax.value_and_grad(
+        lambda q, k, v: jnp.sum(attend(q, k, v, segments) * weight), argnums=(0, 1, 2)
+    )(q, k, v)
+    return attend(q, k, v, segments), value, gradients
+
+
+@pytest.mark.covers("T08")
+@pytest.mark.parametrize(
+    "tiles", [Tiles(), Tiles(queries=128, keys=256, fused_backward=True)], ids=["default", "fused"]
+)
+def test_splash_equals_plain_forward_and_backward(inputs, tiles):
+    out, value, gradients = results(attention.plain, inputs)
+    splash = jax.jit(lambda *a: attention.splash_attention(*a, tiles=tiles, interpret=True))
+    out2, value2, gradients2 = results(splash, inputs)
+    np.testing.assert_allclose(out2, out, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(value2, value, rtol=1e-4)
+    for ours, want in zip(gradients2, gradients, strict=True):
+        np.testing.assert_allclose(ours, want, atol=5e-5, rtol=0)
+
+
+def test_tiles_are_the_largest_that_divide_the_positions():
+    found = Tiles(queries=1024, keys=512).block_sizes(1536)
+    assert (found.block_q, found.block_kv, found.block_q_dq, found.block_kv_dkv) == (768, 512, 768, 512)
+    assert Tiles(queries=1024).block_sizes(128).block_q == 128
+    assert Tiles(fused_backward=True).block_sizes(512).block_q_dq is None
+
+
+@pytest.mark.parametrize("size", [64, 200, 256.0])
+def test_a_size_of_tiles_is_a_multiple_of_128(size):
+    with pytest.raises(UserError, match=r"Tiles\.keys = "):
+        Tiles(keys=size)
+
+
+def test_plain_is_softmax_over_visible_positions(inputs):
+    """Written out for single queries, in float64."""
+    q, k, v, segments, _ = (np.asarray(a, np.float64) for a in inputs)
+    out = attention.plain(*inputs[:4])
+    for row, t, head in [(0, 0, 0), (0, 99, 3), (0, 100, 1), (0, 140, 2), (1, 199, 0), (1, 250, 3)]:
+        seen = [s for s in range(t + 1) if segments[row, s] == segments[row, t]]
+        key_head = head // (HEADS // KV_HEADS)
+        scores = np.array([q[row, t, head] @ k[row, s, key_head] for s in seen]) / np.sqrt(HEAD_DIM)
+        weights = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        want = weights @ v[row, seen, key_head]
+        np.testing.assert_allclose(out[row, t, head], want, atol=1e-5)
+
+
+def test_auto_is_plain_where_the_kernel_has_no_tiles(inputs):
+    q, k, v, segments = (a[:, :100] for a in inputs[:4])
+    np.testing.assert_array_equal(attention.attend(q, k, v, segments), attention.plain(q, k, v, segments))
+
+
+@pytest.mark.parametrize("whole_key_heads", [False, True])
+def test_the_kernel_under_a_split_of_heads_equals_plain(inputs, whole_key_heads, monkeypatch):
+    """In a shard_map over rows and heads; key heads that are not split are given to each query head."""
+    interpreted = attention.splash_attention
+    monkeypatch.setattr(attention, "splash_attention", functools.partial(interpreted, interpret=True))
+    tables = strategies.fsdp_tensor(tensor=2)
+    if whole_key_heads:
+        row = {"kv_heads": None}
+        tables = strategies.override(tables, param_rules=row, activation_rules=row)
+    bound = partitioner.Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices())
+    with bound.tracing():
+        out = jax.jit(lambda *a: attention.attend(*a, choice="splash"))(*inputs[:4])
+    np.testing.assert_allclose(out, attention.plain(*inputs[:4]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", [attention.plain, functools.partial(attention.splash_attention, interpret=True)])
+def test_a_scale_takes_the_place_of_the_root_of_the_head_dimension(inputs, form):
+    q, k, v, segments = (a[:1, :128] for a in inputs[:4])
+    shorter = HEAD_DIM**-0.25
+    want = attention.plain(q, k, v, segments)
+    np.testing.assert_allclose(form(q * shorter, k * shorter, v, segments, scale=1.0), want, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(form(q, k / 3, v, segments, scale=3 * shorter**2), want, atol=2e-5, rtol=0)
+
+
+def test_rotary_turns_pairs_and_depends_on_distance_only():
+    x = jax.random.normal(jax.random.key(1), (1, 8, 1, 6))
+    positions = jnp.arange(8)[None]
+    turned = rotary.rotate(x, positions, theta=100.0)
+    angle = 3 * 100.0 ** (-1 / 3)
+    a, b = x[0, 3, 0, 1], x[0, 3, 0, 4]
+    np.testing.assert_allclose(turned[0, 3, 0, 1], a * np.cos(angle) - b * np.sin(angle), atol=1e-6)
+    np.testing.assert_allclose(turned[0, 3, 0, 4], b * np.cos(angle) + a * np.sin(angle), atol=1e-6)
+    shifted = rotary.rotate(x, positions + 5, theta=100.0)
+    dots = jnp.einsum("btnk,bsnk->bts", turned, turned)
+    np.testing.assert_allclose(jnp.einsum("btnk,bsnk->bts", shifted, shifted), dots, atol=1e-5)
+
+
+def test_attention_none_does_not_mix_positions(inputs):
+    q, k, v, segments = inputs[:4]
+    changed = attention.attend(q, k.at[:, 7].add(1), v.at[:, 7].add(1), segments, choice="none")
+    difference = np.abs(changed - attention.attend(q, k, v, segments, choice="none")).max(axis=(0, 2, 3))
+    assert np.flatnonzero(difference).tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("window", "entries", "block"),
+    [
+        (None, 24, 0),
+        (5, 5, 0),
+        (5, 7, 0),
+        (40, 24, 0),
+        (None, 24, 256),
+        (None, 24, 7),
+        (None, 24, 8),
+        (5, 5, 4),
+        (5, 7, 8),
+    ],
+)
+def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries, block, monkeypatch):
+    """In chunks and single slots, past the end of a cache of the window, with rows that begin in different slots.
+
+    On a CPU in blocks; block 0: as elsewhere, all scores at once.
+    """
+    monkeypatch.setattr(attention, "BLOCK", block)
+    if not block:
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, cpu, default: default(*operands))
+    q, k, v = (a[:, :24] for a in inputs[:3])
+    padding = jnp.array([0, 9])
+    segments = (jnp.arange(24) >= padding[:, None]).astype(jnp.int32)
+    want = attention.plain(q, k, v, segments, window=window, softcap=3.0)
+    empty = jnp.zeros((BATCH, KV_HEADS, entries, HEAD_DIM))
+    cache, start, outs = attention.KeysAndValues(empty, empty), 0, []
+    step = jax.jit(functools.partial(attention.cached, window=window, softcap=3.0))
+    for length in (8, 3, 8, 1, 1, 1, 1, 1):
+        new = (a[:, start : start + length] for a in (q, k, v))
+        out, cache = step(*new, cache, jnp.int32(start), padding)
+        outs.append(out)
+        start += length
+    filled = segments[:, :, None, None] == 1
+    out = jnp.concatenate(outs, axis=1)
+    np.testing.assert_allclose(jnp.where(filled, out, 0), jnp.where(filled, want, 0), atol=2e-6, rtol=0)
+
+
+def test_a_chunk_of_a_prompt_reads_only_the_filled_blocks_of_the_cache(inputs, monkeypatch):
+    """The others may be anything. Time and memory of a chunk do not depend on the size of the cache."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    q, k, v = (a[:, :16] for a in inputs[:3])
+    want = attention.plain(q, k, v, jnp.ones((BATCH, 16), jnp.int32))
+    empty = jnp.full((BATCH, KV_HEADS, 64, HEAD_DIM), jnp.nan).at[:, :, :16].set(0)
+    out, _ = attention.cached(q, k, v, attention.KeysAndValues(empty, empty), jnp.int32(0), jnp.zeros(BATCH, jnp.int32))
+    np.testing.assert_allclose(out, want, atol=2e-6, rtol=0)

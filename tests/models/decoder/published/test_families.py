@@ -1,0 +1,297 @@
+"""Tiny models of every published family against transformers, which `fixtures/families/make.py` ran."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import logical, parameters
+from core.checkpoints import published
+from core.errors import UserError
+from models import pretrained
+from models.decoder import presets, transformer
+from models.decoder.experts import Experts
+from models.decoder.layers import Mlp
+from models.decoder.published import families, family_tensors
+
+HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
+FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
+# Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; biases; norms of queries and keys.
+QUICK = ("gpt2", "gemma2", "gemma3", "mixtral", "qwen2", "qwen3")
+
+
+def batch_of(ids):
+    """A batch that predicts every next token of `ids` [B, T]; the last position is not supervised."""
+    ids = jnp.asarray(ids, jnp.int32)
+    weights = jnp.ones(ids.shape, jnp.float32).at[:, -1].set(0)
+    return {
+        "inputs": ids,
+        "targets": jnp.roll(ids, -1, axis=1),
+        "weights": weights,
+        "segment_ids": jnp.ones(ids.shape, jnp.int32),
+        "positions": jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
+    }
+
+
+def loaded(name, **changes):
+    """The model, its parameters, their axes and the reference of a family."""
+    model = pretrained.model(str(HERE / name), dtype="float32", vocab_multiple=8, **changes)
+    reference = np.load(HERE / name / "reference.npz")
+    shapes, axes = logical.abstract_init(model.init, jax.random.key(0), batch_of(reference["input_ids"]))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
+    return model, model.published(str(HERE / name)).load(abstract, axes), axes, reference
+
+
+def relative_error(ours, want):
+    return float(np.max(np.abs(np.asarray(ours, np.float64) - want)) / np.max(np.abs(want)))
+
+
+@pytest.mark.covers("N01", "N02", "N03", "C16")
+@pytest.mark.parametrize("name", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FAMILIES])
+def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
+    model, params, axes, reference = loaded(name)
+    batch = batch_of(reference["input_ids"])
+    logits = jax.jit(model.logits)(params, batch)
+    # transformers in float32 differs from its own float64 by 3e-7 to 2e-6 of the largest logit.
+    assert relative_error(logits, reference["logits"]) < 5e-6
+
+    def mean_loss(params):
+        _, out = model.loss(params, (), None, batch)
+        return out.loss_sum / out.weight_sum
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
+    np.testing.assert_allclose(loss, reference["loss"], rtol=2e-6)
+    by_path = {parameters.path_name(path): g for path, g in jax.tree_util.tree_leaves_with_path(grads)}
+    tensors = published.tensors_of(
+        lambda path, layer: np.asarray(by_path[path] if layer is None else by_path[path][layer]),
+        grads,
+        axes,
+        family_tensors.named_sources(model),
+        limits={"vocab": model.vocab_size},
+        dtype=np.float32,
+    )
+    ours = dict(tensors)
+    assert {f"grad/{tensor}" for tensor in ours} == {key for key in reference if key.startswith("grad/")}
+    for tensor, gradient in ours.items():
+        assert relative_error(gradient, reference[f"grad/{tensor}"]) < 2e-5, tensor
+
+
+def test_a_folder_with_another_number_of_experts_is_refused_with_both_numbers():
+    model = pretrained.model(str(HERE / "mixtral"), dtype="float32", vocab_multiple=8)
+    wider = dataclasses.replace(model, feed_forward=dataclasses.replace(model.feed_forward, number=8))
+    source = wider.published(str(HERE / "mixtral"))
+    assert any(note.startswith("experts.number = 6 in ") and note.endswith("8 in the model") for note in source.notes)
+    wanted = logical.abstract_init(wider.init, jax.random.key(0), batch_of(np.zeros((1, 2))))
+    said = "\n".join(source.problems(*wanted))
+    assert "missing: model.layers.0.block_sparse_moe.experts.6.w1.weight [44, 24]" in said
+    assert "block_sparse_moe.gate.weight: shape [6, 24], the model needs [8, 24]" in said
+
+
+# A mutation of each feature of a family, by the field that it changes.
+MUTATIONS = {
+    "gpt2": [
+        {"norm_eps": 1e-2},
+        {"activation": "silu"},
+        {"activation": "gelu"},
+        {"query_scale": 0.3},
+    ],
+    "llama2": [{"rope_theta": 5e5}, {"norm_eps": 1e-3}, {"activation": "gelu"}],
+    "llama3": [{"rope_scaling": None}, {"rope_theta": 1e4}],
+    "mistral": [{"window": None}, {"window": 6}],
+    "qwen2": [{"rope_scaling": None}],
+    "qwen3": [{"norm_eps": 1e-3}],
+    "gemma2": [
+        {"attention_softcap": None},
+        {"logit_softcap": None},
+        {"query_scale": None},
+        {"scaled_embedding": False},
+        {"window": 6},
+        {"pattern": ("global", "local")},
+        {"norm": "rms"},
+        {"activation": "gelu"},
+    ],
+    "gemma3": [
+        {"local_rope_theta": None},
+        {"local_rope_theta": 1e4},
+        {"rope_scaling": None},
+        {"rope_theta": 1e4},
+        {"pattern": ("local", "global")},
+        {"query_scale": None},
+    ],
+}
+MUTATIONS |= {
+    "mixtral": [
+        {"feed_forward": Experts(number=6, top_k=1)},
+        {"feed_forward": Experts(number=6, top_k=2, normalized=False)},
+    ],
+    "qwen3_moe": [{"feed_forward": Experts(number=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
+    "qwen3_moe_sparse": [{"feed_forward": (*[Mlp()] * 3, Experts(number=5, top_k=2, mlp_dim=12, normalized=False))}],
+}
+CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
+
+
+@pytest.mark.slow  # 26 models; the agreement with the reference above is quick
+@pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{n}-{'-'.join(c)}-{i}" for i, (n, c) in enumerate(CASES)])
+def test_the_reference_notices_a_change_of_each_feature(name, change):
+    model, params, _, reference = loaded(name)
+    ids = reference["input_ids"]
+    changed = dataclasses.replace(model, **change)
+    assert relative_error(jax.jit(changed.logits)(params, batch_of(ids)), reference["logits"]) > 1e-4
+
+
+# As published (transformers counts a tied head twice; here it is counted once).
+COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+}
+
+
+@pytest.mark.slow  # 30 models are traced
+def test_presets_have_the_published_numbers_of_parameters():
+    ids = np.zeros((1, 2), np.int32)
+    ours = {}
+    for name in COUNTS:
+        model = transformer.preset(name, vocab_multiple=1)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), batch_of(ids))
+        ours[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert ours == COUNTS
+    published = {name for name, fields in presets.FIELDS.items() if not callable(fields)}  # without those of parts
+    assert set(COUNTS) | {"tiny", "125m", "1b", "7b"} == published
+
+
+# Of the published `config.json`: model_type, positions, rope_theta, eps, tied, sliding_window.
+PUBLISHED = {
+    "gpt2": ("gpt2", 1024, None, 1e-5, True, None),
+    "gpt2-medium": ("gpt2", 1024, None, 1e-5, True, None),
+    "gpt2-large": ("gpt2", 1024, None, 1e-5, True, None),
+    "gpt2-xl": ("gpt2", 1024, None, 1e-5, True, None),
+    "llama-2-7b": ("llama", 4096, 1e4, 1e-5, False, None),
+    "llama-3.1-8b": ("llama", 131072, 5e5, 1e-5, False, None),
+    "llama-3.1-70b": ("llama", 131072, 5e5, 1e-5, False, None),
+    "llama-3.2-1b": ("llama", 131072, 5e5, 1e-5, True, None),
+    "llama-3.2-3b": ("llama", 131072, 5e5, 1e-5, True, None),
+    "mistral-7b-v0.1": ("mistral", 32768, 1e4, 1e-5, False, 4096),
+    "mistral-7b-v0.3": ("llama", 32768, 1e6, 1e-5, False, None),  # without a window, Mistral is Llama
+    "mixtral-8x7b": ("mixtral", 32768, 1e6, 1e-5, False, None),
+    "qwen2.5-0.5b": ("qwen2", 32768, 1e6, 1e-6, True, None),
+    "qwen2.5-1.5b": ("qwen2", 131072, 1e6, 1e-6, True, None),
+    "qwen2.5-7b": ("qwen2", 131072, 1e6, 1e-6, False, None),
+    "qwen3-0.6b": ("qwen3", 40960, 1e6, 1e-6, True, None),
+    "qwen3-1.7b": ("qwen3", 40960, 1e6, 1e-6, True, None),
+    "qwen3-4b": ("qwen3", 40960, 1e6, 1e-6, True, None),
+    "qwen3-8b": ("qwen3", 40960, 1e6, 1e-6, False, None),
+    "qwen3-14b": ("qwen3", 40960, 1e6, 1e-6, False, None),
+    "qwen3-32b": ("qwen3", 40960, 1e6, 1e-6, False, None),
+    "qwen3-30b-a3b": ("qwen3_moe", 40960, 1e6, 1e-6, False, None),
+    "gemma-2-2b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
+    "gemma-2-9b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
+    "gemma-2-27b": ("gemma2", 8192, 1e4, 1e-6, True, 4096),
+    "gemma-3-1b": ("gemma3_text", 32768, 1e6, 1e-6, True, 512),
+    "gemma-3-4b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
+    "gemma-3-12b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
+    "gemma-3-27b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
+    "smollm2-135m": ("llama", 8192, 1e5, 1e-5, True, None),
+    "smollm2-360m": ("llama", 8192, 1e5, 1e-5, True, None),
+    "smollm2-1.7b": ("llama", 8192, 1.3e5, 1e-5, True, None),
+}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+# query_pre_attn_scalar, number of local layers, final_logit_softcapping.
+GEMMAS = {
+    "gemma-2-2b": (256, 13, 30.0),
+    "gemma-2-9b": (256, 21, 30.0),
+    "gemma-2-27b": (144, 23, 30.0),
+    "gemma-3-1b": (256, 22, None),
+    "gemma-3-4b": (256, 29, None),
+    "gemma-3-12b": (256, 40, None),
+    "gemma-3-27b": (168, 52, None),
+}
+
+
+def test_presets_have_the_published_configurations():
+    assert set(PUBLISHED) == set(COUNTS)
+    for name, (kind, positions, theta, eps, tied, window) in PUBLISHED.items():
+        model = transformer.preset(name)
+        assert families.family(model) == kind, name
+        written = families.config(model, kind)
+        found = [written.get(key) for key in ("rope_theta", "tie_word_embeddings", "sliding_window")]
+        assert found == [theta, tied, window], name
+        assert (model.max_positions, model.norm_eps) == (positions, eps), name
+        scalings = {"llama-3.1": LLAMA3 | {"factor": 8.0}, "llama-3.2": LLAMA3 | {"factor": 32.0}}
+        scalings |= dict.fromkeys(("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"), LINEAR)
+        scaling = next((one for start, one in scalings.items() if name.startswith(start)), None)
+        assert written.get("rope_scaling") == scaling, name
+    for name, (scalar, locals_, softcap) in GEMMAS.items():
+        written = families.config(transformer.preset(name), PUBLISHED[name][0])
+        found = [written["query_pre_attn_scalar"], written["layer_types"].count("sliding_attention")]
+        assert [*found, written["final_logit_softcapping"]] == [scalar, locals_, softcap], name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_configuration_is_written_as_it_was_read(name):
+    model = pretrained.model(str(HERE / name), vocab_multiple=8)
+    kind = families.family(model)
+    assert kind == json.loads((HERE / name / "config.json").read_text())["model_type"]
+    again = transformer.Transformer(**families.fields(families.config(model, kind)), vocab_multiple=8)
+    assert dataclasses.replace(again, head_dim=again.head_width) == dataclasses.replace(
+        model, head_dim=model.head_width
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        (
+            "mixtral",
+            {"feed_forward": Experts(number=6, top_k=2, scores="sigmoid")},
+            "needs experts.scores = 'softmax' (here",
+        ),
+        ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
+        ("llama2", {"scaled_embedding": True}, "scaled_embedding = False (here True)"),
+        ("mistral", {"rope_theta": 5.0, "logit_softcap": 3.0}, "the nearest is mistral, which needs logit_softcap"),
+        ("qwen3", {"window": 5}, "nearest is qwen3, which needs window = None (here 5)"),
+        ("gpt2", {"head_dim": 8}, "nearest is gpt2, which needs head_dim = None (here 8)"),
+        ("llama2", {"attention": "none"}, "needs attention = 'auto' (here 'none')"),
+    ],
+)
+def test_a_model_of_no_family_is_refused_with_what_differs(name, change, says):
+    model = dataclasses.replace(pretrained.model(str(HERE / name)), **change)
+    with pytest.raises(UserError) as caught:
+        families.family(model)
+    assert says in str(caught.value)

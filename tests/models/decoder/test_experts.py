@@ -1,0 +1,269 @@
+"""Mixtures of experts against a direct computation, the properties of routing, and the errors of wrong settings."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from core import slices
+from core.errors import UserError
+from models import lora
+from models.agreement_subjects import random_batches
+from models.decoder import expert_routing, experts, grouped_products, transformer
+from models.decoder.expert_routing import Weights
+from models.decoder.experts import Experts
+from models.decoder.layers import Mlp
+from parallel import compiled
+
+B, T, D, F, E, K = 3, 10, 8, 12, 5, 2
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Inputs, matrices, and padding of different lengths."""
+    rng = np.random.default_rng(0)
+
+    def array(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    real = jnp.arange(T) < jnp.asarray([[T], [6], [9]])
+    return array(B, T, D), Weights(array(D, E), array(E, D, F), array(E, D, F), array(E, F, D)), real
+
+
+def run(layer, *, drops=True, **settings):
+    x, weights, real = layer
+    settings = Experts(**{"number": E, "top_k": K, **settings})
+    return jax.jit(lambda *arrays: expert_routing.mixture(settings, *arrays, activation="silu", drops=drops))(
+        x, weights, real
+    )
+
+
+def every_expert(x, weights):
+    """The outputs of all experts, [B, T, E, D]."""
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, weights.gate)) * jnp.einsum("btd,edf->btef", x, weights.up)
+    return jnp.einsum("btef,efd->bted", hidden, weights.down)
+
+
+def directly(layer, *, scores=jax.nn.softmax, normalized=True, keep=None):
+    """The same layer with every expert computed for every token; `keep` [B, T, k] selects choices."""
+    x, weights, real = layer
+    found = scores(x @ weights.router)
+    gates, chosen = jax.lax.top_k(found, K)
+    gates = gates / gates.sum(-1, keepdims=True) if normalized else gates
+    gates = jnp.where(real[..., None] if keep is None else keep, gates, 0.0)
+    return jnp.einsum("btk,btke,bted->btd", gates, jax.nn.one_hot(chosen, E), every_expert(x, weights))
+
+
+@pytest.mark.covers("M19")
+@pytest.mark.parametrize(
+    ("capacity", "scores", "normalized"),
+    [(None, "softmax", True), (E / K, "softmax", False), (E / K, "sigmoid", True)],
+)
+def test_both_forms_equal_the_direct_computation_with_all_gradients(layer, capacity, scores, normalized):
+    direct = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[scores]
+
+    def ours(x, weights):
+        return run((x, weights, layer[2]), capacity=capacity, scores=scores, normalized=normalized)[0]
+
+    def theirs(x, weights):
+        return directly((x, weights, layer[2]), scores=direct, normalized=normalized)
+
+    def with_gradients(form):
+        def everything(x, weights):
+            y, back = jax.vjp(form, x, weights)
+            return y, back(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+        return jax.jit(everything)(*layer[:2])
+
+    found, expected = with_gradients(ours), with_gradients(theirs)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
+    assert not np.any(found[0][~np.asarray(layer[2])])  # padding goes to no expert
+
+
+def test_capacity_keeps_the_first_choices_of_each_row_and_counts_the_others(layer):
+    x, weights, real = layer
+    c = Experts(number=E, top_k=K, capacity=0.5).slots(T)
+    _, chosen = jax.lax.top_k(x @ weights.router, K)
+    keep, dropped = np.zeros((B, T, K), bool), np.zeros(B)
+    for b in range(B):
+        taken = np.zeros(E, int)
+        for t in np.flatnonzero(real[b]):
+            for j, e in enumerate(np.asarray(chosen[b, t])):
+                keep[b, t, j] = taken[e] < c
+                dropped[b] += taken[e] >= c
+                taken[e] += 1
+    y, routing = run(layer, capacity=0.5)
+    np.testing.assert_allclose(y, directly(layer, keep=keep), atol=2e-5)
+    np.testing.assert_array_equal(routing.dropped, dropped)
+    assert 0 < dropped.sum() < K * real.sum()
+    assert run(layer, capacity=0.5, drops=False)[1].dropped.sum() == 0  # evaluation and generation drop nothing
+
+
+def test_equal_scores_choose_the_experts_with_the_lowest_numbers(layer):
+    x, weights, real = layer
+    _, routing = run((x, weights._replace(router=jnp.zeros((D, E))), real))
+    counts = np.asarray(real.sum(1), np.float32)
+    np.testing.assert_array_equal(routing.choices, [[n, n, 0, 0, 0] for n in counts])  # three experts are empty
+    np.testing.assert_allclose(routing.entropy, counts * np.log(E), rtol=1e-6)
+
+
+def test_the_balancing_loss_of_a_row_has_the_unit_of_published_models(layer):
+    x, weights, _ = layer
+    real = jnp.ones((1, T), bool)
+    _, routing = run((x[:1], weights, real))
+    probabilities = np.asarray(jax.nn.softmax(x[0] @ weights.router))
+    chosen = np.argsort(-probabilities, axis=-1)[:, :K]
+    share = np.asarray([(chosen == e).sum() / T for e in range(E)])
+    sums = routing.summed(jnp.ones((1, T)))
+    np.testing.assert_allclose(sums["balance"], T * E * share @ probabilities.mean(0), rtol=1e-6)
+    logits = np.asarray(x[0] @ weights.router)
+    np.testing.assert_allclose(sums["z"], np.sum(np.log(np.exp(logits).sum(-1)) ** 2), rtol=1e-5)
+
+
+def model_of(**settings):
+    sizes = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 203}
+    return transformer.Transformer(
+        **sizes, dtype="float32", feed_forward=Experts(**{"number": 4, "top_k": 2, **settings})
+    )
+
+
+def test_losses_are_added_and_metrics_say_where_tokens_go():
+    batch = jax.tree.map(jnp.asarray, next(random_batches(203, steps=1, rows=4)))
+    model = model_of(balance=0.1, z_loss=0.01, capacity=1.0, shared_mlp_dim=8)
+    params = jax.jit(model.init)(jax.random.key(0), batch)
+    bare = model_of(capacity=1.0, shared_mlp_dim=8)
+    trained, without = jax.jit(lambda p: [m.loss(p, (), None, batch)[1] for m in (model, bare)])(params)
+    means = {name: float(each.total / each.weight) for name, each in trained.metrics.items()}
+    loss, cross_entropy = (float(out.loss_sum / out.weight_sum) for out in (trained, without))
+    np.testing.assert_allclose(means["cross_entropy"], cross_entropy, rtol=1e-6)
+    added = 0.1 * 2 * means["experts/imbalance"] + 0.01 * means["experts/z"]
+    np.testing.assert_allclose(loss - cross_entropy, added, rtol=1e-5)
+    assert 0 < means["experts/dropped"] < 1
+    np.testing.assert_allclose(sum(means[f"experts/load_{e}"] for e in range(4)), 4, rtol=1e-6)
+    assert 1 < means["experts/imbalance"] < 2
+    assert 0 < means["experts/entropy"] < np.log(4)
+
+
+def test_evaluation_adds_no_losses_and_drops_nothing_so_that_padding_does_not_matter():
+    ids = jax.random.randint(jax.random.key(1), (2, 32), 0, 203)
+
+    def padded(length):
+        is_real = jnp.broadcast_to(jnp.arange(length) < 16, (2, length))
+        positions = jnp.broadcast_to(jnp.arange(length), is_real.shape)
+        some = jnp.where(is_real, ids[:, :length], 0)
+        fields = {"inputs": some, "targets": some, "segment_ids": is_real.astype(jnp.int32), "positions": positions}
+        return {**fields, "weights": is_real.astype(jnp.float32)}
+
+    model, dropless = (model_of(capacity=capacity, balance=0.1) for capacity in (0.5, None))
+    params = jax.jit(model.init)(jax.random.key(0), padded(16))
+
+    def computed(model, length):
+        out = model.loss(params, (), None, padded(length), is_training=False)[1]
+        assert not {"cross_entropy", "experts/dropped"} & set(out.metrics)
+        return out.loss_sum, model.logits(params, padded(length))[:, :16]
+
+    found, longer, expected = jax.jit(lambda: [computed(model, 16), computed(model, 32), computed(dropless, 16)])()
+    for other in (longer, expected):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5), found, other)
+
+
+def test_flops_count_the_experts_of_a_token():
+    dense = dataclasses.replace(model_of(), feed_forward=Mlp(), mlp_dim=2 * 24)
+    routed = model_of()
+    assert routed.flops_per_token(64) == dense.flops_per_token(64) + 6 * 2 * 16 * 4  # the router
+
+
+def test_the_kernel_equals_the_product_of_groups_with_its_gradients():
+    rng = np.random.default_rng(1)
+    x, matrices, dy = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((200, 16), (4, 16, 24), (200, 24))
+    )
+    sizes = jnp.asarray([100, 0, 60, 33])  # an empty group, and rows of no group
+    in_groups = jnp.arange(200)[:, None] < jnp.sum(sizes)
+
+    def of(product):
+        def run(x, matrices):
+            return jnp.where(in_groups, product(jnp.where(in_groups, x, 0.0), matrices), 0.0)
+
+        def everything(x, matrices):
+            y, back = jax.vjp(run, x, matrices)
+            return y, *back(dy)
+
+        return jax.jit(everything)(x, matrices)
+
+    ours = of(lambda x, m: grouped_products.by_kernel(x, m, sizes, interpret=True))
+    theirs = of(lambda x, m: jax.lax.ragged_dot(x, m, sizes))
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.slow  # compiles for half a minute
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rows", [2048, 1100])
+def test_the_kernel_compiles_with_wide_matrices(dtype, rows):
+    mesh = Mesh(np.asarray(compiled.devices_of(slices.get("v4-8"))).ravel()[:1], ("chip",))
+
+    def gradients(x, matrices, sizes):
+        y, back = jax.vjp(lambda x, matrices: grouped_products.grouped_product(x, matrices, sizes), x, matrices)
+        return back(y)
+
+    given = (((rows, 2048), dtype), ((4, 2048, 1536), dtype), ((4,), jnp.int32))
+    shapes = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, PartitionSpec())) for each in given]
+    lowered = jax.jit(gradients).trace(*shapes).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 3  # the product and its two gradients
+    lowered.compile()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"number": 4, "top_k": 5}, "Experts.top_k = 5, but there are 4 experts: expected from 1 to 4"),
+        ({"number": 0, "top_k": 1}, "Experts.number = 0: expected an integer of at least 1"),
+        ({"number": 4, "top_k": 2, "capacity": 0.0}, "expected a number above 0, or None for no limit"),
+        ({"number": 4, "top_k": 2, "capacity": "1"}, "Experts.capacity = '1': expected a number above 0, or None"),
+        ({"number": 4, "top_k": 2, "capacity": True}, "Experts.capacity = True: expected a number above 0, or None"),
+        ({"number": 4, "top_k": 2, "scores": "tanh"}, "expected one of softmax, sigmoid"),
+        ({"number": 4, "top_k": 2, "balance": -1.0}, "Experts.balance = -1.0: expected a finite number of at least 0"),
+        ({"number": 4, "top_k": 2, "z_loss": None}, "Experts.z_loss = None: expected a finite number of at least 0"),
+        ({"number": 4, "top_k": 2, "mlp_dim": 0}, "Experts.mlp_dim = 0: expected an integer of at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, says):
+    with pytest.raises(UserError) as caught:
+        Experts(**settings)
+    assert says in str(caught.value)
+
+
+def test_experts_have_neither_biases_nor_adapters():
+    with pytest.raises(UserError, match="experts have no biases"):
+        dataclasses.replace(model_of(), bias="all")
+    with pytest.raises(UserError, match=r"gate, up, down are matrices of experts.*'query', 'key', 'value', 'output'"):
+        lora.adapted(model=model_of())
+    assert lora.adapted(model=model_of(), targets=("query", "value")).lora is not None
+
+
+def test_settings_of_training_are_changed_in_a_copy():
+    changed = experts.trained(model=model_of(), capacity=1.25, balance=0.02)
+    assert changed.feed_forward == Experts(number=4, top_k=2, capacity=1.25, balance=0.02)
+    assert changed.settings() == model_of().settings()
+    with pytest.raises(UserError, match=r"experts\.trained\.model is Transformer without experts"):
+        experts.trained(model=dataclasses.replace(model_of(), feed_forward=Mlp()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_weighted_choices_is_that_of_jax(dtype):
+    def plain(parts, gates):
+        return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
+
+    rng = np.random.default_rng(0)
+    parts, gates, d = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, K, D), (2, 5, K), (2, 5, D)))
+    results = [jax.vjp(one, parts.astype(dtype), gates) for one in (expert_routing._weighted, plain)]
+    (out, back), (want, back_of_jax) = results
+    np.testing.assert_array_equal(out, want)
+    for got, expected in zip(back(d.astype(dtype)), back_of_jax(d.astype(dtype)), strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-6)

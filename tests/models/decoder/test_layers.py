@@ -1,0 +1,179 @@
+"""Decoders whose layers have different mixers and feed-forwards."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.agreement_subjects import random_batches
+from models.decoder import transformer
+from models.decoder.experts import Experts
+from models.decoder.layers import Attention, Mlp
+from models.decoder.parts import Part, Sum
+from models.mixers.block_sparse import BlockSparse
+from models.mixers.s5 import S5
+
+VOCAB = 59
+BATCH = jax.tree.map(jnp.asarray, next(random_batches(VOCAB, steps=1, rows=2)))
+PLAIN = transformer.Transformer(
+    vocab_size=VOCAB, num_layers=4, embed_dim=16, mlp_dim=24, num_heads=2, num_kv_heads=2, dtype="float32"
+)
+ALTERNATING = dataclasses.replace(
+    PLAIN,
+    window=8,
+    pattern=("local", "local", "local", "global"),
+    feed_forward=(Mlp(), Experts(number=4, top_k=2, balance=0.1)),
+)
+
+
+def params_of(model):
+    params = jax.jit(model.init)(jax.random.key(0), BATCH)
+    return jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape, a.dtype), params)
+
+
+def check_generation(model, params, *, first=5, empty=2, atol=2e-5):
+    """Logits after a prompt and after each id that follows, from states, are those of the full pass.
+
+    `empty` slots before the rows have ids that must not matter.
+    """
+    ids = BATCH["inputs"][:, :12]
+    batch = {name: a[:, :12] for name, a in BATCH.items()} | {
+        "segment_ids": jnp.ones_like(ids),
+        "positions": jnp.broadcast_to(jnp.arange(12), ids.shape),
+    }
+    padding, extend, found = jnp.full(len(ids), empty, jnp.int32), jax.jit(model.extend), []
+    slots, cache = jnp.pad(ids, ((0, 0), (empty, 0)), constant_values=3), model.empty_cache(len(ids), 12 + empty)
+    for start, end in [(0, empty + first), *((i, i + 1) for i in range(empty + first, empty + 12))]:
+        logits, cache = extend(params, cache, slots[:, start:end], jnp.int32(start), padding)
+        found.append(logits)
+    full = jax.jit(model.logits)(params, batch)[:, first - 1 :]
+    np.testing.assert_allclose(jnp.stack(found, axis=1), full, atol=atol)
+
+
+def test_layers_alternate_between_feed_forwards():
+    params = params_of(ALTERNATING)
+    assert {"layers/block_0", "layers/block_1"} <= set(params)
+    assert params["layers/block_0"]["gate"].shape == (2, 16, 24)
+    assert params["layers/block_1"]["gate"].shape == (2, 4, 16, 24)
+    out = jax.jit(lambda p: ALTERNATING.loss(p, (), None, BATCH)[1])(params)
+    imbalance = out.metrics["experts/imbalance"]
+    assert 1 <= imbalance.total / imbalance.weight <= 2  # a mean over the layers that have experts
+
+
+@pytest.mark.slow
+def test_layers_that_alternate_generate_what_the_full_pass_says():
+    check_generation(ALTERNATING, params_of(ALTERNATING))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mixer": BlockSparse()}, "no local layer has a mixer to which the window applies"),
+        (
+            {"mixer": (Attention(), Sum((Attention(), BlockSparse())))},
+            "a local layer has the mixer 'block_sparse'",
+        ),
+        ({"mixer": S5(states=8)}, "no local layer has a mixer to which the window applies"),
+        (
+            {"mixer": (S5(states=8), Attention()), "pattern": ("local", "global")},
+            "no local layer has a mixer to which the window applies",
+        ),
+    ],
+)
+def test_a_window_that_applies_to_nothing_is_refused(changes, says):
+    with pytest.raises(ValueError, match=f"window = 8, pattern = .*{says}"):
+        dataclasses.replace(PLAIN, window=8, **changes)
+
+
+def test_a_window_applies_to_the_attention_of_local_layers():
+    made = dataclasses.replace(PLAIN, window=8, mixer=(S5(states=8), Attention()))
+    assert {kind.span for kind in made.layer_kinds} == {"local"}
+    sparse = {"mixer": (Attention(), BlockSparse()), "pattern": ("local", "global")}
+    assert dataclasses.replace(PLAIN, window=8, **sparse).kinds == ("local", "global")
+
+
+def test_a_layer_without_feed_forward():
+    model = dataclasses.replace(PLAIN, num_layers=2, feed_forward=(None, Mlp()))
+    params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    assert set(params["layers/block_0"]) == {"query", "key", "value", "output", "attention_norm"}
+    assert (
+        model.flops_per_token(8) == PLAIN.flops_per_token(8) / 2 - 6 * 3 * 16 * 24 + 6 * 16 * 128 / 2
+    )  # half the layers, one without, whole head
+
+
+PLANNER = 462_468_098  # parameters of the planner of the original, which the preset leaves out
+REDUNDANT = 36 * (
+    2 * 384 * 1536 + 2 * 384
+)  # of each layer: two matrices that nothing reads, two vectors more than lambda
+
+
+@pytest.mark.covers("N08", "N09")
+@pytest.mark.parametrize(
+    ("vocab_size", "original"),
+    [(32_000, 978_997_250), pytest.param(50_257, 1_007_040_002, marks=pytest.mark.slow)],
+)
+def test_the_long_context_preset_has_the_size_of_its_original(vocab_size, original):
+    model = transformer.preset("valkyrie-long", vocab_size=vocab_size, vocab_multiple=1)
+    params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == original - PLANNER - REDUNDANT
+
+
+def test_equal_layers_repeat_after_one():
+    same = dataclasses.replace(PLAIN, mixer=(Attention(), Attention()), feed_forward=(Mlp(),))
+    assert same.settings() == PLAIN.settings()
+    assert same.group == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mixer": "attention"}, r"mixer = 'attention': expected a mixer such as @s5\.S5\(\)"),
+        ({"mixer": Sum((Attention(), Attention()))}, "a layer has two parts called 'attention'"),
+        ({"mixer": (Attention(), None)}, r"mixer = .*: expected a mixer"),
+        ({"mixer": ()}, r"mixer = \(\): expected a mixer"),
+        ({"feed_forward": (Mlp(), "moe")}, r"'moe'\): expected a part such as @experts\.Experts\(\), or None"),
+        (
+            {"feed_forward": (Experts(number=2, top_k=1), Experts(number=4, top_k=1))},
+            "parts called 'experts' have different settings, but share sums",
+        ),
+        ({"feed_forward": (Mlp(), None, Mlp())}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),
+    ],
+)
+def test_wrong_patterns_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(PLAIN, **changes)
+
+
+class Nameless(Part):
+    pass
+
+
+@dataclasses.dataclass
+class Mutable(Part):
+    name = "mutable"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnamed(Part):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (Nameless, "Nameless: a part is a frozen dataclass"),
+        (Mutable, "Mutable: a part is a frozen dataclass"),
+        (Unnamed, "Unnamed: a part has a name"),
+    ],
+)
+def test_a_part_is_a_value_with_a_name(part, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(PLAIN, mixer=part())
+
+
+def test_settings_of_parts_of_one_name_are_listed_by_part():
+    layers = tuple(S5(states=states) for states in (8, 16, 8, 32))
+    assert dataclasses.replace(PLAIN, mixer=layers).settings()["s5.states"] == (8, 16, 32)
+    assert dataclasses.replace(PLAIN, mixer=layers[:1]).settings()["s5.states"] == 8
