@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from core import distributed, slices
+from core import slices
 from core.batches import Field
 from core.checkpoints import steps, warm_start
 from core.checkpoints.store import Checkpoints
+from core.hosts import distributed
 from core.optimizers import from_optax
 from core.training import evaluation
 from core.types import LossOutput

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from core.errors import UnreachableError, UserError
-from core.health import exit_codes, heartbeat
+from core.hosts import exit_codes, heartbeat
 from launch import environment, flags, terminal
 
 FAMILIES = {

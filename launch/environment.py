@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core import rendezvous
 from core.errors import UserError
+from core.hosts import rendezvous
 
 if TYPE_CHECKING:
     from core.slices import Slice  # a host reads its environment before its packages are installed

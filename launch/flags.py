@@ -70,7 +70,7 @@ def require_free(args: argparse.Namespace) -> None:
 def _exists(file: Path | str) -> bool:
     if "://" not in str(file):
         return Path(file).exists()
-    from core import paths
+    from core.files import paths
 
     return paths.resolve(str(file)).exists()
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core import optimizers, published_files, slices
-from core.checkpoints import reading, steps
+from core import optimizers, slices
+from core.checkpoints import published_files, reading, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.warm_start import Origin, SavedParameters
 from core.errors import UserError

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from core import paths
+from core.files import paths
 from launch import program_identity
 from launch.config import Settings
 from launch.experiment import Experiment

@@ -9,13 +9,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from core import distributed, metrics, paths, slices
+from core import slices
 from core.checkpoints import best, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
-from core.health import heartbeat, phase
+from core.files import paths
+from core.hosts import activity, distributed, heartbeat
 from core.step import TrainState
-from core.training import compilation, evaluation, frozen, goodput, hooks, profiling, run_lock, trainer
+from core.training import compilation, evaluation, frozen, goodput, hooks, metrics, profiling, run_lock, trainer
 from core.training.trainer import Hook, StatisticsStep, TrainStep
 from core.types import EndsEvaluation, Params, can
 from launch import environment
@@ -92,7 +93,7 @@ def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsSt
     if first_step >= run.last_step:
         return train_step, statistics
     compiled: TrainStep = train_step
-    with phase.enter(phase.COMPILING):
+    with activity.enter(activity.COMPILING):
         if statistics:
             program = run.program.lower_train_step(with_statistics=True).compile()
             statistics = statistics._replace(run=compilation.OnceCompiled(program, named_by=train_step))
@@ -125,7 +126,7 @@ class Session:
           EarlierPhaseError: the checkpoints of this phase, and the one before it, are damaged; they are renamed.
         """
         run = self._run
-        with phase.enter(phase.RESTORING):
+        with activity.enter(activity.RESTORING):
             start = self._restored()
             checksum = frozen.checksum(run.program, start.state.params)
             frozen.require_base(run.experiment.task, checksum)
@@ -146,9 +147,9 @@ class Session:
             )
             if self._evaluate and self._first_step >= run.last_step:  # nothing was left to train: evaluate once
                 self._evaluate.at_boundary(self._first_step, state)
-        with phase.enter(phase.SAVING):
+        with activity.enter(activity.SAVING):
             self._checkpoints.close()
-        phase.at(phase.ENDING)
+        activity.at(activity.ENDING)
         validation = self._evaluate.latest if self._evaluate else {}
         if run.is_last:
             progress.show_end(run, state, validation, checksum=checksum)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from core.checkpoints import best
 from core.errors import UserError, check_integer, check_number
-from core.health.failure_diagnosis import USUAL_LIMITS, Limits
+from core.hosts.failure_diagnosis import USUAL_LIMITS, Limits
 
 _Check = Callable[[str, Any], None]  # of a field's name and value; raises UserError
 

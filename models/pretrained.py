@@ -7,7 +7,7 @@ params = folder.load(abstract_params, specs)
 
 from typing import Any
 
-from core import published_files
+from core.checkpoints import published_files
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
 

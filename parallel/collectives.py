@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.health import phase
+from core.hosts import activity
 
 REPEATS = 3
 
@@ -67,7 +67,7 @@ def trips(mesh: Mesh, *, bytes_per_chip: int) -> list[Trip]:
     found = []
     for axis, n in mesh.shape.items():
         for name, collective in _collectives(axis, n).items() if n > 1 else ():
-            phase.at(f"{name} along {axis}")
+            activity.at(f"{name} along {axis}")
             found.append(_trip(mesh, axis, name, collective, chunk=max(1, bytes_per_chip // 4 // n)))
     return found
 

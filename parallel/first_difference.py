@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths
 from core.checkpoints import reading
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.warm_start import Origin
 from core.errors import UserError
+from core.files import paths
 from core.step import TrainState
 from core.types import Task
 from parallel import agreement

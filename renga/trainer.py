@@ -14,10 +14,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from core import paths, versions
+from core import versions
 from core.checkpoints import steps
 from core.checkpoints.warm_start import GivenParameters
 from core.errors import UserError, check_integer
+from core.files import paths
 from core.optimizers import Optimizer, Transformation
 from core.training import scoring
 from core.training.run_lock import RunLock

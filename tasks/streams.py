@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from core import foreign_json, units
+from core import units
 from core.batches import BatchSpec, Field, KnowsShare, is_same_data, row_length
 from core.errors import UserError
+from core.files import foreign_json
 from core.types import Batches, DataLayout, can
 
 BATCH_DTYPES = {

@@ -11,8 +11,8 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 
 
 def check_free(directory: str) -> None:

@@ -63,7 +63,7 @@ def _whole_errors(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_copies():
     """No test reads or keeps the published folders of another one."""
-    if found := sys.modules.get("core.published_files"):
+    if found := sys.modules.get("core.checkpoints.published_files"):
         found.use_copies(None)
 
 
@@ -92,7 +92,7 @@ def _no_network(monkeypatch):
 @pytest.fixture
 def closed_port(monkeypatch):
     """The number of a port on which nobody listens, where gs:// is expected to be."""
-    from core import buckets
+    from core.files import buckets
 
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{(port := free_port())}")
     monkeypatch.setattr(buckets, "REACH_SECONDS", 0.3)

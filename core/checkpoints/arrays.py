@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore
 
-from core import paths
 from core.checkpoints import reading
 from core.checkpoints.reading import JOINED_BY
+from core.files import paths
 
 PART = "state"  # subfolder of a step's folder
 _KIND = ".zarray"  # the file with an array's dtype and shape

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths, units
+from core import units
 from core.checkpoints import reading, steps
 from core.checkpoints.arrays import Arrays
+from core.files import paths
 
 MOST_SHOWN = 20  # arrays whose differences are listed
 

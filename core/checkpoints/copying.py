@@ -21,10 +21,11 @@ import time
 import uuid
 from collections.abc import Callable
 
-from core import paths, units
-from core.bookkeeping import Bookkeeping
+from core import units
 from core.checkpoints import steps
 from core.errors import UserError
+from core.files import paths
+from core.files.bookkeeping import Bookkeeping
 
 _CONFIGURATION = "config.gin"  # from which other commands read how the model was trained
 _IDENTITY = "run_id"  # a file in both places, so that two runs do not share one

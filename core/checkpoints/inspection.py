@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from core import paths, units
+from core import units
 from core.checkpoints import reading, steps
 from core.checkpoints.arrays import Arrays
 from core.checkpoints.steps import said
 from core.errors import UserError
+from core.files import paths
 
 HEADER = ("step", "saved", "size", "arrays", "revision", "config", "")
 _LEFTOVERS = {

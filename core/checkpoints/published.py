@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from core import parameters, paths, units
+from core import parameters, units
 from core.checkpoints import reading, safetensors_files
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
+from core.files import paths
 from core.logical import Specs
 
 _Ranges = tuple[tuple[int, int], ...]  # start and stop of each dimension of a part

@@ -24,7 +24,9 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from core import distributed, paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+from core.hosts import distributed
+
+from core.files import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import jax
 import jax.numpy as jnp
 import numpy as np

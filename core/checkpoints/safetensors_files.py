@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from core import foreign_json, paths, published_files, units
+from core import units
+from core.checkpoints import published_files
 from core.errors import UserError
+from core.files import foreign_json, paths
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

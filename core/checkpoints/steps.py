@@ -21,12 +21,15 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from core import paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+from core.files import paths
+
+from core import units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import orbax.checkpoint as ocp
 
-from core import distributed, foreign_json
 from core.checkpoints import best
 from core.errors import UserError
+from core.files import foreign_json
+from core.hosts import distributed
 
 BEST = "best"  # in place of a step: RUN@best
 FOLDER = "checkpoints"  # of a run directory

@@ -24,7 +24,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from core import distributed, library_noise, paths, units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
+from core.files import paths
+from core.hosts import distributed, log_filters
+
+from core import units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import jax
 import orbax.checkpoint as ocp
 
@@ -34,7 +37,7 @@ from core.checkpoints.steps import DamagedError, LeftOut, StreamsHandler, Stream
 from core.checkpoints.warm_start import Origin, ParameterSource
 from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
 from core.errors import UserError
-from core.health import phase
+from core.hosts import activity
 
 OPEN_SECONDS = 300.0  # for the slowest host to open the folder
 _NEVER_SECONDS = 10**6  # disables Orbax's own timeout; `Writing` enforces the limit
@@ -120,7 +123,7 @@ class Checkpoints:
             "data": telling(StreamsHandler(), self._tell),
             "meta": telling(ocp.JsonCheckpointHandler(), self._tell),
         }
-        with library_noise.without_records("Given directory is read only=%s"):  # a warning of what was asked for
+        with log_filters.without_records("Given directory is read only=%s"):  # a warning of what was asked for
             return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, *, state: Any, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
@@ -187,7 +190,7 @@ class Checkpoints:
             limit_seconds=self._limit_seconds(host_bytes),
             blocked_seconds=described_seconds,
         )
-        self._quiet.enter_context(library_noise.while_saving())
+        self._quiet.enter_context(log_filters.while_saving())
         with self._giving_up():
             self._writing.start(lambda: manager.save(step, args=parts, force=True), finish=lambda: _finish(manager))
 
@@ -283,7 +286,7 @@ class Checkpoints:
         source = self._opened(step, left_out) if left_out else None
         own = reading.without(abstract_state, left_out.arrays if left_out else ())
         seconds = self._limit_seconds(reading.host_bytes(abstract_state))
-        with phase.enter(phase.RESTORING, limit_seconds=seconds):
+        with activity.enter(activity.RESTORING, limit_seconds=seconds):
             parts, said = self._read(step, lambda: _sealed(described, *_read_arrays_and_streams(folder, own)))
             if said:
                 return None, said

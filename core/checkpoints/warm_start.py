@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core import parameters, paths, units
+from core import parameters, units
 from core.checkpoints import reading, steps
 from core.checkpoints.steps import Description, LeftOut
 from core.errors import UserError
+from core.files import paths
 from core.parameters import ParamSpec, Specs
 
 if TYPE_CHECKING:

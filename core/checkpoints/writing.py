@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from core import distributed, library_errors, paths, units
+from core import library_errors, units
 from core.checkpoints.steps import said
 from core.errors import UserError
-from core.health import phase
+from core.files import paths
+from core.hosts import activity, distributed
 from core.slices import GIB
 
 THREAD = "checkpoint "  # prefix of the name of the thread that writes a checkpoint
@@ -57,7 +58,7 @@ class TooSlowError(TimeoutError):
 def limit_seconds(host_bytes: int) -> float:
     """Returns the default time limit of a save, from its bytes per host.
 
-    `Writing` enforces the limit and reports it with the phase, so that the watchdog waits as long.
+    `Writing` enforces the limit and reports it with the activity, so that the watchdog waits as long.
     """
     return BASE_SECONDS + SECONDS_PER_GIB * host_bytes / GIB
 
@@ -123,7 +124,7 @@ class Writing:
           WriteFailedError: the save could not start.
         """
         try:
-            with phase.enter(phase.SAVING, limit_seconds=self._limit_seconds):
+            with activity.enter(activity.SAVING, limit_seconds=self._limit_seconds):
                 begin()
         except Exception as error:
             self.fail(error)
@@ -151,7 +152,7 @@ class Writing:
     def wait(self) -> None:
         """Waits until all hosts have written their parts. Raises WriteFailedError as soon as a host has failed."""
         began = time.monotonic()
-        with phase.enter(phase.SAVING, limit_seconds=self._limit_seconds):
+        with activity.enter(activity.SAVING, limit_seconds=self._limit_seconds):
             while self._thread.is_alive() and self._error is None:
                 self._require_in_time()
                 self._raise_of_others()

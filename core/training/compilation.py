@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from core import paths, units
+from core import units
+from core.files import paths
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # reading from the cache included
 _FOUND = "/jax/compilation_cache/cache_hits"

@@ -15,7 +15,7 @@ import numpy as np
 
 from core import units
 from core.batches import KnowsShare
-from core.health import phase
+from core.hosts import activity
 from core.step import TrainState
 from core.training import trainer
 from core.training.trainer import Hook
@@ -92,7 +92,7 @@ class EvaluationPass:
         """Runs the pass and yields the answers batch by batch, one batch later than the devices."""
         dispatched, of = None, f" of {len(self._batches)}" if isinstance(self._batches, Sized) else ""
         for number, batch in enumerate(self._batches, 1):
-            phase.at(phase.EVALUATING, part=f"batch {number}{of}")
+            activity.at(activity.EVALUATING, part=f"batch {number}{of}")
             previous, dispatched = dispatched, self._dispatch(batch)
             if previous is not None:
                 yield self._read(previous)
@@ -158,7 +158,7 @@ class Evaluate(Hook):
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Evaluates and writes."""
-        with phase.enter(phase.EVALUATING):
+        with activity.enter(activity.EVALUATING):
             if self._batches is None:  # opening the streams takes seconds
                 opened = self._open_batches()
                 self._batches, self._share = list(opened), opened.share

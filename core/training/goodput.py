@@ -25,7 +25,9 @@ from typing import NamedTuple
 
 import jax
 
-from core import bookkeeping, distributed, foreign_json, paths, units
+from core import units
+from core.files import bookkeeping, foreign_json, paths
+from core.hosts import distributed
 from core.slices import GIB
 from core.training.trainer import Hook, StepReport
 

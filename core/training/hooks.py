@@ -17,11 +17,10 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from core import distributed, metrics
 from core.checkpoints.writing import Cost
-from core.health import exit_codes, interrupt, phase
+from core.hosts import activity, distributed, exit_codes, interrupt
 from core.step import TrainState
-from core.training import compilation, trainer
+from core.training import compilation, metrics, trainer
 from core.training.trainer import Hook, StepReport
 from core.types import Params, WeightedSum
 
@@ -119,7 +118,7 @@ class Meet(Hook):
         del state
         self._meetings += 1
         why = " and ".join(name for name, hook in self._purposes.items() if hook.needs_state(step))
-        with phase.enter(phase.MEETING):
+        with activity.enter(activity.MEETING):
             distributed.barrier(
                 f"{why} after step {step} (meeting {self._meetings})", timeout_seconds=self._timeout_seconds
             )
@@ -201,7 +200,7 @@ class Save(Hook):
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Starts an asynchronous save; the arrays are copied off the devices when this returns."""
-        with phase.enter(phase.SAVING):
+        with activity.enter(activity.SAVING):
             self._checkpoints.wait()  # the save before this one may take minutes
             self._check()
             meta = {**self._meta, **self._evaluated(step)}
@@ -228,8 +227,8 @@ class Save(Hook):
             return
         if distributed.process_count() > 1 and isinstance(error, distributed.CONSEQUENCES):
             return  # another host is lost
-        before = phase.place().phase
-        phase.at(phase.SAVING)
+        before = activity.place().activity
+        activity.at(activity.SAVING)
         try:
             self._check()
             self._require_all_hosts(last.step)
@@ -239,7 +238,7 @@ class Save(Hook):
             self.at_boundary(last.step, last.state)
             self._checkpoints.wait()
         finally:
-            phase.at(before)  # which the other hosts report as the place of the error
+            activity.at(before)  # which the other hosts report as the place of the error
         self._say(
             f"step {last.step}: saved a checkpoint after {type(error).__name__}; the same command resumes from it"
         )
@@ -253,7 +252,7 @@ class Save(Hook):
 
     def close(self) -> None:
         """Waits for the last save, and raises its error."""
-        with phase.enter(phase.SAVING):
+        with activity.enter(activity.SAVING):
             self._checkpoints.wait()
         self._tell()
         self._costs.end()
@@ -287,7 +286,7 @@ class SaveParams(Hook):
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Starts an asynchronous save; the arrays are copied off the devices when this returns."""
-        with phase.enter(phase.SAVING):
+        with activity.enter(activity.SAVING):
             self._checkpoints.wait()
             self._check()
             self._checkpoints.save_params(step, self._evaluated(state), self._meta)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from core.training import trainer
 from core.training.profiling import PROFILES, SUFFIX
 

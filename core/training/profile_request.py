@@ -10,8 +10,9 @@ import time
 import uuid
 from typing import Any
 
-from core import foreign_json, paths, units
+from core import units
 from core.errors import UserError
+from core.files import foreign_json, paths
 from core.training import run_lock
 from core.training.profiling import ANSWER_NAME, REQUEST_NAME
 

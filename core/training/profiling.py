@@ -24,7 +24,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from core import distributed, foreign_json, library_errors, paths, units
+from core import library_errors, units
+from core.files import foreign_json, paths
+from core.hosts import distributed
 from core.training.trainer import Hook, StepReport
 
 PROFILES = ("tensorboard", "plugins", "profile")  # folder in the run directory, where TensorBoard looks

@@ -2,7 +2,7 @@
 
 Without it, a host with another learning rate, other data or a faulty chip would go unnoticed: shapes and programs are
 the same, and the loss looks normal. Every chip hashes its own copies, in a program without communication. The hosts
-send the fingerprints to host 0 (`core.health.heartbeat`), which compares them; no host waits for that.
+send the fingerprints to host 0 (`core.hosts.heartbeat`), which compares them; no host waits for that.
 
 It compares the metrics of the step and all shards of the state that more than one chip has: with FSDP over all chips
 the norms and the step counter, with data parallelism everything. The cost is one pass over those copies, and the loop
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoints import reading
-from core.health.failure_diagnosis import Numbers
+from core.hosts.failure_diagnosis import Numbers
 from core.step import TrainState
 from core.training.trainer import Hook, StepReport
 

@@ -23,8 +23,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from core import bookkeeping, foreign_json, paths
 from core.errors import UserError
+from core.files import bookkeeping, foreign_json, paths
 from core.training import goodput
 from core.training.trainer import Hook
 

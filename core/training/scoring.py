@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from core import distributed, paths
 from core.batches import is_same_data
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
-from core.health import phase
+from core.files import paths
+from core.hosts import activity, distributed
 from core.training import frozen, trainer
 from core.training.evaluation import EvaluationPass, FirstBatches, curves_apart
 from core.types import (
@@ -141,7 +141,7 @@ class Scores:
           UserError: the checkpoint does not fit the model, there are no held-out rows, or cached hidden states were
             computed with another base.
         """
-        with phase.enter(phase.RESTORING):
+        with activity.enter(activity.RESTORING):
             restored = checkpoints.restore_if_there(step, program.abstract_state)
         if restored is None:
             return False

@@ -11,7 +11,7 @@ A hook that finds a step to be wrong raises `RollBackError`; the loop then resto
 data is never rewound: the wrong batch and the one after it, already dispatched by then, are dropped, and later
 checkpoints store the position that the data has reached.
 
-The loop records its current phase in `core.health.phase`, for the hosts that monitor one another.
+The loop records its current activity in `core.hosts.activity`, for the hosts that monitor one another.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from core.health import interrupt, phase
+from core.hosts import activity, interrupt
 from core.step import STATISTICS, Metrics, TrainState, UpdateStatistics
 from core.types import Batch, WeightedSum
 
@@ -134,13 +134,13 @@ class _Reader:
         self._hooks = hooks
         self._finished_at = time.perf_counter()
         self._device_seconds = 0.0
-        self.phase = phase.COMPILING  # until the first step is read: the hosts compile at different speeds
+        self.activity = activity.COMPILING  # until the first step is read: the hosts compile at different speeds
 
     @contextlib.contextmanager
     def with_devices(self) -> Iterator[None]:
         """Context in which the host dispatches work to the devices or waits for them, which is timed."""
         began = time.perf_counter()
-        with phase.enter(self.phase):
+        with activity.enter(self.activity):
             yield
         self._device_seconds += time.perf_counter() - began
 
@@ -148,7 +148,7 @@ class _Reader:
         """Returns the metrics of a step on the host, when it is done."""
         with self.with_devices(), jax.profiler.TraceAnnotation(WAITING):
             found = jax.device_get(dict(dispatched.metrics))
-        self.phase = phase.TRAINING
+        self.activity = activity.TRAINING
         return found
 
     def report(self, dispatched: _Dispatched, found: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class _Loop:
                 if restore is None:
                     raise
                 self._state = None  # frees its memory for the other
-            with phase.enter(phase.RESTORING):
+            with activity.enter(activity.RESTORING):
                 self._state = restore()
             self._step = int(self._state.step)
 
@@ -212,7 +212,7 @@ class _Loop:
         reader = _Reader(self._hooks)
         unread: _Dispatched | None = None
         for step in range(self._step + 1, total_steps + 1):
-            phase.at(phase.BETWEEN, step=step)
+            activity.at(activity.BETWEEN, step=step)
             for hook in self._hooks:
                 hook.before_step(step)
             found = None
@@ -231,7 +231,7 @@ class _Loop:
         return self._state
 
     def _dispatch(self, step: int, reader: _Reader) -> _Dispatched:
-        with phase.enter(phase.READING), jax.profiler.TraceAnnotation(INPUT):
+        with activity.enter(activity.READING), jax.profiler.TraceAnnotation(INPUT):
             batch = next(self._batches)
         self._is_between_steps = False
         statistics = self._statistics

@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from core import distributed, paths, slices, units
+from core import slices, units
 from core.errors import UserError
-from core.health import exit_codes, phase
-from core.health.failure_diagnosis import Limits
+from core.files import paths
+from core.hosts import activity, distributed, exit_codes
+from core.hosts.failure_diagnosis import Limits
 from core.slices import GIB
 from launch import environment, findings, flags, predictions
 from launch.check import preflight
@@ -104,7 +105,7 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
             f"collectives{of}": lambda e=own_part: links(e.bind(jax.devices()).partitioner.mesh, host),
         }
     found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
-    phase.at("findings of all hosts")
+    activity.at("findings of all hosts")
     every = distributed.all_gather_text("doctor/findings", to_json(found))
     return merge([from_json(text) for text in every])
 
@@ -144,7 +145,7 @@ def links(mesh: Mesh, host: Host) -> list[Finding]:
 
 
 def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
-    phase.at(name)
+    activity.at(name)
     try:
         return look()
     except (UserError, TimeoutError, RuntimeError) as error:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 
-from core import metrics, paths, published_files, slices, units
+from core import slices, units
 from core.batches import batch_size
-from core.checkpoints import steps
+from core.checkpoints import published_files, steps
 from core.errors import Problem, UnreachableError, UserError
+from core.files import paths
 from core.slices import GIB, Slice
-from core.training import run_lock
+from core.training import metrics, run_lock
 from core.types import HasVocabulary, NamesFiles, TriesExamples, can
 from launch import environment, findings, flags, terminal
 from launch.check import chip_memory

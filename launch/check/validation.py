@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core import metrics, paths, slices, versions
-from core.health import exit_codes
+from core import slices, versions
+from core.files import paths
+from core.hosts import exit_codes
+from core.training import metrics
 from launch import environment, flags
 from launch.findings import LAYOUT, from_json
 from launch.hosts import tpu_host
@@ -153,15 +155,14 @@ def _attention(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Compares attention on this host's chip or, with --simulate, on this machine's CPU. Host 0 writes."""
     import jax
 
-    from core import distributed
-    from core.health import phase
+    from core.hosts import activity, distributed
     from launch.hosts import cluster
     from models.decoder.attention import attention_check
 
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")
     index = 0 if args.simulate else cluster.join(slice_).index
-    phase.at("attention")
+    activity.at("attention")
     found = attention_check.look()
     print(json.dumps(found))
     if index == 0:

@@ -11,7 +11,7 @@ import jax
 from core import units
 from core.checkpoints import comparing, inspection, steps
 from core.errors import UserError
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import flags
 
 COMMAND = ("runs", "checkpoints")

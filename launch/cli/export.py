@@ -12,11 +12,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from core import logical, paths, published_files, units
+from core import logical, units
 from core.batches import batch_shapes
-from core.checkpoints import inspection, published, reading, steps, warm_start
+from core.checkpoints import inspection, published, published_files, reading, steps, warm_start
 from core.checkpoints.arrays import Arrays
 from core.errors import UserError
+from core.files import paths
 from core.types import FramesTexts, can
 from launch import flags
 from launch.experiment import Experiment

@@ -6,9 +6,10 @@ import time
 import jax
 import numpy as np
 
-from core import paths, units
+from core import units
 from core.checkpoints import reading
 from core.errors import UserError
+from core.files import paths
 from core.types import Params
 from launch import environment, flags, loaded_model
 from launch.config import loader

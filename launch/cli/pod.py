@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core import paths, slices, supervise
+from core import slices
 from core.errors import UserError
+from core.files import paths
+from core.training import supervise
 from launch import environment, flags
 from launch.hosts import alerts, gcloud, lifecycle, machine, simulate, tpu_host, workstation
 

@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from core import library_noise, metrics, paths
 from core.errors import UserError
-from core.health import exit_codes
+from core.files import paths
+from core.hosts import exit_codes, log_filters
+from core.training import metrics
 from launch import flags
 
 COMMAND = ("runs", "tensorboard")
@@ -69,6 +70,6 @@ def _serve(folder: str, port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: running.send_signal(number))
     for line in running.stderr:
-        sys.stderr.buffer.write(library_noise.without(line))
+        sys.stderr.buffer.write(log_filters.without(line))
         sys.stderr.buffer.flush()
     return exit_codes.of_process(running.wait())

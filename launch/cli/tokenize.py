@@ -4,8 +4,9 @@ import argparse
 import os
 import time
 
-from core import paths, units
+from core import units
 from core.errors import UserError
+from core.files import paths
 from core.training import run_lock
 from launch import flags
 from tasks.text import decontamination, near_duplicates, token_cache, token_writer, tokenizing

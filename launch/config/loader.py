@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from gin.config_parser import ImportStatement
 
 import gin
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from gin import config as gin_engine
 from gin import utils as gin_utils
 from launch import environment

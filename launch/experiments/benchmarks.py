@@ -12,8 +12,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from launch import flags, loaded_model, terminal
 from launch.experiments import lm_eval_tasks, text_scores
 from launch.experiments.text_scores import TextScores

@@ -22,10 +22,12 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from core import distributed, paths, slices, units, versions
+from core import slices, units, versions
 from core.checkpoints import steps as saved_steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from core.files import paths
+from core.hosts import distributed
 from core.training import scoring
 from core.training.evaluation import Scored
 from core.training.scoring import HeldOut, Scores

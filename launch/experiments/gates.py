@@ -22,8 +22,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from core import paths, units
+from core import units
 from core.errors import UserError
+from core.files import paths
 from core.training import frozen, scoring
 from launch import loaded_model, terminal
 from launch.experiments import saved_run

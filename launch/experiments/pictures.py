@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from launch import loaded_model
 from launch.experiments import saved_run
 from launch.loaded_model import LoadedModel

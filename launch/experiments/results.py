@@ -19,9 +19,11 @@ import jax
 from rich import box
 from rich.table import Table
 
-from core import logical, metrics, parameters, paths, slices, supervise, units
+from core import logical, parameters, slices, units
 from core.batches import Field, batch_shapes
 from core.errors import UserError
+from core.files import paths
+from core.training import metrics, supervise
 from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
 from launch import environment, flags, terminal
 from launch.config import differences

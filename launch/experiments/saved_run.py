@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from core import identity, paths, published_files
-from core.checkpoints import reading, steps
+from core import identity
+from core.checkpoints import published_files, reading, steps
 from core.errors import UserError
+from core.files import paths
 from launch import environment
 from launch.config import LoadedConfig, differences, loader
 from launch.config.trust import Trust

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from core import metrics, paths, supervise
 from core.errors import UserError
-from core.health import exit_codes
+from core.files import paths
+from core.hosts import exit_codes
+from core.training import metrics, supervise
 from launch import config, environment
 from launch.config import differences, loader
 from launch.config.trust import Trust

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core import metrics, paths
 from core.errors import UserError
-from core.health import exit_codes, failure_notes
+from core.files import paths
+from core.hosts import exit_codes, failure_notes
+from core.training import metrics
 from launch import environment
 
 SEND_SECONDS = 10.0

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import jax
 from packaging.version import Version
 
-from core import distributed, units
+from core import units
 from core.errors import UserError
-from core.health.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
+from core.hosts import distributed
+from core.hosts.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.slices import Slice
 from core.versions import COMPILER
 from launch import environment

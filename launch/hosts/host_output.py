@@ -9,7 +9,7 @@ last lines of a killed process have one too. The training process notes its step
 
 In a simulation the output of host 0 is shown on the terminal too, without prefixes. If this process has a terminal,
 host 0 gets a pseudo-terminal, so that progress lines redraw in place. The log has the same text without escape
-sequences and without the overwritten versions of redrawn lines. Known noise of libraries (`core.library_noise`) goes to
+sequences and without the overwritten versions of redrawn lines. Known noise of libraries (`log_filters`) goes to
 the log alone. Standard library only: on a host this runs before anything is installed.
 """
 
@@ -30,7 +30,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from core import bookkeeping, library_noise, tied_process
+from core.files import bookkeeping
+from core.hosts import log_filters, tied_process
 from launch import terminal
 
 _KEPT_LINES = 20
@@ -104,7 +105,7 @@ class HostProcess(subprocess.Popen):
                 for line in lines:
                     self._log_line(log, line)
             if held:
-                _write_to_terminal(library_noise.without(held))
+                _write_to_terminal(log_filters.without(held))
             if pending:
                 self._log_line(log, pending)
         os.close(self._read_end)
@@ -113,7 +114,7 @@ class HostProcess(subprocess.Popen):
         """Writes `text` to the terminal; returns its last line instead if the rest of that line is on its way."""
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         whole, rest = text[:end], text[end:]  # the rest may be the beginning of a line of noise
-        _write_to_terminal(library_noise.without(whole))
+        _write_to_terminal(log_filters.without(whole))
         if rest and not select.select([self._read_end], [], [], _HOLD_SECONDS)[0]:
             _write_to_terminal(rest)
             rest = b""
@@ -127,7 +128,7 @@ class HostProcess(subprocess.Popen):
 
     def _log_line(self, log: bookkeeping.Appender, raw: bytes) -> None:
         line = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")[-1]  # the last version of a redrawn line
-        shown = library_noise.without(line)
+        shown = log_filters.without(line)
         if shown or not line:
             self.last_lines.append(shown.decode(errors="replace"))
         log.write(self._prefix().encode() + line + b"\n")

@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import paths, slices
+from core import slices
 from core.errors import UserError
-from core.health import exit_codes
+from core.files import paths
+from core.hosts import exit_codes
 from core.slices import Slice
 from launch import environment, flags
 from launch.config import loader

@@ -19,9 +19,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from core import slices, supervise
+from core import slices
 from core.errors import UserError
-from core.health import exit_codes
+from core.hosts import exit_codes
+from core.training import supervise
 from launch.hosts import gcloud, workstation
 from launch.hosts.gcloud import Step, Tpu
 

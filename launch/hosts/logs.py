@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from launch.hosts import host_output
 
 _HOLD_SECONDS = 1.5

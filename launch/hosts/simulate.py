@@ -24,8 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from core import slices, supervise, units
-from core.health import exit_codes
+from core import slices, units
+from core.hosts import exit_codes
+from core.training import supervise
 from launch import environment
 from launch.hosts.host_output import HostProcess
 

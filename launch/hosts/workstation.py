@@ -20,8 +20,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
 
-from core import paths, slices, units, versions
+from core import slices, units, versions
 from core.errors import UserError
+from core.files import paths
 from launch import environment
 from launch.hosts import gcloud, logs, tpu_host
 from launch.hosts.gcloud import Step, Tpu

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from core import slices, units
 from core.errors import UserError
-from core.health import exit_codes
+from core.hosts import exit_codes
 from core.slices import GIB
 from launch import flags, scaling, terminal
 from launch.check import chip_memory

@@ -9,9 +9,10 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from core import paths, slices, units
+from core import slices, units
 from core.errors import UserError
-from core.health import exit_codes
+from core.files import paths
+from core.hosts import exit_codes
 from launch import flags, terminal
 from launch.config import loader
 from launch.plan import compiling, explain, generation_report, ranking, search

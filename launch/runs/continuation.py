@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from core import distributed, paths, units
+from core import units
 from core.batches import is_same_data
 from core.checkpoints import reading, steps, writing
 from core.errors import UnreachableError, UserError
+from core.files import paths
+from core.hosts import distributed
 from launch import environment
 from launch.config import Settings, differences
 from launch.config.differences import Difference

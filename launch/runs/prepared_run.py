@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from core import distributed, paths, published_files, versions
-from core.checkpoints import steps
+from core import versions
+from core.checkpoints import published_files, steps
 from core.checkpoints.steps import LeftOut
 from core.checkpoints.warm_start import GivenParameters, Origin, ParameterSource
 from core.errors import UserError
-from core.health import phase
+from core.files import paths
+from core.hosts import activity, distributed
 from core.training import compilation, prefetch
 from core.training.trainer import StatisticsStep
 from launch import environment
@@ -119,7 +120,7 @@ def prepare_run(
     Raises:
       UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.
     """
-    phase.at(phase.OPENING)
+    activity.at(activity.OPENING)
     span = experiment if isinstance(experiment, Span) else experiment.spans()[0]
     is_last = span.number == span.count or last_step <= span.last_step
     experiment, last_step = span.experiment, min(last_step, span.last_step)
@@ -136,7 +137,7 @@ def prepare_run(
         if initial is not None and initial.notes and host.is_zero:
             print(f"note: {initial.notes}", flush=True)
     distributed.require_shared(run_dir, is_host_zero=host.is_zero)
-    with phase.enter(phase.PREPARING):
+    with activity.enter(activity.PREPARING):
         _prepare_data(span, run_dir, host)
     if host.is_zero and not is_resumed:
         published_files.keep_copies(run_dir)

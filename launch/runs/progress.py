@@ -14,7 +14,7 @@ from rich.table import Table
 from core import slices, units
 from core.checkpoints import reading, writing
 from core.checkpoints.steps import LeftOut
-from core.health import phase
+from core.hosts import activity
 from core.step import TrainState
 from core.training import compilation, frozen
 from core.training.compilation import Totals
@@ -32,16 +32,16 @@ from tasks.text.ids import decode_continuation, stop_ids, with_bos
 
 SAMPLE_IDS, TEMPERATURE = 200, 0.8  # of the continuation of PROMPT
 
-WAITS = {  # phases that may take long, as a person reads them
-    phase.OPENING: "setting up the run",
-    phase.PREPARING: "preparing the data",
-    phase.RESTORING: "initializing or restoring the state",
-    phase.READING: "reading data",
-    phase.COMPILING: "compiling the training step",
-    phase.MEETING: "waiting for all hosts, to evaluate or save",
-    phase.EVALUATING: "evaluating",
-    phase.SAVING: "saving a checkpoint",
-    phase.ENDING: "finishing the run",
+WAITS = {  # activities that may take long, as a person reads them
+    activity.OPENING: "setting up the run",
+    activity.PREPARING: "preparing the data",
+    activity.RESTORING: "initializing or restoring the state",
+    activity.READING: "reading data",
+    activity.COMPILING: "compiling the training step",
+    activity.MEETING: "waiting for all hosts, to evaluate or save",
+    activity.EVALUATING: "evaluating",
+    activity.SAVING: "saving a checkpoint",
+    activity.ENDING: "finishing the run",
 }
 _MOST_HOSTS = 8  # of which the summary has a line; the log of each has its own
 _LOOK_SECONDS = 0.5
@@ -281,15 +281,17 @@ class Progress:
 class Waiting:
     """Prints the cause and duration of long waits, from a thread: `compiling the training step, 0:20`.
 
-    It reads the current phase of the run from `core.health.phase`. A phase in parts has one duration, and each line
-    says which part is done now: `evaluating, batch 3 of 8, 0:20`.
+    It reads the current activity from `core.hosts.activity`. An activity in parts has one duration, and each line says
+    which part is done now: `evaluating, batch 3 of 8, 0:20`.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None, *, place: Callable[[], phase.Place] = phase.place):
+    def __init__(
+        self, say: Callable[[str], None] | None = None, *, place: Callable[[], activity.Place] = activity.place
+    ):
         self._say = say or functools.partial(print, flush=True)
         self._place = place
-        self._last = phase.Place(0, "", 0.0)
-        self._earlier_seconds, self._due = 0.0, _FIRST_SECONDS  # of earlier parts of the phase
+        self._last = activity.Place(0, "", 0.0)
+        self._earlier_seconds, self._due = 0.0, _FIRST_SECONDS  # of earlier parts of the activity
         self._has_read = False  # whether a line said that data is read
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -303,22 +305,22 @@ class Waiting:
         self._thread.join()
 
     def look(self) -> None:
-        """Prints the phase and its time if a line is due."""
+        """Prints the activity and its time if a line is due."""
         place, last = self._place(), self._last
-        is_first_reading = place.phase == phase.READING and not self._has_read
-        if place.phase == last.phase and place.part != last.part:
+        is_first_reading = place.activity == activity.READING and not self._has_read
+        if place.activity == last.activity and place.part != last.part:
             self._earlier_seconds += last.seconds
-        elif place.phase != last.phase or place.seconds < last.seconds:
+        elif place.activity != last.activity or place.seconds < last.seconds:
             self._earlier_seconds = 0.0
             self._due = _READING_SECONDS if is_first_reading else _FIRST_SECONDS
         self._last, seconds = place, self._earlier_seconds + place.seconds
-        if place.phase not in WAITS or seconds < self._due:
+        if place.activity not in WAITS or seconds < self._due:
             return
         if is_first_reading:
             self._has_read, self._due = True, _FIRST_SECONDS
         while self._due <= seconds:
             self._due += 10 if self._due < 60 else 60
-        self._say(", ".join(filter(None, (WAITS[place.phase], place.part, units.clock(seconds)))))
+        self._say(", ".join(filter(None, (WAITS[place.activity], place.part, units.clock(seconds)))))
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):

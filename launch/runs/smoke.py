@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core import distributed, logical, platforms, slices, step, units, wrappers
+from core import logical, platforms, slices, step, units, wrappers
 from core.batches import has_tokens
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from core.hosts import distributed
 from core.training import trainer
 from core.types import CouplesRows, DataLayout, HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
 from launch import session

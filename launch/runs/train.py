@@ -6,10 +6,12 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
-from core import distributed, metrics, paths, published_files, slices, versions
-from core.checkpoints import steps
+from core import slices, versions
+from core.checkpoints import published_files, steps
 from core.errors import UserError
-from core.health import exit_codes, interrupt
+from core.files import paths
+from core.hosts import distributed, exit_codes, interrupt
+from core.training import metrics
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
 from launch import environment, flags

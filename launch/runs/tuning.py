@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from core import distributed, paths, slices, wrappers
+from core import slices, wrappers
 from core.errors import UserError
-from core.health import phase
+from core.files import paths
+from core.hosts import activity, distributed
 from core.training.hooks import PreemptedError
 from core.types import Batch
 from launch.config import LoadedConfig, changes
@@ -167,7 +168,7 @@ class _Trials:
 
     def measure(self, candidate: Candidate) -> float | None:
         """Prints and returns the seconds that host 0 measured, or None and the problem; the same on all hosts."""
-        with phase.enter(phase.COMPILING):
+        with activity.enter(activity.COMPILING):
             compiled, problem = self._attempt(lambda: self._ready(candidate))
         seconds = None
         if compiled is not None:
@@ -214,7 +215,7 @@ class _Trials:
         seconds, losses = [], []
         for _ in range(_WARM_UP + self._steps):
             number = next(self._numbers)
-            phase.at(phase.TRAINING, step=number)
+            activity.at(activity.TRAINING, step=number)
             start = time.perf_counter()
             state, metrics = jax.block_until_ready(step(state, self._batch))
             seconds.append(time.perf_counter() - start)

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import jax
 
-from core import distributed, logical, parameters, published_files, units
+from core import logical, parameters, units
 from core.batches import batch_shapes
-from core.checkpoints import layer_map, reading, steps, warm_start
+from core.checkpoints import layer_map, published_files, reading, steps, warm_start
 from core.errors import UserError
+from core.hosts import distributed
 from core.model_settings import differing_settings
 from core.parameters import Specs
 from core.step import TrainState

@@ -19,7 +19,7 @@ import numpy as np
 from core import slices
 from core.batches import batch_size
 from core.errors import UserError
-from core.health import phase
+from core.hosts import activity
 from launch import environment, flags, program_identity
 from launch.config import loader
 from launch.experiment import Experiment
@@ -109,7 +109,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
     (slice_name,) = {example.slice for example in examples.values()}
     host = cluster.join(slices.get(slice_name))
     for name, example in examples.items():
-        phase.at(name)
+        activity.at(name)
         program = subject.under(example, data[0], dtype="float32")
         mine = list(program.partitioner.data_layout(batch_size(data[0])).rows)
         trajectory = agreement.run(program, [{k: a[mine] for k, a in batch.items()} for batch in data])

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from rich.table import Table
 
-from core import paths, slices, units
+from core import slices, units
 from core.checkpoints import steps as saved_steps
 from core.errors import UserError
+from core.files import paths
 from core.types import ChoosesDtype, can
 from launch import environment, flags, terminal
 from launch.check import preflight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from core import published_files
+from core.checkpoints import published_files
 from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError, check_integer, check_number

@@ -18,7 +18,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from core import identity, logical, parameters, published_files, random_bits
+from core import identity, logical, parameters, random_bits
+from core.checkpoints import published_files
 from core.errors import UserError
 from core.types import Batch, Carry, LossOutput, Params, WeightedSum
 from models import derivatives, losses

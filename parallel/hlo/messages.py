@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from core import library_noise
+from core.hosts import log_filters
 
 # Environment variables that make libtpu write warnings to stderr; it reads them when it is loaded.
 AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
@@ -57,9 +57,9 @@ def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
     Args:
       pass_on: whether to pass on other messages at the end; False discards them.
     """
-    messages, held = Messages(), library_noise.Held()
+    messages, held = Messages(), log_filters.Held()
     try:
-        with library_noise.holding_stderr() as held:
+        with log_filters.holding_stderr() as held:
             yield messages
     finally:
         messages.text = held.content.decode(errors="replace")

@@ -22,7 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import paths, versions
+from core import versions
+from core.files import paths
 from core.slices import GIB
 from parallel.planning.cost import StepTime
 

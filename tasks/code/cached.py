@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from core import paths
 from core.batches import BatchSpec, Field, is_same_data
 from core.errors import Problem, UserError
+from core.files import paths
 from tasks.code import chunks
 
 _BEGUN = "begun.json"  # written first: what every split in the folder was computed from

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from core import paths, units
+from core import units
 from core.batches import fingerprint_of
 from core.errors import Problem, UserError, check_text
+from core.files import paths
 from core.types import can
 from tasks.code import chunks
 from tasks.text import content_hash, decontamination, documents, text_formats, vocabularies

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from core import paths, units
+from core import units
 from core.errors import UserError
+from core.files import paths
 from tasks.code import sandbox
 
 STOPS = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif")

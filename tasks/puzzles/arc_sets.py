@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from tasks import whole_folder
 from tasks.puzzles import arc_grids, writing
 from tasks.puzzles.arc_grids import Variant

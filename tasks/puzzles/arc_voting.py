@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from tasks.puzzles import arc_grids, arc_sets, files
 
 KS = (1, 2, 5, 10, 100, 1000)

@@ -3,8 +3,8 @@
 import csv
 from collections.abc import Iterator, Mapping
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 
 COLUMNS = ("source", "question", "answer", "rating")
 

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 
 SPLITS = ("train", "test")
 SET = "all"

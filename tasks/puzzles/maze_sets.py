@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from tasks.puzzles import benchmarks, mazes, symmetries, writing
 from tasks.puzzles.mazes import CHARACTERS, OPEN, PATH, Maze
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import foreign_json
 from core.errors import UserError
+from core.files import foreign_json
 from tasks.puzzles.files import Split
 from tasks.streams import read_position
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from tasks.puzzles import benchmarks, sudoku_puzzles, writing
 from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
 from tasks.puzzles.sudoku_solver import shape

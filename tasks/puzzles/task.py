@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from core import paths
 from core.batches import BatchSpec, Field
 from core.errors import Problem, UserError
+from core.files import paths
 from core.types import IGNORED, Batches, DataLayout
 from tasks import streams
 from tasks.puzzles import arc_voting, files, order, random_grids, writing

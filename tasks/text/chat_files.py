@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths, units
+from core import units
 from core.errors import UserError
+from core.files import paths
 from tasks.streams import Stream
 from tasks.text import content_hash, documents, packing, text_formats
 from tasks.text.chat_answers import ASSISTANT, formatted

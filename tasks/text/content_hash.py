@@ -8,7 +8,7 @@ buckets are not read: their listing has a checksum of their content.
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 
-from core import paths
+from core.files import paths
 from tasks.text.documents import File
 
 WHOLE_BYTES = 2**26

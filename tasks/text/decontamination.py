@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from tasks.text import text_formats
 
 _WORD = re.compile(r"\w+")

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
-from core import paths, units
+from core import units
 from core.errors import Problem, UserError
+from core.files import paths
 from tasks.streams import Stream
 from tasks.text import text_formats
 from tasks.text.ids import Vocabulary

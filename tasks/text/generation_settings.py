@@ -6,8 +6,9 @@ transformers reads `generation_config.json`; a folder without it has them in `co
 from collections.abc import Sequence
 from typing import Any
 
-from core import paths, published_files
-from core.published_files import CONFIG, GENERATION_CONFIG
+from core.checkpoints import published_files
+from core.checkpoints.published_files import CONFIG, GENERATION_CONFIG
+from core.files import paths
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of generation_config.json that a config.json may have.

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from core import paths
 from core.errors import Problem, UserError
+from core.files import paths
 from tasks.text.ids import PAD_ID, Vocabulary, before_end
 
 TRAINING_SAMPLE_BYTES = 8 * 2**20

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from core import library_noise
 from core.errors import UserError
+from core.hosts import log_filters
 from tasks.streams import Stream
 from tasks.text.documents import Corpus, StreamSpec
 from tasks.text.ids import Vocabulary, before_end
@@ -245,7 +245,7 @@ def rows(corpus: SeqioCorpus, spec: StreamSpec) -> Any:
     """Returns the dataset of a stream: seqio's decoder features, each [R, T]."""
     tf, seqio = tensorflow(), _seqio()
     lengths = corpus.lengths(spec.length)
-    with library_noise.without_records(*_HARMLESS):
+    with log_filters.without_records(*_HARMLESS):
         examples = _registered(corpus.name).get_dataset(
             lengths,
             split=spec.split,

@@ -13,8 +13,9 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from core import paths, units
+from core import units
 from core.errors import Problem, UserError
+from core.files import paths
 from tasks.text import content_hash, documents, text_formats
 from tasks.text.document_streams import DocumentSource, Part, Parts
 from tasks.text.documents import (

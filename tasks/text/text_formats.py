@@ -13,8 +13,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 
 KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}

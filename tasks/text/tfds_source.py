@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from core import library_noise, paths
 from core.errors import Problem, UserError
+from core.files import paths
+from core.hosts import log_filters
 from tasks.text import documents
 from tasks.text.document_streams import DocumentSource, Parts
 
@@ -131,12 +132,12 @@ def examples(name: str, split: str, *, data_dir: str | None) -> Any:
 @functools.cache
 def tensorflow() -> Any:
     """Imports TensorFlow without its start-up messages; takes about 3 s the first time."""
-    held = library_noise.Held()
+    held = log_filters.Held()
     try:
-        with library_noise.holding_stderr() as held:
+        with log_filters.holding_stderr() as held:
             import tensorflow as tf
 
             tf.zeros([])  # the first operation searches for devices and logs those it does not find
     finally:
-        os.write(2, library_noise.without(held.content))
+        os.write(2, log_filters.without(held.content))
     return tf

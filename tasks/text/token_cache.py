@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import foreign_json, paths
 from core.errors import Problem, UserError
+from core.files import foreign_json, paths
 from tasks import permutation
 from tasks.streams import Stream
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths
+from core.files import paths
 from tasks.text import near_duplicates, token_cache
 from tasks.text.near_duplicates import Seen
 from tasks.text.token_cache import SPLITS, STARTED

@@ -12,9 +12,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from core import paths, published_files, units
+from core import units
+from core.checkpoints import published_files
+from core.checkpoints.published_files import CONFIG, GENERATION_CONFIG, TOKENIZER
 from core.errors import Problem, UserError
-from core.published_files import CONFIG, GENERATION_CONFIG, TOKENIZER
+from core.files import paths
 from tasks.text import chat_answers
 from tasks.text.chat_templates import Message, Range
 from tasks.text.ids import ChatVocabulary, before_end

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from core import foreign_json, paths, units
+from core import units
 from core.errors import UserError
+from core.files import foreign_json, paths
 from core.types import can
 from tasks.text import documents, near_duplicates, vocabularies
 from tasks.text.decontamination import Excluded

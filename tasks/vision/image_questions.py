@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import paths, units
+from core import units
 from core.batches import BatchSpec, Field, fingerprint_of
 from core.errors import UserError, check_integer, check_text
+from core.files import paths
 from core.types import Batches, DataLayout
 from tasks import streams
 from tasks.sampled import SampledTask

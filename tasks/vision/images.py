@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from core import paths
+from core.files import paths
 
 
 class UnreadableImage(ValueError):

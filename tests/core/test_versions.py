@@ -40,6 +40,6 @@ def test_only_the_user_s_own_modules_have_a_digest(tmp_path, monkeypatch):
     file = tmp_path / "mine_alone.py"
     file.write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
-    ours = [importlib.import_module(name).__name__ for name in ("renga.trainer", "launch.phases", "core.paths")]
+    ours = [importlib.import_module(name).__name__ for name in ("renga.trainer", "launch.phases", "core.files.paths")]
     mine = importlib.import_module("mine_alone").__name__
     assert list(versions.of_modules([*ours, "jax", "json", mine])) == [mine]

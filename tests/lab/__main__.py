@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as cli
 from parallel.hlo import messages
 

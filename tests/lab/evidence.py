@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from core import paths
 from core.checkpoints import inspection, steps
+from core.files import paths
 from core.training import goodput
 from core.training.goodput import Session
 

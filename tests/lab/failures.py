@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, wanted: list, folder: Path) -> int:
-    from core import supervise
+    from core.training import supervise
 
     with supervise.stop_requests() as requested:
         return _try_all(args, wanted, folder, requested)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from core.health import phase
+from core.hosts import activity
 from core.training.hooks import Hook
 from launch.runs.prepared_run import Run
 from launch.session import Session
@@ -39,9 +39,9 @@ class Fault:
       kind: `kill`, `config`, `missing`, or one of `KINDS`.
       hosts: indices of the affected hosts.
       step: the step before which it happens; for `kill`, the earliest step; for `soak`, steps between samples.
-      phase: for `kill`, the phase in which the host must be.
-      delay_seconds: for `kill`, time after reaching step and phase; for `slow`, delay of every step; for `outage`, its
-        duration.
+      activity: for `kill`, the activity in which the host must be.
+      delay_seconds: for `kill`, time after it reaches step and activity; for `slow`, delay of every step; for `outage`,
+        its duration.
       bindings: for `config`, additional gin bindings of these hosts.
       note: file that gets the time at which it happened, in seconds since the epoch.
     """
@@ -49,7 +49,7 @@ class Fault:
     kind: str
     hosts: tuple[int, ...] = (2,)
     step: int = 6
-    phase: str = phase.TRAINING
+    activity: str = activity.TRAINING
     delay_seconds: float = 0.0
     bindings: tuple[str, ...] = ()
     note: str = ""
@@ -114,7 +114,7 @@ def _note(fault: Fault) -> None:
 
 
 def _kill_at_its_moment(fault: Fault) -> None:
-    while (at := phase.place()).phase != fault.phase or at.step < fault.step:
+    while (at := activity.place()).activity != fault.activity or at.step < fault.step:
         time.sleep(_POLL_SECONDS)
     time.sleep(fault.delay_seconds)
     _note(fault)
@@ -242,8 +242,12 @@ def random_kill(chance: random.Random, *, hosts: int, newest: int, within: int, 
       within: maximum number of steps after that one.
       note: as `Fault.note`.
     """
-    longest = {phase.TRAINING: 1.0, phase.SAVING: 0.3, phase.RESTORING: 0.5}  # seconds after the phase began
-    doing = chance.choice([name for name in longest if newest or name != phase.RESTORING])
-    step = 0 if doing == phase.RESTORING else newest + chance.randint(1, within)
+    longest = {
+        activity.TRAINING: 1.0,
+        activity.SAVING: 0.3,
+        activity.RESTORING: 0.5,
+    }  # seconds after the activity began
+    doing = chance.choice([name for name in longest if newest or name != activity.RESTORING])
+    step = 0 if doing == activity.RESTORING else newest + chance.randint(1, within)
     host, delay = chance.randrange(hosts), chance.uniform(0, longest[doing])
-    return Fault("kill", hosts=(host,), step=step, phase=doing, delay_seconds=delay, note=note)
+    return Fault("kill", hosts=(host,), step=step, activity=doing, delay_seconds=delay, note=note)

@@ -18,9 +18,9 @@ import time
 import jax
 import numpy as np
 
-from core import logical, optimizers, published_files, slices, units
+from core import logical, optimizers, slices, units
 from core.batches import batch_shapes
-from core.checkpoints import published, safetensors_files
+from core.checkpoints import published, published_files, safetensors_files
 from launch.environment import WORKSPACE
 from models import pretrained
 from models.decoder import transformer

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core import foreign_json, host_messages, metrics, paths
 from core.checkpoints import safetensors_files, steps
 from core.errors import UserError
-from core.training import goodput, run_lock
+from core.files import foreign_json, paths
+from core.hosts import host_messages
+from core.training import goodput, metrics, run_lock
 from launch import config, flags
 from launch.config.trust import Trust
 from models import pretrained

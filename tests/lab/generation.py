@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core import published_files
+from core.checkpoints import published_files
 from core.errors import UserError
 from launch import flags, terminal
 

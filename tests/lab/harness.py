@@ -155,17 +155,17 @@ class FaultHarness:
                 raise RuntimeError(f"kill {number} did not happen ({fault}); the run ended with exit code {ended.code}")
             longest = max(longest, ended.at - event)
             codes[ended.code] += 1
-            kinds[fault.phase] += 1
+            kinds[fault.activity] += 1
             if after.starts > before.starts:  # it got far enough to record the step at which it began
                 problems += _start_problems(run_dir, wanted=before.newest)
                 lost = max(lost, before.made - before.newest)
             print(
-                f"  kill {number} of {count}: host {fault.hosts[0]}, {fault.phase}; newest step {after.newest}",
+                f"  kill {number} of {count}: host {fault.hosts[0]}, {fault.activity}; newest step {after.newest}",
                 flush=True,
             )
         before, again = evidence.left(run_dir), self._start(run_dir)
         outcome = self._outcome(scenario, run_dir, tuple(codes), longest, before, again)
-        how = ", ".join(f"{n} {phase}" for phase, n in sorted(kinds.items()))
+        how = ", ".join(f"{n} {activity}" for activity, n in sorted(kinds.items()))
         if not before.newest > INTERVAL * count / 4:
             problems.append(f"only step {before.newest} was reached: most kills happened before anything was saved")
         return dataclasses.replace(

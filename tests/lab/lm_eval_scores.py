@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core import published_files
+from core.checkpoints import published_files
 from core.errors import UserError
 from launch import environment, terminal
 from launch.experiments import lm_eval_tasks

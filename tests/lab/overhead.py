@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from core.health import phase
+from core.hosts import activity
 from core.optimizers import adamw, constant
 from core.step import TrainState
 from core.training import hooks
@@ -152,7 +152,7 @@ class _Turns(hooks.Hook):
         return step % self._turn_steps == 0
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        with phase.enter("bare steps"):
+        with activity.enter("bare steps"):
             mine = self._program.init() if self._state is None else self._state
             self._state, seconds = bare_steps(self._program, mine, self._batch, steps=self._turn_steps)
         self.bare_turns.append(seconds[SETTLING_STEPS:])

@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from core.health import exit_codes, phase
-from core.health.failure_diagnosis import USUAL_LIMITS
+from core.hosts import activity, exit_codes
+from core.hosts.failure_diagnosis import USUAL_LIMITS
 from tests.lab.faults import Fault
 
 ALL = (0, 1, 2, 3)
@@ -82,18 +82,20 @@ LOST = (exit_codes.PEER_LOST, 128 + 9)
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("kill -9 of host 2, training", LOST, r"host 2 .*was lost.*step \d+", Fault("kill")),
     Scenario("kill -9 of host 0, training", LOST, r"host 0 .*was lost", Fault("kill", hosts=(0,))),
-    Scenario("kill -9 of host 1, saving", LOST, r"host 1 .*was lost", Fault("kill", hosts=(1,), phase=phase.SAVING)),
+    Scenario(
+        "kill -9 of host 1, saving", LOST, r"host 1 .*was lost", Fault("kill", hosts=(1,), activity=activity.SAVING)
+    ),
     Scenario(
         "kill -9 of host 3, starting",
         LOST,
         r"host 3 .*was lost",
-        Fault("kill", hosts=(3,), phase=phase.PREPARING, step=0),
+        Fault("kill", hosts=(3,), activity=activity.PREPARING, step=0),
     ),
     Scenario(
         "kill -9 of host 1, restoring",
         LOST,
         r"host 1 .*was lost",
-        Fault("kill", hosts=(1,), phase=phase.RESTORING, step=0),
+        Fault("kill", hosts=(1,), activity=activity.RESTORING, step=0),
         continues=True,
     ),
     Scenario("SIGTERM to one host", (exit_codes.PREEMPTED,), r"saved a checkpoint at step \d+", Fault("terminate")),
@@ -183,7 +185,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "kill -9 of host 1, uploading to a slow bucket that refuses one request in twenty",
         LOST,
         r"host 1 .*was lost",
-        Fault("kill", hosts=(1,), phase=phase.SAVING, delay_seconds=UPLOADING_SECONDS),
+        Fault("kill", hosts=(1,), activity=activity.SAVING, delay_seconds=UPLOADING_SECONDS),
         refused=0.05,
         slow_seconds=0.03,
     ),

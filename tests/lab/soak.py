@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, folder: Path) -> int:
-    from core import slices, supervise
+    from core import slices
+    from core.training import supervise
     from tests.lab import growth, harness
 
     with supervise.stop_requests() as requested:

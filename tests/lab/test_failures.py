@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from core.checkpoints import writing
-from core.health import exit_codes, phase
+from core.hosts import activity, exit_codes
 from launch.environment import WORKSPACE
 from tests.lab import faults, growth, table
 from tests.lab.flips import Flips
@@ -45,16 +45,16 @@ def test_every_scenario_can_be_planted_and_says_what_it_expects():
 def test_random_kills_come_while_training_saving_and_restoring():
     chance = random.Random(0)
     kills = [faults.random_kill(chance, hosts=4, newest=40, within=8, note="n") for _ in range(60)]
-    assert {k.phase for k in kills} == {phase.TRAINING, phase.SAVING, phase.RESTORING}
+    assert {k.activity for k in kills} == {activity.TRAINING, activity.SAVING, activity.RESTORING}
     assert {k.hosts[0] for k in kills} == {0, 1, 2, 3}
-    assert {k.step for k in kills if k.phase == phase.RESTORING} == {0}
-    assert {k.step for k in kills if k.phase != phase.RESTORING} == set(range(41, 49))
+    assert {k.step for k in kills if k.activity == activity.RESTORING} == {0}
+    assert {k.step for k in kills if k.activity != activity.RESTORING} == set(range(41, 49))
 
 
 def test_no_host_is_killed_restoring_without_a_checkpoint():
     chance = random.Random(0)
     kills = [faults.random_kill(chance, hosts=4, newest=0, within=8, note="n") for _ in range(40)]
-    assert {k.phase for k in kills} == {phase.TRAINING, phase.SAVING}
+    assert {k.activity for k in kills} == {activity.TRAINING, activity.SAVING}
 
 
 def test_the_table_has_a_row_for_each_and_is_kept_between_its_marks(tmp_path):

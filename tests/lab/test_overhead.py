@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from core.health import phase
+from core.hosts import activity
 from core.training import hooks
 from launch.hosts.cluster import Host
 from tests.lab import bench, overhead
@@ -14,16 +14,23 @@ from tests.lab import bench, overhead
 def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, capsys):
     timed = overhead.experiment("v4-8", width=16, length=16, batch_size=4, total_steps=15)
     monkeypatch.setattr(hooks.Log, "after_step", lambda self, report: time.sleep(0.05))  # makes the trainer slower
-    phases, at = [], phase.at
-    monkeypatch.setattr(phase, "at", lambda word, **more: (phases.append(word), at(word, **more)))
+    activities, at = [], activity.at
+    monkeypatch.setattr(activity, "at", lambda word, **more: (activities.append(word), at(word, **more)))
     result = overhead.measure(timed, turn_steps=5, run_dir=str(tmp_path / "run"), host=Host(0, 1, True))
     assert [len(turn) for turn in result.trainer] == [2, 2]  # two turns of five, three steps of each settling
     assert [len(turn) for turn in result.bare] == [2, 2]
     assert min(min(turn) for turn in result.trainer) >= 0.05  # one log per step
     assert result.ratios_by_turn == sorted(result.ratios_by_turn)
     assert result.ratio > 1
-    before = [phase.OPENING, phase.PREPARING, phase.OPENING, phase.RESTORING, phase.OPENING, phase.BETWEEN]
-    assert phases[: len(before)] == before  # every phase has a limit, except preparing the data
-    assert phases.count("bare steps") == 3
+    before = [
+        activity.OPENING,
+        activity.PREPARING,
+        activity.OPENING,
+        activity.RESTORING,
+        activity.OPENING,
+        activity.BETWEEN,
+    ]
+    assert activities[: len(before)] == before  # every activity has a limit, except preparing the data
+    assert activities.count("bare steps") == 3
     bench._print(result)
     assert f"trainer / bare = {result.ratio:.3f}" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as main
 from launch.cli import build
 from tasks.puzzles import files

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import tokenizers
 
-from core import published_files
+from core.checkpoints import published_files
 from launch.cli import export
 from launch.config import loader
 

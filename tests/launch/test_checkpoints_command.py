@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core.checkpoints import arrays, comparing, inspection, reading, store
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as main
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from core import paths
 from core.checkpoints import steps
+from core.files import paths
 from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run

@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch import environment, flags
 

@@ -34,7 +34,7 @@ def test_tables_become_the_collectives_that_the_guide_shows():
         exec(compile(body, "FROM_ONE_GPU.md", "exec"), {})
 
 
-@pytest.mark.slow  # two processes; a quick test of arrays over two hosts is tests/core/test_spanning_arrays.py
+@pytest.mark.slow  # two processes; a quick test of arrays over two hosts is tests/core/hosts/test_global_arrays.py
 @pytest.mark.simulated(2)
 @pytest.mark.covers("D04", "E09")
 def test_the_ways_to_make_a_global_array(run_hosts):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as main
 from launch import loaded_model
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from core import paths, supervise
 from core.checkpoints import steps
+from core.files import paths
+from core.training import supervise
 from launch import __main__ as cli
 from launch import environment
 from launch.hosts import gcloud, simulate, tpu_host, workstation

@@ -14,9 +14,9 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-from core import logical, parameters, published_files
+from core import logical, parameters
 from core.batches import batch_shapes
-from core.checkpoints import steps
+from core.checkpoints import published_files, steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from launch import __main__ as command

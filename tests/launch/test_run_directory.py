@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from core.training import run_lock
 from launch import environment
 from launch.check import preflight
@@ -72,7 +72,7 @@ os.environ |= {{
     "JAX_PROCESS_INDEX": str(PROCESS),
     "JAX_PROCESS_COUNT": str(HOSTS),
 }}
-from core import distributed
+from core.hosts import distributed
 from launch.__main__ import main
 if PROCESS == 0:
     distributed._join = lambda *_, **__: print("JAX was started")

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import metrics
 from core.checkpoints import steps
 from core.errors import UserError
-from core.health import exit_codes
-from core.training import compilation
+from core.hosts import exit_codes
+from core.training import compilation, metrics
 from core.training.trainer import StatisticsStep
 from launch import environment, session
 from launch.hosts.cluster import Host

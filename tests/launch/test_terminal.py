@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.table import Table
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch import environment, terminal
 

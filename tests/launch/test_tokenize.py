@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from core.training import run_lock
 from launch import __main__ as main
 from launch import environment

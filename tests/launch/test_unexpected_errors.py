@@ -90,7 +90,7 @@ def test_a_user_error_is_a_message_and_code_2(raises, command, capsys, monkeypat
 
 JOINED = """
 import sys, types
-from core import distributed
+from core.hosts import distributed
 from core.errors import UserError
 from launch import __main__ as cli
 

@@ -52,7 +52,7 @@ HEAD = """
 import json, os, sys
 os.environ["JAX_NUM_CPU_DEVICES"] = str(16 // HOSTS)
 import jax
-from core import distributed
+from core.hosts import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS,
                        local_cpu_devices=16 // HOSTS, single_process=False)
 from core.checkpoints.store import Checkpoints

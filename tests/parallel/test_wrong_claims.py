@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from core import distributed, logical, optimizers, slices
+from core import logical, optimizers, slices
+from core.hosts import distributed
 from core.logical import Axes
 from launch.experiment import padding
 from launch.hosts import cluster

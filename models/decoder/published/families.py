@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from core import paths
+from core.checkpoints.published_files import CONFIG, read_object
 from core.errors import UserError
+from core.files import paths
 from core.model_settings import differing_settings
-from core.published_files import CONFIG, read_object
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Experts, experts_of
 from models.decoder.layers import Mlp

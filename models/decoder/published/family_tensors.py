@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from core import published_files
+from core.checkpoints import published_files
 from core.checkpoints.published import Copy, PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError

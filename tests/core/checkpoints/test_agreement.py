@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core import paths
 from core.checkpoints import inspection, reading, steps, store
 from core.checkpoints.steps import DamagedError
+from core.files import paths
 
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec("fsdp"))
 WHOLE = NamedSharding(LAYOUT.mesh, PartitionSpec())

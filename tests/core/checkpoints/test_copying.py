@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from core import paths
 from core.checkpoints import copying, inspection, steps, store
 from core.errors import UserError
+from core.files import paths
 
 
 @pytest.fixture(scope="module")

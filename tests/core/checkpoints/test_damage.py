@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core import paths
 from core.checkpoints import inspection, reading, steps, store
 from core.checkpoints.reading import Misfit
+from core.files import paths
 
 RNG = np.random.default_rng(1)
 LAYOUT = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("fsdp",)), PartitionSpec())
@@ -318,7 +318,7 @@ TWO_HOSTS = """
 import pathlib
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from core import distributed
+from core.hosts import distributed
 from core.checkpoints import store
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
@@ -362,7 +362,7 @@ def test_hosts_agree_on_what_is_damaged(run_hosts, tmp_path):
 ONE_HOST_ALONE = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from core import distributed
+from core.hosts import distributed
 from core.checkpoints import store
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
 layout = NamedSharding(Mesh(np.array(jax.devices()), ("fsdp",)), PartitionSpec())

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from core import distributed, paths
 from core.checkpoints import inspection, reading, steps, store, writing
-from core.health import phase
+from core.files import paths
+from core.hosts import activity, distributed
 
 TWO_HOSTS = """
 import resource, time
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from core import distributed
+from core.hosts import distributed
 from core.checkpoints import store
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
@@ -141,15 +141,15 @@ def test_the_watchdog_knows_the_limit_of_a_save(tmp_path):
 
     def finish():
         until = time.monotonic() + 5.0
-        while phase.place().phase != phase.SAVING and time.monotonic() < until:
+        while activity.place().activity != activity.SAVING and time.monotonic() < until:
             time.sleep(0.01)
-        places.append(phase.place())
+        places.append(activity.place())
 
-    with phase.enter(phase.TRAINING):
-        save.start(lambda: places.append(phase.place()), finish=finish)
+    with activity.enter(activity.TRAINING):
+        save.start(lambda: places.append(activity.place()), finish=finish)
         save.wait()
-        assert (phase.place().phase, phase.place().limit_seconds) == (phase.TRAINING, 0.0)
-    assert [(p.phase, p.limit_seconds) for p in places] == [(phase.SAVING, 5000.0)] * 2
+        assert (activity.place().activity, activity.place().limit_seconds) == (activity.TRAINING, 0.0)
+    assert [(p.activity, p.limit_seconds) for p in places] == [(activity.SAVING, 5000.0)] * 2
 
 
 def test_a_save_over_its_limit_fails_and_names_the_setting(tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_step_that_was_half_removed_is_passed_over(tmp_path, pattern, monkeypa
 FULL = """
 import logging, sys
 import jax, numpy as np, resource
-from core import distributed
+from core.hosts import distributed
 hooks = lambda: (sys.unraisablehook, list(logging.getLogger("absl").filters))
 before = hooks()
 from core.checkpoints import store

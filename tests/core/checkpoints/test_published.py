@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from core import logical, optimizers, parameters, paths, published_files, slices
-from core.checkpoints import layer_map, published, safetensors_files, warm_start
+from core import logical, optimizers, parameters, slices
+from core.checkpoints import layer_map, published, published_files, safetensors_files, warm_start
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
+from core.files import paths
 from models import pretrained
 from models.decoder import transformer
 from models.decoder.published import family_tensors

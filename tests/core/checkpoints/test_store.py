@@ -9,12 +9,12 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core import paths
 from core.checkpoints import inspection, reading, steps, store
 from core.checkpoints.warm_start import SavedParameters
 from core.errors import UserError
-from core.health import phase
-from core.health.failure_diagnosis import Limits
+from core.files import paths
+from core.hosts import activity
+from core.hosts.failure_diagnosis import Limits
 
 
 class State(NamedTuple):
@@ -71,7 +71,7 @@ def test_the_watchdog_waits_for_a_restore_as_long_as_for_a_save_of_the_same_byte
     seen, read = [], store.reading.read_arrays
 
     def restore(*args):
-        seen.append((phase.place().phase, limits.of(phase.place())))
+        seen.append((activity.place().activity, limits.of(activity.place())))
         return read(*args)
 
     monkeypatch.setattr(store.reading, "read_arrays", restore)
@@ -82,7 +82,7 @@ def test_the_watchdog_waits_for_a_restore_as_long_as_for_a_save_of_the_same_byte
     monkeypatch.setattr(store.reading, "host_bytes", lambda state: 400 * 2**30)
     writer.restore(5, abstract(state))
     opened(timeout_seconds=20000.0).restore_newest(abstract(state))
-    assert [what for what, _ in seen] == [phase.RESTORING] * 3
+    assert [what for what, _ in seen] == [activity.RESTORING] * 3
     assert [seconds for _, seconds in seen] == pytest.approx([360.0, 300.0 + 400 * 20.0 + 60.0, 20060.0])
 
 
@@ -293,7 +293,7 @@ TWO_HOSTS_SAVE = """
 import shutil
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from core import distributed
+from core.hosts import distributed
 from core.checkpoints import reading, store
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))

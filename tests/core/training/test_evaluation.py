@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from core.health import phase
+from core.hosts import activity
 from core.training import evaluation
 from core.training.evaluation import EvaluationPass
 from core.types import WeightedSum
@@ -49,7 +49,7 @@ def test_a_batch_is_read_after_the_next_one_is_dispatched():
 def test_the_place_of_the_process_says_which_batch(monkeypatch, is_counted):
     batches = [{"x": x} for x in (1.0, 2.0)]
     program, seen = Program(), []
-    monkeypatch.setattr(program, "put", lambda batch: seen.append(phase.place().part) or batch["x"])
+    monkeypatch.setattr(program, "put", lambda batch: seen.append(activity.place().part) or batch["x"])
     list(EvaluationPass(program, 1.0, batches if is_counted else iter(batches)).answers())
     assert seen == (["batch 1 of 2", "batch 2 of 2"] if is_counted else ["batch 1", "batch 2"])
 
@@ -91,7 +91,7 @@ def test_the_hook_is_due_at_multiples_and_at_the_end_and_opens_its_batches_once(
 
 SUMS_OVER_HOSTS = """
 import jax
-from core import distributed
+from core.hosts import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
 import haiku as hk
 import jax.numpy as jnp

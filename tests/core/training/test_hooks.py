@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core.checkpoints.writing import Cost
-from core.health import interrupt, phase
+from core.hosts import activity, interrupt
 from core.training import compilation, hooks, run_lock, trainer
 from core.training.trainer import StepReport
 from core.types import WeightedSum
@@ -128,7 +128,7 @@ def test_hosts_meet_before_they_evaluate_or_save_and_say_what_for(monkeypatch):
 
     met = []
     monkeypatch.setattr(
-        hooks.distributed, "barrier", lambda *args, **limit: met.append((phase.place().phase, *args, limit))
+        hooks.distributed, "barrier", lambda *args, **limit: met.append((activity.place().activity, *args, limit))
     )
     meet = hooks.Meet({"checkpoint": Due(3), "evaluation": Due(2)}, timeout_seconds=50.0)
     assert [step for step in range(1, 7) if meet.needs_state(step)] == [2, 3, 4, 6]
@@ -138,7 +138,7 @@ def test_hosts_meet_before_they_evaluate_or_save_and_say_what_for(monkeypatch):
         "evaluation after step 2 (meeting 1)",
         "checkpoint and evaluation after step 6 (meeting 2)",
     ]
-    assert met[0][0] == phase.MEETING
+    assert met[0][0] == activity.MEETING
     assert met[0][2] == {"timeout_seconds": 50.0}
 
 

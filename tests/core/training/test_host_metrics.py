@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from core import distributed
+from core.hosts import distributed
 from core.training import goodput
 from core.training.goodput import HostMetrics, Slowest
 
@@ -91,7 +91,7 @@ def test_a_host_that_is_first_to_go_back_is_waited_for(two_hosts):
 
 EXCHANGE = """
 import time
-from core import distributed
+from core.hosts import distributed
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)
 from core.training.goodput import HostMetrics
 seen = HostMetrics()

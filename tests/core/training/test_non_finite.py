@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from core import optimizers, step
-from core.health import exit_codes
+from core.hosts import exit_codes
 from core.parameters import ParamSpec
 from core.training import hooks, trainer
 from core.training.trainer import StepReport

@@ -44,7 +44,7 @@ def test_hosts_that_share_a_hostname_do_not_overwrite_each_other(tmp_path):
 
 TWO_HOSTS_PROFILE = """
 import jax, jax.numpy as jnp
-from core import distributed
+from core.hosts import distributed
 from core.training import profiling, trainer
 from core.training.profiling import Requests, Window, window_of
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.health import exit_codes, failure_diagnosis
+from core.hosts import exit_codes, failure_diagnosis
 from core.training import replicas
 from core.training.trainer import StepReport
 

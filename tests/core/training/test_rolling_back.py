@@ -5,9 +5,8 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from core import metrics
 from core.step import TrainState
-from core.training import hooks, trainer
+from core.training import hooks, metrics, trainer
 
 
 class Program:

@@ -13,7 +13,7 @@ import uuid
 
 import pytest
 
-from core import paths
+from core.files import paths
 from core.training import goodput, run_lock
 from core.training.run_lock import Owner, RunLock
 

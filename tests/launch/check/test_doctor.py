@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from core.errors import UserError
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import findings
 from launch.check import doctor
 from launch.findings import Finding
@@ -61,7 +61,7 @@ def test_other_checks_run_if_the_run_directory_cannot_be_written(launch, tmp_pat
 def test_a_look_that_does_not_end_ends_the_doctor(run_hosts):
     story = """
         import time
-        from core.health import failure_diagnosis, heartbeat
+        from core.hosts import failure_diagnosis, heartbeat
         from launch.check import doctor
 
         assert doctor.LIMITS.of(failure_diagnosis.Place(0, "clocks", 0.0)) == 120
@@ -180,7 +180,7 @@ def test_clocks_that_are_apart_are_named(run_hosts):
     results = run_hosts(
         """
         import time
-        from core import distributed
+        from core.hosts import distributed
         from launch.hosts import cluster
 
         distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS)

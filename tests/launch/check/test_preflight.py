@@ -8,8 +8,9 @@ import subprocess
 import jax
 import pytest
 
-from core import paths, slices
+from core import slices
 from core.errors import UserError
+from core.files import paths
 from launch import __main__ as cli
 from launch.check import preflight
 from launch.config import loader

@@ -19,7 +19,11 @@ STRANGE = {
     "a program": ("import os", "X = @os.system()\nos.system.command = 'true'", "os"),
     "a program under another name": ("import os as optimizers", "X = @optimizers.system()", "os"),
     "a module that registers": ("import antigravity", "", "antigravity"),
-    "an internal module of ours": ("from core import paths", "X = @paths.write_text_atomically()", "core.paths"),
+    "an internal module of ours": (
+        "from core.files import paths",
+        "X = @paths.write_text_atomically()",
+        "core.files.paths",
+    ),
     "a module inside one of ours": ("from tasks import chunked", "X = @chunked.dataclasses.replace()", "dataclasses"),
     "another function of a public module": (
         "from tasks.text import vocabularies",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from core import published_files
+from core.checkpoints import published_files
 from core.errors import UserError
 from launch import __main__ as command
 from launch import loaded_model

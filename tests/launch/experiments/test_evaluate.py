@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from core import paths
 from core.checkpoints import steps as saved_steps
 from core.errors import UserError
+from core.files import paths
 from core.training import scoring as scores
 from launch.config import loader
 from launch.experiments import evaluate, saved_run

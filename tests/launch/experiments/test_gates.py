@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as main
 
 SMALL = (

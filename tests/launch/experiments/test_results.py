@@ -10,8 +10,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from core import metrics
-from core.training import evaluation
+from core.training import evaluation, metrics
 from core.types import WeightedSum
 from launch.experiments import results, results_page, suites
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from core import metrics
-from core.health import exit_codes
+from core.hosts import exit_codes
+from core.training import metrics
 from launch import __main__ as main
 from launch.config import differences
 from launch.experiments import results, suites

@@ -14,13 +14,13 @@ ON_HOSTS = tuple(f"launch/hosts/{name}" for name in ("on_host.sh", "host_output.
 ON_HOSTS += (
     "launch/terminal.py",
     "launch/environment.py",
-    "core/bookkeeping.py",
+    "core/files/bookkeeping.py",
     "core/errors.py",
-    "core/foreign_json.py",
-    "core/host_messages.py",
-    "core/library_noise.py",
-    "core/rendezvous.py",
-    "core/tied_process.py",
+    "core/files/foreign_json.py",
+    "core/hosts/host_messages.py",
+    "core/hosts/log_filters.py",
+    "core/hosts/rendezvous.py",
+    "core/hosts/tied_process.py",
     "core/units.py",
 )  # what acts there, of what is shipped
 SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'

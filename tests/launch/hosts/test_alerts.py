@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from core.health import exit_codes, failure_diagnosis, heartbeat, phase
+from core.hosts import activity, exit_codes, failure_diagnosis, heartbeat
 from launch import environment
 from launch.hosts import alerts
 
@@ -26,7 +26,7 @@ def told(tmp_path, monkeypatch):
 
 
 def fail(host, error, *, step=0):
-    phase.at(phase.TRAINING, step=step)
+    activity.at(activity.TRAINING, step=step)
     with pytest.raises(type(error)), alerts.noting(host):
         raise error
 
@@ -82,11 +82,11 @@ def test_the_parent_of_another_host_leaves_it_to_that_of_host_0(told, tmp_path):
 # A process that the watch of the hosts ends: for a step that lasts, or for what it raised itself.
 STUCK = """
 import time
-from core.health import failure_diagnosis, heartbeat, phase
+from core.hosts import failure_diagnosis, heartbeat, activity
 from launch.hosts import alerts
 with alerts.noting(0):
     heartbeat.start(None, limits=failure_diagnosis.Limits(step_seconds=0.5, slow_seconds=0.5))
-    phase.at(phase.TRAINING, step=17)
+    activity.at(activity.TRAINING, step=17)
     time.sleep(60)
 """
 

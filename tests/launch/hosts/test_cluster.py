@@ -18,7 +18,7 @@ os.environ |= {
     "JAX_PROCESS_INDEX": str(PROCESS),
     "JAX_PROCESS_COUNT": str(HOSTS),
 }
-from core import distributed, slices
+from core.hosts import distributed; from core import slices
 from launch.hosts import cluster
 distributed._SHARED_FILE_SECONDS = 1.0
 host = cluster.join(slices.get("v4-16"))

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from core import paths
 from core.checkpoints import inspection, steps
-from core.health import exit_codes
+from core.files import paths
+from core.hosts import exit_codes
 from launch import environment
 
 # Trains until a hook of ours, on one host, at step 12, does what the test says.

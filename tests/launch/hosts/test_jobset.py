@@ -10,7 +10,7 @@ import pathlib
 import pytest
 
 from core import slices
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch.config import loader
 from launch.hosts import jobset

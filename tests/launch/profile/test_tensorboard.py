@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from core import metrics
-from core.health import exit_codes
-from core.training import profiling
+from core.hosts import exit_codes
+from core.training import metrics, profiling
 from launch import __main__ as cli
 from launch import environment
 

@@ -10,7 +10,7 @@ import pytest
 
 from core import optimizers
 from core.errors import UserError
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as main
 from launch import environment
 from launch.check import preflight
@@ -166,7 +166,7 @@ def test_a_run_that_stops_in_a_phase_or_at_its_end_continues_bit_for_bit(launch,
 
 PREEMPTED = """
 import os, signal, sys
-from core import distributed
+from core.hosts import distributed
 from launch import __main__ as main
 from launch.runs import prepared_run
 

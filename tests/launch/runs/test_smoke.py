@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.health import exit_codes
+from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch import environment
 from launch.config import loader

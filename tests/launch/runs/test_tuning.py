@@ -7,7 +7,7 @@ import pytest
 
 from core import optimizers, slices
 from core.errors import UserError
-from core.health import exit_codes
+from core.hosts import exit_codes
 from core.training.hooks import PreemptedError
 from launch import __main__ as cli
 from launch.config import changes, loader

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from core import logical, optimizers, paths, slices, step
+from core import logical, optimizers, slices, step
 from core.batches import Field
+from core.files import paths
 from launch import __main__ as cli
 from launch.verify import bisect as command
 from models import agreement_subjects, losses

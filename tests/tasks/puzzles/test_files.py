@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from core import paths
+from core.files import paths
 from tasks.puzzles import files, writing
 
 

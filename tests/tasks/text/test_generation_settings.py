@@ -5,7 +5,7 @@ import json
 import pytest
 
 from core.errors import UserError
-from core.paths import Path
+from core.files.paths import Path
 from tasks.text import generation_settings
 
 MODEL = {"model_type": "llama", "hidden_size": 16, "rope_theta": 5.0, "torch_dtype": "float32"}

@@ -13,8 +13,8 @@ import types
 import numpy as np
 import pytest
 
-from core import paths
 from core.errors import UserError
+from core.files import paths
 from core.types import DataLayout
 from tasks import text
 from tasks.text import document_streams, documents, token_cache, token_writer, tokenizing, vocabularies

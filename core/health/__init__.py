@@ -1,1 +1,0 @@
-"""Monitoring between hosts: progress, lost and hung hosts, diverged replicas, exit codes."""

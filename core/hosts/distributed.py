@@ -1,0 +1,449 @@
+"""Runs hosts as one program: initialization, barriers, exchange of texts, preemption and shutdown.
+
+Nothing is guessed silently: the cluster is given by arguments or detected from the machine, or the process passes
+`single_process=True`. If a host is missing or has another configuration, an error names it. An uncaught exception ends
+its process at once, instead of blocking for minutes in a barrier that the other hosts never reach.
+
+This is the only module that uses `jax.distributed`. Everything here uses its coordination service and not the devices,
+so it works before the first array exists.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from core import jax_internals, library_errors, units
+from core.errors import UnreachableError, UserError
+from core.files import paths
+from core.hosts import exit_codes, heartbeat, rendezvous
+from core.hosts.failure_diagnosis import Limits
+
+# Minimum timeout of JAX's heartbeat: the heartbeat of `core.hosts`, which names the silent host, must report first.
+HEARTBEAT_SECONDS = 60
+_NEVER_SECONDS = 24 * 3600  # timeout of JAX's heartbeat if a silent host must not end the run
+SHUTDOWN_SECONDS = 30
+TIMEOUT_SECONDS = 300
+
+_MAX_TEXT_BYTES = 2**21  # the coordination service limits messages to 4 MiB
+_NONCE_FILE = ".shared"
+_INTERRUPTED = "interrupted"
+_SHARED_FILE_SECONDS = 10.0  # network file systems may show a new file late
+
+_UNCONNECTED_ADVICE = (
+    "the simulated hosts did not connect for a collective within Gloo's 30 s: one of them has ended (its log says "
+    "why), or this machine is too busy to run all of them at once. Start the same command again when it is less busy."
+)
+CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # errors that the loss of another host can cause
+
+
+class Cluster(NamedTuple):
+    """This process's index, the number of processes, and the coordinator's address ("" for a single process)."""
+
+    process_index: int
+    process_count: int
+    coordinator: str
+
+
+_ALONE = Cluster(0, 1, "")
+_joined: Cluster | None = None
+_sigterm_received = threading.Event()
+_calls: collections.Counter[str] = collections.Counter()
+_posted_alone: dict[str, str] = {}  # texts posted in a single process
+
+
+def initialize(
+    *,
+    coordinator: str | None = None,
+    process_index: int | None = None,
+    process_count: int | None = None,
+    local_cpu_devices: int | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    single_process: bool = False,
+    description: str = "",
+    addresses: Sequence[str] = (),
+    secret: str = "",
+    watch: Limits | None = None,
+    before_devices: Callable[[Cluster], None] = lambda cluster: None,
+) -> Cluster:
+    """Connects this process to the others, before any device is initialized. A second identical call does nothing.
+
+    Args:
+      coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster (a TPU slice).
+      process_index, process_count: index of this host, 0 to process_count - 1, and the number of hosts.
+      local_cpu_devices: number of CPU devices of this process (simulation).
+      timeout_seconds: how long to wait for all hosts.
+      single_process: whether this process runs alone, without detecting or waiting for others.
+      description: the configuration of this host; if hosts have different ones, the error shows the difference.
+      addresses: addresses of all hosts by index, to name a missing one.
+      secret: known to the hosts of this start alone, and equal on all of them; other connections are ignored.
+      watch: time limits for the monitoring between hosts (`core.hosts.heartbeat`); None: no monitoring.
+      before_devices: called once all hosts are connected and have equal descriptions, before JAX's runtime starts and
+        any device is initialized; an exception in it ends the start.
+
+    Raises:
+      UserError: the arguments contradict one another, no cluster was detected, a second call differs from the first,
+        or the descriptions of the hosts differ.
+      RuntimeError: a device was already initialized, so this process can no longer connect.
+      TimeoutError: some hosts are missing; names them.
+    """
+    global _joined
+    wanted = _wanted(coordinator, process_index=process_index, process_count=process_count, alone=single_process)
+    if _joined is not None:
+        if wanted not in (None, _joined):
+            raise UserError(f"this process has already joined as {_joined}; it cannot join again as {wanted}")
+        return _joined
+    if jax_internals.backends_are_initialized():
+        raise RuntimeError(
+            "distributed.initialize was called after a device was initialized (by jax.devices(), an array, "
+            "jax.random.key at import time …); call it first in the program"
+        )
+    if local_cpu_devices is not None:
+        jax.config.update("jax_num_cpu_devices", local_cpu_devices)
+    if single_process:
+        signal.signal(signal.SIGTERM, lambda *_: _sigterm_received.set())  # JAX handles it only for several processes
+        if watch:
+            heartbeat.start(None, limits=watch)
+        cluster = _ALONE
+        before_devices(cluster)
+    else:
+        cluster = _meet(wanted, timeout_seconds, description, addresses, secret, watch)
+        before_devices(cluster)
+        _join(cluster, timeout_seconds=timeout_seconds, heartbeat_seconds=_heartbeat_seconds(watch))
+    _joined = cluster
+    return cluster
+
+
+def _wanted(
+    coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool
+) -> Cluster | None:
+    """Returns the cluster that the arguments describe, or None if it has to be detected."""
+    given = {"coordinator": coordinator, "process_index": process_index, "process_count": process_count}
+    missing = [name for name, value in given.items() if value is None]
+    if alone:
+        if len(missing) < 3:
+            raise UserError(f"single_process=True and a cluster were both given: {given}; give one of them")
+        return _ALONE
+    if len(missing) == 3:
+        return None
+    if coordinator is None or process_index is None or process_count is None:
+        raise UserError(f"distributed.initialize needs {', '.join(missing)} too (got {given}); give all three or none")
+    rendezvous.split(coordinator)
+    if not 0 <= process_index < process_count:
+        raise UserError(f"process_index is {process_index}; expected 0 to {process_count - 1} (process_count - 1)")
+    return Cluster(process_index, process_count, coordinator)
+
+
+def _detected(timeout_seconds: float) -> Cluster:
+    coordinator, process_count, process_index = jax_internals.detected_cluster(timeout_seconds)
+    if coordinator is None or process_count is None or process_index is None:
+        raise UserError(
+            "no cluster was found on this machine (it is not a host of a TPU slice, or its metadata cannot be read); "
+            "give coordinator, process_index and process_count, or single_process=True to run alone"
+        )
+    return Cluster(process_index, process_count, coordinator)
+
+
+def _meet(
+    wanted: Cluster | None,
+    timeout_seconds: float,
+    description: str,
+    addresses: Sequence[str],
+    secret: str,
+    watch: Limits | None,
+) -> Cluster:
+    """Waits for all hosts, compares their descriptions, starts monitoring if `watch` is set."""
+    if wanted is None:
+        wanted = _detected(timeout_seconds)
+        found = jax_internals.addresses_of_slice()  # empty for several slices
+        addresses = addresses or (found if len(found) == wanted.process_count else ())
+    index, count, coordinator = wanted
+    roll = rendezvous.answer(
+        coordinator,
+        index=index,
+        count=count,
+        timeout_seconds=timeout_seconds,
+        description=description,
+        addresses=addresses,
+        secret=secret,
+    )
+    if watch:
+        heartbeat.start(roll, limits=watch)
+    else:
+        roll.close()
+    return wanted
+
+
+def _heartbeat_seconds(watch: Limits | None) -> int:
+    if watch is None:
+        return HEARTBEAT_SECONDS
+    return _NEVER_SECONDS if watch.reports_only else max(HEARTBEAT_SECONDS, math.ceil(1.5 * watch.silent_seconds))
+
+
+def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -> None:
+    index, count, coordinator = cluster
+    host, port = rendezvous.split(coordinator)
+    own_host = rendezvous.bindable(host) if index == 0 else host
+    if ":" in own_host:
+        own_host = f"[{own_host}]"
+    with _without_proxies():
+        jax.distributed.initialize(
+            coordinator,
+            num_processes=count,
+            process_id=index,
+            initialization_timeout=int(max(timeout_seconds, 30)),
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            coordinator_bind_address=f"{own_host or '[::]'}:{port}",
+        )
+
+
+@contextlib.contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Context without the environment's proxies: gRPC would look for the other hosts of the slice behind them."""
+    proxies = {name: value for name, value in os.environ.items() if "_proxy" in name.lower()}
+    for name in proxies:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(proxies)
+
+
+def process_index() -> int:
+    """Returns the index of this host; 0 before `initialize`. Does not initialize devices."""
+    return jax_internals.process_index()
+
+
+def process_count() -> int:
+    """Returns the number of hosts; 1 before `initialize`. Does not initialize devices."""
+    return jax_internals.process_count()
+
+
+def is_host_zero() -> bool:
+    """Returns True on host 0, the only host that writes shared files."""
+    return process_index() == 0
+
+
+def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Waits until every host has called `barrier` with this name. Raises TimeoutError naming those that did not."""
+    client = jax_internals.coordination_client()
+    if client is None:
+        return
+    try:
+        client.wait_at_barrier(f"renga/{name}", int(timeout_seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        hosts = ", ".join(map(str, library_errors.absent_tasks(error)))
+        late = f"host {hosts} did not come within {timeout_seconds:g} s; read the end of its log"
+        raise TimeoutError(f"barrier {name!r}: {late if hosts else error}") from error
+
+
+def from_host_zero(text: str) -> str:
+    """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order."""
+    return _shared("from_host_zero", text if is_host_zero() else None, sources=[0])[0]
+
+
+def decided_by_host_zero(decide: Callable[[], Any]) -> Any:
+    """Calls `decide` on host 0 alone, and returns its result, of JSON types, on every host.
+
+    Hosts may see different files, such as the checkpoints of a run that is still training. All hosts must call it, in
+    the same order.
+
+    Raises:
+      UserError: `decide` raised one, or an UnreachableError; on every host.
+    """
+    decided: dict[str, Any] = {}
+    if is_host_zero():
+        try:
+            decided = {"result": decide()}
+        except UserError as error:
+            decided = {"error": str(error), "is_unreachable": isinstance(error, UnreachableError)}
+    decided = json.loads(from_host_zero(json.dumps(decided)))
+    if "error" in decided:
+        raise (UnreachableError if decided["is_unreachable"] else UserError)(decided["error"])
+    return decided["result"]
+
+
+def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
+    """Gathers the `text` of every host, by process index. Raises TimeoutError naming the first host without one."""
+    sources = list(range(process_count()))
+    return _shared(f"gather/{name}", text, sources=sources, timeout_seconds=timeout_seconds)
+
+
+def all_gather_array(array: jax.Array) -> np.ndarray:
+    """Returns all values of an array whose shards are on several hosts. All hosts must call it, in the same order."""
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
+    """Returns the text of each of `sources` in this call of `name`; calls are numbered equally on all hosts."""
+    client = jax_internals.coordination_client()
+    if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
+        raise RuntimeError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
+    if client is None:  # this process is the only source
+        return [text or ""]
+    folder = f"renga/{name}/{_calls[name]}"
+    _calls[name] += 1
+    if text is not None:
+        client.key_value_set(f"{folder}/{process_index()}", text)
+    deadline = time.monotonic() + timeout_seconds
+    found = []
+    for source in sources:
+        try:
+            left_seconds = max(deadline - time.monotonic(), 1.0)
+            found.append(client.blocking_key_value_get(f"{folder}/{source}", int(left_seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            said = f"{name}: host {source} gave nothing within {timeout_seconds:g} s; read its log"
+            raise TimeoutError(said) from error
+    return found
+
+
+def post(name: str, text: str) -> None:
+    """Stores `text` under `name`, replacing an earlier text, for all hosts to read with `posted`. Does not wait."""
+    client = jax_internals.coordination_client()
+    if client is None:
+        _posted_alone[name] = text
+    else:
+        client.key_value_set(f"renga/posted/{name}", text, allow_overwrite=True)
+
+
+def posted(folder: str) -> dict[str, str]:
+    """Returns the texts stored under `folder/`, by their names without it. Does not wait for other hosts."""
+    client = jax_internals.coordination_client()
+    if client is None:
+        found = [(name, text) for name, text in _posted_alone.items() if name.startswith(f"{folder}/")]
+        return {name.removeprefix(f"{folder}/"): text for name, text in found}
+    prefix = f"renga/posted/{folder}/"
+    return {key.removeprefix(prefix): text for key, text in client.key_value_dir_get(prefix)}
+
+
+def require_same(what: str, text: str) -> None:
+    """Raises UserError on all hosts, with the difference, if `text` differs between hosts."""
+    if differing := rendezvous.host_differences(all_gather_text(what, text)):
+        raise UserError(f"{what} differs between hosts (- marks the other hosts' lines):\n{differing}")
+
+
+def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
+    """Raises UserError on all hosts unless host 0 can write a file to the run directory and every host sees it."""
+    directory = paths.resolve(run_dir)
+    nonce = from_host_zero(secrets.token_hex(8))
+    if refused := from_host_zero(_written(directory, nonce) if is_host_zero else ""):
+        raise UserError(refused)
+    answers = all_gather_text("run_dir/seen", "yes" if _sees(directory / _NONCE_FILE, nonce) else "no")
+    blind = [str(i) for i, answer in enumerate(answers) if answer == "no"]
+    if blind:
+        raise UserError(
+            f"the run directory {directory} is not shared: {units.counted(len(blind), 'host')} "
+            f"({', '.join(blind)}) cannot see host 0's file there. "
+            "Checkpoints need one place that all hosts see: set --run-dir (or RENGA_RUN_ROOT) to gs://BUCKET/…"
+        )
+
+
+def _written(directory, nonce: str) -> str:
+    """Writes a file for the other hosts; returns the error, or nothing."""
+    try:
+        paths.require_writable(directory)
+        paths.write_text_atomically(directory / _NONCE_FILE, nonce)
+    except Exception as error:  # a bucket fails with its client's own types
+        return str(error) if isinstance(error, UserError) else f"cannot write to {directory}: {error!r}"
+    return ""
+
+
+def _sees(file, nonce: str) -> bool:
+    """Waits until `file` has the text that host 0 wrote; returns whether it does."""
+    deadline = time.monotonic() + _SHARED_FILE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(Exception):  # whatever the error, this host cannot read the file
+            if file.read_text() == nonce:
+                return True
+        time.sleep(0.2)
+    return False
+
+
+def interrupt() -> None:
+    """Makes `preempted` return True on all hosts, because of Ctrl-C on this one. Can be called from any thread."""
+    post(f"{_INTERRUPTED}/{process_index()}", "Ctrl-C")
+    if _joined in (None, _ALONE):
+        _sigterm_received.set()
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)  # JAX tells the others
+
+
+def is_interrupted() -> bool:
+    """Returns on all hosts that are `preempted` whether the reason is Ctrl-C on one of them, and not SIGTERM."""
+    return bool(posted(_INTERRUPTED))
+
+
+def preempted(step: int) -> bool:
+    """Returns True on all hosts if they should stop after `step`, because of SIGTERM or `interrupt` on one of them.
+
+    Must be called at every step on every host: the hosts agree on a step that none of them has passed.
+    """
+    if _joined in (None, _ALONE):  # a process that joined a cluster of one has JAX's handler, too
+        return _sigterm_received.is_set()
+    return multihost_utils.reached_preemption_sync_point(step)
+
+
+def shutdown() -> None:
+    """Disconnects: waits until all hosts have called it, for at most `SHUTDOWN_SECONDS`."""
+    global _joined
+    heartbeat.leave()
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+    heartbeat.stop()
+    _joined = None
+
+
+def exit_at_once(code: int, why: str = "") -> None:
+    """Ends this process without JAX's barrier at exit, for a host that ends while others continue.
+
+    Args:
+      code: the exit code.
+      why: one line, which the other hosts print.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    heartbeat.leave(code, why)
+    os._exit(code)
+
+
+def exit_at_once_on_exception() -> None:
+    """Makes an uncaught exception print its traceback and end this process at once.
+
+    If the error's attribute `says_all` is true, only its message is printed.
+
+    The exit code is the error's attribute `exit_code` if it has one, otherwise `exit_codes.RAISED`; if the loss of
+    another host caused the error, it is the code of the verdict. Without this hook, the process would wait for the
+    others at exit, and they for its collectives. Ctrl-C ends with 130.
+    """
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if library_errors.is_unconnected(error):
+            print(f"error: {_UNCONNECTED_ADVICE} ({str(error).splitlines()[0]})", file=sys.stderr)
+        elif getattr(error, "says_all", False):
+            print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        else:
+            traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+        if issubclass(kind, KeyboardInterrupt):
+            exit_at_once(exit_codes.INTERRUPTED, "stopped by Ctrl-C")
+        code = getattr(error, "exit_code", exit_codes.RAISED)
+        first_line = next(iter(str(error).splitlines()), "")
+        heartbeat.raised(f"{kind.__name__}: {first_line}", code=code, is_consequence=isinstance(error, CONSEQUENCES))
+        os._exit(code)
+
+    sys.excepthook = end

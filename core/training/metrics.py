@@ -1,0 +1,406 @@
+"""Writes the metrics of a run as TensorBoard events, JSON lines and, optionally, to Weights & Biases; reads them back.
+
+Host 0 alone writes the metrics of the run; every host writes its own measurements to a separate file. Event files
+and JSON lines are appended to, which a bucket does not support: for a gs:// run directory they are written to a local
+folder, and whole files are copied every 30 s and at `close`. A crash may lose the last seconds of metrics in the
+bucket. A full disk or an unreachable bucket delays the writes and never ends a run.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from core.errors import UserError
+from core.files import bookkeeping, foreign_json, paths
+from core.files.bookkeeping import Appender
+
+JSONL_NAME = "metrics.jsonl"
+OWN_FOLDER = "metrics"
+TENSORBOARD_NAME = "tensorboard"
+EVALUATED_ON = "validation/of"  # tag of the text that describes the rows of the validation metrics
+
+# The page Custom Scalars of TensorBoard: charts by category, each with regular expressions of the tags that it shows.
+DASHBOARD = {
+    "learning": {
+        "loss": ["^loss$", "^validation/loss$"],
+        "validation": ["^validation/"],
+        "gradient norm": ["^gradient_norm$"],
+        "learning rate": ["^learning_rate$"],
+        "skipped updates and rollbacks": ["^skipped_updates$", "^rolled_back$"],
+    },
+    "speed": {
+        "tokens per second": ["^tokens_per_second$"],
+        "where a step's seconds go": ["^(step|input_wait|device|host)_seconds$"],
+        "MFU": ["^mfu$"],
+        "goodput over all starts": ["^goodput$"],
+    },
+    "hosts": {
+        "own seconds by host": ["^hosts/own_seconds/"],
+        "spread between hosts": ["^hosts/.*_spread$"],
+        "slowest host": ["^hosts/slowest$"],
+        "GiB of HBM by chip": ["^hbm_gib/"],
+    },
+    "checkpoints and compilation": {
+        "seconds of a save": ["^checkpoint/.*_seconds$"],
+        "bytes of a save": ["^checkpoint/bytes$"],
+        "programs, compiled and from the cache": ["^compile/(programs|found)$"],
+        "seconds of compilation": ["^compile/seconds$"],
+    },
+    "statistics of the update (statistics_interval)": {
+        "update / parameter": ["^statistics/update_ratio/"],
+        "RMS of parameters": ["^statistics/param_rms/"],
+        "RMS of gradients": ["^statistics/gradient_rms/"],
+        "RMS of updates": ["^statistics/update_rms/"],
+    },
+}
+
+_SECONDS_BETWEEN_COPIES = 30.0  # limits the rate of writes to a bucket
+
+
+class Writer(Protocol):
+    """Records the metrics and texts of a run."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text, such as the configuration."""
+
+    def flush(self) -> None:
+        """Writes all recorded values, so that readers see them."""
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+
+
+class Writers:
+    """Combines several writers. Hosts other than host 0 have an empty one, which records nothing."""
+
+    def __init__(self, writers: Sequence[Writer] = ()):
+        self._writers = tuple(writers)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        for writer in self._writers:
+            writer.scalars(step, values)
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text, such as the configuration."""
+        for writer in self._writers:
+            writer.text(tag, text, step=step)
+
+    def flush(self) -> None:
+        """Writes all recorded values, so that readers see them."""
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        for writer in self._writers:
+            writer.close()
+
+
+def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb_project: str = "") -> Writers:
+    """Opens TensorBoard, JSON lines and, if configured, Weights & Biases on host 0; nothing on the others.
+
+    Args:
+      run_dir: local or gs://.
+      is_host_zero: whether this host writes.
+      first_step: the step at which the run resumes. Earlier records of later steps are replaced: TensorBoard hides
+        them; of two JSON lines for one step the later one is valid; Weights & Biases keeps the earlier.
+      wandb_project: a project of Weights & Biases; empty: do not use it.
+    """
+    if not is_host_zero:
+        return Writers()
+    directory = paths.resolve(run_dir)
+    writers: list[Writer] = [
+        TensorBoard(directory / TENSORBOARD_NAME, first_step=first_step),
+        JsonLines(directory / JSONL_NAME),
+    ]
+    if wandb_project:
+        writers.append(WeightsAndBiases(wandb_project, run_dir=os.fspath(directory)))
+    return Writers(writers)
+
+
+def open_own_lines(run_dir: str, *, process_index: int) -> Writers:
+    """Opens a host's own JSON lines, for example RUN/metrics/host_2.jsonl, for measurements of that host."""
+    return Writers([JsonLines(paths.resolve(run_dir) / OWN_FOLDER / f"host_{process_index}.jsonl")])
+
+
+class TensorBoard:
+    """Event files, written without TensorFlow."""
+
+    def __init__(self, directory: paths.Path, *, first_step: int = 0):
+        """Opens a new event file in `directory`; events of earlier files from `first_step` on are hidden."""
+        import tensorboardX  # imported here because it takes 0.3 s, which other hosts need not spend
+        from tensorboardX import record_writer
+
+        self._mirror = Mirror(directory)
+        record_writer.register_writer_factory(_EventFiles.PREFIX, _EventFiles)
+        self._events = tensorboardX.SummaryWriter(
+            f"{_EventFiles.PREFIX}:{self._mirror.folder}",
+            purge_step=first_step or None,
+            flush_secs=30,
+            filename_suffix=f".{time.time_ns()}",  # otherwise two starts within a second would share a file
+        )
+        self._events.add_custom_scalars(
+            {
+                category: {title: ["Multiline", tags] for title, tags in charts.items()}
+                for category, charts in DASHBOARD.items()
+            }
+        )
+        self._closed = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        for name, value in values.items():
+            self._events.add_scalar(name, float(value), global_step=step)
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text verbatim: as an indented block, because TensorBoard renders Markdown."""
+        self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
+
+    def flush(self) -> None:
+        """Writes all recorded values, so that readers see them."""
+        self._events.flush()
+        self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._events.close()
+            self._mirror.close()
+
+
+class _EventFiles:
+    """Makes tensorboardX write through `Appender`: on a full disk its own thread would die and block training."""
+
+    PREFIX = "appender"
+
+    @classmethod
+    def open(cls, path: str) -> Appender:
+        return Appender(pathlib.Path(path.removeprefix(f"{cls.PREFIX}:")))
+
+    @classmethod
+    def directory_check(cls, path: str) -> None:
+        pathlib.Path(path.removeprefix(f"{cls.PREFIX}:")).mkdir(parents=True, exist_ok=True)
+
+
+class JsonLines:
+    """Writes one JSON object per line: `{"step": 3, "time_seconds": …, "loss": …}`; NaN becomes the string "nan"."""
+
+    def __init__(self, path: paths.Path):
+        """Appends to `path`."""
+        self._mirror = Mirror(path.parent, fetch=path.name)
+        self._file = Appender(self._mirror.folder / path.name)
+        self._closed = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        numbers = {name: _finite(float(value)) for name, value in values.items()}
+        self._write({"step": step, "time_seconds": round(time.time(), 3), **numbers})
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Records a text under `text` with its `tag`."""
+        self._write({"step": step, "time_seconds": round(time.time(), 3), "tag": tag, "text": text})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
+
+    def flush(self) -> None:
+        """Writes all recorded values, so that readers see them."""
+        self._file.flush()
+        self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
+
+    def close(self) -> None:
+        """Flushes and releases; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._file.close()
+            self._mirror.close()
+
+
+def require_wandb(project: str) -> None:
+    """Checks that Weights & Biases is installed if a project is named.
+
+    Raises:
+      UserError: it is not installed; says what to do.
+    """
+    if project and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"settings.Logging.wandb_project = {project!r}, but the package wandb is not installed: add wandb to "
+            "requirements.in and run launch/lock.sh, or remove the binding (TensorBoard has the same)"
+        )
+
+
+class WeightsAndBiases:
+    """Writes to Weights & Biases; a run directory is one run there, however often it is resumed.
+
+    The library reads its own environment variables: WANDB_API_KEY for the login, and WANDB_MODE=offline to keep
+    everything in RUN/wandb until `wandb sync`.
+    """
+
+    def __init__(self, project: str, *, run_dir: str):
+        """Starts or resumes the run of this run directory. Raises UserError if the package is not installed."""
+        require_wandb(project)
+        import wandb
+
+        name = "/".join(pathlib.PurePath(run_dir).parts[-2:])
+        self._local = None if not paths.is_remote(run_dir) else tempfile.TemporaryDirectory(prefix="renga-wandb-")
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=hashlib.sha256(run_dir.encode()).hexdigest()[:16],
+            resume="allow",
+            dir=self._local.name if self._local else run_dir,
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Records named numbers of one step."""
+        self._run.log({name: float(value) for name, value in values.items()}, step=step)
+
+    def text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """Adds a text to the configuration of the run."""
+        del step
+        self._run.config.update({tag: text}, allow_val_change=True)
+
+    def flush(self) -> None:
+        """Does nothing: the library sends logged values from its own thread."""
+
+    def close(self) -> None:
+        """Sends the rest and releases; a second call does nothing."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+            if self._local:
+                self._local.cleanup()
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+class Mirror:
+    """A local folder for files that are appended to, copied to the destination if that is a bucket.
+
+    Attributes:
+      folder: where to write: the destination itself if it is local.
+    """
+
+    def __init__(self, destination: paths.Path, *, fetch: str | None = None, copies: bool | None = None):
+        """Opens `destination`.
+
+        Args:
+          destination: local or gs://.
+          fetch: the name of a file to continue, if it exists.
+          copies: whether to write to a temporary folder and copy; None: if the destination is in a bucket.
+        """
+        self._destination = destination
+        self._bookkeeping = bookkeeping.Bookkeeping(os.fspath(destination))
+        self._temporary = None
+        self._pushed: dict[str, int] = {}
+        self._pushed_at = -math.inf
+        if not (paths.is_remote(destination) if copies is None else copies):
+            self.folder = pathlib.Path(destination)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return
+        self._temporary = tempfile.TemporaryDirectory(prefix="renga-metrics-")
+        self.folder = pathlib.Path(self._temporary.name)
+        if fetch is not None and (destination / fetch).exists():
+            (self.folder / fetch).write_bytes((destination / fetch).read_bytes())
+
+    def push(self, *, least_seconds: float = 0.0) -> None:
+        """Copies the files that grew since the last call; does nothing within `least_seconds` of it. Never raises."""
+        if self._temporary is not None and time.monotonic() - self._pushed_at >= least_seconds:
+            self._pushed_at = time.monotonic()
+            self._bookkeeping.attempt(self._copy)
+
+    def _copy(self) -> None:
+        for file in sorted(self.folder.iterdir()):
+            size_bytes = file.stat().st_size
+            if self._pushed.get(file.name) != size_bytes:
+                paths.copy_file(file, to=self._destination / file.name)
+                self._pushed[file.name] = size_bytes
+
+    def close(self) -> None:
+        """Copies a last time and removes the local folder."""
+        self.push()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunMetrics:
+    """The metrics of a run.
+
+    Attributes:
+      step: the last recorded step; 0 if there is none.
+      by_step: metrics of training and validation, by step.
+      texts: recorded texts, by tag.
+    """
+
+    step: int = 0
+    by_step: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Returns (step, value) pairs of a metric."""
+        return [(step, values[name]) for step, values in sorted(self.by_step.items()) if name in values]
+
+    def last(self, name: str) -> float | None:
+        """Returns the latest value of a metric."""
+        found = self.curve(name)
+        return found[-1][1] if found else None
+
+    def best(self, name: str) -> tuple[int, float] | None:
+        """Returns the step and value of the maximum; of equal values, the earliest."""
+        return max(self.curve(name), key=lambda point: (point[1], -point[0]), default=None)
+
+    def first_at(self, name: str, *, least: float) -> int | None:
+        """Returns the first step at which a metric is at least `least`."""
+        return next((step for step, value in self.curve(name) if value >= least), None)
+
+    def median(self, name: str) -> float | None:
+        """Returns the median over all recorded steps."""
+        values = [value for _, value in self.curve(name)]
+        return statistics.median(values) if values else None
+
+
+def read(run_dir: str) -> RunMetrics:
+    """Reads the metrics of a run; empty if it recorded none.
+
+    If a step was recorded twice, the later line wins; an incomplete last line is skipped.
+    """
+    file = paths.resolve(run_dir) / JSONL_NAME
+    if not file.exists():
+        return RunMetrics()
+    by_step: dict[int, dict[str, float]] = {}
+    texts: dict[str, str] = {}
+    for line in file.read_bytes().splitlines():
+        row = _parsed(line)
+        step = row.get("step")
+        if "tag" in row:
+            texts[str(row["tag"])] = str(row.get("text", ""))
+        elif isinstance(step, int):
+            numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+            by_step.setdefault(step, {}).update(numbers)
+    return RunMetrics(max(by_step, default=0), by_step, texts)
+
+
+def _parsed(line: bytes) -> Mapping[str, object]:
+    try:
+        row = foreign_json.loads(line, strict=False)
+    except foreign_json.MalformedError:  # the run was interrupted while it wrote this line
+        return {}
+    return row if isinstance(row, dict) else {}
