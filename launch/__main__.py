@@ -61,7 +61,7 @@ def _command(argv: Sequence[str]) -> int:
         print(f"unknown command {name!r}: {hint}", file=sys.stderr)
         return exit_codes.USER_ERROR
     if environment.declared("COMMAND")[modules[name]][0] == "layouts":
-        from parallel.hlo import messages
+        from parallel.compiled.hlo import messages
 
         # Before jax is imported: these commands leave the chips to runs, and show the warnings of the TPU compiler.
         os.environ.update(messages.AUDIBLE_WARNINGS, JAX_PLATFORMS="cpu")

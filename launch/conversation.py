@@ -14,7 +14,7 @@ from core import units
 from core.errors import UserError
 from launch.live_text import LiveText
 from launch.loaded_model import LoadedModel
-from parallel import generation
+from parallel.generation import generating
 
 _SLOTS = 1024  # of the first cache
 _EXIT, _NEW = "/exit", "/new"
@@ -44,7 +44,7 @@ class Conversation:
         ids = self._model.chat_ids(messages)
         tokens = self._most_tokens(len(ids))
         slots = _SLOTS
-        while slots < len(ids) + generation.CHUNK + tokens:
+        while slots < len(ids) + generating.CHUNK + tokens:
             slots *= 2
         text, options = LiveText(self._model, ids), {"max_tokens": tokens, "slots": slots, **self._options}
         with _interruptible() as is_stopped:

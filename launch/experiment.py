@@ -40,7 +40,7 @@ from core.types import (
 from launch import phases, settings
 from launch.phases import Phase
 from launch.settings import Checkpointing, Evaluation, Health, Initialization, Logging
-from parallel import compiler_options
+from parallel.compiled import compiler_options
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks.text import vocabularies
@@ -76,7 +76,7 @@ class Experiment:
       accum_steps: microbatches per step.
       gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
-        (`parallel.compiler_options`).
+        (`parallel.compiled.compiler_options`).
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
       max_epochs: the run is refused if it would read its training data more often, where the size is known.

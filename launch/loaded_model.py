@@ -28,10 +28,11 @@ from launch.experiments import saved_run
 from launch.hosts import tpu_host
 from launch.runs import warm_start
 from models.decoder.transformer import Transformer
-from parallel import generation, strategies
-from parallel.generation import Generator
+from parallel import strategies
+from parallel.generation import generating
+from parallel.generation.generating import Generator
+from parallel.generation.sampling import GREEDY, Sampling
 from parallel.partitioner import Partitioner, Program
-from parallel.sampling import GREEDY, Sampling
 from parallel.strategy import Strategy
 from tasks import streams
 from tasks.text import vocabularies
@@ -43,7 +44,7 @@ _GIN = "gin/generation/folder.gin"
 
 
 class Text(NamedTuple):
-    """A continuation as text, without the token that ended it; for the rest see `parallel.generation.Continuation`."""
+    """A continuation as text, without the token that ended it; for the rest see `generating.Continuation`."""
 
     text: str
     ids: list[int]
@@ -101,14 +102,14 @@ class LoadedModel:
         """Converts prompts, given as text or as ids, to ids; parameters are not needed.
 
         Raises:
-          UserError: the model cannot continue them (`parallel.generation.check_prompts`), or lacks a vocabulary or a
+          UserError: the model cannot continue them (`check_prompts`), or lacks a vocabulary or a
             chat template.
         """
         if not can(self.model, Generates):
             lacks = ", ".join(missing(self.model, Generates))
             raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
         ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
-        generation.check_prompts(self.program, ids, max_tokens=max_tokens)
+        generating.check_prompts(self.program, ids, max_tokens=max_tokens)
         return ids
 
     @property
@@ -140,7 +141,7 @@ class LoadedModel:
           rows: prompts of a batch.
           skip: continues only the prompts after so many.
           is_chat: see `encoded`.
-          max_tokens, sampling, seed, slots, on_tokens: see `parallel.generation.Generator.generate`.
+          max_tokens, sampling, seed, slots, on_tokens: see `parallel.generation.generating.Generator.generate`.
         """
         ids, generator = self.checked(prompts, max_tokens=max_tokens, is_chat=is_chat), self.generator
         num_ids = self.vocabulary.size if self.vocabulary is not None else None

@@ -13,7 +13,7 @@ from core.files import paths
 from launch import program_identity
 from launch.config import Settings
 from launch.experiment import Experiment
-from parallel.prediction import Prediction
+from parallel.planning.prediction import Prediction
 
 FILE = Path(__file__).with_name("predictions.json")
 

@@ -15,7 +15,7 @@ from core.batches import Field
 from core.optimizers import schedules
 from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
 from launch.experiment import Experiment
-from parallel import compiler_options
+from parallel.compiled import compiler_options
 
 # Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")

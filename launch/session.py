@@ -24,8 +24,8 @@ from launch.config import Settings
 from launch.config.differences import Difference
 from launch.runs import continuation, progress
 from launch.runs.prepared_run import INIT_FROM, Run
-from parallel import report
-from parallel.prediction import PredictionCheck
+from parallel.compiled import report
+from parallel.planning.prediction import PredictionCheck
 
 
 class EarlierPhaseError(RuntimeError):

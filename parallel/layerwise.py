@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from core import platforms, stack, wrappers
 from core.types import ExtendsCache, ExtendsLayers, Params, can
-from parallel import decoding
-from parallel.decoding import Drawn, State
+from parallel.generation import decoding
+from parallel.generation.decoding import Drawn, State
 from parallel.partitioner import Program
 
 CALL_BYTES = 2**25  # of parameters that a call reads, at least: some milliseconds

@@ -27,7 +27,8 @@ from core.parameters import Specs
 from core.slices import Slice
 from core.step import TrainState
 from core.types import Batch, DataLayout, Model, Params
-from parallel import accumulation, compiler_options, cpu_runner, mesh, strategy
+from parallel import accumulation, cpu_runner, mesh, strategy
+from parallel.compiled import compiler_options
 from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule
 
@@ -141,7 +142,7 @@ class Partitioner:
           seed: seed of initialization and training.
           accum_steps, gather_once: see `parallel.accumulation`.
           skip_non_finite: see `core.step`.
-          compiler_overrides: options of `parallel.compiler_options` to change, by name.
+          compiler_overrides: options of `parallel.compiled.compiler_options` to change, by name.
           frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
             that the model freezes.
           frozen_dtype: in which these are stored.

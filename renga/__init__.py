@@ -8,7 +8,7 @@ from launch.loaded_model import load
 from models.decoder import transformer
 from models.haiku_model import HaikuModel
 from parallel import strategies
-from parallel.sampling import Sampling
+from parallel.generation.sampling import Sampling
 from renga.trainer import Trainer
 from tasks import text
 from tasks.sampled import SampledTask

@@ -11,8 +11,8 @@ ALLOWED = {
     "core/library_errors.py": "XLA, TensorStore and Gloo",
     "launch/config/loader.py": "a constructor, which may be a user's, names a parameter only in its error's message",
     "launch/config/sources.py": "gin's parser",
-    "parallel/compiled.py": "the TPU compiler",
-    "parallel/hlo/messages.py": "the TPU compiler",
+    "parallel/compiled/compiling.py": "the TPU compiler",
+    "parallel/compiled/hlo/messages.py": "the TPU compiler",
 }
 MESSAGES = {"detail", "message", "problem", "reason", "said", "says", "status", "warning"}
 ASKING = {"startswith", "endswith", "find", "index", "count", "replace"}

@@ -7,7 +7,7 @@ from core import units
 from core.batches import batch_size
 from core.slices import GIB
 from launch.findings import Finding
-from parallel import report
+from parallel.compiled import report
 from parallel.partitioner import Program
 
 if TYPE_CHECKING:

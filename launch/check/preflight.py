@@ -27,7 +27,8 @@ from launch.experiment import Experiment, Span, padding
 from launch.findings import LAYOUT, Finding, is_ready
 from launch.hosts import workstation
 from launch.runs import continuation, prepared_run, smoke, warm_start
-from parallel import host_memory, mesh, strategy
+from parallel import mesh, strategy
+from parallel.compiled import host_memory
 from parallel.partitioner import Program
 from tasks.text.ids import ReadsFile
 

@@ -16,7 +16,7 @@ from core.training import compilation
 from launch import conversation, flags, loaded_model, terminal
 from launch.conversation import Conversation
 from launch.live_text import LiveText
-from parallel.sampling import GREEDY, Sampling
+from parallel.generation.sampling import GREEDY, Sampling
 
 COMMAND = ("runs", "generate")
 HELP = "continue prompts with the model of a run, or with a published one"

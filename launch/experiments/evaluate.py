@@ -40,7 +40,8 @@ from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
 from launch.runs import continuation, prepared_run
 from launch.runs.prepared_run import Run
-from parallel import host_memory, mesh, report
+from parallel import mesh
+from parallel.compiled import host_memory, report
 
 COMMAND = ("runs", "evaluate")
 HELP = "score a run's checkpoints on held-out data: mean metrics, and ARC by voting"

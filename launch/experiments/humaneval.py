@@ -8,7 +8,7 @@ from core.errors import UserError
 from launch import flags
 from launch.experiments import benchmarks
 from launch.experiments.text_scores import TextScores
-from parallel.sampling import GREEDY, Sampling
+from parallel.generation.sampling import GREEDY, Sampling
 from tasks.code import humaneval, sandbox
 from tasks.code.humaneval import Problem
 

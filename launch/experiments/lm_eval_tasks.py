@@ -14,7 +14,7 @@ from typing import Any
 
 from core.errors import UserError
 from launch.experiments.text_scores import TextScores
-from parallel.sampling import GREEDY, Sampling
+from parallel.generation.sampling import GREEDY, Sampling
 
 INSTALL = ".venv/bin/python -m pip install 'lm_eval>=0.4.13'"
 USUAL_TOKENS = 256  # new tokens where a task names no number

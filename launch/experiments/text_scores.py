@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from core.errors import UserError
 from launch.loaded_model import LoadedModel
-from parallel.likelihood import Likelihood, Pair, Scorer, windows
-from parallel.sampling import GREEDY, Sampling
+from parallel.generation.likelihood import Likelihood, Pair, Scorer, windows
+from parallel.generation.sampling import GREEDY, Sampling
 from tasks.text.ids import with_bos as beginning_with_bos
 
 ROWS = 16  # continuations that run together
@@ -70,7 +70,7 @@ class TextScores:
           prompts: as text.
           until: stop strings; empty ones are ignored.
           max_tokens: largest number of new ids.
-          sampling, seed: see `parallel.generation.Generator.generate`.
+          sampling, seed: see `parallel.generation.generating.Generator.generate`.
 
         Raises:
           UserError: the model has too few positions for `max_tokens`.

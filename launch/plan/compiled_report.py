@@ -15,14 +15,15 @@ from core.slices import GIB
 from launch import flags, scaling, terminal
 from launch.check import chip_memory
 from launch.config import loader, sources
-from parallel import analysis, compiled, report, strategy, traffic
-from parallel.analysis import Analysis
-from parallel.compiled import OutOfHbmError
-from parallel.hlo.costs import Costs
-from parallel.hlo.messages import compiler_messages
+from parallel import strategy
+from parallel.compiled import analysis, compiling, report, traffic
+from parallel.compiled.analysis import Analysis
+from parallel.compiled.compiling import OutOfHbmError
+from parallel.compiled.hlo.costs import Costs
+from parallel.compiled.hlo.messages import compiler_messages
+from parallel.compiled.traffic import Collective
 from parallel.partitioner import Program
 from parallel.pipeline import drawing
-from parallel.traffic import Collective
 
 COMMAND = ("layouts", "report")
 HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
@@ -184,7 +185,7 @@ def compile_strategies(
 def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name: str) -> StrategyResult:
     try:
         built = loader.load(experiment, bindings=bindings, slice_name=slice_name).build()
-        program = built.bind(compiled.devices_of(slices.get(built.slice)))
+        program = built.bind(compiling.devices_of(slices.get(built.slice)))
     except UserError as error:
         return StrategyResult(choice, None, None, problem=" ".join(str(error).split()))
     try:
@@ -254,7 +255,7 @@ def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
             length = f" x {units.counted(own.row_length, 'token')}" if own.unit == "token" else ""
             rows = units.counted(own.batch_size, "row") + length
             print(f"\n{span}, steps {span.first_step + 1:,} to {span.last_step:,}: {own.strategy.name}, {rows}\n")
-        program = own.bind(compiled.devices_of(slices.get(own.slice)))
+        program = own.bind(compiling.devices_of(slices.get(own.slice)))
         table = report.table(program)
         print(table if table != shown else "arrays: as in the phase before")
         shown = table

@@ -23,8 +23,8 @@ from core.errors import UserError
 from core.slices import GIB
 from launch import environment
 from launch.config import loader
-from parallel import compiled, host_memory
-from parallel.hlo import messages
+from parallel.compiled import compiling, host_memory
+from parallel.compiled.hlo import messages
 from parallel.planning import compiled_records, records
 from parallel.planning.records import Record
 
@@ -135,7 +135,7 @@ def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str
     """Compiles one candidate in this process and returns its record."""
     try:
         experiment = loader.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
-        bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+        bound = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     except UserError as error:
         reason = " ".join(str(error).split())
         return Record(records.REFUSED, reason=reason, made_with=compiled_records.made_with())

@@ -9,12 +9,13 @@ from core.slices import GIB
 from launch import terminal
 from launch.plan import compiled_report, search
 from launch.plan.search import Question
-from parallel import analysis, compiled, strategy
-from parallel.analysis import Analysis
-from parallel.compiled import OutOfHbmError
-from parallel.hlo import executions, program
-from parallel.hlo.executions import Executed
-from parallel.hlo.messages import compiler_messages
+from parallel import strategy
+from parallel.compiled import analysis, compiling
+from parallel.compiled.analysis import Analysis
+from parallel.compiled.compiling import OutOfHbmError
+from parallel.compiled.hlo import executions, program
+from parallel.compiled.hlo.executions import Executed
+from parallel.compiled.hlo.messages import compiler_messages
 from parallel.partitioner import Program
 from parallel.planning import arithmetic, buffers, calibration, cost, hbm_allocations, records, selection
 from parallel.planning.candidate_metrics import between
@@ -34,7 +35,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
     """
     chosen = compiled_report.bindings_of(choice, flag="--explain")
     question = search.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
-    bound = question.experiment.bind(compiled.devices_of(question.slice))
+    bound = question.experiment.bind(compiling.devices_of(question.slice))
     mesh = strategy.mesh_text(bound.partitioner.shape)
     print(f"{bound.partitioner.strategy.name} ({mesh}) on {question.slice.name}; compiling …", flush=True)
     with tempfile.TemporaryDirectory(prefix="renga-explain-") as folder:

@@ -8,7 +8,9 @@ from core.errors import UserError
 from core.types import ExtendsCache, HasVocabulary, can, lacking
 from launch.config import loader
 from launch.plan import compiled_report
-from parallel import compiled, generation, strategy
+from parallel import strategy
+from parallel.compiled import compiling
+from parallel.generation import generating
 from parallel.planning import generation_cost
 from parallel.planning.generation_cost import GenerationCost
 
@@ -30,7 +32,7 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
     for note in config.notes:
         print(f"note: {note}")
     experiment = config.build()
-    bound = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    bound = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     for ability in (ExtendsCache, HasVocabulary):
         if not can(bound.model, ability):
             raise UserError(f"--generate: {lacking(bound.model, ability)}")
@@ -46,7 +48,7 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
     mesh = strategy.mesh_text(bound.partitioner.shape)
     found = []
     for rows in batch_sizes:
-        found.append(generation_cost.generation_cost(bound, rows=rows, slots=slots, chunk=min(generation.CHUNK, slots)))
+        found.append(generation_cost.generation_cost(bound, rows=rows, slots=slots, chunk=min(generating.CHUNK, slots)))
         _print(found[-1], layout=f"{bound.partitioner.strategy.name} ({mesh})")
     return [one.as_json() for one in found]
 

@@ -23,7 +23,7 @@ from launch.config import Settings
 from launch.experiment import Experiment, Span
 from launch.hosts.cluster import Host
 from launch.runs import continuation
-from parallel import host_memory
+from parallel.compiled import host_memory
 from parallel.partitioner import Program
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from launch import session
 from launch.experiment import Experiment, Span
 from launch.runs.prepared_run import Run
 from launch.settings import Evaluation, Initialization, Logging
-from parallel import compiler_options, strategy
+from parallel import strategy
+from parallel.compiled import compiler_options
 from tasks import synthetic
 from tasks.sampled import SampledTask
 from tasks.streams import BATCH_DTYPES

@@ -31,7 +31,7 @@ from launch.config import LoadedConfig, changes
 from launch.experiment import Experiment
 from launch.runs.prepared_run import Run
 from models.decoder.attention.splash_tiles import Tiles
-from parallel import compiler_options
+from parallel.compiled import compiler_options
 
 FOLDER = "tune"  # in the run directory
 FILE = "tuned.gin"

@@ -1,6 +1,6 @@
 """`launch/run agreement`: measures how strategies change the results of training, on this machine's CPU.
 
-`parallel.agreement` compares programs; here is what they compute on: the models of `models.agreement_subjects`, or an
+`agreement` compares programs; here is what they compute on: the models of `agreement_subjects`, or an
 experiment with batches of its own task. The devices are those of this process, or of several processes that simulate
 the slice. Those read the batches from files, and the first of them writes its trajectories to files (`record`).
 """
@@ -27,8 +27,8 @@ from launch.hosts import cluster, simulate
 from launch.runs import smoke
 from launch.verify import agreement_report, own_model
 from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_name, optimizer_of
-from parallel import agreement
-from parallel.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, Subject
+from parallel.verify import agreement
+from parallel.verify.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, Subject
 
 COMMAND = ("layouts", "agreement")
 HELP = "measure how much the results of each strategy differ from those of one device"

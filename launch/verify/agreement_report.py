@@ -13,8 +13,8 @@ import numpy as np
 from core import identity, random_bits, units, versions
 from core.batches import Field, batch_shapes
 from launch import terminal
-from parallel import agreement
-from parallel.agreement import ONE_DEVICE, Apart, Batch, StrategyRow, Subject
+from parallel.verify import agreement
+from parallel.verify.agreement import ONE_DEVICE, Apart, Batch, StrategyRow, Subject
 
 PARTS = ("gradients", "losses", "params", "opt_state")
 FURTHER = ("metrics", "carry", "counts")  # columns for those that have leaves; counts are not judged

@@ -27,11 +27,11 @@ from launch.config import loader
 from launch.experiment import Experiment
 from launch.hosts import cluster, simulate
 from launch.runs import prepared_run, smoke
-from parallel import first_difference as bisect
-from parallel import host_memory
-from parallel.agreement import computing_in
-from parallel.first_difference import Verdict
-from parallel.recording import Recording
+from parallel.compiled import host_memory
+from parallel.verify import first_difference as bisect
+from parallel.verify.agreement import computing_in
+from parallel.verify.first_difference import Verdict
+from parallel.verify.recording import Recording
 
 COMMAND = ("layouts", "bisect")
 HELP = "run two variants of an experiment and name the first step, layer and tensor that differ"

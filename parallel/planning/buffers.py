@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel.hlo import program
-from parallel.hlo.program import Array
+from parallel.compiled.hlo import program
+from parallel.compiled.hlo.program import Array
 
 _ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+)(?P<rest>(?:.*?parameter (?P<parameter>\d+))?.*)")
 _VALUE = re.compile(

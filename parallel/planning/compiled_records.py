@@ -3,9 +3,9 @@
 import time
 
 from core import versions
-from parallel import analysis, compiled
-from parallel.compiled import OutOfHbmError
-from parallel.hlo import messages
+from parallel.compiled import analysis, compiling
+from parallel.compiled.compiling import OutOfHbmError
+from parallel.compiled.hlo import messages
 from parallel.partitioner import Program
 from parallel.planning import cost, records
 from parallel.planning.records import Record
@@ -19,7 +19,7 @@ def made_with() -> dict[str, str]:
 
 def record(bound: Program) -> Record:
     """Compiles a program that is bound to the compiler's description of its slice."""
-    made = {**made_with(), "program": compiled.trace_digest(bound)}
+    made = {**made_with(), "program": compiling.trace_digest(bound)}
     started = time.perf_counter()
     try:
         with messages.compiler_messages(pass_on=False):

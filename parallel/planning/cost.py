@@ -18,11 +18,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from parallel.analysis import Analysis
-from parallel.hlo.costs import Kernel
+from parallel.compiled.analysis import Analysis
+from parallel.compiled.hlo.costs import Kernel
+from parallel.compiled.traffic import Collective
 from parallel.partitioner import Program
 from parallel.planning.links import Links
-from parallel.traffic import Collective
 
 # Cycles per second. v4: Jouppi et al. 2023 ("TPU v4"), table 4: 1050 MHz. The others: peak FLOP/s over the FLOPs that
 # the matrix units do per cycle (Google Cloud, "TPU v5p", "TPU v5e", "TPU v6e"): 2 x 4 units of 128 x 128 in v5p, 4 in

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
-from parallel import compiled, traffic
-from parallel.analysis import Analysis
-from parallel.compiled import Compiled
-from parallel.decoding import Decoder
-from parallel.hlo import costs, executions, program
-from parallel.hlo.messages import compiler_messages, warnings
+from parallel.compiled import compiling, traffic
+from parallel.compiled.analysis import Analysis
+from parallel.compiled.compiling import Compiled
+from parallel.compiled.hlo import costs, executions, program
+from parallel.compiled.hlo.messages import compiler_messages, warnings
+from parallel.generation.decoding import Decoder
 from parallel.partitioner import Program
 from parallel.planning import cost
 from parallel.planning.cost import StepTime
@@ -75,7 +75,7 @@ class GenerationCost(NamedTuple):
 
 
 def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> GenerationCost:
-    """Compiles generation for the slice of a program whose devices are `compiled.devices_of(slice)`.
+    """Compiles generation for the slice of a program whose devices are `compiling.devices_of(slice)`.
 
     Args:
       bound: the program; its optimizer is not used.
@@ -110,8 +110,8 @@ def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> Gen
 
 def _compiled(lowered: Any, bound: Program) -> Compiled:
     start = time.perf_counter()
-    executable = compiled.compile_lowered(lowered, bound, what="generation", fix=_FIX)
-    return compiled.results(executable, bound, seconds=time.perf_counter() - start)
+    executable = compiling.compile_lowered(lowered, bound, what="generation", fix=_FIX)
+    return compiling.results(executable, bound, seconds=time.perf_counter() - start)
 
 
 def _analysis(result: Compiled, bound: Program) -> Analysis:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from core import logical
-from parallel import report
-from parallel.hlo import program
-from parallel.hlo.program import Array, Instruction, Module
+from parallel.compiled import report
+from parallel.compiled.hlo import program
+from parallel.compiled.hlo.program import Array, Instruction, Module
 from parallel.partitioner import Program
 from parallel.planning import buffers, model_trace
 from parallel.planning.buffers import Buffers

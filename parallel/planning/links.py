@@ -20,7 +20,7 @@ import numpy as np
 
 from core.slices import Slice
 from parallel import mesh as meshes
-from parallel.traffic import Collective
+from parallel.compiled.traffic import Collective
 
 # Bytes per second that one chip can send to other slices ("How to Scale Your Model", chapter 2: typical DCN bandwidth
 # per TPU). With 4 chips on a v4 or v5p host that is `core.slices.DCN_BYTES_PER_SECOND_PER_HOST`.

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from core.slices import Chip
-from parallel.hlo import program
-from parallel.hlo.executions import Executed
-from parallel.hlo.program import Array, Instruction
+from parallel.compiled.hlo import program
+from parallel.compiled.hlo.executions import Executed
+from parallel.compiled.hlo.program import Array, Instruction
 from parallel.planning.cost import StepTime
 
 _MOVES = ("copy-start", "slice-start", "dynamic-slice-start")

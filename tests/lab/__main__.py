@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from core.hosts import exit_codes
 from launch import __main__ as cli
-from parallel.hlo import messages
+from parallel.compiled.hlo import messages
 
 COMMANDS = (
     "bench",

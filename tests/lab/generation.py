@@ -98,7 +98,7 @@ def _against_recomputing(turns: int) -> list[str]:
     from core import optimizers, slices
     from launch.config import loader
     from parallel import strategies
-    from parallel.generation import Generator
+    from parallel.generation.generating import Generator
     from parallel.partitioner import Partitioner
     from tasks import streams
 

@@ -21,12 +21,12 @@ from core.errors import UserError
 from launch import environment, predictions, program_identity
 from launch.config import loader
 from launch.experiment import Experiment
-from parallel import analysis, compiled
-from parallel import prediction as measured
-from parallel.compiled import OutOfHbmError
+from parallel.compiled import analysis, compiling
+from parallel.compiled.compiling import OutOfHbmError
 from parallel.planning import calibration, cost, records
+from parallel.planning import prediction as measured
 from parallel.planning.cost import StepTime
-from parallel.prediction import Prediction
+from parallel.planning.prediction import Prediction
 
 FOLDER = environment.WORKSPACE / "tests" / "golden"
 _GIN = environment.WORKSPACE / "gin"
@@ -124,14 +124,14 @@ def compile_record(source: Source) -> dict[str, Any]:
     """
     config = source.load()
     experiment = config.build()
-    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    program = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     found = analysis.analyze(program)
     figures = analysis.as_json(program, found)
     del figures["findings"]  # sentences of the report, not figures
     return figures | {
         "experiment": source.file,
         "fingerprint": program_identity.fingerprint(experiment, config),
-        "program": compiled.trace_digest(program),
+        "program": compiling.trace_digest(program),
         "versions": versions.installed(versions.COMPILER),
         "tokens_per_step": experiment.tokens_per_step,
         "flops_per_step": experiment.flops_per_step,
@@ -143,9 +143,9 @@ def traced(source: Source) -> dict[str, str]:
     """Returns what a record says of an experiment's training step before it is compiled: its identity and digest."""
     config = source.load()
     experiment = config.build()
-    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    program = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     fingerprint = program_identity.fingerprint(experiment, config)
-    return {"fingerprint": fingerprint, "program": compiled.trace_digest(program)}
+    return {"fingerprint": fingerprint, "program": compiling.trace_digest(program)}
 
 
 def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from launch.environment import WORKSPACE
 from models.decoder import transformer
 from models.decoder.layers import Attention, Mlp
 from models.decoder.transformer import Transformer
-from parallel import analysis, compiled, strategies
-from parallel.compiled import OutOfHbmError
+from parallel import strategies
+from parallel.compiled import analysis, compiling
+from parallel.compiled.compiling import OutOfHbmError
 from parallel.partitioner import Partitioner
 from parallel.planning import cost
 from tasks import streams
@@ -53,7 +54,7 @@ def models() -> dict[str, Transformer]:
 def measure(model: Transformer, length: int) -> dict[str, Any]:
     """Compiles a training step of one row per chip; `needed` is the HBM of one that does not fit."""
     slice_ = slices.get(SLICE)
-    at = Partitioner(strategies.fsdp(), slice=slice_, devices=compiled.devices_of(slice_))
+    at = Partitioner(strategies.fsdp(), slice=slice_, devices=compiling.devices_of(slice_))
     spec = streams.batch_spec(slice_.chips, length=length)
     bound = at.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
     try:

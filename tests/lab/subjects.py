@@ -5,9 +5,9 @@ from typing import Any
 
 from core.types import Model
 from models.agreement_subjects import optimizer_of
-from parallel import agreement
-from parallel.agreement import Example
 from parallel.partitioner import Program
+from parallel.verify import agreement
+from parallel.verify.agreement import Example
 
 
 def bind(model: Model, example: Example, batch: Mapping[str, Any], **options: Any) -> Program:

@@ -8,8 +8,7 @@ from core import slices, versions
 from launch import environment, predictions, program_identity
 from launch.config import loader
 from launch.runs import smoke
-from parallel import prediction
-from parallel.planning import calibration, records
+from parallel.planning import calibration, prediction, records
 from tests.lab import __main__ as main
 from tests.lab import golden
 

@@ -17,7 +17,7 @@ import pytest
 
 from launch import conversation, live_text, loaded_model
 from launch.conversation import Conversation
-from parallel.sampling import GREEDY
+from parallel.generation.sampling import GREEDY
 from tests.launch.test_published_models import FAMILY, WORDS, run_command, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_the_user")

@@ -13,7 +13,9 @@ from launch import environment
 from launch.config import loader
 from launch.experiment import Experiment
 from models.decoder import transformer
-from parallel import agreement, mesh, report
+from parallel import mesh
+from parallel.compiled import report
+from parallel.verify import agreement
 
 GIN = environment.WORKSPACE / "gin"
 AT = {"tensor": "v4-8", "multislice": "2xv4-32", "pipeline_data": "2xv4-32"}  # the others: v4-32

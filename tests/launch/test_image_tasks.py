@@ -12,7 +12,7 @@ from launch import program_identity
 from launch.config import loader
 from launch.runs import progress, smoke
 from launch.settings import Evaluation
-from parallel import decoding
+from parallel.generation import decoding
 from tasks import streams
 from tasks.sampled import SampledTask
 from tasks.text import vocabularies

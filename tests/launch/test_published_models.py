@@ -30,7 +30,7 @@ from launch.hosts.cluster import Host
 from launch.runs import prepared_run, warm_start
 from launch.settings import Initialization, grouped
 from models import pretrained
-from parallel.sampling import Sampling
+from parallel.generation.sampling import Sampling
 from tasks import streams
 from tasks.code import humaneval
 

@@ -17,7 +17,7 @@ from launch import environment
 from launch.check import preflight
 from launch.config import loader
 from launch.plan import compiled_report, compiling
-from parallel import agreement
+from parallel.verify import agreement
 
 
 def unpack():

@@ -16,8 +16,8 @@ from launch.plan import search
 from launch.runs import progress, smoke
 from launch.settings import Evaluation
 from models.decoder.transformer import Transformer
-from parallel import agreement
 from parallel.planning import candidates, model_trace
+from parallel.verify import agreement
 
 PARTS = """
 import dataclasses

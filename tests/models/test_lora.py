@@ -15,8 +15,9 @@ from models.agreement_subjects import random_batches
 from models.decoder.experts import Experts
 from models.decoder.published import family_tensors
 from models.decoder.transformer import Transformer
-from parallel import agreement, strategies
+from parallel import strategies
 from parallel.partitioner import Partitioner
+from parallel.verify import agreement
 from tests.lab.subjects import bind
 
 BASE = Transformer(

@@ -12,7 +12,8 @@ import pytest
 from core import slices
 from core.errors import UserError
 from models import agreement_subjects, lora, quantized
-from parallel import analysis, compiled, strategies
+from parallel import strategies
+from parallel.compiled import analysis, compiling
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
 from parallel.planning import model_trace
@@ -143,7 +144,7 @@ def test_dots_saves_products_in_int8():
 
 @pytest.mark.compiled("v5p-8")
 def test_integers_are_gathered_and_multiplied(pinned_compiler):
-    program = bind(strategies.fsdp(), "v5p-8", devices=compiled.devices_of(slices.get("v5p-8")))
+    program = bind(strategies.fsdp(), "v5p-8", devices=compiling.devices_of(slices.get("v5p-8")))
     figures = analysis.analyze(program)
     gathered = [c for c in figures.collectives if c.kind == "all-gather" and c.loops]
     matrices = [c for c in gathered if c.payload_bytes >= MODEL.embed_dim * MODEL.num_kv_heads * MODEL.head_width]

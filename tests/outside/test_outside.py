@@ -20,7 +20,7 @@ from launch.config import loader
 from launch.plan import search
 from models.decoder.layers import Attention
 from models.decoder.parts import Sum
-from parallel import analysis, compiled
+from parallel.compiled import analysis, compiling
 
 FOLDER = environment.WORKSPACE / "tests" / "outside"
 MODULES = ("captions", "experts", "finetune", "gpt", "linear_attention", "muon_by_kind", "stable_adamw")
@@ -103,7 +103,7 @@ COMPILED_QUICKLY = ("captions",)
 )
 def test_it_compiles_for_a_slice(name):
     experiment = loader.load(file_of(name), slice_name="v4-32").build()
-    program = experiment.bind(compiled.devices_of(slices.get("v4-32")))
+    program = experiment.bind(compiling.devices_of(slices.get("v4-32")))
     found = analysis.analyze(program)
     assert 0 < found.compiled.peak_bytes < 2**30
     assert not found.warnings

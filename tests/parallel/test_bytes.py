@@ -13,8 +13,9 @@ import pytest
 
 from core import optimizers, slices
 from models.decoder import transformer
-from parallel import agreement, report
+from parallel.compiled import report
 from parallel.partitioner import Partitioner
+from parallel.verify import agreement
 from tasks import streams
 
 L, D, F, H, N, K, V = 4, 256, 512, 8, 4, 128, 384  # layers, embed, mlp, heads, kv_heads, head_dim, vocab as stored

@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow  # tests/parallel/test_agreement.py has a quick one
+@pytest.mark.slow  # tests/parallel/verify/test_agreement.py has a quick one
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_steps_are_those_of_the_usual_strategy(options):
     late, usual = trained(LATE, **options), trained(USUAL, **options)

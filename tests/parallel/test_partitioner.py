@@ -15,8 +15,9 @@ from models.decoder.layers import Attention, Mlp
 from models.decoder.transformer import Transformer, preset
 from models.lora import Lora
 from models.mixers.s5 import S5
-from parallel import agreement, strategies
+from parallel import strategies
 from parallel.partitioner import Partitioner
+from parallel.verify import agreement
 from tasks import streams
 from tests.lab import subjects
 

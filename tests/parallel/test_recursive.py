@@ -11,8 +11,9 @@ from core import step
 from core.checkpoints.store import Checkpoints
 from models.agreement_subjects import batches_for
 from models.trm.agreement_subject import MODEL as RECURSIVE
-from parallel import agreement, strategies
-from parallel.agreement import EXAMPLES, ONE_DEVICE, Example
+from parallel import strategies
+from parallel.verify import agreement
+from parallel.verify.agreement import EXAMPLES, ONE_DEVICE, Example
 from tests.lab.subjects import bind
 
 STEPS = 20

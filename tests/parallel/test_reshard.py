@@ -8,7 +8,7 @@ import pytest
 
 from core.checkpoints.store import Checkpoints
 from models.agreement_subjects import MODELS, batches_for
-from parallel.agreement import EXAMPLES
+from parallel.verify.agreement import EXAMPLES
 from tests.lab.subjects import bind
 
 
@@ -58,8 +58,8 @@ distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_c
 from core.checkpoints.store import Checkpoints
 from tests.lab.subjects import bind
 from models.agreement_subjects import MODELS, batches_for
-from parallel import agreement
-from parallel.agreement import EXAMPLES
+from parallel.verify import agreement
+from parallel.verify.agreement import EXAMPLES
 MODEL = MODELS[KIND]
 BATCHES = list(batches_for(MODEL, steps=2))
 SPREAD = {name: EXAMPLES[name] for name in NAMES}

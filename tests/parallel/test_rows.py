@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from core import logical, slices
-from parallel import agreement, mesh, strategies, strategy
+from parallel import mesh, strategies, strategy
 from parallel.partitioner import Partitioner
+from parallel.verify import agreement
 
 SLICES = ("v4-32", "v4-64", "v5p-128", "2xv4-32")
 ACROSS = {"data_parallel": "data", "zero1": "data", "hsdp": "data", "mesh3d": "data", "tensor": "tensor"}

@@ -10,8 +10,9 @@ import pytest
 
 from core.parameters import ParamSpec
 from models.agreement_subjects import random_batches
-from parallel import agreement, strategies
+from parallel import strategies
 from parallel.pipeline import schedules
+from parallel.verify import agreement
 from tests.lab.subjects import bind
 
 VOCAB, LENGTH, WIDTH, LAYERS = 64, 24, 16, 4

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 
 from core import identity, logical, slices
 from parallel import partitioner, strategies, strategy
-from parallel.agreement import EXAMPLES
 from parallel.strategies import REPLICATED, Strategy
+from parallel.verify.agreement import EXAMPLES
 
 SPLIT = {**REPLICATED, "batch": ("data", "fsdp"), "embed": "fsdp", "mlp": "tensor"}
 

@@ -19,7 +19,8 @@ from core.logical import Axes
 from launch.experiment import padding
 from launch.hosts import cluster
 from models.decoder.transformer import Transformer
-from parallel import mesh, report, strategies, strategy
+from parallel import mesh, strategies, strategy
+from parallel.compiled import report
 from parallel.partitioner import Partitioner
 from parallel.strategies import REPLICATED, Strategy
 from tasks import streams

@@ -16,7 +16,8 @@ from launch.check import preflight
 from launch.config import loader
 from launch.hosts import workstation
 from launch.runs import smoke
-from parallel import host_memory, mesh
+from parallel import mesh
+from parallel.compiled import host_memory
 from parallel.planning import arithmetic
 
 QUICKSTART, VALKYRIE = "gin/quickstart.gin", "gin/valkyrie_7b.gin"

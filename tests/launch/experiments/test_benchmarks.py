@@ -17,7 +17,7 @@ from core.errors import UserError
 from launch import __main__ as command
 from launch import loaded_model
 from launch.experiments import lm_eval_tasks, text_scores
-from parallel.sampling import GREEDY, Sampling
+from parallel.generation.sampling import GREEDY, Sampling
 
 FAMILY = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "families" / "llama3"
 WORDS = [f"w{i}" for i in range(83)]

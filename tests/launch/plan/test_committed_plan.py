@@ -12,7 +12,7 @@ from launch.config import loader
 from launch.environment import WORKSPACE
 from launch.plan import search, session
 from launch.plan.search import Option, Question
-from parallel import compiled
+from parallel.compiled import compiling
 from parallel.planning import arithmetic, records, selection
 from parallel.planning.records import Record
 from tests.lab import golden
@@ -146,7 +146,7 @@ def test_arithmetic_is_near_every_record(plan):
 @pytest.mark.parametrize("name", ["valkyrie_100b", "valkyrie_128b"])
 def test_arithmetic_is_near_the_compiled_peak_of_100_billion_parameters_and_more(name):
     experiment = loader.load(f"gin/{name}.gin").build()
-    program = experiment.bind(compiled.devices_of(slices.get(experiment.slice)))
+    program = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     found = arithmetic.estimate(*arithmetic.place(program))
     assert 0.98 < found.peak_bytes / golden.read(name)["memory"]["peak_bytes"] < 1.13
     arithmetic.check_fits(found, slices.get(experiment.slice))
@@ -168,5 +168,5 @@ def test_the_code_still_makes_the_winner_s_program(name, slice_name, tmp_path):
     plan = asked(f"gin/{name}.gin", slice_name, tmp_path)
     best, record = search.ranked([(one, record) for one, record in plan.fitting if not one.reason])[0]
     assert best.is_as_written
-    bound = plan.question.experiment.bind(compiled.devices_of(plan.question.slice))
-    assert compiled.trace_digest(bound) == record.made_with["program"]
+    bound = plan.question.experiment.bind(compiling.devices_of(plan.question.slice))
+    assert compiling.trace_digest(bound) == record.made_with["program"]

@@ -6,13 +6,13 @@ import types
 import pytest
 
 from launch.plan import explain, search
-from parallel import compiled
-from parallel.compiled import OutOfHbmError
-from parallel.hlo import executions, program
+from parallel.compiled import compiling
+from parallel.compiled.compiling import OutOfHbmError
+from parallel.compiled.hlo import executions, program
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.roofline import roofline
 
-TEXT = (pathlib.Path(__file__).parents[2] / "parallel/fixtures/loop_over_layers.hlo").read_text()
+TEXT = (pathlib.Path(__file__).parents[2] / "parallel/compiled/fixtures/loop_over_layers.hlo").read_text()
 
 
 @pytest.mark.parametrize("choice", ["fsdp", "gin/nothing_here.gin"])
@@ -36,7 +36,7 @@ def test_traffic_and_operations_are_printed(capsys):
 
 @pytest.fixture(scope="module")
 def on_its_chips(question):
-    return question.experiment.bind(compiled.devices_of(question.slice))
+    return question.experiment.bind(compiling.devices_of(question.slice))
 
 
 def test_a_roofline_names_the_limit(question, capsys):

@@ -16,12 +16,12 @@ NOT_FOR_TRAINING = (
     "launch.plan",
     "core.training.profile_request",
     "launch.verify",
-    "parallel.agreement",
-    "parallel.first_difference",
-    "parallel.hlo",
-    "parallel.lints",
+    "parallel.verify.agreement",
+    "parallel.verify.first_difference",
+    "parallel.compiled.hlo",
+    "parallel.compiled.lints",
     "parallel.planning",
-    "parallel.recording",
+    "parallel.verify.recording",
     "tests",
 )
 SMALL = (

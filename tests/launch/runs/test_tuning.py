@@ -15,7 +15,7 @@ from launch.hosts.cluster import Host
 from launch.runs import prepared_run, tuning
 from launch.runs.tuning import AS_IT_IS, Candidate
 from models.decoder.attention.splash_tiles import Tiles
-from parallel import compiler_options
+from parallel.compiled import compiler_options
 
 SMALL = [
     "LENGTH = 128",

@@ -14,7 +14,7 @@ from launch.config import loader
 from launch.verify import agreement
 from models import agreement_subjects
 from parallel import strategies
-from parallel.agreement import EXAMPLES, Difference, Example, StrategyRow, Subject, exceeding, tolerance
+from parallel.verify.agreement import EXAMPLES, Difference, Example, StrategyRow, Subject, exceeding, tolerance
 
 OUTSIDE = environment.WORKSPACE / "tests" / "outside"
 PICTURES = """

@@ -14,9 +14,10 @@ from launch import __main__ as cli
 from launch.verify import bisect as command
 from models import agreement_subjects, losses
 from models.decoder import transformer
-from parallel import accumulation, partitioner, recording, strategies
-from parallel import first_difference as bisect
-from parallel.recording import key
+from parallel import accumulation, partitioner, strategies
+from parallel.verify import first_difference as bisect
+from parallel.verify import recording
+from parallel.verify.recording import key
 from tests.haiku_model import HaikuModel
 
 PLANTED = '''

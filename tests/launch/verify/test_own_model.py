@@ -8,7 +8,7 @@ import pytest
 
 from launch import __main__ as cli
 from launch import environment
-from parallel.agreement import EXAMPLES
+from parallel.verify.agreement import EXAMPLES
 
 OUTSIDE = environment.WORKSPACE / "tests" / "outside"
 MINE = """

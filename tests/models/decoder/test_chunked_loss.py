@@ -13,8 +13,9 @@ from core.errors import UserError
 from models import lora, losses
 from models.agreement_subjects import MODEL, random_batches
 from models.decoder import chunked_loss
-from parallel import agreement, strategies
+from parallel import strategies
 from parallel.partitioner import Partitioner
+from parallel.verify import agreement
 from tests.lab.subjects import bind
 
 ROWS, LENGTH, WIDTH, VOCAB = 8, 24, 12, 44  # 41 entries and 3 of padding

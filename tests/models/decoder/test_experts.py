@@ -16,7 +16,7 @@ from models.decoder import expert_routing, experts, grouped_products, transforme
 from models.decoder.expert_routing import Weights
 from models.decoder.experts import Experts
 from models.decoder.layers import Mlp
-from parallel import compiled
+from parallel.compiled import compiling
 
 B, T, D, F, E, K = 3, 10, 8, 12, 5, 2
 
@@ -205,7 +205,7 @@ def test_the_kernel_equals_the_product_of_groups_with_its_gradients():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rows", [2048, 1100])
 def test_the_kernel_compiles_with_wide_matrices(dtype, rows):
-    mesh = Mesh(np.asarray(compiled.devices_of(slices.get("v4-8"))).ravel()[:1], ("chip",))
+    mesh = Mesh(np.asarray(compiling.devices_of(slices.get("v4-8"))).ravel()[:1], ("chip",))
 
     def gradients(x, matrices, sizes):
         y, back = jax.vjp(lambda x, matrices: grouped_products.grouped_product(x, matrices, sizes), x, matrices)

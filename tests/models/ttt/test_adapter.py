@@ -13,7 +13,8 @@ from core.errors import UserError
 from models.agreement_subjects import random_batches
 from models.decoder.transformer import Transformer
 from models.ttt import adapter, gates
-from parallel import agreement, strategies
+from parallel import strategies
+from parallel.verify import agreement
 from tests.lab.subjects import bind
 
 BASE = Transformer(

@@ -12,7 +12,7 @@ from models.agreement_subjects import random_batches
 from models.decoder.transformer import Transformer
 from models.ttt import TTTConfig
 from models.ttt.mixer import TTTMixer
-from parallel import agreement
+from parallel.verify import agreement
 from tests.lab.subjects import bind
 
 MODEL = Transformer(

@@ -19,7 +19,7 @@ from models.ttt import TTTConfig
 from models.ttt.mixer import TTTMixer
 from models.vision.model import PARTS, VisionLanguageModel, part_of
 from models.vision.selector import METHODS
-from parallel import agreement
+from parallel.verify import agreement
 from tests.models.vision import subjects
 
 

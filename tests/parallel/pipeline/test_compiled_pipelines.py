@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from core import optimizers, slices
 from models.decoder import transformer
-from parallel import analysis, compiled, partitioner, strategies
+from parallel import partitioner, strategies
+from parallel.compiled import analysis, compiling
 from parallel.pipeline import region, schedules
 from tasks import streams
 
@@ -31,7 +32,7 @@ def compile_(name, microbatches, stages=4, **degrees):
     make = strategies.pipeline_fsdp_tensor if degrees else strategies.pipeline_fsdp
     tables = make(stage=stages, schedule=MAKE[name](num_microbatches=microbatches), **degrees)
     slice_ = slices.get("v4-32")
-    bound = partitioner.Partitioner(tables, slice=slice_, devices=compiled.devices_of(slice_))
+    bound = partitioner.Partitioner(tables, slice=slice_, devices=compiling.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
     return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
 

@@ -14,8 +14,8 @@ from core.batches import Field
 from models.agreement_subjects import random_batches
 from models.decoder import transformer
 from parallel import partitioner, strategies
-from parallel.agreement import Example, difference
 from parallel.pipeline import schedules
+from parallel.verify.agreement import Example, difference
 
 MODEL = transformer.Transformer(
     vocab_size=203, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32"

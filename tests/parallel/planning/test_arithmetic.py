@@ -9,7 +9,8 @@ from core import optimizers, slices
 from core.slices import GIB
 from models import trm
 from models.decoder import transformer
-from parallel import report, strategies
+from parallel import strategies
+from parallel.compiled import report
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
 from parallel.planning import arithmetic, model_trace

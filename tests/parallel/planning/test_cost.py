@@ -8,12 +8,13 @@ import pytest
 
 from core import optimizers, slices
 from models.decoder import transformer
-from parallel import analysis, compiled, mesh, partitioner, strategies, traffic
-from parallel.compiled import Compiled
-from parallel.hlo import costs, executions
-from parallel.hlo import program as hlo
-from parallel.hlo.costs import Costs, Kernel
-from parallel.hlo.executions import Loop
+from parallel import mesh, partitioner, strategies
+from parallel.compiled import analysis, compiling, traffic
+from parallel.compiled.compiling import Compiled
+from parallel.compiled.hlo import costs, executions
+from parallel.compiled.hlo import program as hlo
+from parallel.compiled.hlo.costs import Costs, Kernel
+from parallel.compiled.hlo.executions import Loop
 from parallel.planning import cost
 from tasks import streams
 
@@ -88,7 +89,7 @@ SMALL = transformer.Transformer(
 def program(slice_name="v4-32", *, model=SMALL, strategy=None, rows=16, length=512):
     slice_ = slices.get(slice_name)
     spec = streams.batch_spec(rows, length=length)
-    bound = partitioner.Partitioner(strategy or strategies.fsdp(), slice=slice_, devices=compiled.devices_of(slice_))
+    bound = partitioner.Partitioner(strategy or strategies.fsdp(), slice=slice_, devices=compiling.devices_of(slice_))
     return bound.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
 
 

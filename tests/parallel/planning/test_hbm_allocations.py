@@ -6,8 +6,8 @@ import pytest
 from core import optimizers, slices
 from models.decoder import transformer
 from parallel import strategies
-from parallel.hlo import program
-from parallel.hlo.program import Array
+from parallel.compiled.hlo import program
+from parallel.compiled.hlo.program import Array
 from parallel.partitioner import Partitioner
 from parallel.planning import buffers, hbm_allocations
 from tasks import streams

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from core import slices
-from parallel import mesh, traffic
+from parallel import mesh
+from parallel.compiled import traffic
 from parallel.planning import links
 
 

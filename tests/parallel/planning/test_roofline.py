@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from parallel.hlo import executions, program
+from parallel.compiled.hlo import executions, program
 from parallel.planning import roofline
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.roofline import Roofline
@@ -32,7 +32,7 @@ def test_what_binds(time, products, hbm, binds):
     assert Roofline(time, products, 1.0, hbm).binds == binds
 
 
-TEXT = (pathlib.Path(__file__).parents[2] / "parallel/fixtures/loop_over_layers.hlo").read_text()
+TEXT = (pathlib.Path(__file__).parents[2] / "parallel/compiled/fixtures/loop_over_layers.hlo").read_text()
 LAYER = 2 * 8 * 16
 
 

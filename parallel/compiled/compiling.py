@@ -1,0 +1,145 @@
+"""Compiles a training step for a slice with the real TPU compiler, on any machine.
+
+libtpu describes the chips of a slice without needing them, and compiles for them. Compiling also checks memory: a step
+that does not fit into HBM does not compile.
+"""
+
+import hashlib
+import re
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from core.errors import UserError
+from core.slices import Slice
+from parallel import mesh
+from parallel.partitioner import Program
+
+
+class Compiled(NamedTuple):
+    """The compiler's results for one training step on one chip.
+
+    Attributes:
+      slice: the slice it was compiled for.
+      peak_bytes: maximum HBM in use at any time, arguments included.
+      argument_bytes: state and batch.
+      temp_bytes: everything else.
+      compile_seconds: time to compile, on this machine.
+      hlo: the optimized program, as text.
+    """
+
+    slice: Slice
+    peak_bytes: int
+    argument_bytes: int
+    temp_bytes: int
+    compile_seconds: float
+    hlo: str
+
+
+class OutOfHbmError(UserError):
+    """The step needs more HBM than a chip has.
+
+    Attributes:
+      needed, present: needed and available HBM in the compiler's format, such as `75.31GiB`.
+    """
+
+    def __init__(self, message: str, *, needed: str, present: str):
+        super().__init__(message)
+        self.needed = needed
+        self.present = present
+
+
+STEP = "the step"
+FIX = "Shard more (fsdp, tensor), recompute more (remat = 'full'), increase accum_steps or reduce the batch size."
+
+
+def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compiled:
+    """Compiles the training step of a program whose devices are `mesh.topology_devices(slice)`.
+
+    Args:
+      program: the program.
+      dump_to: a folder for the compiler's dump files (`parallel.planning.buffers`).
+
+    Raises:
+      OutOfHbmError: the step does not fit; the message gives the needed and the available HBM.
+      UserError: the compiler does not know one of the options.
+    """
+    start = time.perf_counter()
+    executable = compile_lowered(program.lower_train_step(), program, dump_to=dump_to)
+    return results(executable, program, seconds=time.perf_counter() - start)
+
+
+def compile_lowered(
+    lowered: Any, program: Program, *, what: str = STEP, fix: str = FIX, dump_to: str | None = None
+) -> Any:
+    """Compiles a lowered function of a program, `what` in errors; `fix` says what to do if it does not fit.
+
+    Raises:
+      OutOfHbmError, UserError: as `compile_for_slice`.
+    """
+    try:
+        return lowered.compile(compiler_options={"xla_dump_to": dump_to} if dump_to else None)
+    except jax.errors.JaxRuntimeError as error:
+        raise _explained(error, program, what, fix) from error
+
+
+def results(executable: Any, program: Program, *, seconds: float) -> Compiled:
+    """Returns the compiler's results for an executable that took `seconds` to compile."""
+    memory: Any = executable.memory_analysis()
+    return Compiled(
+        slice=program.partitioner.slice,
+        peak_bytes=memory.peak_memory_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        compile_seconds=seconds,
+        hlo=executable.as_text(),
+    )
+
+
+# The compiler has one message for the whole program, and another when temporaries alone exceed the HBM.
+_TOO_MUCH = (
+    r"Used (?P<needed>[\d.]+[KMG]) of (?P<present>[\d.]+[KMG]) hbm",
+    r"\((?P<needed>[\d.]+[KMG])\) exceeds available HBM \((?P<present>[\d.]+[KMG])\)",
+)
+
+
+def _explained(error: Exception, program: Program, what: str, fix: str) -> Exception:
+    if unknown := re.search(r"No such compile option: '([^']*)'", str(error)):
+        return UserError(
+            f"this version of libtpu has no compiler option {unknown[1]!r} (set by "
+            f"parallel.compiled.compiler_options for {program.partitioner.slice.generation}, or by "
+            "experiment.Experiment.compiler_options): set it to None to "
+            "remove it, or correct its name"
+        )
+    found = next((m for pattern in _TOO_MUCH if (m := re.search(pattern, str(error)))), None)
+    if found is None:
+        return error
+    needed, present = f"{found['needed']}iB", f"{found['present']}iB"
+    message = (
+        f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: {what} needs {needed} "
+        f"of HBM per chip, but a chip has {present}. {fix}"
+    )
+    return OutOfHbmError(message, needed=needed, present=present)
+
+
+def devices_of(slice: Slice) -> list[jax.Device]:
+    """Returns the chips to bind a `Partitioner` to in order to compile for `slice`."""
+    return mesh.topology_devices(slice)
+
+
+def trace_digest(bound: Program) -> str:
+    """Returns 16 hexadecimal digits of the traced training step and the layouts of its arguments.
+
+    They are equal for equal programs, in whatever process and from whatever source text they are traced.
+    """
+    with bound.partitioner.tracing():
+        traced = bound.jitted_train_step.trace(bound.abstract_state, bound.abstract_batch)
+    text = re.sub(r"\b0x[0-9a-f]+\b", "", str(traced.jaxpr))  # addresses differ between processes
+    text = re.sub(r"frozenset\(\{([^}]*)\}\)", _sorted_set, text)  # so does the order of sets
+    layouts = [str(leaf.sharding.spec) for leaf in jax.tree.leaves((bound.abstract_state, dict(bound.abstract_batch)))]
+    return hashlib.sha256("\n".join([text, *layouts]).encode()).hexdigest()[:16]
+
+
+def _sorted_set(match: re.Match) -> str:
+    return f"frozenset({sorted(match[1].split(', '))})"

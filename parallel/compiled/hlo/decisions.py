@@ -1,0 +1,95 @@
+"""Finds what a value in an optimized HLO program depends on, to show whether all chips take the same branch.
+
+A value is traced back through tuples, fusions, calls and loop states; its kind is the least certain one of its sources.
+An element of a loop's state has two sources, its initial value and the update in the body: an element with a constant
+increment is a counter if it starts as a constant.
+"""
+
+from collections.abc import Iterable
+
+from parallel.compiled.hlo.program import Instruction, Module, root
+from parallel.compiled.hlo.trip_counts import Scope, TripCounts
+
+KINDS = ("constant", "counter", "chip", "data")  # from equal on all chips to possibly different on each
+_ELEMENTWISE = ("copy", "copy-start", "copy-done", "bitcast", "optimization-barrier")  # on tuples, per element
+
+
+def decided_by(module: Module, scope: Scope, name: str) -> str:
+    """Returns what the value `name` can depend on, one of `KINDS`.
+
+    Args:
+      module: the program.
+      scope: the computation that contains the value, and where it is called from.
+      name: name of an instruction in that computation.
+    """
+    return _Sources(module).of(scope, name)
+
+
+def _worst(kinds: Iterable[str]) -> str:
+    return max(kinds, key=KINDS.index, default="data")
+
+
+class _Sources:
+    def __init__(self, module: Module):
+        self._module = module
+        self._trips = TripCounts(module)
+        self._seen: set[tuple[Scope, str]] = set()
+
+    def of(self, scope: Scope, name: str) -> str:
+        at = self._at(scope, name)
+        if at is None:
+            return "data"
+        if (scope, name) in self._seen or at.opcode in ("constant", "iota"):
+            return "constant"
+        self._seen.add((scope, name))
+        if at.opcode in ("partition-id", "replica-id"):
+            return "chip"
+        if at.opcode == "get-tuple-element":
+            return self._element(scope, at.operands[0], int(at.required("index")))
+        if at.opcode == "parameter":
+            outside = _argument(scope, at)
+            return "data" if outside is None else self.of(*outside)
+        if at.opcode in ("fusion", "call"):
+            return _worst(self.of(inner, root(self._module.computations[inner.computation]).name)
+                          for inner in _inside(scope, at))  # fmt: skip
+        return "data" if at.opcode in ("while", "conditional") else _worst(self.of(scope, o) for o in at.operands)
+
+    def _element(self, scope: Scope, name: str, index: int) -> str:
+        """Returns the kind of element `index` of the tuple `name`."""
+        at = self._at(scope, name)
+        if at is None:
+            return "data"
+        if at.opcode == "tuple":
+            return self.of(scope, at.operands[index])
+        if at.opcode in _ELEMENTWISE:
+            return self._element(scope, at.operands[0], index)
+        if at.opcode == "while":
+            return self._state(scope, at, index) if self._trips.of(at, scope) is not None else "data"
+        if at.opcode == "parameter":
+            if scope.call is not None and scope.call.opcode == "while":
+                return self._state(scope.outer, scope.call, index)
+            outside = _argument(scope, at)
+            return "data" if outside is None else self._element(*outside, index)
+        return self.of(scope, name)
+
+    def _state(self, scope: Scope, loop: Instruction, index: int) -> str:
+        """Returns the kind of an element of the state of `loop`, which is in `scope`."""
+        step = self._trips.step(loop, index)
+        if step is None:
+            return "data"
+        start = self._element(scope, loop.operands[0], index)
+        return start if step == 0 else _worst(("counter", start))
+
+    def _at(self, scope: Scope, name: str) -> Instruction | None:
+        return self._module.computations[scope.computation].get(name)
+
+
+def _inside(scope: Scope, at: Instruction) -> list[Scope]:
+    return [Scope(name, scope, at) for name in at.called()]
+
+
+def _argument(scope: Scope, parameter: Instruction) -> tuple[Scope, str] | None:
+    """Returns the value that the caller passes to a parameter of a fusion or a call."""
+    if scope.call is None or scope.call.opcode not in ("fusion", "call"):
+        return None
+    return scope.outer, scope.call.operands[int(parameter.argument)]

@@ -1,0 +1,182 @@
+"""Continues prompts with a model: prefill in chunks, then tokens for all rows at a time, from a cache.
+
+Rows may have prompts of different lengths and end independently. A token is drawn with a key of (seed, row, position),
+so that it does not depend on the layout, on the other rows, or on the chunks. No pipeline runs: under its strategy
+every chip runs all layers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core import units
+from core.batches import row_length
+from core.errors import UserError
+from core.types import HasVocabulary, LimitsPositions, Params, can
+from parallel import layerwise
+from parallel.generation import decoding
+from parallel.generation.decoding import NEW, NONE, STOP, Decoder, Drawn, State
+from parallel.generation.sampling import GREEDY, Sampling
+from parallel.layerwise import LayerwiseDecoder
+from parallel.partitioner import Program
+
+CHUNK = 256  # the largest number of positions of a prompt that are processed together
+_MULTIPLE = 32  # of positions of a chunk
+_IN_FLIGHT = 2  # calls that are dispatched before the result of the first is read
+_BYTES_PER_CALL = 2**30  # of parameters that a call reads: several tokens of a small model, one of a large one
+
+
+class Continuation(NamedTuple):
+    """The continuation of a prompt.
+
+    Attributes:
+      ids: the new ids, without the one that ended it.
+      log_probabilities: log-probability of each id, by the model itself (at temperature 1, with all tokens).
+      ended: whether a stop id ended it, rather than the limit.
+    """
+
+    ids: list[int]
+    log_probabilities: list[float]
+    ended: bool
+
+
+class Generator:
+    """Continues prompts with a model; its programs are compiled once for each shape."""
+
+    def __init__(self, program: Program, params: Params):
+        """Lays out the parameters for generation.
+
+        Args:
+          program: model and layout; its optimizer is not used.
+          params: laid out as `program.abstract_state.params`.
+        """
+        self._program = program
+        self._decoder = LayerwiseDecoder(program) if layerwise.suits(program) else Decoder(program)
+        self._params: Any = self._decoder.laid_out(params)
+        size = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(self._params))
+        self._steps = max(1, min(self._decoder.most_tokens, _BYTES_PER_CALL // size))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+        first_row: int = 0,
+        stop_ids: Sequence[int] = (),
+        num_ids: int | None = None,
+        slots: int | None = None,
+        on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
+    ) -> list[Continuation]:
+        """Continues every prompt; the result is the same on all hosts.
+
+        Args:
+          prompts: ids of each prompt, at least one.
+          max_tokens: largest number of new ids per row.
+          sampling: how tokens are drawn.
+          seed: seed of the draws.
+          first_row: number of the first prompt in the draws; prompts of several calls then have draws of their own.
+          stop_ids: ids that end a row.
+          num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
+          slots: of the cache, if more than needed, for calls of different lengths that share their programs.
+          on_tokens: called after each step with the new id of every row, None for rows that have ended. If it returns
+            True, no further tokens are generated than those under way.
+
+        Raises:
+          UserError: an empty prompt, an id that the model does not have, or more positions than it has.
+        """
+        self.check(prompts, max_tokens=max_tokens)
+        static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
+        state = self._after_prompts(prompts, max_tokens=max_tokens, slots=slots)
+        rows = first_row + jnp.arange(state.ended.shape[0])
+        found = [Continuation([], [], False) for _ in prompts]
+        key, waiting = jax.random.key(seed), []
+        for begin in range(0, max_tokens, self._steps):
+            count = min(self._steps, max_tokens - begin)
+            state, drawn = self._decoder.decode(self._params, state, key, rows, jnp.int32(count), **static)
+            waiting.append(drawn)
+            if len(waiting) > _IN_FLIGHT and _collect(waiting.pop(0), found, on_tokens):
+                break
+        for drawn in waiting:
+            _collect(drawn, found, on_tokens)
+        return found
+
+    def check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
+        """Checks prompts as `check_prompts` does."""
+        check_prompts(self._program, prompts, max_tokens=max_tokens)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The largest number of positions of a prompt and its continuation; None: no limit."""
+        return max_positions(self._program)
+
+    def _after_prompts(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, slots: int | None = None) -> State:
+        """Processes the prompts in chunks, padded at their beginnings to one length."""
+        rows = self._program.partitioner.row_shards
+        rows *= -(-len(prompts) // rows)
+        padded = [*prompts, *([prompts[0]] * (rows - len(prompts)))]
+        longest, fixed = max(map(len, prompts)), self._decoder.fixed_length
+        chunks = 1 if fixed else -(-longest // CHUNK)
+        chunk = longest if fixed else -(-longest // (chunks * _MULTIPLE)) * _MULTIPLE
+        ids = np.zeros((rows, chunks * chunk), np.int32)
+        for row, prompt in enumerate(padded):
+            ids[row, -len(prompt) :] = prompt
+        padding = jnp.asarray([ids.shape[1] - len(p) for p in padded], jnp.int32)
+        needed = -(-(ids.shape[1] + max_tokens) // CHUNK) * CHUNK
+        slots = fixed or max(slots or 0, needed)
+        cache = self._decoder.empty_cache(rows, slots)
+        for start in range(0, ids.shape[1], chunk):
+            part = jnp.asarray(ids[:, start : start + chunk])
+            logits, cache = self._decoder.prefill(self._params, cache, part, jnp.int32(start), padding)
+        return State(cache, logits, jnp.int32(ids.shape[1]), padding, jnp.arange(rows) >= len(prompts))
+
+
+def max_positions(program: Program) -> int | None:
+    """Returns the largest number of positions of a prompt and its continuation; None: no limit."""
+    if not decoding.extends_cache(program.model):
+        return row_length(program.spec)
+    return program.model.max_positions if can(program.model, LimitsPositions) else None
+
+
+def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
+    """Checks prompts without running anything; parameters are not needed.
+
+    Raises:
+      UserError: an empty prompt, an id that the model does not have, or more positions than it has.
+    """
+    if not prompts:
+        raise UserError("generation needs prompts of at least one id each")
+    size = program.model.vocab_size if can(program.model, HasVocabulary) else None
+    most = max_positions(program)
+    for number, prompt in enumerate(prompts, 1):
+        where = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
+        if not prompt:
+            raise UserError(f"{where} is empty: generation needs prompts of at least one id each")
+        if wrong := [i for i in prompt if i < 0 or (size is not None and i >= size)]:
+            raise UserError(f"{where} has the id {wrong[0]}, and the model's are 0 to {size - 1 if size else '…'}")
+        if most is not None and len(prompt) + max_tokens > most:
+            raise UserError(
+                f"{where}, of {units.counted(len(prompt), 'id')}, and {max_tokens} new ones need "
+                f"{len(prompt) + max_tokens} positions, and the model has {most}: shorten the prompt, or generate "
+                f"at most {max(most - len(prompt), 0)}"
+            )
+
+
+def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[int | None]], bool | None]) -> bool:
+    """Adds the results of a call to the continuations; returns whether the call was the last."""
+    is_enough = False
+    for ids, log_p, fate in zip(*map(np.asarray, jax.device_get(drawn)), strict=True):
+        if all(fate[: len(found)] == NONE):
+            break
+        for row, so_far in enumerate(found):
+            if fate[row] == NEW:
+                so_far.ids.append(int(ids[row]))
+                so_far.log_probabilities.append(float(log_p[row]))
+            elif fate[row] == STOP:
+                found[row] = so_far._replace(ended=True)
+        is_enough |= bool(on_tokens([int(ids[row]) if fate[row] == NEW else None for row in range(len(found))]))
+    return is_enough or all(so_far.ended for so_far in found)

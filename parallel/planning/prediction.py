@@ -1,0 +1,136 @@
+"""Compares the steps of a run with what was predicted from its compiled program.
+
+A prediction is a range, from all traffic hidden to none hidden. On a TPU, a measurement more than a quarter outside it
+causes one warning: the time model is wrong, or the machine or configuration is not the expected one.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from core import units
+from core.errors import UserError
+from core.slices import GIB, Slice
+
+TOLERANCE = 0.25
+SIMULATED = "simulated: CPU devices play the chips, so step time, HBM and MFU are not measured"
+FOLLOWS = "step time, HBM and MFU follow with every report"
+UNRECORDED = (
+    "nothing: this program is not recorded; launch/run report {slice} EXPERIMENT.gin --compile says what it needs"
+)
+Prediction = Mapping[str, Any]
+
+
+def line(record: Prediction) -> str:
+    """Returns `0.907 to 1.28 s per step, 48 to 68 % MFU, 18.4 GiB (compiled by libtpu …)`."""
+    return f"{figures(record)} ({label(record)})"
+
+
+def figures(record: Prediction) -> str:
+    """Formats predicted time, MFU and memory, from all traffic hidden to none hidden, without the label."""
+    seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
+    ends = dict.fromkeys(units.significant(100 * share, 2) for share in (mfu["exposed"], mfu["hidden"])) if mfu else ()
+    shares = f"{' to '.join(ends)} % MFU, " if ends else ""
+    return (
+        f"{units.seconds_between(seconds['hidden'], seconds['exposed'])} per step, {shares}"
+        f"{units.size(record['memory']['peak_bytes'])}"
+    )
+
+
+def label(record: Prediction) -> str:
+    """Returns the label of a prediction: the compiler's version, and the spread against published measurements."""
+    from parallel.planning import calibration  # a run without a recorded prediction needs none of planning
+
+    return calibration.label(libtpu=record["versions"]["libtpu"])
+
+
+class PredictionCheck:
+    """Adds MFU, HBM and predictions to a step's metrics, and warns when measurements differ from predictions."""
+
+    def __init__(
+        self,
+        record: Prediction | None,
+        *,
+        slice_: Slice,
+        flops: float | None,
+        is_measured: bool,
+        warn: Callable[[str], None],
+    ):
+        """Compares with a record of the compiled program.
+
+        Args:
+          record: the prediction; None: nothing is predicted.
+          slice_: that the run is on.
+          flops: FLOPs of a step; None: not known.
+          is_measured: whether the devices are those of the slice, and do not simulate them.
+          warn: called with a sentence when a measurement differs from its prediction, once for each metric.
+        """
+        self._record, self._slice, self._flops = record, slice_, flops
+        self._peak = slice_.peak_flops
+        if is_measured and flops and not self._peak:
+            from parallel.planning import device_peak
+
+            self._peak = device_peak.of_cpus(slice_)
+        self._is_measured = is_measured
+        self._warn = warn
+        self._is_first = True
+        self._warned: set[str] = set()
+
+    def rows(self) -> dict[str, str]:
+        """Returns rows of the run summary: predicted and measured step time, or why there is none."""
+        if not self._slice.is_tpu:
+            return {"measured": FOLLOWS if self._is_measured else SIMULATED}
+        predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
+        return {"predicted": predicted, "measured": FOLLOWS if self._is_measured else SIMULATED}
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Returns MFU, HBM and the predictions, if they are known; nothing in a simulation.
+
+        Args:
+          values: metrics of the steps since the last report, with `step_seconds`. An MFU above 100 % is wrong: it is
+            left out, with one warning.
+        """
+        if not self._is_measured:
+            return {}
+        found: dict[str, float] = {}
+        seconds, used = values["step_seconds"], peak_hbm_bytes()
+        if self._flops:
+            try:
+                found["mfu"] = self._slice.mfu(self._flops, seconds=seconds, peak_flops=self._peak)
+            except UserError as error:  # a wrong figure must not end the run
+                self._warn_once("mfu", f"the MFU is not reported: {error}")
+        if used:
+            found["hbm_gib"] = used / GIB
+        if self._record:
+            time, peak = self._record["predicted"]["step_seconds"], self._record["memory"]["peak_bytes"] / GIB
+            found["predicted/step_seconds_hidden"] = time["hidden"]
+            found["predicted/step_seconds_exposed"] = time["exposed"]
+            found["predicted/hbm_gib"] = peak
+            if not self._is_first:  # the first report includes compilation
+                self._check("s per step", seconds, time["hidden"], time["exposed"], label(self._record))
+                if used:
+                    self._check("GiB of HBM", used / GIB, peak, peak, label(self._record))
+        self._is_first = False
+        return found
+
+    def _check(self, unit: str, value: float, low: float, high: float, about: str) -> None:
+        if low * (1 - TOLERANCE) <= value <= high * (1 + TOLERANCE):
+            return
+        expected = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+        self._warn_once(
+            unit,
+            f"measured {value:.3g} {unit}, predicted {expected} ({about}): more than {TOLERANCE:.0%} apart. "
+            "`tests/run.sh lab golden --check` says whether the program is still the recorded one",
+        )
+
+    def _warn_once(self, metric: str, sentence: str) -> None:
+        if metric not in self._warned:
+            self._warned.add(metric)
+            self._warn(sentence)
+
+
+def peak_hbm_bytes() -> int | None:
+    """Returns the peak HBM use of this host's first chip so far; None if the runtime does not report it."""
+    stats: Mapping[str, Any] = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use")

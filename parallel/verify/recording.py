@@ -1,0 +1,221 @@
+"""Records every array that a short training run computes, named and in causal order.
+
+An array can depend only on those before it, so the first difference between two recordings is the one to investigate.
+
+    step 1   forward      embedding, layer 0 … L-1: the residual stream after each; head: logits
+             loss         of the step
+             gradients    head, layer L-1 … 0, embedding: of every parameter, as passed to the optimizer
+             update       optimizer state, parameters
+    step 2   …
+
+The residual stream is the value that `core.stack` passes from layer to layer, so it is recorded for every model built
+with it. Logits are recorded if the model has `logits(params, batch)`. Other models record loss, gradients and update.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+
+from core import logical, parameters, stack
+from core.batches import batch_shapes, batch_size
+from core.errors import UserError
+from core.step import TrainState
+from core.types import Generates, can
+from parallel.partitioner import Program
+from parallel.verify import agreement
+from parallel.verify.agreement import Batch
+
+Recording = Mapping[str, np.ndarray]  # "step|phase|place|tensor" -> array, in causal order
+
+START = "start"  # the phase of the state before step 1
+
+
+def key(step: int, phase: str, place: str, tensor: str = "") -> str:
+    """Returns the name of an array in a recording."""
+    return f"{step}|{phase}|{place}|{tensor}"
+
+
+def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+    """Trains on the batches and records every array.
+
+    Args:
+      program: bound to devices that exist.
+      state: the initial state; donated.
+      batches: global batches, complete on every host.
+
+    Returns:
+      The recording, on every host; the state before step 1 is phase `START` of step 0.
+
+    Raises:
+      UserError: the strategy computes the positions of rows in another order (`ring_attention`).
+    """
+    strategy, shape = program.partitioner.strategy, program.partitioner.shape
+    if logical.shards(strategy.activation_rules["kv_length"], shape) > 1:
+        raise UserError(
+            f"strategy {strategy.name!r}: with keys sharded by position (kv_length), layers have the positions of a "
+            "row in another order, and cannot be compared position by position. Set strategies.context.ring = False "
+            "here, or compare training steps: launch/run agreement"
+        )
+    recording = dataclasses.replace(program, optimizer=agreement.record_gradients(program.optimizer))
+    rows = np.asarray(program.partitioner.data_layout(batch_size(batches[0])).rows)
+    order, forward = _Order(program), _Forward(program)
+    kept = {key(0, START, "parameters", name): a for name, a in _named(program, state.params)}
+    kept |= {key(0, START, "optimizer state", name): a for name, a in _named(program, state.opt_state)}
+    state = _with_gradients(recording, state)
+    for step, batch in enumerate(batches, 1):
+        on_device = program.put({name: a[rows] for name, a in batch.items()})
+        kept |= {key(step, "forward", *where): a for where, a in forward(state, on_device).items()}
+        state, metrics = recording.train_step(state, on_device)
+        kept[key(step, "loss", "")] = np.asarray(metrics["loss"])
+        gradients = agreement.gather_to_hosts(program, state.opt_state.gradients)
+        kept |= {key(step, "gradients", place, name): a for place, name, a in order.gradients(gradients)}
+        parts = {"optimizer state": state.opt_state.inner, "parameters": state.params}
+        for place, tree in parts.items():
+            axes = program.axes.opt_state if place == "optimizer state" else program.axes.params
+            kept |= {key(step, "update", place, name): a for name, a in _by_layer(_named(program, tree), axes)}
+    return kept
+
+
+def _with_gradients(recording: Program, state: TrainState) -> TrainState:
+    layout = recording.state_shardings.opt_state.gradients
+    zeros = jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), out_shardings=layout)(state.params)
+    return state._replace(opt_state=agreement.RecordedGradients(state.opt_state, zeros))
+
+
+class _Forward:
+    """The forward pass on a global batch, with the inputs and outputs of all layers."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._jitted = jax.jit(lambda state, batch: residuals(program, state.params, state, batch))
+
+    def __call__(self, state: TrainState, batch: Any) -> dict[tuple[str, str], np.ndarray]:
+        """Returns arrays by (place, tensor); no residuals if the model's stack runs inside another transformation."""
+        with self._program.partitioner.tracing():
+            try:
+                seen, logits = self._jitted(state, batch)
+            except jax.errors.UnexpectedTracerError:  # the stack runs inside another transformation
+                return {}
+        found: dict[tuple[str, str], np.ndarray] = {}
+        count = 0
+        for before, layers in agreement.gather_to_hosts(self._program, seen):
+            for path, x in jax.tree_util.tree_leaves_with_path(before):
+                found.setdefault(("embedding", _residual(path)), _storable(x))
+            streams = jax.tree_util.tree_leaves_with_path(layers)
+            for layer in zip(*(every for _, every in streams), strict=True):
+                found |= {
+                    (f"layer {count}", _residual(path)): _storable(x)
+                    for (path, _), x in zip(streams, layer, strict=True)
+                }
+                count += 1
+        if logits is not None:
+            found["head", "logits"] = _storable(agreement.gather_to_hosts(self._program, logits))
+        return found
+
+
+def _residual(path: Sequence[Any]) -> str:
+    return "residual" + jax.tree_util.keystr(tuple(path))
+
+
+def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
+    """Returns for every layer stack its input and its outputs [L, ...]; then the logits, or None."""
+    model, seen = program.model, []
+    rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
+
+    def runner(fn, stacked, x, side, tail):
+        def recorded(kind, in_loop):
+            del in_loop  # without a backward pass, nothing is rematerialized
+
+            def recording(layer, x, side):
+                after, out = fn.plain(layer, x, side, kind)
+                return after, out._replace(stacked=(out.stacked, after))
+
+            return recording
+
+        result, out = stack.scan_runner(dataclasses.replace(fn, rematerialized=recorded), stacked, x, side, tail)
+        outputs, every = out.stacked
+        seen.append((x, every))
+        return result, out._replace(stacked=outputs)
+
+    with stack.use_runner(runner):
+        model.loss(params, state.carry, rng, batch, is_training=True)
+    return list(seen), model.logits(params, batch) if can(model, Generates) else None
+
+
+class _Order:
+    """Sorts gradients in the order of a backward pass: head, layers from the last to the first, embedding."""
+
+    def __init__(self, program: Program):
+        self._axes = program.axes.params
+        self._early = _feeds_the_stack(program)
+
+    def gradients(self, tree: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+        """Yields (place, name, array) of every gradient; stacked gradients layer by layer."""
+        others: list[tuple[str, np.ndarray]] = []
+        stacked: list[tuple[str, np.ndarray]] = []
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, a), axes in zip(leaves, _axes_leaves(self._axes), strict=True):
+            (stacked if _is_stacked(axes) else others).append((parameters.path_name(path), np.asarray(a)))
+        yield from (("head", name, a) for name, a in others if name not in self._early)
+        for layer in reversed(range(max((len(a) for _, a in stacked), default=0))):
+            yield from ((f"layer {layer}", name, a[layer]) for name, a in stacked if layer < len(a))
+        yield from (("embedding", name, a) for name, a in others if name in self._early)
+
+
+def _feeds_the_stack(program: Program) -> set[str]:
+    """Returns the names of the parameters that the input of the first layer stack depends on."""
+    state = program.abstract_state
+    batch = batch_shapes(program.spec)
+
+    def entering(params, state, batch):
+        seen, _ = residuals(program, params, state, batch)
+        return seen[0][0] if seen else ()
+
+    with program.partitioner.tracing():
+        try:
+            traced = jax.make_jaxpr(entering)(state.params, state, batch).jaxpr
+        except jax.errors.UnexpectedTracerError:
+            return set()
+    needed, names = _dependencies(traced), parameters.names(state.params)
+    return {name for name, var in zip(names, traced.invars, strict=False) if var in needed}  # parameters come first
+
+
+def _dependencies(jaxpr: Any) -> set[Var]:
+    """Returns all variables that the results of a computation depend on."""
+    needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            needed.update(v for v in equation.invars if isinstance(v, Var))
+    return needed
+
+
+def _named(program: Program, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(agreement.gather_to_hosts(program, tree)):
+        yield parameters.path_name(path), _storable(leaf)
+
+
+def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for (name, a), of in zip(named, _axes_leaves(axes), strict=True):
+        if _is_stacked(of):
+            yield from ((f"{name}, layer {i}", a[i]) for i in range(len(a)))
+        else:
+            yield name, a
+
+
+def _axes_leaves(axes: Any) -> list[tuple[str | None, ...]]:
+    return [leaf.names for leaf in jax.tree.leaves(axes)]
+
+
+def _is_stacked(names: tuple[str | None, ...]) -> bool:
+    return names[:1] == ("layers",)
+
+
+def _storable(a: Any) -> np.ndarray:
+    """Converts to an array that numpy can save: narrow floating-point types become float32, which is exact."""
+    a = np.asarray(a)
+    return a.astype(np.float32) if a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating) else a

@@ -1,0 +1,98 @@
+"""Log-likelihoods of continuations: those of the model's logits, under every layout, in batches of few shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import optimizers, slices
+from core.errors import UserError
+from models.decoder.transformer import Transformer
+from parallel import strategies
+from parallel.generation import likelihood
+from parallel.partitioner import Partitioner
+from tasks import streams
+
+SIZES = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 50}
+PAIRS = [([3], [7]), ([1, 2, 3, 4], [5, 6]), ([9] * 5, [8]), (list(range(40)), list(range(30))), ([7, 7], [1, 2, 3])]
+
+
+def program_of(tables=None, **changes):
+    model = Transformer(**{**SIZES, "vocab_multiple": 8, "dtype": "float32", **changes})
+    at = Partitioner(tables or strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices()[:4])
+    rule = optimizers.adamw(learning_rate=optimizers.constant(0.0))
+    return at.program(model, rule, streams.batch_spec(16, length=16), seed=0)
+
+
+def expected(model, params, pairs):
+    """The likelihood of each pair, from logits, and the most likely ids in place of its continuation."""
+    ids = jnp.asarray([([*context, *continuation] + [0] * 96)[:96] for context, continuation in pairs])
+    batch = {name: jnp.ones_like(ids) for name in ("segment_ids", "weights", "targets")}
+    batch |= {"inputs": ids, "positions": jnp.broadcast_to(jnp.arange(96), ids.shape)}
+    log_p = jax.jit(lambda params: jax.nn.log_softmax(model.logits(params, batch)))(jax.device_get(params))
+    for row, (context, continuation) in zip(log_p, pairs, strict=True):
+        own = row[len(context) - 1 : len(context) - 1 + len(continuation)]
+        total = sum(float(own[i, token]) for i, token in enumerate(continuation))
+        yield total, jnp.argmax(own, axis=1).tolist()
+
+
+@pytest.mark.covers("N13")
+@pytest.mark.parametrize(
+    "tables",
+    [
+        strategies.data_parallel(),
+        pytest.param(strategies.fsdp_tensor(tensor=2), marks=pytest.mark.slow),
+        pytest.param(strategies.sequence_tensor(tensor=2), marks=pytest.mark.slow),
+        pytest.param(strategies.pipeline(stage=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda tables: tables.name,
+)
+def test_likelihoods_are_those_of_the_logits(tables, monkeypatch):
+    monkeypatch.setattr(likelihood, "_LOGITS_BYTES", 4 * 96 * 50)  # one row of each shard at a time
+    program = program_of(tables)
+    params = program.init_params()
+    scorer = likelihood.Scorer(program, params)
+    found, wanted = scorer.score(PAIRS), list(expected(program.model, params, PAIRS))
+    for pair, one, (total, greedy) in zip(PAIRS, found, wanted, strict=True):
+        np.testing.assert_allclose(one.log_likelihood, total, rtol=2e-6)
+        assert one.is_greedy == (greedy == pair[1])
+    [first] = wanted[0][1]
+    best = scorer.score([([3], [first])])[0]
+    assert best.is_greedy
+    assert best.log_likelihood > found[0].log_likelihood
+
+
+def test_few_shapes_are_compiled_and_long_contexts_lose_their_beginning(monkeypatch):
+    monkeypatch.setattr(likelihood, "_LOGITS_BYTES", 4 * 96 * 50 * 8)
+    scorer = likelihood.Scorer(program_of(max_positions=96), {})
+    assert scorer.max_length == 96
+    batches = []
+
+    def sums(params, ids, begin, end):
+        batches.append(np.asarray(ids))
+        return np.zeros(len(ids)), np.ones(len(ids), bool)
+
+    scorer._sums = sums
+    many = [([1 + n % 40] * (1 + n % 60), [3]) for n in range(200)]
+    scorer.score([*many, ([5] * 70, [6])])
+    assert {ids.shape[1] for ids in batches} == {65, 97}
+    assert all(len(ids) & (len(ids) - 1) == 0 for ids in batches)
+    scorer.score([([9] * 50 + [4] * 95, [1, 2]), ([4] * 95, [1, 2])])
+    assert batches[-1][:2].tolist() == [[4] * 95 + [1, 2]] * 2
+
+
+def test_a_text_is_split_into_windows_that_score_each_id_once():
+    assert likelihood.windows(range(10), prefix=99, length=4) == [
+        ([99], [0, 1, 2, 3]),
+        ([3], [4, 5, 6, 7]),
+        ([5, 6, 7], [8, 9]),
+    ]
+    assert likelihood.windows([1, 2], prefix=0, length=4) == [([0], [1, 2])]
+    assert likelihood.windows([], prefix=0, length=4) == []
+
+
+def test_pairs_that_cannot_be_scored_are_refused():
+    scorer = likelihood.Scorer(program_of(max_positions=96), {})
+    for pair, says in {((), (1,)): "0 ids of context", ((1,), ()): "0 of", ((1,), (2,) * 97): "97 of"}.items():
+        with pytest.raises(UserError, match=f"pair 2 has .*{says}"):
+            scorer.score([([1], [2]), pair])
