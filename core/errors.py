@@ -48,15 +48,23 @@ class Problem(str):
         cls, found: str, *, setting: str = "", file: str = "", line: int = 0, expected: str = "", fix: str = ""
     ) -> Self:
         """Makes the sentence from the facts."""
-        said = f"{setting}: {found}" if setting else found
-        said += f", expected {expected}" if expected else ""
+        said = _sentence(found, setting, expected)
         made = super().__new__(cls, f"{said}; {fix}" if fix else said)
         vars(made).update(found=found, setting=setting, file=file, line=line, expected=expected, fix=fix)
         return made
 
+    @property
+    def without_fix(self) -> str:
+        """The sentence without `fix`."""
+        return _sentence(self.found, self.setting, self.expected)
+
     def with_setting(self, setting: str) -> Self:
         """Returns the problem with another name of the setting, such as that of a flag."""
         return type(self)(**{**vars(self), "setting": setting})
+
+
+def _sentence(found: str, setting: str, expected: str) -> str:
+    return (f"{setting}: {found}" if setting else found) + (f", expected {expected}" if expected else "")
 
 
 @contextlib.contextmanager

@@ -218,9 +218,9 @@ class LimitsPositions(Protocol):
 
 
 class Shrinks(Protocol):
-    """A model that can be made small for --smoke and tests.
+    """A model that can be made small for smoke runs and tests.
 
-    Enables: `--smoke`; small sizes in `launch/run agreement --experiment` and `bisect`.
+    Enables: `--check smoke`; small sizes in `launch/run agreement --experiment` and `bisect`.
     """
 
     def shrink(self, multiples: Mapping[str, int]) -> Model:
@@ -282,7 +282,7 @@ class CountsRunFlops(Protocol):
 class HasVocabulary(Protocol):
     """A model with a vocabulary, whose size is compared with the task's.
 
-    Enables: the check that the model has a row for every id of the data; `--smoke` before text is named.
+    Enables: the check that the model has a row for every id of the data; `--check smoke` before text is named.
     """
 
     vocab_size: int
@@ -515,9 +515,9 @@ class CachesHidden(Protocol):
 
 
 class Rehearses(Protocol):
-    """A task with a small replacement for --smoke.
+    """A task with a small replacement for smoke runs.
 
-    Enables: `--smoke` without the data.
+    Enables: `--check smoke` without the data.
     """
 
     def rehearsal(self) -> Task:

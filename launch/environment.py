@@ -41,6 +41,7 @@ COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # change a compiled program, be
 ON_CPUS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
+OF_CHECKS = {"smoke": "-smoke", "slice": "-check"}  # ends of the names of run directories, by level
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
 
 
@@ -153,16 +154,16 @@ def run_root(*, environ: Mapping[str, str] | None = None) -> str:
 
 
 def run_directory(
-    experiment: str | Path, slice_name: str, *, smoke: bool = False, environ: Mapping[str, str] | None = None
+    experiment: str | Path, slice_name: str, *, level: str | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
     """Returns the default run directory of an experiment on a slice, such as `runs/quickstart-v4-16`, in `run_root`.
 
     An experiment file that is not directly in the workspace's `gin/` adds its folder: `runs/trm/sudoku4-v4-8`. The file
-    is searched for as the loader does. A smoke run has its own directory.
+    is searched for as the loader does. The runs of a check at `level` smoke or slice have directories of their own.
     """
     file = _found(experiment)
     group = "" if file.parent == WORKSPACE / "gin" else file.parent.name
-    name = f"{file.stem}-{slice_name.replace(':', '-')}{'-smoke' if smoke else ''}"
+    name = f"{file.stem}-{slice_name.replace(':', '-')}{OF_CHECKS.get(level, '')}"
     return "/".join(filter(None, (run_root(environ=environ), group, name)))
 
 

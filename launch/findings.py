@@ -2,21 +2,36 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from core.errors import Problem
 from launch import terminal
 
 LAYOUT = "layout"  # the name of the finding on whether model, batch and strategy fit the slice
 
 
 class Finding(NamedTuple):
-    """The result of one check."""
+    """The result of one check.
 
-    name: str  # name of the check
-    ok: bool  # False if a run could not start because of it
-    detail: str  # the result of the check
-    fix: str = ""  # how to fix it, unless `detail` says so
-    is_note: bool = False  # whether it is information only, or could not be checked
+    Attributes:
+      name: name of the check.
+      ok: False if a run could not start because of it.
+      detail: the result of the check; a `Problem` has its facts, too.
+      is_note: whether it is information only, or could not be checked.
+      hosts: the hosts that found it, such as `host 1, 2`; "" for all.
+    """
+
+    name: str
+    ok: bool
+    detail: str | Problem
+    is_note: bool = False
+    hosts: str = ""
+
+    @classmethod
+    def failed(cls, name: str, error: Exception) -> Self:
+        """Returns the finding of a check that raised a UserError."""
+        detail = error.args[0] if error.args and isinstance(error.args[0], Problem) else str(error)
+        return cls(name, False, detail)
 
     @property
     def verdict(self) -> str:
@@ -25,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges the findings of all hosts: a finding that not all hosts share is prefixed with the hosts that have it."""
+    """Merges the findings of all hosts; one that not all hosts share names the hosts that have it."""
     names = list(dict.fromkeys(finding.name for findings in by_host for finding in findings))
     merged = []
     for name in names:
@@ -35,8 +50,8 @@ def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
                 if finding.name == name:
                     said.setdefault(finding, []).append(host)
         for finding, hosts in said.items():
-            whose = "" if len(hosts) == len(by_host) else f"host {', '.join(map(str, hosts))}: "
-            merged.append(finding._replace(detail=whose + finding.detail))
+            whose = "" if len(hosts) == len(by_host) else f"host {', '.join(map(str, hosts))}"
+            merged.append(finding._replace(hosts=whose))
     return merged
 
 
@@ -51,19 +66,36 @@ def table(findings: Sequence[Finding]) -> str:
     indent = "\n" + " " * (width + 8)
     lines = []
     for finding in findings:
-        text = finding.detail + (f"\nfix: {finding.fix}" if finding.fix and (not finding.ok or finding.is_note) else "")
-        text = terminal.wrapped(text, margin=width + 8)
+        text = terminal.wrapped(_text(finding), margin=width + 8)
         lines.append(f"{finding.verdict:<5} {finding.name:<{width}}  {text}".replace("\n", indent))
     failed = sum(not finding.ok for finding in findings)
     lines.append("READY" if not failed else f"NOT READY: {failed} of {len(findings)} checks failed")
     return "\n".join(lines)
 
 
+def _text(finding: Finding) -> str:
+    """Formats what was found, with the hosts before it and the fix in a line of its own."""
+    detail = finding.detail
+    text = f"{finding.hosts}: " if finding.hosts else ""
+    if isinstance(detail, Problem) and detail.fix:
+        return f"{text}{detail.without_fix}\nfix: {detail.fix}"
+    return text + detail
+
+
 def to_json(findings: Iterable[Finding]) -> str:
-    """Returns the findings as JSON text, which `from_json` reads."""
-    return json.dumps([finding._asdict() for finding in findings], indent=1)
+    """Returns the findings as JSON text, which `from_json` reads; those that are a `Problem` with its facts."""
+    return json.dumps([{**f._asdict(), **_facts(f.detail)} for f in findings], indent=1)
 
 
 def from_json(text: str) -> list[Finding]:
     """Parses the text that `to_json` returned."""
-    return [Finding(**fields) for fields in json.loads(text)]
+    rows = json.loads(text)
+    problems = [row.pop("problem", None) for row in rows]
+    return [
+        Finding(**{**row, "detail": Problem(**facts)} if facts else row)
+        for row, facts in zip(rows, problems, strict=True)
+    ]
+
+
+def _facts(detail: str | Problem) -> dict[str, dict[str, str | int]]:
+    return {"problem": vars(detail)} if isinstance(detail, Problem) else {}

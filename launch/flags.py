@@ -11,6 +11,7 @@ from typing import Any
 from core.errors import UserError
 
 LOCAL = "local"  # a SLICE: the devices of this machine
+LEVELS = ("config", "hosts", "smoke", "slice")  # of a check; launch/check/command.py says what each does
 
 
 def at_least(minimum: int) -> Any:
@@ -96,6 +97,9 @@ def _slice(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+_LEVELS_HELP = (
+    "config: without a device; hosts: on every host; smoke: 20 steps of smallest sizes; slice: all strategies and speed"
+)
 _FLAGS: dict[str, dict[str, Any]] = {
     "SLICE": {"type": _slice, "help": "such as v4-32 (launch/run slices lists them); local: this machine"},
     "EXPERIMENT.gin": {"help": "an experiment file, local or gs://"},
@@ -115,7 +119,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "restart a failed run where that can help, up to N times without progress",
     },
     "--simulate": {"action": "store_true", "help": "simulate the hosts as processes and their chips as CPU devices"},
-    "--smoke": {"action": "store_true", "help": "smoke run: same slice and layout, smallest sizes, 20 steps"},
+    "--level": {"choices": LEVELS, "default": LEVELS[0], "help": f"{_LEVELS_HELP} (default: config)"},
+    "--check": {
+        "nargs": "?",
+        "choices": LEVELS,
+        "const": LEVELS[0],
+        "help": f"train nothing, check at this level; {_LEVELS_HELP} (default: config)",
+    },
     "--tune": {
         "action": "store_true",
         "help": "train nothing: measure settings of speed, write the best to RUN/tune/tuned.gin",

@@ -286,14 +286,19 @@ json.dump(found, sys.stdout)
 """
 
 
-def with_check(command):
-    return command if "--check" in command else command + " --check"
+def check_of(command):
+    """The words of the check that makes no run: of a smoke run, the check of its small layout."""
+    _, slice_, experiment, *words = shlex.split(command)
+    if "smoke" in words:
+        at = words.index("--check")
+        return ["check", slice_, experiment, *words[:at], *words[at + 2 :], "--part", "small"]
+    return ["pod", slice_, experiment, *words, *([] if "--check" in words else ["--check"])]
 
 
 @pytest.fixture(scope="module")
 def checked(workspace, text):
     """{command: (exit code, what it printed)} of every run with --check, all of them in one process."""
-    words = [["pod", *shlex.split(with_check(command))[1:]] for command in RUNS]
+    words = [check_of(command) for command in RUNS]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     env |= {"PYTHONPATH": str(workspace), "PYTHONSAFEPATH": "1", "COLUMNS": "1000"}  # the first two as in launch/run
     done = subprocess.run(
@@ -320,7 +325,7 @@ def test_every_run_passes_its_check(command, checked):
 
 def test_a_check_as_typed_says_what_the_same_one_says_beside_others(workspace, checked):
     """In a process of its own, started by launch/pod.sh; numbers are left out, as free memory varies."""
-    typed, other = run(with_check(RUNS[0]), workspace), checked[RUNS[0]][1]
+    typed, other = run(f"launch/run {shlex.join(check_of(RUNS[0]))}", workspace), checked[RUNS[0]][1]
     assert re.sub(r"[\d.]", "", typed) == re.sub(r"[\d.]", "", other)
 
 
@@ -344,7 +349,7 @@ def test_no_two_commands_of_the_pages_share_a_default_run_directory():
         for kind, body in BLOCK.findall(page.read_text()):
             for line in body.replace("\\\n", " ").splitlines() if kind == "" else ():
                 words = shlex.split(line, comments=True) if line.startswith("launch/pod.sh ") else []
-                if words[2:3] and words[2].endswith(".gin") and not {"--run-dir", "--smoke", "--check"} & {*words}:
+                if words[2:3] and words[2].endswith(".gin") and not {"--run-dir", "--check"} & {*words}:
                     settings = " ".join(
                         w for w in words[3:] if not w.isdecimal() and w not in ("--steps", "--simulate")
                     )

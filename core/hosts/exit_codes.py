@@ -34,14 +34,10 @@ class Ending(NamedTuple):
 
 ENDINGS: dict[int, Ending] = {
     DONE: Ending("done", False),
-    FAILED: Ending(
-        "set-up failed, doctor or validate found a problem, a layout does not fit, or what was compared differs; the "
-        "message says which",
-        False,
-    ),
+    FAILED: Ending("set-up failed, a layout does not fit, or what was compared differs; the message says which", False),
     USER_ERROR: Ending(
-        "user error, or NOT READY from check or pod.sh --check: the message says what, where and how to fix it "
-        "(RENGA_TRACEBACK=1 adds the traceback)",
+        "user error, or NOT READY from a check: the message says what, where and how to fix it (RENGA_TRACEBACK=1 adds "
+        "the traceback)",
         False,
     ),
     RAISED: Ending(

@@ -1,1 +1,1 @@
-"""Checks of a run: without a device (preflight), on its hosts (doctor), and by short runs on the slice (validate)."""
+"""Checks of a run, by level: without a device (preflight), on its hosts (hosts), by short runs on its slice."""

@@ -1,16 +1,13 @@
-"""Preflight: every check of a run that needs no device, in one pass of a few seconds.
+"""Preflight, the level `config` of a check: all that needs no device, in one pass of a few seconds.
 
 The layout is checked on the compiler's description of the slice, so rows, shapes and degrees are those of the real
 slice. A file is checked only if it is visible from here. Files on the hosts' own disks, and files that would need the
 network in a dry run, are listed in a note: they count neither as present nor as missing.
 """
 
-import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-
-import jax
 
 from core import slices, units
 from core.batches import batch_size
@@ -20,7 +17,7 @@ from core.files import paths
 from core.slices import GIB, Slice
 from core.training import metrics, run_lock
 from core.types import HasVocabulary, NamesFiles, TriesExamples, can
-from launch import environment, findings, flags, terminal
+from launch import environment, terminal
 from launch.check import chip_memory
 from launch.config import LoadedConfig, loader
 from launch.experiment import Experiment, Span, padding
@@ -35,15 +32,12 @@ from tasks.text.ids import ReadsFile
 if TYPE_CHECKING:
     from parallel.planning.arithmetic import Estimate
 
-COMMAND = ("runs", "check")
-HELP = "find all mistakes that can be found without a device: configuration, layout, data, run directory"
-EXAMPLE = "launch/run check v4-32 gin/valkyrie_7b.gin"
-
 # Where the hosts will be: "here" (this machine, or unknown), processes of this machine, or reached from this
 # workstation, which in a dry run uses no network.
 Hosts = Literal["here", "simulated", "shipped to", "dry run"]
 _AWAY = ("shipped to", "dry run")
-_INITIAL = "initial parameters"  # the name of a finding
+CONFIGURATION = "configuration"  # names of findings
+_INITIAL = "initial parameters"
 _CUSTOMARY_SPARE_IDS = 256
 _T = TypeVar("_T")
 
@@ -76,7 +70,7 @@ def check(
     program = None
     if hosts not in _AWAY:
         published_files.use_copies(run_dir)
-    built = _attempt("configuration", lambda: _build(path, bindings, slice_name), findings)
+    built = _attempt(CONFIGURATION, lambda: _build(path, bindings, slice_name), findings)
     config, experiment = built or (None, None)
     if experiment is not None:
         if project := experiment.logging.wandb_project:
@@ -147,7 +141,7 @@ def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Findi
         result, detail = look()
     except UserError as error:
         terminal.print_traceback(error)
-        findings.append(Finding(name, False, str(error)))
+        findings.append(Finding.failed(name, error))
         return None
     findings.append(Finding(name, True, detail))
     return result
@@ -187,15 +181,17 @@ def _checkpoint(
         try:
             continuation.require_not_moved(run_dir, path, config.slice)
         except UserError as error:
-            return Finding(name, False, str(error))
-        there = steps.complete(paths.resolve(run_dir) / steps.FOLDER)
-        said = "none: a fresh start" if not there else f"none of {len(there)} is intact"
-        return Finding(name, not there, said, "launch/run checkpoints verify RUN lists what is damaged")
+            return Finding.failed(name, error)
+        if there := steps.complete(paths.resolve(run_dir) / steps.FOLDER):
+            fix = "launch/run checkpoints verify RUN lists what is damaged"
+            return Finding(name, False, Problem(f"none of {len(there)} is intact", fix=fix))
+        return Finding(name, True, "none: a fresh start")
     changed = continuation.changes(found.described.meta, config)
     what = continuation.described_changes(found.step, changed) if changed else ""
     if found.step >= experiment.total_steps:
         said = f"step {found.step:,} of {experiment.total_steps:,}: nothing is left to train"
-        return Finding(name, not changed, "\n".join(filter(None, (said, what))), continuation.FIX, is_note=True)
+        detail = Problem(f"{said}\n{what}", fix=continuation.FIX) if changed else said
+        return Finding(name, not changed, detail, is_note=True)
     span = continuation.phase_after(experiment.spans(), found.step)
     try:
         if is_away:  # the data are not here
@@ -204,11 +200,11 @@ def _checkpoint(
             span.experiment.task.prepare(run_dir, is_host_zero=False)  # reads what host 0 made at the first start
             now = prepared_run.metadata(span, config=config, revision="")
     except (UserError, OSError) as error:
-        return Finding(name, False, str(error))
+        return Finding.failed(name, error)
     like = {"span": span, "abstract_state": program.abstract_state}
     if problems := continuation.problems(found, now, **like):
         said = "\n  ".join([f"the run cannot continue from step {found.step} with this configuration:", *problems])
-        return Finding(name, False, said, continuation.FIX)
+        return Finding(name, False, Problem(said, fix=continuation.FIX))
     return Finding(name, True, f"a start continues from step {found.step}{what and '; '}{what}", is_note=bool(what))
 
 
@@ -233,7 +229,7 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
         except UnreachableError as error:  # the hosts may reach it
             return Finding(_INITIAL, is_away, str(error), is_note=is_away)
         except UserError as error:
-            return Finding(_INITIAL, False, str(error))
+            return Finding.failed(_INITIAL, error)
         except Exception as error:  # a bucket fails with its client's own types
             is_remote = any(map(paths.is_remote, (text, run_dir)))
             if not is_remote and not isinstance(error, OSError):
@@ -386,29 +382,3 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         said = f"unless this is a simulation (--simulate), {not_shared}"
         found.append(Finding(name, True, said, is_note=True))
     return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--run-dir", "--smoke", "--json", "--overwrite")
-    hosts = parser.add_mutually_exclusive_group()
-    flags.add(hosts, "--simulate")
-    hosts.add_argument("--ship", action="store_true", help="the run will be started from this workstation")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints the findings. Returns 2 if a check failed."""
-    jax.config.update("jax_platforms", "cpu")
-    slice_ = slices.get(args.slice)
-    checked = check(
-        args.experiment,
-        bindings=args.gin,
-        slice_name=slice_.name,
-        run_dir=args.run_dir or environment.run_directory(args.experiment, slice_.name, smoke=args.smoke),
-        smoked=args.smoke,
-        hosts="simulated" if args.simulate else "shipped to" if args.ship else "here",
-    )
-    print(findings.table(checked.findings))
-    if args.json:
-        args.json.write_text(findings.to_json(checked.findings))
-    return 0 if checked.ok else 2

@@ -28,8 +28,9 @@ COMMAND = ("runs", "pod")
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh local gin/quickstart.gin                    (the GPUs or the CPU of this machine)
-  launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --smoke
-  launch/pod.sh v5p-8 gin/arrcoc/v5p_128.gin --scale-from v5p-128 --simulate --smoke
+  launch/pod.sh v4-32 gin/valkyrie_7b.gin --check
+  launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --check smoke
+  launch/pod.sh v5p-8 gin/arrcoc/v5p_128.gin --scale-from v5p-128 --simulate --check smoke
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tune --run-dir gs://bucket/runs/first
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
@@ -38,7 +39,7 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh profile RUN --seconds 5                     (all hosts of a running job; RUN: its directory)
   launch/pod.sh logs RUN                                    (a simulated run: all hosts, ordered by time)
   launch/pod.sh tensorboard RUN                             (a run directory that this machine can read)
-  launch/pod.sh v4-32 validate --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
+  launch/pod.sh v4-32 gin/quickstart.gin --check slice --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/first
   launch/pod.sh create v4-32 --tpu my-tpu --zone us-central2-b --spot      (and queue, delete)"""
 
 
@@ -48,7 +49,6 @@ _READ_BY = {  # flags that an action reads
     "tensorboard": (*_OF_TPUS, "run_dir"),
     **dict.fromkeys(("create", "queue"), (*_OF_TPUS, "spot")),
     "delete": (*_OF_TPUS, "queued"),
-    "validate": (*_OF_TPUS, "run_dir", "simulate"),
 }
 _READ_BY_RUNS = (
     "gin",
@@ -57,7 +57,6 @@ _READ_BY_RUNS = (
     "restarts",
     "steps",
     "simulate",
-    "smoke",
     "tune",
     "check",
     "tpu",
@@ -72,13 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     named = "the experiment file; of profile, logs and tensorboard, the run; of create and queue, the SLICE"
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", nargs="?", help=named)
-    parser.add_argument("validated", metavar="…", nargs="?", help="SLICE validate [EXPERIMENT.gin]: tries the slice")
     flags.add(parser, "--gin", "--scale-from", "--run-dir", "--restarts")
     flags.add(parser, "--steps", help="stop after step N; with profile: number of steps to trace")
     parser.add_argument("--seconds", metavar="S", type=flags.positive, help="with profile: how long to trace")
     modes = parser.add_argument_group("modes")
-    flags.add(modes, "--simulate", "--smoke", "--tune")
-    modes.add_argument("--check", action="store_true", help="check all that needs no device; start nothing")
+    flags.add(modes, "--simulate", "--check", "--tune")
     modes.add_argument("--tpu", metavar="NAME[,NAME]", help="from a workstation: the TPU of each slice (or TPU_NAME)")
     modes.add_argument("--zone", help="its zone (or TPU_ZONE)")
     modes.add_argument("--project", help="its project (or TPU_PROJECT)")
@@ -89,8 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs an action of pod.sh, or trains in the place that the flags and this machine select."""
-    if args.validated is not None and args.experiment != "validate":
-        raise UserError(f"unexpected argument {args.validated!r} after launch/pod.sh {args.target} {args.experiment}")
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
     if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):
@@ -103,35 +98,27 @@ def run(args: argparse.Namespace) -> int:
     slice_ = machine.local() if args.target == flags.LOCAL else slices.get(args.target)
     if args.experiment is None:
         raise UserError(f"no experiment given: launch/pod.sh {args.target} EXPERIMENT.gin (gin/ has some)")
-    exclusive = [("simulate", "tpu"), ("simulate", "dry_run"), ("check", "dry_run"), ("smoke", "steps")]
-    exclusive += [("restarts", "smoke"), *(("tune", other) for other in ("restarts", "steps", "check", "smoke"))]
-    for one, other in exclusive:
-        if getattr(args, one) and getattr(args, other):
-            raise UserError(f"--{one} and --{other.replace('_', '-')} exclude each other: give one of them")
+    _refuse_contradictions(args)
     place = tpu_host.look()
     if not slice_.is_tpu and args.tpu:
         raise UserError(f"{slice_.name} are no TPUs: run the command on their hosts, without --tpu")
     is_here = place.on_tpu_host and not args.tpu if slice_.is_tpu else not args.simulate
     tpus = () if args.simulate or is_here else gcloud.find_tpus(args.tpu, args.zone, args.project)
-    if args.experiment == "validate":
-        _refuse_unused(args, _READ_BY["validate"])
-    elif args.simulate or is_here or tpus:
+    if args.simulate or is_here or tpus:
         more = ("zone", "project", *(("spot", "queued") if args.restarts else ())) if tpus else ()
         _refuse_unused(args, (*_READ_BY_RUNS, *more))
     if args.scale_from:
         args.gin = _scaled(args, slice_)
-    if args.check:
+    if args.check == "config" or (args.check in ("hosts", "slice") and not tpus):
         where = ["--simulate"] if args.simulate else ["--ship"] if tpus else []
-        options = flags.passed_on(args, "--gin", "--run-dir", "--smoke")
-        return _become(["check", slice_.name, args.experiment, *options, *where])
+        options = flags.passed_on(args, "--gin", "--run-dir")
+        return _become(["check", slice_.name, args.experiment, "--level", args.check, *options, *where])
     if args.dry_run and not tpus:
         why = "this is a host of a TPU slice" if is_here else "no TPU is named"
         raise UserError(
             f"--dry-run prints what a workstation would send to a TPU, and {why}: "
             "give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE"
         )
-    if args.experiment == "validate":
-        return _validate(args, slice_, tpus)
     if args.simulate:
         return _simulate(args, slice_)
     if tpus:
@@ -141,6 +128,17 @@ def run(args: argparse.Namespace) -> int:
     if slice_.is_tpu:
         tpu_host.require_slice(slice_, accelerator_type=place.accelerator_type, where="this host's TPU")
     return _train_here(args, slice_)
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Raises UserError for two flags that exclude each other."""
+    exclusive = [("simulate", "tpu"), ("simulate", "dry_run")]
+    exclusive += [("tune", other) for other in ("restarts", "steps", "check")]
+    exclusive += [("check", other) for other in (["dry_run"] if args.check == "config" else ["steps", "restarts"])]
+    for one, other in exclusive:
+        if getattr(args, one) and getattr(args, other):
+            level = f" {args.check}" if one == "check" else ""
+            raise UserError(f"--{one}{level} and --{other.replace('_', '-')} exclude each other: give one of them")
 
 
 def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
@@ -154,7 +152,7 @@ def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
 
 def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:
     """Raises UserError for given flags that are not in `read`."""
-    words = ("target", "experiment", "validated", *read)
+    words = ("target", "experiment", *read)
     if unused := [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if value and name not in words]:
         command = " ".join(filter(None, (args.target, args.experiment, args.simulate and "--simulate")))
         raise UserError(f"launch/pod.sh {command} does not use {', '.join(unused)} (see launch/pod.sh --help)")
@@ -190,31 +188,16 @@ def _of_a_tpu(args: argparse.Namespace) -> int:
     return lifecycle.act(tpus, action=args.target, order=order, dry_run=args.dry_run)
 
 
-def _validate(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequence[gcloud.Tpu]) -> int:
-    """Validates the slice from here, or ships the validation to its hosts."""
-    from launch.check import validation
-
-    experiment = args.validated or "gin/quickstart.gin"
-    if not tpus:
-        return _become(["validate", slice_.name, experiment, *flags.passed_on(args, "--run-dir", "--simulate")])
-    directory = args.run_dir or _from_workspace(validation.default_directory(slice_))
-    if slice_.hosts > 1 and not paths.is_remote(directory):
-        raise UserError(f"{slice_.hosts} hosts need one place for checkpoints: give --run-dir gs://BUCKET/…")
-    shipped = workstation.shipped_path(experiment, workspace=environment.WORKSPACE)
-    job = workstation.Run([slice_.name, "validate", shipped], directory)
-    return workstation.start(tpus, slice_=slice_, run=job, workspace=environment.WORKSPACE, dry_run=args.dry_run)
-
-
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     run_directory = os.fspath(paths.resolve(_run_directory(args, slice_)))  # the hosts have another ~
     checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     if _is_finished(args, checked, run_directory):
         return 0
-    options = ["--run-dir", run_directory, *flags.passed_on(args, "--gin", "--steps", "--smoke", "--tune")]
+    options = ["--run-dir", run_directory, *flags.passed_on(args, "--gin", "--steps", "--check", "--tune")]
     command = [*environment.COMMAND, "train", args.experiment, "--slice", slice_.name, *options]
     here = run_directory
     if paths.is_remote(run_directory):
-        here = environment.run_directory(args.experiment, slice_.name, smoke=args.smoke, environ={})
+        here = environment.run_directory(args.experiment, slice_.name, level=args.check, environ={})
     logs = Path(here) / "logs"
     simulate.announce(slice_, logs)
     return _supervised(
@@ -228,7 +211,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Trains on this host: in this process, or in a child if this process must restart it or send alerts."""
     if slice_.generation == "cpu":
         os.environ |= environment.ON_CPUS | os.environ
-    options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--smoke", "--tune")
+    options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--check", "--tune")
     arguments = ["train", args.experiment, "--slice", slice_.name, *options]
     if not args.restarts and not environment.read("RENGA_ALERT"):
         return _become(arguments)
@@ -274,7 +257,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     is_shared = not args.dry_run and paths.is_remote(run_directory)
     if is_shared and _is_finished(args, checked, run_directory, is_elsewhere=True):
         return 0
-    options = flags.passed_on(args, "--gin", "--steps", "--smoke", "--tune", *(["--restarts"] if args.restarts else []))
+    options = flags.passed_on(args, "--gin", "--steps", "--check", "--tune", *(["--restarts"] if args.restarts else []))
     variables = [f"{name}={value}" for name in environment.SENT if (value := environment.read(name))]
     job = workstation.Run(
         [slice_.name, experiment, *options], args.run_dir or _from_workspace(run_directory), variables
@@ -303,7 +286,7 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
         bindings=args.gin,
         slice_name=slice_.name,
         run_dir=run_directory,
-        smoked=args.smoke,
+        smoked=args.check == "smoke",
         hosts=hosts,
     )
 
@@ -314,13 +297,13 @@ def _is_finished(
     """Returns whether nothing is left to train, and prints it; smoke runs never resume, tuning trains nothing."""
     from launch.runs import continuation
 
-    return not (args.smoke or args.tune) and continuation.has_ended(
+    return not (args.check or args.tune) and continuation.has_ended(
         run_directory, checked.config, checked.experiment.spans(), steps=args.steps, is_elsewhere=is_elsewhere
     )
 
 
 def _run_directory(args: argparse.Namespace, slice_: slices.Slice) -> str:
-    return args.run_dir or environment.run_directory(args.experiment, slice_.name, smoke=args.smoke)
+    return args.run_dir or environment.run_directory(args.experiment, slice_.name, level=args.check)
 
 
 def _from_workspace(directory: str) -> str:

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import importlib
 import os
-import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,12 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all-steps", action="store_true", help="evaluate every checkpoint; ARC also by votes over all of them"
     )
     parser.add_argument(
-        *("--num-examples", "--rows"),
-        action=_NumExamples,
+        "--num-examples",
         metavar="all|N",
         type=_examples,
-        help="held-out puzzles, questions or rows of text (default: those of the run's own evaluations); --rows is its "
-        "former name",
+        help="held-out puzzles, questions or rows of text (default: those of the run's own evaluations)",
     )
     for other in _OTHERS:
         other.add_arguments(parser)
@@ -127,15 +124,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _step(text: str) -> int | str:
     return text if text == saved_steps.BEST else flags.at_least(0)(text)
-
-
-class _NumExamples(argparse.Action):
-    """Stores the value; names the new flag if the former one was given."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if option_string == "--rows":
-            print("note: --rows is now --num-examples", file=sys.stderr)
-        setattr(namespace, self.dest, values)
 
 
 def _examples(text: str) -> int | str:

@@ -36,7 +36,7 @@ COMMAND = ("runs", "suite")
 HELP = "run a group of experiments one after another, and collect their results in one table"
 EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
       (on every host of the slice)
-  launch/run suite all --smoke --simulate --slice v4-8
+  launch/run suite all --check smoke --simulate --slice v4-8
   launch/run suite exp02 --seeds 3 --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'"
   launch/run suite exp02 --analyze --run-root gs://BUCKET/runs --gin "DATA = 'gs://BUCKET/sudoku-extreme'\""""
 
@@ -181,7 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "group", metavar="GROUP", help="a group of gin/trm (exp01, exp02, …, all), or a folder of gin files"
     )
-    flags.add(parser, "--simulate", "--smoke", "--slice", "--gin")
+    flags.add(parser, "--simulate", "--check", "--slice", "--gin")
     parser.add_argument("--analyze", action="store_true", help="run nothing: collect existing results")
     parser.add_argument("--list", action="store_true", help="run nothing: list the experiments and duplicates")
     parser.add_argument(
@@ -206,11 +206,11 @@ def run(args: argparse.Namespace) -> int:
     runs = not (args.analyze or args.list)
     if args.out and paths.is_remote(args.out):
         raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
-    if args.analyze and args.smoke:
-        raise UserError("--analyze reads the scores of runs, and smoke runs have none: remove --smoke")
-    if args.smoke and args.steps:
-        raise UserError("--smoke and --steps exclude each other: a smoke run has 20 steps")
-    if runs and not args.simulate and not tpu_host.look().on_tpu_host:
+    if args.analyze and args.check:
+        raise UserError("--analyze reads the scores of runs, and checks have none: remove --check")
+    if args.check and args.steps:
+        raise UserError("--check and --steps exclude each other: a check trains no experiment")
+    if runs and not args.simulate and args.check != "config" and not tpu_host.look().on_tpu_host:
         raise UserError(
             f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
         )
@@ -221,14 +221,14 @@ def run(args: argparse.Namespace) -> int:
         slice_name=args.slice,
         seeds=args.seeds,
         root=root,
-        smoke=args.smoke,
+        level=args.check,
         check_data=runs,
     )
-    if runs and not args.simulate:
+    if runs and not args.simulate and args.check != "config":
         _check_places(entries, root)
     name = Path(args.group).name
     out = Path(args.out) if args.out else Path("runs", "suites", name)
-    mode = suites.Mode(simulate=args.simulate, smoke=args.smoke, steps=args.steps)
+    mode = suites.Mode(simulate=args.simulate, check=args.check, steps=args.steps)
     suite = Suite(entries, mode=mode, root=root, logs=out / "logs")
     suite.gather() if args.analyze else suite.find_done()
     code = 0
@@ -238,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
     terminal.console(140).print(_table(suite))
     if runs:
         _print_failures(suite)
-    if not (args.list or args.smoke):
+    if not (args.list or args.check):
         _write(suite, name=name, out=out)
     return code
 
@@ -280,7 +280,7 @@ def _table(suite: Suite) -> Table:
 
 def _shown(suite: Suite, entry: Entry) -> dict[str, str]:
     """Returns the numbers of an entry's run as text, by heading, without those that it does not have."""
-    if entry.same_as or suite.mode.smoke:
+    if entry.same_as or suite.mode.check:
         return {}
     found = metrics.read(suite.run_dirs[entry.id])
     scores = {heading: (found.last(metric), form) for heading, (metric, form) in _SCORES.items()}

@@ -114,12 +114,13 @@ def load(
     slice_name: str | None = None,
     seeds: int = 1,
     root: str | None = None,
-    smoke: bool = False,
+    level: str | None = None,
     check_data: bool = True,
 ) -> list[Entry]:
     """Loads every experiment with every seed (that of its file, and 1, 2, …), and marks duplicates.
 
-    Runs are in `root`, by default RENGA_RUN_ROOT. Smoke runs need no data and have directories of their own.
+    Runs are in `root`, by default RENGA_RUN_ROOT. A check at `level` looks for the data itself, and has directories of
+    its own for its runs.
 
     Raises:
       UserError: lists every mistake in every file.
@@ -137,10 +138,11 @@ def load(
             except UserError as error:
                 problems[str(error)] = []
                 break
-            if check_data and not smoke:
+            if check_data and not level:
                 for problem in experiment.data_problems(prepared=False):
                     problems.setdefault(problem, []).append(name)
-            run_dir = f"{root or environment.run_root()}/{path.parent.name}/{name}{'-smoke' if smoke else ''}"
+            folder = f"{root or environment.run_root()}/{path.parent.name}"
+            run_dir = f"{folder}/{name}{environment.OF_CHECKS.get(level, '')}"
             entry = Entry(path.parent.name, name, str(path), given, run_dir, config.text, experiment)
             same = first.setdefault(entry.text, entry.id)
             entries.append(entry if same == entry.id else dataclasses.replace(entry, same_as=same))
@@ -167,7 +169,7 @@ class Mode:
     """The options with which experiments are run."""
 
     simulate: bool = False  # simulate the hosts as processes on this machine
-    smoke: bool = False  # smoke runs instead of training
+    check: str | None = None  # a check at this level instead of training
     steps: int | None = None  # stop after this step; None: at the experiment's last step
 
     def last_step(self, entry: Entry) -> int:
@@ -180,7 +182,7 @@ class Mode:
         command += ["--run-dir", entry.run_dir]
         command += [option for binding in entry.bindings for option in ("--gin", binding)]
         command += ["--steps", str(self.steps)] * (self.steps is not None)
-        return command + ["--simulate"] * self.simulate + ["--smoke"] * self.smoke
+        return command + ["--simulate"] * self.simulate + (["--check", self.check] if self.check else [])
 
 
 class Suite:
@@ -203,11 +205,11 @@ class Suite:
 
     def find_done(self) -> None:
         """Marks experiments that are done, here or in another group, and those that another process is running."""
-        found = {} if self.mode.smoke else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
+        found = {} if self.mode.check else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
         for entry in self.entries:
             if entry.same_as:
                 self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
-            elif not self.mode.smoke:
+            elif not self.mode.check:
                 self._find_done(entry, found[entry.text])
 
     def _find_done(self, entry: Entry, elsewhere: Sequence[str]) -> None:

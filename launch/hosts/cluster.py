@@ -1,7 +1,7 @@
 """Joins this process to the other hosts of the slice, and checks that they are the hosts and chips of that slice.
 
 Errors are raised on all hosts, before the first array is created. Once the hosts have joined, every run also warns if
-library versions are untested or clocks differ; the doctor makes the same two checks.
+library versions are untested or clocks differ; a check of the hosts makes the same two.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ import jax
 from packaging.version import Version
 
 from core import units
-from core.errors import UserError
+from core.errors import Problem, UserError
 from core.hosts import distributed
 from core.hosts.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.slices import Slice
@@ -185,7 +185,7 @@ def warn_at_start(host: Host) -> None:
     """Prints a warning if library versions are incompatible or newer than tested, or if the clocks differ."""
     for finding, is_mine in ((check_versions(), True), (check_clocks(), host.is_zero)):
         if is_mine and not finding.ok:
-            print(f"{host.name}: warning: {finding.name}: {finding.detail}. {finding.fix}", flush=True)
+            print(f"{host.name}: warning: {finding.name}: {finding.detail}", flush=True)
         elif finding.is_note:
             print(f"{host.name}: note: {finding.name}: {finding.detail}", flush=True)
 
@@ -207,7 +207,8 @@ def check_versions(*, installed: Callable[[str], str] = importlib.metadata.versi
         elif version != pinned[name]:
             older.append(f"{name} {version} is older than the {pinned[name]} of requirements.txt")
     if older:
-        return Finding("versions", False, "; ".join(older), "launch/setup.sh installs requirements.txt")
+        fix = "launch/setup.sh installs requirements.txt"
+        return Finding("versions", False, Problem("; ".join(older), fix=fix))
     said = ", ".join(have) + (f"; newer than tested: {', '.join(newer)}" if newer else "")
     return Finding("versions", True, said, is_note=bool(newer))
 
@@ -224,4 +225,4 @@ def check_clocks(*, now: Callable[[], float] = time.time) -> Finding:
         return Finding("clocks", True, said)
     first, last = every.index(min(every)), every.index(max(every))
     fix = f"set the clock of the one that is wrong: sudo systemctl restart chrony (at most {SKEW_SECONDS:g} s)"
-    return Finding("clocks", False, f"{said}: host {last} is ahead of host {first}", fix)
+    return Finding("clocks", False, Problem(f"{said}: host {last} is ahead of host {first}", fix=fix))

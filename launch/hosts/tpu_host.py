@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core import slices, units
-from core.errors import UserError
+from core.errors import Problem, UserError
 from launch import environment
 from launch.findings import Finding
 
@@ -124,7 +124,7 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
             continue
     if holders:
         fix = f"end it (kill {' '.join(sorted(holders, key=int))}), or wait for its run to end"
-        return Finding("chips", False, "; ".join(holders.values()), fix)
+        return Finding("chips", False, Problem("; ".join(holders.values()), fix=fix))
     note = f"; {units.counted(unseen, 'process', 'processes')} of other users could not be inspected" if unseen else ""
     return Finding("chips", True, f"held by no other process{note}")
 

@@ -1,6 +1,6 @@
 """Decides whether a configuration can continue from a checkpoint, from the metadata of both.
 
-The check before a start, the doctor and the start itself ask the same functions, before anything of the run is written.
+A check and the start itself ask the same functions, before anything of the run is written.
 """
 
 import contextlib

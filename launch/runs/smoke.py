@@ -52,8 +52,8 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     shrinks = can(experiment.model, Shrinks)
     if not (shrinks or partly):
         raise UserError(
-            f"--smoke: {lacking(experiment.model, Shrinks)} -> Model, which returns the model with the smallest sizes "
-            "that are multiples of these, by logical axis"
+            f"--check smoke: {lacking(experiment.model, Shrinks)} -> Model, which returns the model with the smallest "
+            "sizes that are multiples of these, by logical axis"
         )
     every = (experiment, *beside)
     places = [(e.strategy, slices.get(e.slice)) for e in every]
@@ -268,7 +268,7 @@ def _small_task(task: Task, model: Model, *, streams: int, length: int, partly: 
         if partly:
             return task
         raise UserError(
-            f"--smoke: {lacking(task, Rehearses)} -> Task, which returns a small task of the same shapes "
+            f"--check smoke: {lacking(task, Rehearses)} -> Task, which returns a small task of the same shapes "
             f"that needs no files; or make it a dataclass with {' and '.join(sizes)}"
         )
     return dataclasses.replace(task, **sizes)

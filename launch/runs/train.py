@@ -29,19 +29,20 @@ EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--smoke", "--tune")
+    flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--tune")
+    parser.add_argument("--check", choices=("smoke",), help="a small run: this host's part of pod.sh --check smoke")
 
 
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; if the run fails, notes the cause for the process that started it."""
-    if args.smoke and args.steps:
-        raise UserError("--smoke and --steps exclude each other: a smoke run has 20 steps")
+    if args.check and args.steps:
+        raise UserError("--check and --steps exclude each other: a smoke run has 20 steps")
     noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if environment.read("RENGA_NOTES"):
         from launch.hosts import alerts
 
         noting = alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None))
-    save = None if args.smoke or args.tune else distributed.interrupt  # they cannot be resumed
+    save = None if args.check or args.tune else distributed.interrupt  # they cannot be resumed
     with noting, interrupt.Interrupts(save, end=distributed.exit_at_once, name=_host_name):
         try:
             with contextlib.ExitStack() as stack:
@@ -54,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
-    run_dir = args.run_dir or environment.run_directory(args.experiment, config.slice, smoke=args.smoke)
+    run_dir = args.run_dir or environment.run_directory(args.experiment, config.slice, level=args.check)
     published_files.use_copies(run_dir)
     experiment = config.build()
     experiment.require_trainable()
     spans = experiment.spans()
     if args.tune:
         run_dir = _tuning_directory(args, run_dir, experiment)
-    if args.smoke:
+    if args.check:
         from launch.runs import smoke
 
         spans = smoke.shrink_phases(experiment)
@@ -72,7 +73,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     held: list[RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
-        if joined.process_index == 0 and not (args.smoke or args.tune):  # they write to folders of their own
+        if joined.process_index == 0 and not (args.check or args.tune):  # they write to folders of their own
             taken = RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
@@ -89,7 +90,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if host.is_zero:
         print("".join(f"note: {note}\n" for note in config.notes), end="", flush=True)
         stack.enter_context(Waiting())
-    if not (args.smoke or args.tune):
+    if not (args.check or args.tune):
         _fetch_copy(experiment, run_dir, host)
         if continuation.has_ended(run_dir, config, spans, steps=args.steps):
             return exit_codes.DONE
@@ -102,7 +103,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             from launch.runs import tuning
 
             tuning.tune(prepare(spans[0], run_dir=run_dir), config)
-        elif args.smoke:
+        elif args.check:
             smoke.rehearse_phases(spans, prepare, run_dir)
         else:
             here = functools.partial(prepare, run_dir=run_dir)
@@ -123,7 +124,7 @@ def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experi
     """Returns the folder of --tune, inside the run directory; refuses other flags, and chips without settings."""
     from launch.runs import tuning
 
-    others = [f"--{name}" for name in ("smoke", "steps") if getattr(args, name)]
+    others = [f"--{name}" for name in ("check", "steps") if getattr(args, name)]
     tuning.refuse(generation=slices.get(experiment.slice).generation, others=others)
     return f"{run_dir}/{tuning.FOLDER}"
 

@@ -106,7 +106,7 @@ def levers(generation: str, *, has_tiles: bool) -> Levers:
 
 
 def refuse(*, generation: str, others: Sequence[str] = ()) -> None:
-    """Raises UserError for chips without settings to try, or for other flags of the command line, such as --smoke."""
+    """Raises UserError for chips without settings to try, or for other flags of the command line, such as --steps."""
     if others:
         raise UserError(f"--tune and {' and '.join(others)} exclude each other: give one of them")
     if not levers(generation, has_tiles=True):

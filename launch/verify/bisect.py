@@ -69,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help='the second, such as "hosts=2"')
     flags.add(parser, "--slice")
     flags.add(parser, "--steps", default=3, help="steps to train (default: 3)")
-    parser.add_argument("--full", action="store_true", help="use the experiment's sizes instead of those of --smoke")
+    parser.add_argument(
+        "--full", action="store_true", help="use the experiment's sizes instead of those of a smoke run"
+    )
     parser.add_argument("--own-dtype", action="store_true", help="compute in the model's dtype instead of float32")
     parser.add_argument("--tolerance", metavar="ULP", type=flags.positive, help="replaces the measured tolerances")
     parser.add_argument("--record", choices=("A", "B"), help=argparse.SUPPRESS)  # as a host's process

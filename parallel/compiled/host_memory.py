@@ -39,8 +39,8 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
     if needed_bytes > available:
         raise UserError(
             f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
-            f"this machine has {units.size(available)} of free memory. --smoke uses a tiny model with the same slice, "
-            "mesh and strategy."
+            f"this machine has {units.size(available)} of free memory. --check smoke uses a tiny model with the "
+            "same slice, mesh and strategy."
         )
 
 
@@ -87,7 +87,9 @@ def problem(
     fixed = need.get("a checkpoint", 0) + need.get("state and gradients", 0)
     if fixed > have_bytes:
         what = f"the state of {program.partitioner.slice.name}"
-        fix = "take more hosts or a smaller model; --smoke uses a tiny model with the same slice, mesh and strategy"
+        fix = (
+            "take more hosts or a smaller model; --check smoke uses a tiny model with the same slice, mesh and strategy"
+        )
     else:
         what = f"BATCH_SIZE = {batch_size(program.spec):,} rows of {_row_bytes(program):,} bytes"
         saved = need.get("saved activations", 0)

@@ -278,7 +278,7 @@ class PuzzleTask:
         return self.source.named_files()
 
     def rehearsal(self) -> PuzzleTask:
-        """Returns a small task of the same shapes for --smoke, with random grids if there is no dataset."""
+        """Returns a small task of the same shapes for smoke runs, with random grids if there is no dataset."""
         source = self.source.rehearsal() or Built(
             random_grids.RandomGrids(seq_len=self.length, vocab_size=self.vocab_size)
         )

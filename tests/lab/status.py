@@ -1,8 +1,8 @@
 """`tests/run.sh lab status`: generates STATUS.md, the table of capabilities and their tests, from the tests' markers.
 
 A test marks the rows of the checklist (tests/capabilities.toml) that it covers; the markers are read from the tests'
-source without running them. The column for TPUs is filled only from reports of `launch/pod.sh SLICE validate` that are
-kept in tests/validated/.
+source without running them. The column for TPUs is filled only from reports of
+`launch/run check --level slice` (RUN/check.json) that are kept in tests/validated/.
 """
 
 import argparse
@@ -22,10 +22,10 @@ STATUS = WORKSPACE / "STATUS.md"
 TESTS = WORKSPACE / "tests"
 CAPABILITIES = TESTS / "capabilities.toml"
 VALIDATED = TESTS / "validated"
-VALIDATES = {  # rows of the checklist, by part of a validation
-    "doctor": ("R01", "X01", "X03"),
+VALIDATES = {  # rows of the checklist, by finding
+    "all hosts": ("R01", "X01", "X03"),
     "attention": ("T08",),
-    "predicted and measured": ("O03", "X06"),
+    "speed": ("O03", "X06"),
     "data_parallel": ("M06",),
     "fsdp": ("M07",),
     "zero1": ("M08",),
@@ -75,19 +75,19 @@ def capabilities(path: Path = CAPABILITIES) -> dict[str, str]:
     return {row: name for group in groups.values() for row, name in group.items()}
 
 
-def covered_by(part: str) -> tuple[str, ...]:
-    """Returns the rows that a part of a validation (`launch.check.validation`) demonstrates."""
-    is_strategy = part.startswith("strategy ")
-    return (*VALIDATES.get(part.removeprefix("strategy "), ()), *(("C02", "C06") if is_strategy else ()))
+def covered_by(finding: str) -> tuple[str, ...]:
+    """Returns the rows that a finding of a check at level slice (`launch.check.short_runs`) demonstrates."""
+    is_strategy = finding.startswith("strategy ")
+    return (*VALIDATES.get(finding.removeprefix("strategy "), ()), *(("C02", "C06") if is_strategy else ()))
 
 
 def ran_on_tpu(folder: Path = VALIDATED) -> dict[str, str]:
-    """Returns slice and date by row (`v4-32, 2026-05-01`) of the newest TPU report in which a part for it passed."""
+    """Returns slice and date by row (`v4-32, 2026-05-01`) of the newest TPU report in which a finding for it is ok."""
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     ran = {}
     for report in sorted((r for r in reports if r["platform"] == "tpu"), key=lambda r: r["date"]):
-        passed = [part for part in report["parts"] if part["verdict"] == "ok"]
-        ran |= {row: f"{report['slice']}, {report['date']}" for part in passed for row in covered_by(part["name"])}
+        passed = [found for found in report["findings"] if found["ok"] and not found["is_note"]]
+        ran |= {row: f"{report['slice']}, {report['date']}" for found in passed for row in covered_by(found["name"])}
     return ran
 
 

@@ -126,7 +126,7 @@ def test_a_run_goes_to_a_folder_of_its_experiment_and_slice(monkeypatch, tmp_pat
     root = {"RENGA_RUN_ROOT": "gs://bucket/runs/"}
     assert environment.run_directory(experiment, slice_name, environ={}) == f"runs/{directory}"
     assert environment.run_directory(experiment, slice_name, environ=root) == f"gs://bucket/runs/{directory}"
-    assert environment.run_directory(experiment, slice_name, smoke=True, environ={}) == f"runs/{directory}-smoke"
+    assert environment.run_directory(experiment, slice_name, level="smoke", environ={}) == f"runs/{directory}-smoke"
 
 
 def test_earlier_versions_named_a_run_by_folder_and_experiment(monkeypatch, tmp_path):

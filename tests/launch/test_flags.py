@@ -14,17 +14,21 @@ LAUNCH = environment.WORKSPACE / "launch"
 
 def parsed(*argv):
     parser = argparse.ArgumentParser()
-    flags.add(parser, "SLICE", "--gin", "--run-dir", "--steps", "--smoke")
+    flags.add(parser, "SLICE", "--gin", "--run-dir", "--steps", "--simulate")
     return parser.parse_args(["v4-8", *argv])
 
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["--gin", "A = 1", "--gin", "B = 'two words'", "--steps", "3", "--smoke"], ["--run-dir", "gs://bucket/run"]],
+    [
+        [],
+        ["--gin", "A = 1", "--gin", "B = 'two words'", "--steps", "3", "--simulate"],
+        ["--run-dir", "gs://bucket/run"],
+    ],
 )
 def test_another_process_gets_the_same_flags(argv):
     args = parsed(*argv)
-    again = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--smoke")
+    again = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--simulate")
     assert parsed(*again) == args
     assert sorted(again) == sorted(argv)
 
@@ -77,8 +81,7 @@ WRITES = {  # the file of each command, and a command line to which the flag and
     ("session", "--write"): "plan v4-8 gin/quickstart.gin",
     ("session", "--record"): "plan v4-8 gin/quickstart.gin",
     ("agreement", "--json"): "agreement",
-    ("preflight", "--json"): "check v4-8 gin/quickstart.gin",
-    ("doctor", "--json"): "doctor v4-8 gin/quickstart.gin",
+    ("command", "--json"): "check v4-8 gin/quickstart.gin",
     ("benchmarks", "--json"): "evaluate no_such_run",
     ("evaluate", "--submission"): "evaluate no_such_run",
 }
@@ -86,7 +89,7 @@ FOLDERS = {(name, "--out") for name in ("build", "export", "hidden", "tokenize")
 FOLDERS |= {("results", "--out")}  # the folder of a suite, which grows with its runs
 OTHERS = {("generate", "--json")}  # a switch
 OTHERS |= {(name, "--record") for name in ("agreement", "bisect")}  # folders of a command's own processes
-READS = {("generate", "--file"), ("humaneval", "--humaneval"), ("gates", "--against"), ("validation", "--attention")}
+READS = {("generate", "--file"), ("humaneval", "--humaneval"), ("gates", "--against")}
 
 
 def named_files():

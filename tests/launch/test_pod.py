@@ -128,9 +128,9 @@ def test_a_simulated_smoke_run_has_a_directory_of_its_own_and_local_logs(place, 
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
     monkeypatch.setattr(paths, "check_writable", lambda directory: directory)  # there is no such bucket
     monkeypatch.setattr(steps, "complete", lambda folder: [])
-    assert cli.main(["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--smoke"]) == 0
+    assert cli.main(["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--check", "smoke"]) == 0
     ((_, _, command, logs),) = calls
-    assert command[-3:] == ["--run-dir", "gs://bucket/runs/quickstart-v4-16-smoke", "--smoke"]
+    assert command[-4:] == ["--run-dir", "gs://bucket/runs/quickstart-v4-16-smoke", "--check", "smoke"]
     assert logs == "runs/quickstart-v4-16-smoke/logs"
 
 
@@ -152,33 +152,36 @@ def test_a_model_larger_than_this_machine_is_not_simulated(place, calls, tmp_pat
     assert cli.main([*argv, *wide]) == 2
     said = capsys.readouterr().err
     assert re.search(
-        r"state of v4-16: needs [\d.,]+ GiB of host memory .* this machine has [\d.]+ GiB\. Fix: .*--smoke", said
+        r"state of v4-16: needs [\d.,]+ GiB of host memory .* this machine has [\d.]+ GiB\. Fix: .*--check smoke", said
     )
     assert not calls
 
 
 def test_check_starts_nothing_wherever_it_is(place, calls, monkeypatch):
     with pytest.raises(Became) as became:
-        cli.main(["pod", "v4-16", "x.gin", "--check", "--simulate", "--smoke", "--gin", "A = 1"])
-    assert became.value.args == (["check", "v4-16", "x.gin", "--gin", "A = 1", "--smoke", "--simulate"],)
+        cli.main(["pod", "v4-16", "x.gin", "--check", "slice", "--simulate", "--gin", "A = 1"])
+    assert became.value.args == (["check", "v4-16", "x.gin", "--level", "slice", "--gin", "A = 1", "--simulate"],)
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check", "--tpu", "t", "--zone", "z"])
-    assert became.value.args == (["check", "v4-16", "x.gin", "--ship"],)
+    assert became.value.args == (["check", "v4-16", "x.gin", "--level", "config", "--ship"],)
     monkeypatch.setenv("TPU_NAME", "t")
     monkeypatch.setenv("TPU_ZONE", "z")
     with pytest.raises(Became) as became:
         cli.main(["pod", "v4-16", "x.gin", "--check"])
-    assert became.value.args == (["check", "v4-16", "x.gin", "--ship"],)
+    assert became.value.args == (["check", "v4-16", "x.gin", "--level", "config", "--ship"],)
     assert not calls
 
 
 def test_a_workstation_passes_variables_to_the_hosts(place, calls, monkeypatch):
     monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
-    argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--smoke", "--dry-run"]
+    argv = ["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--check", "smoke", "--dry-run"]
     assert cli.main(argv) == 0
-    arguments = ["v4-16", "gin/quickstart.gin", "--smoke"]
+    arguments = ["v4-16", "gin/quickstart.gin", "--check", "smoke"]
     directory = "gs://bucket/runs/quickstart-v4-16-smoke"
     assert calls == [("start", (gcloud.Tpu("t", "z"),), "v4-16", arguments, directory, True)]
+
+
+SLICE_LEVEL = ("gin/quickstart.gin", "--check", "slice")
 
 
 @pytest.mark.parametrize(
@@ -187,9 +190,9 @@ def test_a_workstation_passes_variables_to_the_hosts(place, calls, monkeypatch):
         ("v4-16", ["gin/quickstart.gin", "--run-dir", "gs://bucket/x"], None, "gs://bucket/x"),
         ("v4-16", ["gin/quickstart.gin", "--run-dir=gs://bucket/x"], "gs://bucket/runs", "gs://bucket/x"),
         ("v4-8", ["gin/quickstart.gin"], None, "runs/quickstart-v4-8"),
-        ("v4-16", ["validate"], "gs://bucket/runs", "gs://bucket/runs/validate/v4-16"),
-        ("v4-16", ["validate", "--run-dir=gs://bucket/x"], None, "gs://bucket/x"),
-        ("v4-8", ["validate"], None, "runs/validate/v4-8"),
+        ("v4-16", [*SLICE_LEVEL], "gs://bucket/runs", "gs://bucket/runs/quickstart-v4-16-check"),
+        ("v4-16", [*SLICE_LEVEL, "--run-dir=gs://bucket/x"], None, "gs://bucket/x"),
+        ("v4-8", [*SLICE_LEVEL], None, "runs/quickstart-v4-8-check"),
     ],
 )
 def test_hosts_get_their_run_directory_in_every_form(place, calls, monkeypatch, slice_name, more, root, directory):
@@ -321,20 +324,24 @@ def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
         (["v4-32", "x.gin", "--tpu", "t"], "TPU 't' has no zone"),
         (["v4-32", "x.gin", "--simulate", "--tpu", "t"], "--simulate and --tpu exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--dry-run"], "--simulate and --dry-run exclude each other"),
-        (["v4-32", "x.gin", "--check", "--dry-run"], "--check and --dry-run exclude each other"),
+        (["v4-32", "x.gin", "--check", "--dry-run"], "--check config and --dry-run exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--tune", "--steps", "9"], "--tune and --steps exclude each other"),
         (["v4-32", "x.gin", "--simulate", "--tune", "--restarts", "1"], "--tune and --restarts exclude each other"),
-        (["v4-32", "x.gin", "--simulate", "--tune", "--smoke"], "--tune and --smoke exclude each other"),
-        (["v4-32", "x.gin", "--simulate", "--smoke", "--steps", "9"], "--smoke and --steps exclude each other"),
+        (["v4-32", "x.gin", "--simulate", "--tune", "--check", "smoke"], "--tune and --check exclude each other"),
+        (
+            ["v4-32", "x.gin", "--simulate", "--check", "smoke", "--steps", "9"],
+            "--check smoke and --steps exclude each other",
+        ),
         (["v4-32", "x.gin", "--check", "--tune"], "--tune and --check exclude each other"),
         (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--seconds", "5"], "v4-32 x.gin does not use --seconds"),
         (["v4-32", "x.gin", "--tpu", "t", "--zone", "z", "--spot"], "does not use --spot"),
         (["v4-32", "x.gin", "--simulate", "--zone", "z", "--queued"], "--simulate does not use --zone, --queued"),
-        (["v4-32", "validate", "--smoke"], "v4-32 validate does not use --smoke"),
+        (["v4-32", "x.gin", "--check", "hosts", "--restarts", "1"], "--check hosts and --restarts exclude each other"),
+        (["v4-32", "x.gin", "--check=all"], "--check: invalid choice: 'all'"),
         (["logs", "run", "--tpu", "t"], "logs run does not use --tpu"),
         (["stop", "--gin", "A = 1", "--tpu", "t", "--zone", "z"], "stop does not use --gin"),
         (["create", "v4-8", "--tpu", "t", "--zone", "z", "--queued"], "create v4-8 does not use --queued"),
-        (["create", "v4-8", "more", "--tpu", "t", "--zone", "z"], "unexpected argument 'more'"),
+        (["create", "v4-8", "more", "--tpu", "t", "--zone", "z"], "unrecognized arguments: more"),
         (["logs"], "expected: launch/pod.sh logs --tpu NAME --zone ZONE"),
         (["stop", "x.gin", "--tpu", "t", "--zone", "z"], "expected: launch/pod.sh stop --tpu NAME"),
     ],

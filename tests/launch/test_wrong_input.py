@@ -42,7 +42,7 @@ checkpoints ls {no}
 checkpoints verify {no}
 checkpoints diff {no} {no}
 checkpoints prune {no} --keep 1
-doctor v4-9 {experiment}
+check v4-9 {experiment} --level hosts
 evaluate {no}
 evaluate {folder}
 evaluate {run} --slice v4-9
@@ -87,7 +87,7 @@ tokenize --data nosuch:x --vocabulary bytes --out {folder}/new
 tokenize --data {file} --vocabulary bytes --out {folder}/new --exclude {no}
 train {no}.gin --slice v4-8
 train {experiment} --slice v4-9
-validate v4-9 {experiment}
+check v4-9 {experiment} --level slice
 """.strip().splitlines()
 
 

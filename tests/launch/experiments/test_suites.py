@@ -161,7 +161,7 @@ def test_the_command_of_an_experiment(suite):
         *("-m", "launch", "pod", "v4-8", entry.path, "--run-dir", entry.run_dir),
         *("--gin", "SEED = 1", "--steps", "7", "--simulate"),
     ]
-    assert suites.Mode(smoke=True).command(entry)[-1] == "--smoke"
+    assert suites.Mode(check="smoke").command(entry)[-2:] == ["--check", "smoke"]
     assert mode.last_step(entry) == 4
 
 

@@ -64,4 +64,4 @@ def test_every_mistake_is_told_before_anything_starts(folder):
         suites.load(suites.files(str(files)))
     with pytest.raises(ValueError, match="exp07a and 2 more: DATA is not set"):
         suites.load(suites.files("exp07"))
-    assert len(suites.load(suites.files("exp07"), smoke=True)) == 3
+    assert len(suites.load(suites.files("exp07"), level="smoke")) == 3

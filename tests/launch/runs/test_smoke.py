@@ -27,14 +27,14 @@ def experiments():
 @pytest.mark.parametrize("experiment", experiments())
 def test_every_experiment_file_smokes_on_its_slice(launch, experiment, tmp_path):
     slice_name = loader.load(f"gin/{experiment}").build().slice
-    where = ["--smoke", "--run-dir", str(tmp_path), *SMALLER.get(experiment, ())]
+    where = ["--check", "smoke", "--run-dir", str(tmp_path), *SMALLER.get(experiment, ())]
     said = launch("train", f"gin/{experiment}", *where, slice_name=slice_name)
     assert "PASS  20 steps; restored at step 10, 10 steps repeated bit for bit" in said
 
 
 @pytest.mark.slow
 def test_a_smoke_run_can_be_repeated(launch, tmp_path):
-    where = ["--smoke", "--run-dir", str(tmp_path), "--gin", "KEEP_CHECKPOINTS = 1"]
+    where = ["--check", "smoke", "--run-dir", str(tmp_path), "--gin", "KEEP_CHECKPOINTS = 1"]
     for _ in range(2):
         said = launch("train", "gin/own_text.gin", *where, slice_name="v4-8")
         assert "PASS" in said
@@ -44,14 +44,14 @@ def test_a_smoke_run_can_be_repeated(launch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.simulated(4)
 def test_valkyrie_7b_smokes_on_four_hosts(launch, tmp_path):
-    said = launch("pod", "v4-32", "gin/valkyrie_7b.gin", "--simulate", "--smoke", "--run-dir", str(tmp_path))
+    said = launch("pod", "v4-32", "gin/valkyrie_7b.gin", "--simulate", "--check", "smoke", "--run-dir", str(tmp_path))
     assert "PASS  20 steps" in said
 
 
 def test_a_smoke_run_of_other_steps_is_refused(tmp_path, capsys):
-    words = ["--slice", "v4-8", "--run-dir", str(tmp_path / "run"), "--smoke", "--steps", "2"]
+    words = ["--slice", "v4-8", "--run-dir", str(tmp_path / "run"), "--check", "smoke", "--steps", "2"]
     assert cli.main(["train", "gin/quickstart.gin", *words]) == exit_codes.USER_ERROR
-    assert "--smoke and --steps exclude each other: a smoke run has 20 steps" in capsys.readouterr().err
+    assert "--check and --steps exclude each other: a smoke run has 20 steps" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -73,7 +73,7 @@ def test_the_phases_of_a_smoke_run_differ_as_those_of_the_experiment():
 
 @pytest.mark.slow
 def test_a_smoke_run_crosses_the_boundaries_of_phases(launch, tmp_path):
-    where = ["--smoke", "--run-dir", str(tmp_path)]
+    where = ["--check", "smoke", "--run-dir", str(tmp_path)]
     said = launch("train", "gin/quickstart_phases.gin", *where, slice_name="v4-16")
     for words in ("phase 1 of 2: steps 1 to 20", "PASS  phase 1 of 2, 20 steps; restored at step 10", "phase 2 of 2"):
         assert words in said

@@ -176,7 +176,7 @@ def _without_comparison(ready):
     return made
 
 
-@pytest.mark.parametrize("flag", ["--smoke", "--steps=3"])
+@pytest.mark.parametrize("flag", ["--check=smoke", "--steps=3"])
 def test_other_ways_to_run_are_refused(flag, tmp_path, capsys):
     words = ["train", "gin/quickstart.gin", "--slice", "v4-8", "--run-dir", str(tmp_path / "run"), "--tune", flag]
     assert cli.main(words) == exit_codes.USER_ERROR

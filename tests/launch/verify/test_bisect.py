@@ -395,7 +395,7 @@ def test_another_file_and_a_checkpoint(launch, experiment, tmp_path):
     said = launch("bisect", path, "", f"config={tmp_path}/other.gin", code=1)
     assert "different: step 1, update, parameters " in said
     run_dir = str(tmp_path / "run")
-    launch("train", path, "--smoke", "--run-dir", run_dir, slice_name="v4-8")
+    launch("train", path, "--check", "smoke", "--run-dir", run_dir, slice_name="v4-8")
     (attempt,) = (p for p in (tmp_path / "run").iterdir() if (p / "checkpoints").is_dir())
     said = launch("bisect", path, f"checkpoint={attempt}@10", f"checkpoint={attempt}@20", code=1)
     assert "different: step 1, forward, embedding residual" in said

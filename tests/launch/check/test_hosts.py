@@ -1,4 +1,4 @@
-"""The doctor: all checks on a simulated slice, and each check with a problem."""
+"""Checks of all hosts: on a simulated slice, and each check with a problem."""
 
 import json
 import re
@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from core.errors import UserError
+from core.errors import Problem, UserError
 from core.hosts import exit_codes
 from launch import findings
-from launch.check import doctor
+from launch.check import hosts
 from launch.findings import Finding
 from launch.hosts import cluster, tpu_host
 
@@ -19,12 +19,12 @@ TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Tr
 
 @pytest.fixture(scope="module")
 def simulated(launch, tmp_path_factory):
-    """What the doctor says of a slice that has nothing wrong: (text, rows)."""
-    folder = tmp_path_factory.mktemp("doctor")
+    """What the check says of a slice that has nothing wrong: (text, rows)."""
+    folder = tmp_path_factory.mktemp("check")
     where = ["--simulate", "--run-dir", str(folder / "run"), "--json", str(folder / "rows.json")]
     strategy = ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2"]
     bindings = [word for binding in (*TINY, *strategy) for word in ("--gin", binding)]
-    said = launch("doctor", "v4-16", "gin/quickstart.gin", *where, *bindings)
+    said = launch("check", "v4-16", "gin/quickstart.gin", "--level", "hosts", *where, *bindings)
     return said, {row["name"]: row for row in json.loads((folder / "rows.json").read_text())}
 
 
@@ -52,21 +52,21 @@ def test_other_checks_run_if_the_run_directory_cannot_be_written(launch, tmp_pat
     (tmp_path / "file").write_text("")
     where = ["--simulate", "--run-dir", str(tmp_path / "file/run")]
     bindings = [word for binding in TINY for word in ("--gin", binding)]
-    said = launch("doctor", "v4-16", "gin/quickstart.gin", *where, *bindings, code=1)
+    said = launch("check", "v4-16", "gin/quickstart.gin", "--level", "hosts", *where, *bindings, code=2)
     assert re.search(r"FAIL  run directory +cannot write to .*/file/run", said)
     assert re.search(r"ok    axis fsdp +8 chips: all-reduce", said)
     assert "Traceback" not in said
 
 
-def test_a_look_that_does_not_end_ends_the_doctor(run_hosts):
+def test_a_look_that_does_not_end_ends_the_check(run_hosts):
     story = """
         import time
         from core.hosts import failure_diagnosis, heartbeat
-        from launch.check import doctor
+        from launch.check import hosts
 
-        assert doctor.LIMITS.of(failure_diagnosis.Place(0, "clocks", 0.0)) == 120
+        assert hosts.LIMITS.of(failure_diagnosis.Place(0, "clocks", 0.0)) == 120
         heartbeat.start(None, limits=failure_diagnosis.Limits(0.5, 0.5))
-        doctor._attempt("collectives", lambda: time.sleep(30))
+        hosts._attempt("collectives", lambda: time.sleep(30))
     """
     (result,) = run_hosts(story, hosts=1)
     assert result.returncode == exit_codes.HUNG, result.output
@@ -80,7 +80,7 @@ def test_no_look_ends_another(error):
     def look():
         raise error
 
-    (row,) = doctor._attempt("data on hosts", look)
+    (row,) = hosts._attempt("data on hosts", look)
     assert (row.name, row.ok) == ("data on hosts", False)
     assert str(error) in row.detail
     assert isinstance(error, UserError) or row.detail.startswith(f"{type(error).__name__}: ")
@@ -90,14 +90,14 @@ def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path,
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RENGA_RUNROOT", "x")
     where = ["--simulate", "--run-dir", str(tmp_path / "file/run"), "--gin", "BATCH_SIZE = 12", "--gin", "LENGHT = 3"]
-    said = launch("doctor", "v4-16", "gin/quickstart.gin", *where, code=1)
+    said = launch("check", "v4-16", "gin/quickstart.gin", "--level", "hosts", *where, code=2)
     assert "did you mean 'LENGTH'" in said
     assert "cannot write to" in said
     assert "NOT READY: 2 of 2 checks failed" in said
 
 
 def test_a_machine_outside_a_slice_is_reported(launch, monkeypatch):
-    said = launch("doctor", "v4-16", "gin/quickstart.gin", code=2)
+    said = launch("check", "v4-16", "gin/quickstart.gin", "--level", "hosts", code=2)
     assert "this machine is not a host of a TPU slice" in said
 
 
@@ -116,7 +116,7 @@ def test_versions_that_do_not_go_together(changes, says):
     assert cluster.check_versions().ok
 
 
-def test_versions_newer_than_tested_are_noted_by_the_doctor_and_at_the_start_of_a_run(monkeypatch, capsys):
+def test_versions_newer_than_tested_are_noted_by_a_check_and_at_the_start_of_a_run(monkeypatch, capsys):
     requirements = "jax==0.10.1\njaxlib==0.10.2\nlibtpu==0.0.41\n"
     have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"}
     row = cluster.check_versions(installed=have.__getitem__, pins=requirements)
@@ -135,7 +135,7 @@ def test_a_library_that_is_missing_is_named():
         return {"jax": "0.10.2", "jaxlib": "0.10.2"}[name]
 
     row = cluster.check_versions(installed=installed, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1\n")
-    assert (row.ok, row.detail) == (False, "libtpu is not installed")
+    assert (row.ok, row.detail.found) == (False, "libtpu is not installed")
 
 
 @pytest.mark.covers("X03", "L10")
@@ -150,15 +150,15 @@ def test_a_library_that_is_missing_is_named():
     ],
 )
 def test_variables_that_contradict_or_are_not_read_are_reported(environ, says):
-    (row,) = doctor.variables(environ, simulated=False)
+    (row,) = hosts.variables(environ, simulated=False)
     assert says in row.detail
     assert not row.ok or row.is_note
 
 
 def test_variables_of_other_programs_are_ignored():
     environ = {"JAX_ENABLE_X64": "1", "HOME": "/x", "TPU_NAME": "t", "JAX_PLATFORMS": "tpu,cpu"}
-    assert [row.ok for row in doctor.variables(environ, simulated=False)] == [True]
-    assert [row.ok for row in doctor.variables({"JAX_PLATFORMS": "cpu"}, simulated=True)] == [True]
+    assert [row.ok for row in hosts.variables(environ, simulated=False)] == [True]
+    assert [row.ok for row in hosts.variables({"JAX_PLATFORMS": "cpu"}, simulated=True)] == [True]
 
 
 def test_processes_that_hold_a_chip_are_named(tmp_path):
@@ -173,7 +173,7 @@ def test_processes_that_hold_a_chip_are_named(tmp_path):
         process.kill()
     assert not row.ok
     assert f"process {process.pid} holds {chip}: {sys.executable}" in row.detail
-    assert row.fix.startswith(f"end it (kill {process.pid})")
+    assert row.detail.fix.startswith(f"end it (kill {process.pid})")
 
 
 def test_clocks_that_are_apart_are_named(run_hosts):
@@ -195,14 +195,17 @@ def test_clocks_that_are_apart_are_named(run_hosts):
 
 
 def test_rows_of_all_hosts_become_one_table():
-    same, bad = Finding("a", True, "fine"), Finding("b", False, "broken", "mend it")
+    same, bad = Finding("a", True, "fine"), Finding("b", False, Problem("broken", fix="mend it"))
     merged = findings.merge([[same, Finding("b", True, "fine")], [same, bad], [same, bad]])
-    assert [row.detail for row in merged] == ["fine", "host 0: fine", "host 1, 2: broken"]
+    assert [(row.hosts, row.detail) for row in merged[:2]] == [("", "fine"), ("host 0", "fine")]
+    assert (merged[2].hosts, merged[2].detail.fix) == ("host 1, 2", "mend it")
     text = findings.table(merged)
     assert "FAIL  b  host 1, 2: broken\n" in text
-    assert "fix: mend it" in text
+    assert "fix: mend it\n" in text
     assert text.endswith("NOT READY: 1 of 3 checks failed")
-    assert findings.from_json(findings.to_json(merged)) == merged
+    again = findings.from_json(findings.to_json(merged))
+    assert again == merged
+    assert again[2].detail.fix == "mend it"
 
 
 def test_hbm_is_that_of_the_record(monkeypatch):
@@ -212,8 +215,8 @@ def test_hbm_is_that_of_the_record(monkeypatch):
     config = loader.load("gin/valkyrie_7b.gin")
     experiment = config.build()
     need = predictions.find(experiment, config)["memory"]["peak_bytes"]
-    row = doctor.hbm(config, experiment, limit_bytes=need - 1)
+    row = hosts.hbm(config, experiment, limit_bytes=need - 1)
     assert not row.ok
-    assert doctor.hbm(config, experiment, limit_bytes=need).ok
+    assert hosts.hbm(config, experiment, limit_bytes=need).ok
     other = loader.load("gin/valkyrie_7b.gin", bindings=["LENGTH = 1024"])
-    assert doctor.hbm(other, other.build(), limit_bytes=None).is_note
+    assert hosts.hbm(other, other.build(), limit_bytes=None).is_note

@@ -1,0 +1,135 @@
+"""The short runs of a check at level slice: what they find, their report, and when it counts for STATUS.md."""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from core import slices
+from core.errors import Problem
+from launch import environment
+from launch.check import short_runs
+from launch.findings import LAYOUT, Finding, to_json
+from models.decoder.attention import attention_check
+from tests.lab import status
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands of the parts, each of which succeeds; `--level hosts` has one finding."""
+    ran = []
+
+    def run(argv):
+        ran.append(list(argv))
+        if argv[0] == "check" and "--json" in argv:
+            compared = {"platform": "tpu", "kernel": "on TPU v4", "compared": [], "ok": True}
+            is_attention = argv[-1] == "attention"
+            text = json.dumps(compared) if is_attention else to_json([Finding("clocks", True, "0.1 s apart")])
+            pathlib.Path(argv[argv.index("--json") + 1]).write_text(text)
+        return 0, ""
+
+    monkeypatch.setattr(short_runs, "_run", run)
+    return ran
+
+
+def arguments(run_dir, *, simulate):
+    return argparse.Namespace(slice="v4-8", experiment="x.gin", gin=["A = 1"], run_dir=str(run_dir), simulate=simulate)
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_the_parts_are_commands_that_cover_rows_of_the_checklist(commands, tmp_path, simulate):
+    found, is_shown = short_runs.check(arguments(tmp_path, simulate=simulate), slices.get("v4-8"))
+    assert is_shown
+    assert all(("--simulate" in argv) == simulate and "A = 1" in argv for argv in commands)
+    strategies = short_runs.REHEARSED if simulate else {path.stem for path in short_runs.STRATEGIES.glob("*.gin")}
+    names = {finding.name for finding in found}
+    assert names == {"clocks", "all hosts", "attention", "speed", *(f"strategy {name}" for name in strategies)}
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert (report["platform"], report["ok"]) == ("simulated" if simulate else "tpu", True)
+    covered = {row for name in names for row in status.covered_by(name)}
+    assert covered <= set(status.capabilities())
+    assert simulate or covered >= {row for rows in status.VALIDATES.values() for row in rows}
+
+
+def test_a_part_that_fails_leaves_its_last_lines():
+    found = short_runs._judged("x", ["check", "v9-1", "x.gin"])
+    assert not found.ok
+    assert isinstance(found.detail, Problem)
+    assert "unknown TPU slice 'v9-1'" in found.detail.found
+    assert short_runs._judged("x", ["slices"]).ok
+
+
+def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path):
+    """A mistake in the configuration is a failure: it is not that of the layout."""
+    given = argparse.Namespace(
+        slice="v4-16", experiment="gin/quickstart.gin", gin=[], run_dir=str(tmp_path / "run"), simulate=False
+    )
+    found = short_runs._strategy(given, "multislice", tmp_path / "a.json")
+    assert (found.ok, found.is_note) == (True, True)
+    given.gin = ["nothing.here = 3"]
+    found = short_runs._strategy(given, "multislice", tmp_path / "b.json")
+    assert not found.ok
+    assert LAYOUT not in {row["name"] for row in json.loads((tmp_path / "b.json").read_text())}
+
+
+def test_measurements_are_read_from_the_run_directory(bucket):
+    bucket.write("gs://bucket/v/run/metrics.jsonl", b'{"step": 1}\n{"step": 2, "step_seconds": 0.5, "loss": 3.0}\n')
+    ask = "from launch.check import short_runs; print(short_runs.measured('gs://bucket/v/run'))"
+    there = {"env": {**os.environ, **bucket.environment}, "cwd": environment.WORKSPACE}
+    said = subprocess.run([sys.executable, "-c", ask], **there, stdout=subprocess.PIPE, text=True, check=True)
+    assert said.stdout == "{'step': 2, 'step_seconds': 0.5}\n"
+
+
+@pytest.mark.covers("T08")
+def test_the_kernel_and_the_plain_form_agree_here():
+    found = attention_check.compare(dtype="float32", interpret=True)
+    assert set(found["apart"]) == {"output", "d query", "d key", "d value"}
+    assert 0 < max(found["apart"].values()) < found["tolerance"] == 2e-5
+
+
+def test_a_kernel_that_is_wrong_is_found(monkeypatch):
+    plain = attention_check.attention.plain
+    monkeypatch.setattr(attention_check.attention, "splash_attention", lambda q, k, v, s, **_: 1.01 * plain(q, k, v, s))
+    found = attention_check.look()
+    assert not found["ok"]
+    assert (found["platform"], found["kernel"]) == ("cpu", "interpreted: this is no TPU")
+
+
+@pytest.mark.covers("E07")
+def test_only_a_report_of_a_tpu_fills_the_last_column(tmp_path):
+    found = [Finding("strategy fsdp", True, "9 s"), Finding("strategy tensor", False, "exit code 1")]
+    found += [Finding("strategy zero1", True, "does not fit", is_note=True)]
+    parts = json.loads(to_json(found))
+    for name, platform, date in (
+        ("a", "tpu", "2026-05-01"),
+        ("b", "simulated", "2026-06-01"),
+        ("c", "cpu", "2026-06-01"),
+    ):
+        report = {"platform": platform, "slice": "v4-32", "date": date, "findings": parts}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    ran = status.ran_on_tpu(tmp_path)
+    assert ran == dict.fromkeys(("M07", "C02", "C06"), "v4-32, 2026-05-01")
+    test = status.Marked("tests/x.py::t", ("M07", "M09"), 0, ())
+    page = status.render({"M07": "one", "M09": "two"}, [test], ran)
+    assert "| M07 | one | yes |  |  | v4-32, 2026-05-01 | x.py |" in page
+    assert "| M09 | two | yes |  |  | never | x.py |" in page
+    assert "1 ran on a TPU" in page
+    assert status.ran_on_tpu(tmp_path / "none") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X02")
+@pytest.mark.simulated(2)
+def test_a_rehearsal_writes_a_report_that_claims_nothing(launch, tmp_path):
+    where = ("v4-16", "gin/quickstart.gin", "--check", "slice", "--simulate", "--run-dir", str(tmp_path))
+    said = launch("pod", *where, timeout=900)
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert said.rstrip().endswith("READY")
+    assert (report["platform"], report["ok"]) == ("simulated", True)
+    names = {row["name"] for row in report["findings"]}
+    assert names >= {"hosts", "clocks", "axis fsdp", "attention", "strategy fsdp", "strategy fsdp_tensor", "speed"}
+    assert report["measured"]["step_seconds"] > 0
