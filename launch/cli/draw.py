@@ -1,4 +1,4 @@
-"""`launch/run draw`: draws a pipeline schedule as text and as an image."""
+"""`launch/run draw`: draws a pipeline schedule as text."""
 
 import argparse
 
@@ -10,7 +10,7 @@ COMMAND = ("layouts", "draw")
 HELP = "draw what each stage of a pipeline does at each tick"
 EXAMPLE = """launch/run draw gpipe --stages 4 --microbatches 8
   launch/run draw circular --stages 4 --microbatches 4 --repeats 2
-  launch/run draw one_f_one_b --stages 4 --microbatches 8 --png 1f1b.png"""
+  launch/run draw one_f_one_b --stages 4 --microbatches 8"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=flags.at_least(1), help="for circular: passes of a microbatch through all stages"
     )
-    help_ = "also write an image: forward blue, backward red, bubbles gray"
-    parser.add_argument("--png", **flags.OUTPUT, help=help_)
-    flags.add(parser, "--overwrite")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +31,4 @@ def run(args: argparse.Namespace) -> int:
     if problems := schedule.problems(args.stages):
         raise UserError("; ".join(problems))
     print(drawing.text(schedule, stages=args.stages))
-    if args.png:
-        args.png.write_bytes(drawing.png(schedule, stages=args.stages))
     return 0

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates, prints the table, and writes table, chunks and pictures to the folder of the run."""
+    """Evaluates, prints the table, and writes table and chunks to the folder of the run."""
     names = [name for name in args.gates.split(",") if name]
     if not names:
         raise UserError("--gates: expected names of gates, such as skip,update,random,oracle,reconstruction")
@@ -214,24 +214,20 @@ class _Report:
         return {name: value for name, value in found.items() if math.isfinite(value)}  # a constant has none
 
     def write(self, folder: Any, suffix: str, about: Mapping[str, Any]) -> list[str]:
-        """Writes table, chunks and pictures; returns the names of the files."""
-        from launch.experiments import gate_pictures  # matplotlib takes a second to import
-
+        """Writes table and chunks; returns the names of the files."""
         result = {**about, "gates": self.rows, "differences": self.differences, "correlations": self._correlations()}
         text = json.dumps(result, indent=1) + "\n"
         files = {f"gates{suffix}.json": text, f"chunks{suffix}.csv": self._csv()}
         for name, content in files.items():
             paths.write_text_atomically(folder / name, content)
-        thresholds = {n: d.thresholds for n, d in self.decided.items() if d.thresholds is not None}
-        picture = folder / f"gates{suffix}.png"
-        picture.write_bytes(gate_pictures.png(self.chunks, self.rows, thresholds))
-        return [str(folder / name) for name in (*files, picture.name)]
+        return [str(folder / name) for name in files]
 
     def _csv(self) -> str:
         chunks, out = self.chunks, io.StringIO()
         columns: dict[str, np.ndarray] = {**chunks._asdict(), "advantage": chunks.advantage}
         columns |= {f"loss_{name}": values for name, values in self.losses.items()}
         columns |= {name: decided.updates.astype(int) for name, decided in self.decided.items()}
+        columns |= {f"threshold_{n}": d.thresholds for n, d in self.decided.items() if d.thresholds is not None}
         writer = csv.writer(out)
         writer.writerow(columns)
         writer.writerows(zip(*(np.asarray(values).tolist() for values in columns.values()), strict=True))

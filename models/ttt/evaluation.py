@@ -151,14 +151,3 @@ def interval(
     means = (drawn @ gains) / np.where(weights > 0, weights, 1)
     low, high = np.percentile(means, _PERCENT)
     return float(np.sum(gains) / np.sum(tokens)), float(low), float(high)
-
-
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Returns which points (cost, loss) no other one beats in both, by cost."""
-    order = sorted(range(len(points)), key=lambda i: points[i])
-    front, best = [], float("inf")
-    for i in order:
-        if points[i][1] < best:
-            front.append(i)
-            best = points[i][1]
-    return front

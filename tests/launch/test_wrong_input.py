@@ -18,7 +18,6 @@ agreement --experiment {no}.gin
 agreement --only fsdp --json {no}
 bisect v4-8 {no}.gin v4-8
 draw nosuch --stages 2 --microbatches 2
-draw gpipe --stages 2 --microbatches 2 --png {no}
 plan v4-9 {experiment}
 plan v4-8 {no}.gin
 plan v4-8 {experiment} --only nosuch

@@ -63,6 +63,5 @@ def test_decisions_in_order_have_thresholds():
     assert evaluation.decide(gates.LossThreshold(1.5), found).updates.tolist() == (found.signals.loss > 1.5).tolist()
 
 
-def test_the_front_is_what_nothing_beats():
-    assert evaluation.pareto([(1.0, 3.0), (2.0, 2.0), (2.5, 2.5), (3.0, 1.0), (3.0, 2.0)]) == [0, 1, 3]
+def test_a_constant_has_no_correlation():
     assert np.isnan(evaluation.correlation(np.ones(3), np.arange(3.0)))
