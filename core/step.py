@@ -77,11 +77,6 @@ def create(model: Model, optimizer: Optimizer, params: Params, batch: Batch) -> 
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model.init_carry(batch))
 
 
-def initialise(model: Model, optimizer: Optimizer, *, seed: int, batch: Batch) -> TrainState:
-    """Returns the state before the first step, with parameters from `seed` that are equal under every layout."""
-    return create(model, optimizer, model.init(jax.random.key(seed), batch), batch)
-
-
 def sum_gradients(grad: Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
     """Adds gradients and sums over `accum_steps` microbatches, one after the other."""
     if accum_steps == 1:

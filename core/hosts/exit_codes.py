@@ -79,11 +79,3 @@ def ending(code: int) -> Ending:
 def of_process(returncode: int) -> int:
     """Converts the `returncode` of a subprocess into an exit code as shells give it: 128 + N for signal N."""
     return returncode if returncode >= 0 else 128 - returncode
-
-
-def markdown_table() -> str:
-    """Returns the table of exit codes in launch/README.md, as Markdown."""
-    rows = ["| code | meaning | can a restart help? |", "|---|---|---|"]
-    rows += [f"| {code} | {said.meaning} | {'yes' if said.restart else 'no'} |" for code, said in ENDINGS.items()]
-    rows.append(f"| 128 + N | {_BY_SIGNAL.meaning.format('N')} | yes |")
-    return "\n".join(rows) + "\n"

@@ -13,9 +13,7 @@ from typing import Any
 from core import versions
 
 FILE = Path(__file__).parent / "published.json"
-README = Path(__file__).parent / "README.md"
 BOUNDS = ("hidden", "scheduled", "exposed")
-_BEGIN, _END = "<!-- published: written by tests/run.sh lab golden --write -->", "<!-- end -->"
 
 PublishedRun = Mapping[str, Any]
 
@@ -45,29 +43,3 @@ def spread(published: Sequence[PublishedRun]) -> tuple[float, float] | None:
 def ratios(row: PublishedRun) -> list[float]:
     """Returns the ratios of predicted to published tokens per second, by bound."""
     return [row["predicted"][bound] / row["tokens_per_second_per_chip"] for bound in BOUNDS]
-
-
-def table(published: Sequence[PublishedRun]) -> str:
-    """Returns the runs as a Markdown table."""
-    lines = [
-        "| run | slice | published | tokens/s per chip | predicted: hidden | as scheduled | exposed | over published |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in published:
-        cells = [row["of"], row["slice"], row["printed"], f"{row['tokens_per_second_per_chip']:,}"]
-        if "predicted" in row:
-            cells += [f"{row['predicted'][bound]:,.0f}" for bound in BOUNDS]
-            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios(row)))
-        else:
-            cells += ["–"] * 4
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write(predicted: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes predictions, by name in tokens per second per chip, to published.json and the table of README.md."""
-    published = [row | {"predicted": predicted[row["name"]]} if row["name"] in predicted else row for row in rows()]
-    FILE.write_text(json.dumps(published, indent=1) + "\n")
-    before, _, rest = README.read_text().partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    README.write_text(f"{before}{_BEGIN}\n\n{table(published)}\n\n{label()}\n\n{_END}{after}")

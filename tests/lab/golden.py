@@ -18,7 +18,7 @@ from typing import Any
 
 from core import slices, units, versions
 from core.errors import UserError
-from launch import environment, predictions, program_identity
+from launch import environment, program_identity
 from launch.config import loader
 from launch.experiment import Experiment
 from parallel.compiled import analysis, compiling
@@ -27,6 +27,7 @@ from parallel.planning import calibration, cost, records
 from parallel.planning import prediction as measured
 from parallel.planning.cost import StepTime
 from parallel.planning.prediction import Prediction
+from tests.lab import recorded_predictions
 
 FOLDER = environment.WORKSPACE / "tests" / "golden"
 _GIN = environment.WORKSPACE / "gin"
@@ -98,7 +99,7 @@ def read(name: str) -> dict[str, Any] | None:
 def write(name: str, record: Prediction) -> None:
     """Writes a record, and the predictions that the product has of all records."""
     records.write(path(name), record)
-    predictions.write(json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
+    recorded_predictions.write(json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
 
 
 def difference(name: str, before: Prediction, after: Prediction) -> str:
@@ -172,7 +173,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
 def write_published() -> None:
     """Writes the predictions of published runs to `planning.calibration`, then updates every header."""
     recorded = {row["name"]: read(row["name"]) for row in calibration.rows()}
-    calibration.write({name: _speed(record) for name, record in recorded.items() if record})
+    recorded_predictions.write_published({name: _speed(record) for name, record in recorded.items() if record})
     write_headers()
 
 

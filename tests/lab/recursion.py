@@ -82,7 +82,7 @@ def _compiled(model: TRM):
     rate = optimizers.constant(1e-4)
     table = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate)
     optimizer = optimizers.averaged(optimizer=table).for_model(model, batch)
-    state = step.initialise(model, optimizer, seed=0, batch=batch)
+    state = step.create(model, optimizer, model.init(jax.random.key(0), batch), batch)
     return state, batch, jax.jit(step.train_step(model, optimizer, seed=0)).lower(state, batch).compile()
 
 

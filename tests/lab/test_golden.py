@@ -10,7 +10,7 @@ from launch.config import loader
 from launch.runs import smoke
 from parallel.planning import calibration, prediction, records
 from tests.lab import __main__ as main
-from tests.lab import golden
+from tests.lab import golden, recorded_predictions
 
 REHEARSED = ("own_text", "quickstart", "quickstart_phases", "trm-suite")  # their headers have no predictions
 RECORDS = sorted(golden.files())
@@ -226,7 +226,7 @@ def test_the_product_has_the_predictions_of_all_committed_records(tmp_path, monk
     """A wheel has no tests/golden/."""
     committed = predictions.FILE.read_text()
     monkeypatch.setattr(predictions, "FILE", tmp_path / "predictions.json")
-    predictions.write(json.loads(file.read_text()) for file in sorted(golden.FOLDER.glob("*.json")))
+    recorded_predictions.write(json.loads(file.read_text()) for file in sorted(golden.FOLDER.glob("*.json")))
     assert predictions.FILE.read_text() == committed, "tests/run.sh lab golden --write"
     assert "predictions.json" in (environment.WORKSPACE / "setup.py").read_text()
 

@@ -35,7 +35,7 @@ def test_64_puzzles_are_learnt_by_heart(mixer, steps, sixty_four):
     rate = optimizers.constant(1e-3)
     table = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate)
     optimizer = optimizers.averaged(optimizer=table, decay=0.98).for_model(model, sixty_four)
-    state = step.initialise(model, optimizer, seed=0, batch=sixty_four)
+    state = step.create(model, optimizer, model.init(jax.random.key(0), sixty_four), sixty_four)
     train = jax.jit(step.train_step(model, optimizer, seed=0))
     for _ in range(steps):
         state, metrics = train(state, sixty_four)

@@ -4,11 +4,15 @@ import pathlib
 
 from core.hosts import exit_codes
 
+SIGNAL = exit_codes._BY_SIGNAL.meaning.format("N")
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def test_the_readme_has_the_table():
-    assert exit_codes.markdown_table() in (ROOT / "launch" / "README.md").read_text()
+    rows = ["| code | meaning | can a restart help? |", "|---|---|---|"]
+    listed = [*exit_codes.ENDINGS.items(), ("128 + N", exit_codes._BY_SIGNAL._replace(meaning=SIGNAL))]
+    rows += [f"| {code} | {said.meaning} | {'yes' if said.restart else 'no'} |" for code, said in listed]
+    assert "\n".join(rows) + "\n" in (ROOT / "launch" / "README.md").read_text()
 
 
 def test_every_code_has_a_name_of_its_own():

@@ -32,7 +32,7 @@ def equations(jaxpr):
 @pytest.fixture(scope="module")
 def traced():
     zeros = lambda: {k: jnp.zeros(s.shape, s.dtype) for k, s in SPEC.items()}  # noqa: E731
-    state = jax.eval_shape(lambda: step.initialise(MODEL, OPTIMIZER, seed=0, batch=zeros()))
+    state = jax.eval_shape(lambda: step.create(MODEL, OPTIMIZER, MODEL.init(jax.random.key(0), zeros()), zeros()))
     return jax.make_jaxpr(step.train_step(MODEL, OPTIMIZER, seed=0), return_shape=True)(state, SPEC)
 
 

@@ -134,7 +134,7 @@ def test_exploration_fades():
 def test_the_carry_counts_the_steps_of_training():
     model = SMALL
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-3)).for_model(model, batch())
-    state = step.initialise(model, optimizer, seed=0, batch=batch())
+    state = step.create(model, optimizer, model.init(jax.random.key(0), batch()), batch())
     run = jax.jit(step.train_step(model, optimizer, seed=0))
     for number in range(1, 4):
         state, _ = run(state, batch(number))

@@ -104,7 +104,7 @@ def test_a_model_learns_and_is_evaluated_on_zeros(tmp_path):
     batches = list(batches_of(files(tmp_path, A_IS_ZERO)))
     first = batches[0]
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1)).for_model(Bigrams(), first)
-    state = step.initialise(Bigrams(), optimizer, seed=0, batch=first)
+    state = step.create(Bigrams(), optimizer, Bigrams().init(jax.random.key(0), first), first)
     train = jax.jit(step.train_step(Bigrams(), optimizer, seed=0))
     evaluate = jax.jit(step.eval_step(Bigrams(), optimizer, seed=0))
     before = evaluate(state, first)["loss"]
