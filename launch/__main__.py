@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from core.errors import UnreachableError, UserError
 from core.hosts import exit_codes, heartbeat
-from launch import environment, flags, old_spellings, terminal
+from launch import environment, flags, terminal
 
 FAMILIES = {
     "layouts": "Layouts: memory, traffic and agreement of strategies, plans and schedules.",
@@ -53,7 +53,7 @@ def _command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    name, *rest = old_spellings.current(argv)
+    name, *rest = flags.current(argv)
     modules = commands()
     if name not in modules:
         nearest = difflib.get_close_matches(name, modules, n=1)

@@ -1,10 +1,12 @@
-"""Flags that several commands share, each with one name, type and help text."""
+"""Flags that several commands share, each with one name, type and help text; old names of commands and flags."""
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +160,51 @@ def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
         elif value is not None and value is not False:
             words += [name, str(value)]
     return words
+
+
+# Old names of commands and flags, which are accepted for one release.
+_OLD_COMMANDS = {"doctor": ("check", "--level", "hosts"), "validate": ("check", "--level", "slice")}
+_OLD_FLAGS = {  # by command
+    ("check", "--smoke"): ("--level", "smoke"),
+    ("pod", "--smoke"): ("--check", "smoke"),
+    ("suite", "--smoke"): ("--check", "smoke"),
+    ("train", "--smoke"): ("--check", "smoke"),
+    ("evaluate", "--rows"): ("--num-examples",),
+}
+_VALIDATED = "gin/quickstart.gin"  # what `validate` took if none was named
+
+
+def current(argv: Sequence[str]) -> list[str]:
+    """Returns a command line with the current names; prints a note for each old one."""
+    command, *words = argv
+    if command == "pod" and words[1:2] == ["validate"]:  # SLICE validate [EXPERIMENT.gin] [--flags]
+        named = [word for word in words[2:3] if not word.startswith("-")]
+        _note("pod.sh SLICE validate", "pod.sh SLICE EXPERIMENT.gin --check slice")
+        words = [words[0], *(named or [_VALIDATED]), *words[2 + len(named) :], "--check", "slice"]
+    if command in _OLD_COMMANDS:
+        new, *level = _OLD_COMMANDS[command]
+        _note(f"launch/run {command}", f"launch/run {' '.join(_OLD_COMMANDS[command])}")
+        if command == "validate" and not any(word.endswith(".gin") for word in words):
+            words = [*words[:1], _VALIDATED, *words[1:]]
+        command, words = new, [*words, *level]
+    return [command, *_with_current_flags(command, words)]
+
+
+def _with_current_flags(command: str, words: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag, is_assigned, value = word.partition("=")
+        if new := _OLD_FLAGS.get((command, flag)):
+            _note(flag, " ".join(new))
+            found += [*new, *([value] if is_assigned else [])]
+        elif word == "--check" and "--smoke" in words:  # of which the level is smoke
+            continue
+        elif word == "--check" and after and after not in LEVELS and not after.startswith("-"):
+            found += [word, LEVELS[0]]  # it had no value
+        else:
+            found.append(word)
+    return found
+
+
+def _note(old: str, new: str) -> None:
+    print(f"note: {old} is now {new}", file=sys.stderr)

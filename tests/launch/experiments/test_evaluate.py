@@ -192,7 +192,7 @@ def test_a_run_without_a_checkpoint(command, parrot_run, tmp_path):
 def test_rows_that_are_no_number_are_refused(command, parrot_run):
     code, said = command("evaluate", parrot_run, "--rows", "0")
     assert code == 2
-    assert "--num-examples/--rows: 0: expected a whole number, at least 1" in said
+    assert "--num-examples: 0: expected a whole number, at least 1" in said
 
 
 def test_text_is_evaluated_in_whole_batches():
