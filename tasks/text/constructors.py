@@ -20,8 +20,8 @@ from core.types import Batches, CountsTokens, DataLayout, can
 from tasks import streams
 from tasks.text import vocabularies
 from tasks.text.document_streams import DocumentSource
-from tasks.text.documents import Corpus, HashesContent, StreamSpec, TriesExamples
-from tasks.text.ids import ChatVocabulary, Encodes, FormatsChats, ReadsFile, Vocabulary
+from tasks.text.documents import Corpus, FillsCache, HashesContent, StreamSpec, TriesExamples
+from tasks.text.ids import ChatVocabulary, Encodes, FormatsChats, IsDefinedByTask, ReadsFile, Vocabulary
 from tasks.text.text_files import TextFiles, python_library
 
 if TYPE_CHECKING:
@@ -52,11 +52,13 @@ class TextTask:
         return streams.batch_spec(batch_size, length=self.length)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Makes the vocabulary usable. Called on host 0 first, then, after a barrier, on all others.
+        """Makes the data and the vocabulary usable. Called on host 0 first, then, after a barrier, on all others.
 
         Raises:
-          UserError: the vocabulary is missing or is not the one of this run.
+          UserError: the vocabulary is missing or is not the one of this run, or a cache cannot be written.
         """
+        if can(self.corpus, FillsCache):
+            self.corpus.fill()
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self.corpus.sample_texts)
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
@@ -319,27 +321,62 @@ def huggingface(
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
 
-def seqio(*, name: str, inputs_length: int | None = None, length: int, num_streams: int) -> TextTask:
+def seqio(
+    *,
+    name: str,
+    module: str | None = None,
+    cache: str | None = None,
+    inputs_length: int | None = None,
+    epochs: int | None = None,
+    live: bool = False,
+    length: int,
+    num_streams: int,
+) -> TextTask:
     """Returns a task or mixture of a decoder that your own module registered with seqio, with its own vocabulary.
 
-    The gin file must import that module. The task's own preprocessors make `targets` from text, append the
-    end-of-document id and shuffle; longer targets are cut, and several are packed into a row. Of a task with `inputs`,
-    the targets follow the inputs, and only they are learned.
+    The task's own preprocessors make `targets`, or `inputs` and `targets`, from its source. Longer features are cut,
+    as seqio cuts them, and several examples are packed into a row. Of a task with `inputs`, the targets follow the
+    inputs, and only they are learned.
+
+    The first start of a run executes the task once, in other processes, and writes a token cache, as
+    `launch/run tokenize --task NAME` does. A run whose cache is written imports neither seqio nor TensorFlow.
 
     Args:
       name: of the seqio task or mixture.
+      module: the Python module that registers it, such as `my_tasks`.
+      cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the folder of the
+        workspace, on each host unless they share it.
       inputs_length: for a task with `inputs`: the most ids of them in a row; the targets have the rest of `length`.
+      epochs: of a task whose preprocessors draw random numbers: how many epochs, each with numbers of its own, are
+        cached; then they are repeated.
+      live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the version
+        of TensorFlow that began it, and the position of each stream holds its buffers.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
     """
-    check_text(name, where="text.seqio.name")
+    for argument, value in {"name": name, "module": module or name, "cache": cache or name}.items():
+        check_text(value, where=f"text.seqio.{argument}")
+    check_integer(length, where="text.seqio.length", least=2)
+    if epochs is not None:
+        check_integer(epochs, where="text.seqio.epochs", least=1)
     if inputs_length is not None:
         check_integer(inputs_length, where="text.seqio.inputs_length", least=1)
         if inputs_length >= length:
             raise UserError(f"text.seqio.inputs_length is {inputs_length}, expected less than the length {length}")
-    from tasks.text.seqio_tasks import SeqioCorpus, SeqioVocabulary
+    from tasks.text.seqio_pipeline import Asked
 
-    return _task("seqio", SeqioCorpus(name, inputs_length), (length, num_streams, SeqioVocabulary(name)))
+    asked = Asked(name, module, inputs_length, length - (inputs_length or 0))
+    if live:
+        from tasks.text.seqio_live import LiveSeqio
+        from tasks.text.seqio_tasks import SeqioVocabulary
+
+        if cache or epochs:
+            raise UserError("text.seqio: cache and epochs belong to a token cache, and live = True reads without one")
+        return _task("seqio", LiveSeqio(asked), (length, num_streams, SeqioVocabulary(name, module)))
+    from tasks.text.seqio_cache import DefinedVocabulary, SeqioCache
+
+    corpus = SeqioCache(asked, cache or asked.folder, epochs)
+    return _task("seqio", corpus, (length, num_streams, DefinedVocabulary(corpus)))
 
 
 def tokens(
@@ -374,7 +411,8 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     """Returns a task that samples several text tasks by weight.
 
     Args:
-      tasks: tasks with the same vocabulary, length and number of streams; `chats` and `seqio` cannot be mixed.
+      tasks: tasks with the same vocabulary, length and number of streams; `chats` and live `seqio` tasks cannot be
+        mixed.
       weights: relative shares of rows; any positive numbers. In 1,000 consecutive rows each source has its share to one
         or a few rows.
 
@@ -397,7 +435,12 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
         _check_mixes(task, first)
     from tasks.text.mixed_documents import Mixture
 
-    corpus = Mixture(tuple(task.corpus for task in tasks), tuple(map(float, weights)))
+    defined = any(can(task.vocabulary, IsDefinedByTask) for task in tasks)
+    corpus = Mixture(
+        tuple(task.corpus for task in tasks),
+        tuple(map(float, weights)),
+        tuple(task.vocabulary for task in tasks) if defined else (),
+    )
     return _task("mixture", corpus, (first.length, first.num_streams, first.vocabulary))
 
 
@@ -405,12 +448,14 @@ def _check_mixes(task: TextTask, first: TextTask) -> None:
     if not isinstance(task.corpus, DocumentSource):
         raise UserError(
             f"text.mixture cannot mix {task.corpus.describe()}: only tasks of documents (python_source, files, tokens, "
-            "tfds, huggingface)"
+            "tfds, huggingface, seqio from a cache)"
         )
     for name in ("length", "num_streams"):
         ours, theirs = getattr(task, name), getattr(first, name)
         if ours != theirs:
             raise UserError(f"text.mixture: {name} is {ours} in one task and {theirs} in the first; expected equal")
+    if any(can(each.vocabulary, IsDefinedByTask) for each in (task, first)):
+        return  # `Mixture.problems` compares them
     same_class = type(task.vocabulary) is type(first.vocabulary)
     if not same_class or _file(task.vocabulary) != _file(first.vocabulary):
         raise UserError("text.mixture: its tasks have different vocabularies; use the same one for all")

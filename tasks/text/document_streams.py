@@ -138,8 +138,8 @@ class Chunks(Protocol):
     def share(self) -> float:
         """Returns about which share of the source was read, 0 to 1."""
 
-    def take(self, most: int) -> np.ndarray | None:
-        """Returns the next chunk, int32[<=most], or None at the end; `most` is T, or what is left of a row."""
+    def next_segment(self, most: int) -> packing.Segment | None:
+        """Returns the next chunk, of at most `most` ids, or None at the end; `most` is T, or what is left of a row."""
 
 
 class DocumentStream(packing.PackedStream):
@@ -170,11 +170,11 @@ class DocumentStream(packing.PackedStream):
         segments: list[packing.Segment] = []
         taken = 0
         while taken < wanted:
-            chunk = self._chunks.take(spec.length - taken % spec.length if self._concatenates else spec.length)
-            if chunk is None:
+            most = spec.length - taken % spec.length if self._concatenates else spec.length
+            if (segment := self._chunks.next_segment(most)) is None:
                 break
-            segments.append(packing.text_segment(chunk, bos_id=spec.vocabulary.bos_id))
-            taken += len(chunk)
+            segments.append(segment)
+            taken += len(segment.targets)
         self._window += 1
         if spec.seed is None or self._concatenates:
             return segments
@@ -255,7 +255,12 @@ class _Chunks(Chunks):
         begun = self._place / max(len(self._known), 1) if self._known is not None else begun
         return min(1.0, (self._part + begun) / len(self._parts))
 
+    def next_segment(self, most: int) -> packing.Segment | None:
+        chunk = self.take(most)
+        return None if chunk is None else packing.text_segment(chunk, bos_id=self._spec.vocabulary.bos_id)
+
     def take(self, most: int) -> np.ndarray | None:
+        """Returns the ids of the next chunk, int32[<=most]; None at the end."""
         assert most == self._spec.length, "text that is not tokenized yet is packed"
         while True:
             while self._taken < len(self._document):

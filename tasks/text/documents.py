@@ -194,6 +194,13 @@ class HashesContent(Protocol):
         """Returns a hash of the content of the files (`tasks.text.content_hash`)."""
 
 
+class FillsCache(Protocol):
+    """A `Corpus` that is read from a token cache, which the first start of a run writes."""
+
+    def fill(self) -> None:
+        """Writes the cache unless it is written. Raises UserError."""
+
+
 class TriesExamples(Protocol):
     """A `Corpus` whose examples are made by code of the user."""
 

@@ -82,6 +82,16 @@ class ReadsFile(Protocol):
     path: str | None
 
 
+class IsDefinedByTask(Protocol):
+    """A vocabulary that a registered seqio task brings: known once its cache is read, or its module imported.
+
+    Attributes:
+      corpus: the examples of the task.
+    """
+
+    corpus: Any
+
+
 class ListsStops(Protocol):
     """A vocabulary that has more ids that end generation than the end-of-document id.
 

@@ -9,22 +9,28 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from core.types import can
 from tasks.streams import Stream, read_position
 from tasks.text import packing
-from tasks.text.document_streams import DocumentSource
-from tasks.text.documents import Corpus, HashesContent, StreamSpec
+from tasks.text.document_streams import Chunks, DocumentSource
+from tasks.text.documents import Corpus, FillsCache, HashesContent, StreamSpec, TriesExamples
+from tasks.text.ids import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture(Corpus):
-    """A `documents.Corpus` of several sources; weights are shares of rows, not of documents."""
+    """A `documents.Corpus` of several sources; weights are shares of rows, not of documents.
+
+    `vocabularies` are those of the sources if one is known only once its source is read.
+    """
 
     sources: tuple[DocumentSource, ...]
     weights: tuple[float, ...]
+    vocabularies: tuple[Vocabulary, ...] = dataclasses.field(default=(), compare=False)
 
     def named_files(self) -> tuple[str, ...]:
         return tuple(name for source in self.sources for name in source.named_files())
@@ -38,7 +44,22 @@ class Mixture(Corpus):
             yield from texts
 
     def problems(self) -> list[str]:
-        return [problem for source in self.sources for problem in source.problems()]
+        found = [problem for source in self.sources for problem in source.problems()]
+        if not found and len({vocabulary.hash for vocabulary in self.vocabularies}) > 1:
+            each = ", ".join(vocabulary.describe() for vocabulary in self.vocabularies)
+            return [f"text.mixture: its tasks have different vocabularies ({each}); use the same one for all"]
+        return found
+
+    def example_problems(self, length: int) -> list[str]:
+        """See `documents.TriesExamples`."""
+        tried = (source.example_problems(length) for source in self.sources if can(source, TriesExamples))
+        return [problem for found in tried for problem in found]
+
+    def fill(self) -> None:
+        """See `documents.FillsCache`."""
+        for source in self.sources:
+            if can(source, FillsCache):
+                source.fill()
 
     def describe(self) -> str:
         total = sum(self.weights)
@@ -99,6 +120,40 @@ class MixtureStream(Stream):
         self._batch = position["batch"]
         for stream, place in zip(self._streams, position["sources"], strict=True):
             stream.move(place)
+
+
+class MixedChunks(Chunks):
+    """`document_streams.Chunks` of several sources; weights are shares of chunks, as seqio mixes examples.
+
+    In any number of consecutive chunks of all streams each source has its share, rounded up or down.
+    """
+
+    def __init__(self, sources: Sequence[Chunks], weights: Sequence[float], spec: StreamSpec) -> None:
+        self._sources, self._weights, self._spec = sources, tuple(map(Fraction, weights)), spec
+        self._number = 0  # of the next chunk of this stream
+        self._left = list(range(len(sources)))  # of a stream that reads every source once
+
+    def position(self) -> dict[str, Any]:
+        return {"number": self._number, "left": self._left, "sources": [each.position() for each in self._sources]}
+
+    def move(self, position: Mapping[str, Any]) -> None:
+        self._number, self._left = position["number"], position["left"]
+        for source, place in zip(self._sources, position["sources"], strict=True):
+            source.move(place)
+
+    def share(self) -> float:
+        return sum(source.share() for source in self._sources) / len(self._sources)
+
+    def next_segment(self, most: int) -> packing.Segment | None:
+        while self._left:
+            number = self._number * self._spec.num_streams + self._spec.index
+            place = source_of(number, tuple(self._weights[source] for source in self._left))
+            if segment := self._sources[self._left[place]].next_segment(most):
+                self._number += 1
+                return segment
+            self._left = [source for source in self._left if source != self._left[place]]
+            self._number = 0
+        return None
 
 
 def source_of(row: int, weights: tuple[Fraction, ...]) -> int:

@@ -30,11 +30,14 @@ class Segment(NamedTuple):
     weights: np.ndarray
 
 
-def text_segment(ids: np.ndarray, *, bos_id: int) -> Segment:
-    """Returns the segment of a chunk of text, int32[n]: each id is learned from those before it and `bos_id`."""
+def text_segment(ids: np.ndarray, *, bos_id: int, prompt: int = 0) -> Segment:
+    """Returns the segment of a chunk of text, int32[n]: each id is learned from those before it and `bos_id`.
+
+    The first `prompt` ids have weight 0.
+    """
     inputs = np.empty_like(ids)
     inputs[0], inputs[1:] = bos_id, ids[:-1]
-    return Segment(inputs, ids, np.ones(len(ids), np.float32))
+    return Segment(inputs, ids, (np.arange(len(ids)) >= prompt).astype(np.float32))
 
 
 Row = list[Segment]

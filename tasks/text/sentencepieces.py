@@ -25,6 +25,13 @@ class SentencePiece(Vocabulary):
     def __init__(self, path: str) -> None:
         self.path = path
 
+    @classmethod
+    def of_model(cls, model: bytes) -> "SentencePiece":
+        """Returns the vocabulary of a serialized model."""
+        found = cls("")
+        found.__dict__["_model"] = model
+        return found
+
     @functools.cached_property
     def _model(self) -> bytes:
         """The serialized model."""

@@ -5,6 +5,7 @@ A cache is a folder, local or gs://. For each split it has three arrays in zarr3
   tokens  the ids of all documents, each followed by the end-of-document id
   ends    for each document, the number of ids up to its end
   checks  for each document, the CRC-32 of its ids, so that an object that was changed later is noticed
+  prompts for each document of a seqio task with inputs, the number of ids before its targets, which have weight 0
 
 Their objects (shards) are divided into blocks that are read and decompressed alone. `cache.json` is written last: it
 has the counts, and hashes of the sources and the tokenizer.
@@ -30,6 +31,7 @@ from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from tasks import permutation
 from tasks.streams import Stream
+from tasks.text import packing
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
 from tasks.text.documents import StreamSpec
 from tasks.text.ids import Vocabulary
@@ -59,13 +61,19 @@ class Split(NamedTuple):
     digest: int
 
 
+def array_dtypes(about: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the dtype of each array of a split of a cache, by name."""
+    dtypes = {"tokens": about["dtype"], "ends": "int64", "checks": "uint32"}
+    return dtypes | ({"prompts": "int32"} if about.get("has_prompts") else {})
+
+
 def array(
     folder: paths.Path, name: str, dtype: str, *, writes: bool = False, is_new: bool = False, cache_bytes: int = 0
 ):
     """Opens an array to read or to write it, or creates it, empty. Raises ValueError from TensorStore."""
     import tensorstore
 
-    by_document = name in ("ends", "checks")
+    by_document = name != "tokens"
     shard, block = (_SHARD_DOCUMENTS, _BLOCK_DOCUMENTS) if by_document else (SHARD_TOKENS, BLOCK_TOKENS)
     spec: dict[str, Any] = {
         "driver": "zarr3",
@@ -157,16 +165,19 @@ class TokenCache(DocumentSource):
         """Opens the arrays of a split once; all streams of a host share their blocks."""
         if split not in self._opened:
             folder = paths.resolve(self.path) / split
-            kinds = {"tokens": self.about["dtype"], "ends": "int64", "checks": "uint32"}
-            sizes = {"tokens": _TOKENS_BYTES, "ends": _BOUNDS_BYTES, "checks": _BOUNDS_BYTES}
             with _reading(self.path):
                 self._opened[split] = {
-                    name: array(folder, name, kind, cache_bytes=sizes[name]) for name, kind in kinds.items()
+                    name: array(folder, name, kind, cache_bytes=_TOKENS_BYTES if name == "tokens" else _BOUNDS_BYTES)
+                    for name, kind in array_dtypes(self.about).items()
                 }
         return self._opened[split]
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        return DocumentStream(_Documents(self, spec), spec, concatenates=self.concatenates)
+        return DocumentStream(self.chunks(spec), spec, concatenates=self.concatenates)
+
+    def chunks(self, spec: StreamSpec) -> Chunks:
+        """Opens the chunks of one stream at its start."""
+        return _Documents(self, spec)
 
     def sample_texts(self) -> Iterator[str]:
         """Yields nothing: the vocabulary exists."""
@@ -224,6 +235,7 @@ class _Piece(NamedTuple):
     start: int
     stop: int
     check: int | None  # of the document if this is its last chunk
+    prompt: int  # ids of the document that have weight 0
 
 
 class _Documents(Chunks):
@@ -232,6 +244,7 @@ class _Documents(Chunks):
     def __init__(self, cache: TokenCache, spec: StreamSpec) -> None:
         self._cache, self._spec, self._split = cache, spec, cache.split(spec.split)
         self._arrays = cache.arrays(spec.split)
+        self._epochs = np.cumsum([0, *cache.about["splits"][spec.split].get("epochs", [self._split.documents])])
         self.move({"document": 0, "id": 0})
 
     def position(self) -> dict[str, int]:
@@ -250,13 +263,22 @@ class _Documents(Chunks):
     def share(self) -> float:
         return min(1.0, self._number * self._spec.num_streams / self._split.documents)
 
+    def next_segment(self, most: int) -> packing.Segment | None:
+        before, chunk = self._id, self.take(most)
+        if chunk is None:
+            return None
+        return packing.text_segment(chunk, bos_id=self._spec.vocabulary.bos_id, prompt=self._prompt - before)
+
     def take(self, most: int) -> np.ndarray | None:
-        """Raises UserError if the cache cannot be read, or differs from what was written."""
+        """Returns the ids of the next chunk, int32[<=most]; None at the end.
+
+        Raises UserError if the cache cannot be read, or differs from what was written."""
         taken: list[np.ndarray] = []
         while most:
             if (found := self._piece or self._next_piece()) is None:
                 return None  # after a whole document
             piece, ids = found
+            self._prompt = piece.prompt
             taken.append(ids[:most])
             self._piece = (piece, ids[most:]) if len(ids) > most else None
             most -= len(taken[-1])
@@ -331,24 +353,21 @@ class _Documents(Chunks):
         while following:
             (documents, *futures), following = following, self._request_bounds(number + _BOUNDS)
             with _reading(self._cache.path):
-                begins, ends, checks = (future.result() for future in futures)
-            for document, begin, end, check in zip(
-                documents.tolist(),
-                np.where(documents > 0, begins, 0).tolist(),
-                ends.tolist(),
-                checks.tolist(),
-                strict=True,
+                begins, *others = (future.result() for future in futures)
+            begins = np.where(documents > 0, begins, 0)
+            for document, begin, end, check, *prompt in zip(
+                *(values.tolist() for values in (documents, begins, *others)), strict=True
             ):
                 for start in range(begin, end, length):
-                    is_last = start + length >= end
-                    yield _Piece(number, document, start, min(start + length, end), check if is_last else None)
+                    stop = min(start + length, end)
+                    yield _Piece(number, document, start, stop, check if stop == end else None, *(prompt or [0]))
                 number += 1
 
     def _request_bounds(self, number: int) -> tuple[Any, ...]:
         """Requests where documents number … number + _BOUNDS of this stream begin and end, and their checks.
 
         Returns:
-          The documents and the three requests; empty at the end of a stream that reads them once.
+          The documents and the requests; empty at the end of a stream that reads them once.
         """
         spec, end = self._spec, number + _BOUNDS
         if spec.once:
@@ -356,16 +375,20 @@ class _Documents(Chunks):
         if number >= end:
             return ()
         documents = self._order(np.arange(number, end))
-        ends, checks = self._arrays["ends"], self._arrays["checks"]
-        return documents, ends[np.maximum(documents - 1, 0)].read(), ends[documents].read(), checks[documents].read()
+        begins, *others = (array for name, array in self._arrays.items() if name != "tokens")
+        wanted = (begins[np.maximum(documents - 1, 0)], *(array[documents] for array in (begins, *others)))
+        return documents, *(view.read() for view in wanted)
 
     def _order(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the documents of the cache at these places of the stream."""
-        spec, count = self._spec, self._split.documents
-        epochs, places = np.divmod(numbers * spec.num_streams + spec.index, count)
+        spec, starts = self._spec, self._epochs
+        rounds, places = np.divmod(numbers * spec.num_streams + spec.index, starts[-1])
         if spec.seed is None:
             return places
+        within = np.searchsorted(starts, places, side="right") - 1  # which of the cached epochs
+        epochs = rounds * (len(starts) - 1) + within
         for epoch in np.unique(epochs):
             now = epochs == epoch
-            places[now] = permutation.permuted(places[now], count, key=(spec.seed, epoch))
+            start, stop = starts[within[now][0] :][:2]
+            places[now] = start + permutation.permuted(places[now] - start, int(stop - start), key=(spec.seed, epoch))
         return places

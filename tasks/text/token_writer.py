@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     texts: list[bytes]
     split: str | None  # None: by hash
     files: frozenset[str]  # that these documents are in
-    position: tuple[int, Any]  # part, and offset in it
+    position: Any  # from which to continue, as JSON
     malformed: int
     blank: int
     fraction: float
@@ -46,6 +46,7 @@ class Converted(NamedTuple):
       is_validation: the split of each, bool[N].
       shares_text: whether each is left out because it shares text with an evaluation set, bool[N].
       signatures: of each, uint32[N, HASHES]; None if near duplicates are kept.
+      prompts: ids of each that have weight 0, int32[N]; None if all are learned.
     """
 
     ids: np.ndarray
@@ -54,7 +55,8 @@ class Converted(NamedTuple):
     checks: np.ndarray
     is_validation: np.ndarray
     shares_text: np.ndarray
-    signatures: np.ndarray | None
+    signatures: np.ndarray | None = None
+    prompts: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -109,17 +111,21 @@ class Writer:
             if they changed.
         """
         self._folder, self._about, self._check, self.counts, self._seen = folder, about, check, counts, seen
-        self._position: tuple[int, Any] | None = None
+        self._position: Any = None
         self._read: set[str] = set()  # files whose documents are not written yet
         self._converted = 0  # ids since the last commit, also of documents that are left out
         self.has_written = bool(counts.total("documents"))
         if not self.has_written:
-            self._save((0, None))  # before the arrays: what is in the folder is then ours
+            self._save(None)  # before the arrays: what is in the folder is then ours
         self._splits = {
             name: {
-                "tokens": _Array(folder / name, "tokens", about["dtype"], written=counts.splits[name]["tokens"]),
-                "ends": _Array(folder / name, "ends", "int64", written=counts.splits[name]["documents"]),
-                "checks": _Array(folder / name, "checks", "uint32", written=counts.splits[name]["documents"]),
+                kind: _Array(
+                    folder / name,
+                    kind,
+                    dtype,
+                    written=counts.splits[name]["tokens" if kind == "tokens" else "documents"],
+                )
+                for kind, dtype in token_cache.array_dtypes(about).items()
             }
             for name in SPLITS
         }
@@ -158,6 +164,8 @@ class Writer:
         arrays["tokens"].add(converted.ids[np.repeat(chosen, converted.sizes)])
         arrays["ends"].add(ends)
         arrays["checks"].add(checks)
+        if converted.prompts is not None:
+            arrays["prompts"].add(converted.prompts[chosen])
         counts["digest"] = zlib.crc32(checks, counts["digest"])
         _count(counts, converted, chosen)
 
@@ -175,13 +183,13 @@ class Writer:
     def discard(self) -> None:
         """Removes what was written; if that is interrupted, another command begins anew."""
         self.counts = Counts()
-        self._save((0, None))
+        self._save(None)
         for name in (*SPLITS, SIGNATURES):
             if (arrays := self._folder / name).exists():
                 arrays.rmtree()
         (self._folder / STARTED).unlink()
 
-    def _save(self, position: tuple[int, Any]) -> None:
+    def _save(self, position: Any) -> None:
         state = {**self._about, "counts": dataclasses.asdict(self.counts), "position": position}
         paths.write_text_atomically(self._folder / STARTED, json.dumps(state))
 

@@ -7,6 +7,7 @@ batches of about 1 MiB.
 import collections
 import concurrent.futures
 import concurrent.futures.process
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,7 +17,7 @@ import pathlib
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -58,46 +59,90 @@ def run(
       UserError: the sources or the vocabulary cannot be read, or differ from those with which the cache was begun.
     """
     excluded = job.excluded()
-    vocabulary, source, folder = vocabularies.named(job.vocabulary), job.source(), paths.resolve(job.out)
+    vocabulary, source = vocabularies.named(job.vocabulary), job.source()
     if found := [*job.problems(source), *job.vocabulary_problems(vocabulary)]:
         raise UserError("\n".join(dict.fromkeys(found)))
-    files = _listed(source)
-    begun = _description(job, vocabulary, excluded)
+
+    def converted(files: Sequence[Mapping[str, Any]], position: Any) -> Generator[tuple[Batch, Converted]]:
+        batches = _batches(job, source, files, tuple(position or (0, None)), say)
+        with _pool(job.vocabulary, excluded, job.near_duplicates is not None, processes) as pool:
+            yield from _in_order(pool, batches, most=2 * processes + 2)
+
+    return write(
+        job.out,
+        _description(job, vocabulary, excluded),
+        _listed(source),
+        converted,
+        require=lambda writer: _require_documents(job, writer),
+        seen=Seen(job.near_duplicates) if job.near_duplicates else None,
+        say=say,
+        report=report,
+        check=check,
+    )
+
+
+def write(
+    out: str,
+    begun: Mapping[str, Any],
+    files: Sequence[Mapping[str, Any]],
+    convert: Callable[[Sequence[Mapping[str, Any]], Any], Generator[tuple[Batch, Converted]]],
+    *,
+    require: Callable[[Writer], None],
+    seen: Seen | None = None,
+    quiet: bool = False,
+    say: Callable[[str], None],
+    report: Callable[[Counts], None],
+    check: Callable[[], None],
+) -> Mapping[str, Any]:
+    """Writes a cache, or the rest of it, and returns the content of its `cache.json`.
+
+    Args:
+      out: its folder.
+      begun: what a command that continues must have in common with the one that began.
+      files: path, size and version of each source.
+      convert: given these and a position (None: the start), yields batches of documents and what they became.
+      require: raises UserError if what was written is not enough.
+      seen: finds near duplicates.
+      quiet: whether to say only that the command continues.
+      say, report, check: as in `run`.
+    """
+    folder = paths.resolve(out)
     if (done := _read(folder / COMPLETE)) is not None:
-        _require_same(job.out, done, begun, files)
+        _require_same(out, done, begun, files)
         _remove_state(folder)
-        say(f"{job.out} is complete")
+        if not quiet:
+            say(f"{out} is complete")
         return done
-    with _pool(job.vocabulary, excluded, job.near_duplicates is not None, processes) as pool:
-        state = _read(folder / STARTED)
-        if state is None:
+    state = _read(folder / STARTED)
+    if state is None:
+        if files and not quiet:
             say(f"hashing {units.counted(len(files), 'file')}")
-            hashes = pool.map(_digest, files)
-            files = [entry | {"sha256": digest} for entry, digest in zip(files, hashes, strict=True)]
-            state = {"counts": dataclasses.asdict(Counts()), "position": (0, None)}
-        else:
-            _require_same(job.out, state, begun, files)
-            versions = {entry["path"]: entry["version"] for entry in files}
-            files = [entry | {"version": versions[entry["path"]]} for entry in state["sources"]]
-            say(f"continuing after {units.counted(Counts(**state['counts']).total('documents'), 'document')}")
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            files = [entry | {"sha256": digest} for entry, digest in zip(files, pool.map(_digest, files), strict=True)]
+        state = {"counts": dataclasses.asdict(Counts()), "position": None}
+    else:
+        _require_same(out, state, begun, files)
+        versions = {entry["path"]: entry["version"] for entry in files}
+        files = [entry | {"version": versions[entry["path"]]} for entry in state["sources"]]
+        say(f"continuing after {units.counted(Counts(**state['counts']).total('documents'), 'document')}")
 
-        def verify(read: Set[str]) -> None:
-            check()
-            _require_unchanged_while_read(files, read)
+    def verify(read: Set[str]) -> None:
+        check()
+        _require_unchanged_while_read(files, read)
 
-        described, seen = {**begun, "sources": files}, Seen(job.near_duplicates) if job.near_duplicates else None
-        writer = Writer(folder, described, Counts(**state["counts"]), seen=seen, check=verify)
-        batches = _batches(job, source, files, tuple(state["position"]), say)
-        try:
-            for batch, converted in _in_order(pool, batches, most=2 * processes + 2):
+    described = {**begun, "sources": files}
+    writer = Writer(folder, described, Counts(**state["counts"]), seen=seen, check=verify)
+    try:
+        with contextlib.closing(convert(files, state["position"])) as batches:
+            for batch, converted in batches:
                 writer.add(batch, converted)
                 report(writer.counts)
-        except UserError:  # of a document, which the user will correct
-            if not writer.has_written:
-                writer.discard()
-            raise
-        _require_documents(job, writer)
-        writer.commit()
+    except UserError:  # of a document, which the user will correct
+        if not writer.has_written:
+            writer.discard()
+        raise
+    require(writer)
+    writer.commit()
     about = {**described, "left_out": writer.counts.left_out, "splits": writer.counts.splits}
     paths.write_text_atomically(folder / COMPLETE, json.dumps(about, indent=1))
     _remove_state(folder)
@@ -159,8 +204,12 @@ def _listed(source: TextFiles | Tfds | HuggingFace) -> list[dict[str, Any]]:
     """Returns path, size and version of each file; of a dataset, its name."""
     if not isinstance(source, TextFiles):
         return [{"path": source.describe(), "bytes": 0, "version": None}]
-    files = {file.path: file.size_bytes for split in SPLITS for file in source.files(split)}
-    return [{"path": path, "bytes": size, "version": paths.file_version(path)} for path, size in files.items()]
+    return listing({file.path: file.size_bytes for split in SPLITS for file in source.files(split)})
+
+
+def listing(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Returns path, size and version of files, given their sizes by path."""
+    return [{"path": path, "bytes": size, "version": paths.file_version(path)} for path, size in sizes.items()]
 
 
 def _digest(entry: Mapping[str, Any]) -> str | None:
@@ -173,6 +222,11 @@ def _digest(entry: Mapping[str, Any]) -> str | None:
 
 def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], files: Sequence[Any]) -> None:
     """Raises UserError if a cache was begun with other settings or sources."""
+    if saved.get("seqio") != begun.get("seqio"):
+        before, now = (found.get("seqio") or {} for found in (saved, begun))
+        differ = [f"{key} {before.get(key)}, now {value}" for key, value in now.items() if before.get(key) != value]
+        what = ", ".join(differ) or "a seqio task"
+        raise UserError(f"{out} was begun with {what}: remove it, or give another folder")
     if saved["format"] != begun["format"]:
         raise UserError(
             f"{out} was begun by another version of this command (format {saved['format']}, now {begun['format']}): "

@@ -65,7 +65,7 @@ def registered(tmp_path_factory):
 
 @pytest.mark.slow
 def test_targets_follow_inputs_and_only_they_are_learned(registered):
-    task = text.seqio(name="sums", inputs_length=12, length=32, num_streams=1)
+    task = text.seqio(name="sums", inputs_length=12, length=32, num_streams=1, live=True)
     assert task.problems() == []
     batch = next(task.evaluation(DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))))
     row, segments, weights = (batch[name][0] for name in ("targets", "segment_ids", "weights"))
@@ -77,7 +77,7 @@ def test_targets_follow_inputs_and_only_they_are_learned(registered):
         assert batch["inputs"][0][segments == number].tolist() == [0, *row[segments == number][:-1]]
     assert segments.max() >= 2
     for name, length in (("sums", None), ("numbers", 5)):
-        (problem,) = text.seqio(name=name, inputs_length=length, length=32, num_streams=1).problems()
+        (problem,) = text.seqio(name=name, inputs_length=length, length=32, num_streams=1, live=True).problems()
         assert "give it for a task with inputs, and for no other" in problem
     with pytest.raises(UserError, match="expected less than the length 8"):
         text.seqio(name="sums", inputs_length=8, length=8, num_streams=1)

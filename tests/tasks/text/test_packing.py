@@ -8,7 +8,7 @@ import pytest
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import text
-from tasks.text import packing, seqio_tasks, tfds_source
+from tasks.text import packing, seqio_live, seqio_tasks, tfds_source
 
 LENGTH = 9
 
@@ -37,7 +37,7 @@ def test_rows_equal_those_of_seqio():
         padded = np.stack([np.pad(piece.targets, (0, LENGTH - len(piece.targets))) for piece in row])
         dataset = tf.data.Dataset.from_tensor_slices({"targets": padded})
         converted = seqio.DecoderFeatureConverter(pack=True, bos_id=7)(dataset, {"targets": LENGTH})
-        (theirs,) = [seqio_tasks.batch_of(each) for each in converted]
+        (theirs,) = [seqio_live.batch_of(each) for each in converted]
         for key, values in ours.items():
             np.testing.assert_array_equal(values[number], theirs[key], err_msg=key)
     assert (ours["targets"] != 0).sum() == sum(len(piece.targets) for piece in pieces)
@@ -81,7 +81,7 @@ def test_rows_are_full_and_nothing_is_lost(length, sizes):
 
 def test_without_seqio_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "seqio", None)
-    (problem,) = text.seqio(name="own", length=32, num_streams=2).problems()
+    (problem,) = text.seqio(name="own", length=32, num_streams=2, live=True).problems()
     assert "text.seqio and --seqio need the package seqio: .venv/bin/python -m pip install seqio" in problem
     with pytest.raises(UserError, match="need the package seqio"):
         seqio_tasks.require_metrics("own")
@@ -89,7 +89,7 @@ def test_without_seqio_the_error_says_how_to_install_it(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.covers("D01")
-def test_a_registered_seqio_task_is_read_and_continues_exactly():
+def test_a_registered_seqio_task_is_read_live_and_continues_exactly():
     tf = tfds_source.tensorflow()
     import seqio
 
@@ -104,7 +104,7 @@ def test_a_registered_seqio_task_is_read_and_continues_exactly():
         preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
         output_features={"targets": seqio.Feature(vocabulary, add_eos=True)},
     )
-    task = text.seqio(name="own_letters", length=32, num_streams=2)
+    task = text.seqio(name="own_letters", length=32, num_streams=2, live=True)
     assert task.problems() == []
     assert (task.vocabulary.size, task.vocabulary.eos_id) == (259, 1)
     assert task.vocabulary.decode(task.vocabulary.encode("abc")) == "abc"
@@ -121,7 +121,7 @@ def test_a_registered_seqio_task_is_read_and_continues_exactly():
     for batch in expected:
         for key, values in next(restored).items():
             np.testing.assert_array_equal(values, batch[key])
-    absent = text.seqio(name="own_leters", length=32, num_streams=2)
+    absent = text.seqio(name="own_leters", length=32, num_streams=2, live=True)
     assert "did you mean 'own_letters'?" in absent.problems()[0]
 
 

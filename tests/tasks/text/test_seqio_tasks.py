@@ -10,7 +10,7 @@ import pytest
 from core.errors import UserError
 from launch import environment
 from tasks import text
-from tasks.text import seqio_tasks, tfds_source
+from tasks.text import seqio_live, seqio_pipeline, tfds_source
 from tasks.text.documents import StreamSpec
 
 MODULE = """
@@ -80,7 +80,7 @@ def registered(folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_one_example_of_each_source_is_tried(registered, name):
-    problems = text.seqio(name=name, length=16, num_streams=1).example_problems()
+    problems = text.seqio(name=name, length=16, num_streams=1, live=True).example_problems()
     assert len(problems) == 2 * bool(BROKEN[name])  # of both splits
     for problem, split in zip(problems, ("train", "validation"), strict=False):
         assert all(word.replace("train", split) in problem for word in BROKEN[name]), problem
@@ -88,7 +88,7 @@ def test_one_example_of_each_source_is_tried(registered, name):
 
 @pytest.mark.slow
 def test_opening_a_stream_shows_no_harmless_message(registered, caplog):
-    task = text.seqio(name="tried_works", length=16, num_streams=1)
+    task = text.seqio(name="tried_works", length=16, num_streams=1, live=True)
     spec = functools.partial(StreamSpec, index=0, num_streams=1, rows=2, length=16, vocabulary=task.vocabulary)
     rows = {split: next(task.corpus.open_stream(spec(split, seed=3))) for split in ("train", "validation")}
     assert caplog.records == []
@@ -97,7 +97,7 @@ def test_opening_a_stream_shows_no_harmless_message(registered, caplog):
 
 @pytest.mark.slow
 def test_a_stream_without_examples_is_refused(registered):
-    task = text.seqio(name="tried_works", length=16, num_streams=2)
+    task = text.seqio(name="tried_works", length=16, num_streams=2, live=True)
     for once, fix in ((False, "use more examples, or a lower NUM_STREAMS"), (True, "add examples to this split")):
         spec = StreamSpec("validation", 1, 2, 2, 16, None, task.vocabulary, once=once)
         with pytest.raises(UserError, match=f"validation stream 1 of 2: no example; {fix}"):
@@ -105,7 +105,7 @@ def test_a_stream_without_examples_is_refused(registered):
 
 
 def test_inputs_leave_room_for_targets_in_the_short_rows_of_a_smoke_run():
-    corpus = seqio_tasks.SeqioCorpus("any", inputs_length=1024)
+    corpus = seqio_live.LiveSeqio(seqio_pipeline.Asked("any", None, 1024, 512))
     assert corpus.lengths(1536) == {"inputs": 1024, "targets": 512}
     assert corpus.lengths(128) == {"inputs": 64, "targets": 64}
 
@@ -115,11 +115,11 @@ def test_check_finds_a_broken_preprocessor(folder, tmp_path):
     gin = tmp_path / "broken.gin"
     gin.write_text(
         f"""from __gin__ import dynamic_registration
-import own_tried
 from tasks import text
 include '{environment.WORKSPACE}/gin/quickstart.gin'
 TASK = @text.seqio()
 text.seqio.name = 'tried_misspelt'
+text.seqio.module = 'own_tried'
 text.seqio.length = %LENGTH
 text.seqio.num_streams = %NUM_STREAMS
 VOCAB_SIZE = 384

@@ -68,7 +68,7 @@ def test_a_mixture_refuses_what_does_not_mix():
     with pytest.raises(ValueError, match="twice"):
         text.mixture(tasks=[one, one], weights=[1, 1])
     with pytest.raises(ValueError, match=r"cannot mix text\.seqio: own"):
-        text.mixture(tasks=[text.seqio(name="own", length=8, num_streams=1)], weights=[1])
+        text.mixture(tasks=[text.seqio(name="own", length=8, num_streams=1, live=True)], weights=[1])
     other = text.files(train="b*.txt", length=8, num_streams=1, vocabulary=vocabularies.trained_sentencepiece(300))
     with pytest.raises(ValueError, match="different vocabularies"):
         text.mixture(tasks=[one, other], weights=[1, 1])

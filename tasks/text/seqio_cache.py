@@ -1,0 +1,396 @@
+"""Token caches of registered seqio tasks and mixtures: a `documents.Corpus` that a run reads without seqio.
+
+The pipeline runs once, in other processes (`tasks/text/seqio_pipeline.py`), at the lengths of the run; each example
+becomes a document of a token cache. The folder has one token cache for each task and `seqio.json`, which is written
+last: the vocabulary, the mixing rates, and what the cache depends on.
+
+  train, epoch 0      shards 0 1 2 … in turn, some examples of each      -> documents in a fixed order
+  train, epoch 1 …    only of a task that draws other numbers in each epoch
+  validation
+"""
+
+import base64
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from typing import Any
+
+from core import foreign_json, paths
+from core.errors import UserError
+from core.training import run_lock
+from tasks.streams import Stream
+from tasks.text import seqio_pipeline
+from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
+from tasks.text.documents import StreamSpec
+from tasks.text.ids import Vocabulary
+from tasks.text.mixed_documents import MixedChunks
+from tasks.text.sentencepieces import SentencePiece
+from tasks.text.seqio_pipeline import SPLITS, Asked, Lane
+from tasks.text.token_cache import FORMAT, TokenCache
+from tasks.text.token_writer import Batch, Converted, Counts, Writer
+from tasks.text.vocabularies import Bytes
+
+FILE = "seqio.json"
+_EXAMPLES = 1024  # that a process returns at a time
+_MOST_SHARDS = 16  # of a source that are read side by side
+_WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "text.seqio.cache")
+_KINDS = {"asked": dict, "vocabulary": dict, "tasks": dict}  # of what is read of `seqio.json`
+
+
+@dataclasses.dataclass(frozen=True)
+class SeqioCache(DocumentSource):
+    """A `documents.Corpus`: the examples of a registered task or mixture.
+
+    Attributes:
+      asked: what is read.
+      path: the folder of the cache, local or gs://.
+      epochs: how many epochs of a task are cached that draws other numbers in each; None: it must not draw any.
+    """
+
+    asked: Asked
+    path: str
+    epochs: int | None = None
+
+    @functools.cached_property
+    def saved(self) -> Mapping[str, Any] | None:
+        """The content of `seqio.json`; None before it is written. Raises UserError if it is of something else."""
+        file = paths.resolve(self.path) / FILE
+        try:
+            found = foreign_json.load_object(file.read_bytes(), _KINDS)
+        except FileNotFoundError:
+            return None
+        except foreign_json.MalformedError as error:
+            raise UserError(f"{file} is damaged: {error}; remove {self.path}, and start again") from error
+        self._require_same(found["asked"], f"{self.path} was written")
+        return found
+
+    @functools.cached_property
+    def definition(self) -> Mapping[str, Any]:
+        """The vocabulary and the tasks. If the cache is not written, takes seconds, or raises UserError."""
+        return self.saved or _definition(self.asked)
+
+    def problems(self) -> list[str]:
+        try:
+            if self.saved:
+                return []
+            drawing = [name for name, about in self.definition["tasks"].items() if about["draws"]]
+        except UserError as error:
+            return [str(error)]
+        if drawing and self.epochs is None:
+            return [
+                f"text.seqio.epochs is not set, and the preprocessors of {drawing[0]} draw other random numbers in "
+                "each epoch: set it to the number of epochs to cache, or read the task live (text.seqio.live = True)"
+            ]
+        return []
+
+    def example_problems(self, length: int) -> list[str]:
+        """See `documents.TriesExamples`."""
+        return [] if self.saved else self.definition["problems"]
+
+    def fill(
+        self,
+        *,
+        processes: int | None = None,
+        say: Callable[[str], None] = print,
+        report: Callable[[Counts], None] = lambda counts: None,
+    ) -> None:
+        """Writes the cache, or the rest of it.
+
+        Args:
+          processes: that run the pipeline; default: one for each core.
+          say: receives messages.
+          report: receives the progress.
+
+        Raises:
+          UserError: the pipeline fails, or the folder is another command's.
+        """
+        self.__dict__.pop("saved", None)  # another host may have written it
+        if self.saved is None:
+            if found := self.problems():
+                raise UserError("\n".join(found))
+            start = time.monotonic()
+            lock = run_lock.RunLock.acquire(self.path, say=say, words=_WORDS)
+            try:
+                self._write(processes or len(os.sched_getaffinity(0)), say, report, lambda: lock.check(now=True))
+            finally:
+                lock.release()
+                seqio_pipeline.PROCESSES.close()
+            self.__dict__.pop("saved", None)
+            say(f"{self.describe()}: cached in {time.monotonic() - start:.0f} s")
+
+    def _write(
+        self,
+        processes: int,
+        say: Callable[[str], None],
+        report: Callable[[Counts], None],
+        check: Callable[[], None],
+    ) -> None:
+        definition, folder, asked = self.definition, paths.resolve(self.path), self._identity()
+        for number, (name, about) in enumerate(definition["tasks"].items()):
+            job = _TaskJob(self, name, about, str(folder / _folder(number, name)))
+            job.write(processes, say=say, report=report, check=check)
+        saved = {key: value for key, value in definition.items() if key != "problems"} | {"asked": asked}
+        for split in SPLITS:
+            if not any(cache.about["splits"][split]["documents"] for cache in self._caches(definition)):
+                raise UserError(f"text.seqio: {self.asked.name} has no example for {split}")
+        paths.write_text_atomically(folder / FILE, json.dumps(saved, indent=1))
+
+    def _identity(self) -> dict[str, Any]:
+        """Returns what the content of the cache depends on."""
+        return {**dataclasses.asdict(self.asked), "epochs": self.epochs, "module_hash": _module_hash(self.asked.module)}
+
+    def _require_same(self, saved: Mapping[str, Any], what: str) -> None:
+        """Raises UserError if a cache was written for something else."""
+        now = self._identity()
+        if now["module_hash"] is None or saved.get("module") != now["module"]:  # a host without the module
+            now["module_hash"] = saved.get("module_hash")
+        for key, value in now.items():
+            if key == "module" or saved.get(key) == value:
+                continue
+            if key == "module_hash":
+                raise UserError(
+                    f"{what} before the module {self.asked.module} was changed: remove it, or give another "
+                    "text.seqio.cache, so that the changed tasks are cached; or restore the module"
+                )
+            setting = {"inputs": "inputs_length", "targets": "the length of targets"}.get(key, key)
+            raise UserError(f"{what} with {setting} = {saved.get(key)}, now {value}: give another text.seqio.cache")
+
+    def _caches(self, definition: Mapping[str, Any]) -> list[TokenCache]:
+        folder = paths.resolve(self.path)
+        names = [str(folder / _folder(number, name)) for number, name in enumerate(definition["tasks"])]
+        return [TokenCache(name, DefinedVocabulary(self), False) for name in names]
+
+    @functools.cached_property
+    def _opened(self) -> list[TokenCache]:
+        if self.saved is None:
+            raise UserError(f"no token cache at {self.path!r} (no {FILE}): the start of a run on this host writes it")
+        return self._caches(self.saved)
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        return DocumentStream(self.chunks(spec), spec)
+
+    def chunks(self, spec: StreamSpec) -> Chunks:
+        """Opens the examples of one stream at its start, mixed by their rates. Raises UserError without a cache."""
+        rates = [about["rate"] for about in self.definition["tasks"].values()]
+        found = [
+            (cache.chunks(spec), rate)
+            for cache, rate in zip(self._opened, rates, strict=True)
+            if cache.about["splits"][spec.split]["documents"]
+        ]
+        chunks = [each for each, _ in found]
+        return chunks[0] if len(chunks) == 1 else MixedChunks(chunks, [rate for _, rate in found], spec)
+
+    def sample_texts(self) -> Iterator[str]:
+        """Yields nothing: the vocabulary exists."""
+        return iter(())
+
+    def describe(self) -> str:
+        """Counts are those of a local cache."""
+        inputs = f", inputs of up to {self.asked.inputs} ids" if self.asked.inputs else ""
+        try:
+            if paths.is_remote(self.path) or self.saved is None:
+                return f"text.seqio: {self.asked.name}{inputs}, cached in {self.path}"
+        except UserError:  # of `problems`
+            return f"text.seqio: {self.asked.name}"
+        splits = [cache.about["splits"] for cache in self._opened]
+        examples, tokens = (sum(each[s][kind] for each in splits for s in SPLITS) for kind in ("documents", "tokens"))
+        return f"text.seqio: {self.asked.name}{inputs} ({examples:,} examples, {tokens:,} tokens in {self.path})"
+
+    def train_tokens(self) -> int | None:
+        """See `core.types.CountsTokens`; None for a mixture."""
+        return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
+
+    def fingerprint(self) -> str:
+        """Depends on the examples of the cache, their order and the mixing rates."""
+        splits = [
+            [[cache.about["splits"][split][kind] for kind in ("documents", "tokens", "digest")] for split in SPLITS]
+            for cache in self._opened
+        ]
+        rates = [about["rate"] for about in self.definition["tasks"].values()]
+        return hashlib.sha256(repr((self.asked.name, splits, rates, self.epochs)).encode()).hexdigest()
+
+
+@functools.cache
+def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
+    """Returns the definition of a task, or its problem."""
+    try:
+        return seqio_pipeline.answer(seqio_pipeline.PROCESSES.submit(0, seqio_pipeline.definition, asked)), ""
+    except UserError as error:
+        return {}, str(error)
+
+
+def _definition(asked: Asked) -> Mapping[str, Any]:
+    """Returns the definition of a task, of which one process is asked once. Raises UserError, of it."""
+    found, problem = _asked(asked)
+    if problem:
+        raise UserError(problem)
+    return found
+
+
+class _TaskJob:
+    """Writes the token cache of one task."""
+
+    def __init__(self, cache: SeqioCache, name: str, about: Mapping[str, Any], out: str) -> None:
+        self._cache, self._name, self._about, self._out = cache, name, about, out
+        self._progress: dict[str, Any] = {
+            "phase": 0, "lane": 0, "read": [], "ended": [], "documents": {split: [] for split in SPLITS}
+        }  # fmt: skip
+
+    def write(self, processes: int, **options: Any) -> None:
+        """Writes the cache, or the rest of it, with so many processes."""
+        from tasks.text import tokenizing
+
+        sizes = {name: paths.matching(name).get(name, 0) for name in self._about["files"]}
+        vocabulary = self._cache.definition["vocabulary"]
+        begun = {
+            "format": FORMAT,
+            "vocabulary": {"name": self._name, "described": f"the vocabulary of {self._name}"} | vocabulary,
+            "dtype": "uint16" if vocabulary["size"] <= 2**16 else "uint32",
+            "field": "",
+            "by_hash": False,
+            "excluded": "",
+            "near_duplicates": None,
+            "has_prompts": self._cache.asked.inputs is not None,
+            "seqio": self._cache._identity(),
+        }
+        tokenizing.write(
+            self._out,
+            begun,
+            tokenizing.listing(sizes),
+            functools.partial(self._converted, processes),
+            require=self._require_examples,
+            quiet=True,
+            **options,
+        )
+
+    def _phases(self) -> list[tuple[str, int, int]]:
+        """Returns split, epoch and number of lanes of what is read one after the other."""
+        epochs = (self._cache.epochs or 1) if self._about["draws"] else 1
+        most = 1 if self._about["draws"] else _MOST_SHARDS  # seqio's numbers are those of a source that is not divided
+        return [
+            (split, epoch, min(shards, most))
+            for split, shards in self._about["shards"].items()
+            for epoch in range(epochs if split == "train" else 1)
+        ]
+
+    def _converted(
+        self, processes: int, files: Sequence[Mapping[str, Any]], position: Any
+    ) -> Generator[tuple[Batch, Converted]]:
+        """Yields the examples from a position on: some of each lane in turn."""
+        now = self._progress = position or self._progress
+        phases, names = self._phases(), frozenset(entry["path"] for entry in files)
+        while now["phase"] < len(phases):
+            split, epoch, count = phases[now["phase"]]
+            if not now["read"]:
+                now |= {"read": [0] * count, "ended": [False] * count, "lane": 0}
+                now["documents"][split].append(0)
+            lanes = [Lane(self._name, split, epoch, lane, count) for lane in range(count)]
+            running = {lane: self._submit(lanes[lane], processes) for lane in range(count) if not now["ended"][lane]}
+            while running:
+                lane, now["lane"] = now["lane"], (now["lane"] + 1) % count
+                if lane not in running:
+                    continue
+                found = seqio_pipeline.answer(running.pop(lane))
+                now["read"][lane] += found.read
+                now["ended"][lane] = found.is_end
+                if not found.is_end:
+                    running[lane] = self._submit(lanes[lane], processes)
+                kept = len(found.converted.sizes)
+                now["documents"][split][-1] += kept
+                fraction = (now["phase"] + sum(now["ended"]) / count) / len(phases)
+                if not running:
+                    now |= {"phase": now["phase"] + 1, "read": [], "ended": []}
+                yield Batch([], split, names, copy.deepcopy(now), 0, found.read - kept, fraction), found.converted
+
+    def _submit(self, lane: Lane, processes: int) -> Any:
+        begin, call = self._progress["read"][lane.index], seqio_pipeline.convert
+        return seqio_pipeline.PROCESSES.submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES)
+
+    def _require_examples(self, writer: Writer) -> None:
+        """Records how many examples each cached epoch has."""
+        for split, sizes in self._progress["documents"].items():
+            writer.counts.splits[split]["epochs"] = sizes or [0]
+
+
+class DefinedVocabulary(Vocabulary):
+    """The vocabulary of a registered task, as its definition describes it."""
+
+    bos_id = 0  # the first input of seqio's decoder features
+
+    def __init__(self, corpus: SeqioCache) -> None:
+        self.corpus = corpus
+
+    @property
+    def _about(self) -> Mapping[str, Any]:
+        return self.corpus.definition["vocabulary"]
+
+    @property
+    def size(self) -> int:
+        return self._about["size"]
+
+    @property
+    def pad_id(self) -> int | None:
+        return self._about["pad_id"]
+
+    @property
+    def eos_id(self) -> int:
+        """-1 if there is none."""
+        return self._about["eos_id"]
+
+    @property
+    def hash(self) -> str:
+        return self._about["hash"]
+
+    @functools.cached_property
+    def _converter(self) -> Any:
+        """Converts texts; a vocabulary that is not bytes or a SentencePiece model imports seqio and its module."""
+        match self._about["kind"]:
+            case "bytes":
+                return Bytes()
+            case "sentencepiece":
+                return SentencePiece.of_model(base64.b64decode(self._about["model"]))
+        from tasks.text import seqio_tasks
+
+        return seqio_tasks.SeqioVocabulary(self.corpus.asked.name, self.corpus.asked.module)
+
+    def encode(self, text: str) -> list[int]:
+        return self._converter.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        if self._about["kind"] == "bytes":
+            ids = [i for i in ids if i < Bytes.size]  # further ids have no text
+        return self._converter.decode(ids)
+
+    def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
+        """Does nothing."""
+
+    def problems(self) -> list[str]:
+        return []  # those of the task
+
+    def describe(self) -> str:
+        return f"the vocabulary of {self.corpus.asked.name}"
+
+
+def _folder(number: int, name: str) -> str:
+    return f"{number:02d}_{re.sub(r'[^A-Za-z0-9.-]', '_', name)}"
+
+
+def _module_hash(module: str | None) -> str | None:
+    """Returns the SHA-256 of the file of a module, which is not imported; None if it is not on this machine."""
+    parts, places, spec = (module or "").split("."), None, None
+    for end in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:end]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+    if spec is None or not spec.origin or not pathlib.Path(spec.origin).is_file():
+        return None
+    return hashlib.sha256(pathlib.Path(spec.origin).read_bytes()).hexdigest()

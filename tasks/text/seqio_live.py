@@ -1,0 +1,173 @@
+"""Reads registered seqio tasks live: without a token cache, with tf.data in the process of the run.
+
+Examples are packed by seqio's own converter. The position of a stream is its tf.data iterator with all its buffers,
+which the task's own shuffling can make large. It can be read only by the version of TensorFlow that wrote it.
+
+R: rows per element. T: tokens per row.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import io
+import pathlib
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from core.errors import UserError
+from core.hosts import log_filters
+from tasks.streams import Stream
+from tasks.text import seqio_pipeline, seqio_tasks
+from tasks.text.documents import Corpus, StreamSpec
+from tasks.text.seqio_pipeline import Asked
+from tasks.text.tfds_source import tensorflow
+
+_HARMLESS = (
+    # The position of a stream includes the buffers in which its examples are shuffled, so a restart changes nothing.
+    "Using an uncached FunctionDataset for training is not recommended since it often results in insufficient "
+    "shuffling on restarts, resulting in overfitting. It is highly recommended that you cache this task before "
+    "training with it or use a data source that supports lower-level shuffling (e.g., FileDataSource).",
+    # A row has the task's output features only; others, such as texts before they are tokenized, are by-products.
+    "Features not in `features_length` will be removed during packing: %s",
+)
+_NAMES = {
+    "inputs": "decoder_input_tokens",
+    "targets": "decoder_target_tokens",
+    "weights": "decoder_loss_weights",
+    "segment_ids": "decoder_segment_ids",
+    "positions": "decoder_positions",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveSeqio(Corpus):
+    """A `documents.Corpus`: a registered task or mixture."""
+
+    asked: Asked
+
+    def named_files(self) -> tuple[str, ...]:
+        return ()
+
+    def open_stream(self, spec: StreamSpec) -> Stream:
+        return SeqioStream(self, spec)
+
+    def sample_texts(self) -> Iterator[str]:
+        """Yields nothing: the task has a vocabulary."""
+        return iter(())
+
+    @functools.cached_property
+    def _definition(self) -> Mapping[str, Any]:
+        return seqio_pipeline.definition(self.asked)
+
+    def problems(self) -> list[str]:
+        try:
+            _ = self._definition
+        except UserError as error:
+            return [str(error)]
+        return []
+
+    def example_problems(self, length: int) -> list[str]:
+        """See `documents.TriesExamples`."""
+        return self._definition["problems"]
+
+    def lengths(self, length: int) -> dict[str, int]:
+        """Returns the most ids of each feature in a row of `length` tokens; inputs have half of a smoke run's rows."""
+        if self.asked.inputs is None:
+            return {"targets": length}
+        inputs = self.asked.inputs if self.asked.inputs < length else length // 2
+        return {"inputs": inputs, "targets": length - inputs}
+
+    def describe(self) -> str:
+        return (
+            f"{self._named()}, read live: each start imports TensorFlow, and a resume needs TensorFlow "
+            f"{importlib.metadata.version('tensorflow')}"
+        )
+
+    def _named(self) -> str:
+        inputs = f", inputs of up to {self.asked.inputs} ids" if self.asked.inputs else ""
+        return f"text.seqio: {self.asked.name}{inputs}"
+
+    def fingerprint(self) -> str:
+        """Depends on the name alone: what the task reads is not known."""
+        return hashlib.sha256(self._named().encode()).hexdigest()
+
+
+class SeqioStream(Stream):
+    """`streams.Stream` over a tf.data iterator."""
+
+    def __init__(self, corpus: LiveSeqio, spec: StreamSpec) -> None:
+        self._tf = tensorflow()
+        self._where = f"{corpus.describe()}, {spec.split} stream {spec.index} of {spec.num_streams}"
+        self._once, self._has_read = spec.once, False
+        self._iterator = iter(rows(corpus, spec))
+
+    def __next__(self) -> Mapping[str, np.ndarray]:
+        """Raises UserError if the task fails, or has no example for this stream."""
+        try:
+            found = batch_of(next(self._iterator))
+            self._has_read = True
+            return found
+        except StopIteration:
+            if self._once and self._has_read:
+                raise
+            fix = "add examples to this split" if self._once else "use more examples, or a lower NUM_STREAMS"
+            raise UserError(f"{self._where}: no example; {fix}") from None
+        except self._tf.errors.OpError as error:
+            raise UserError(f"{self._where}: {error.message.strip().splitlines()[0]}") from error
+
+    def state(self) -> bytes:
+        """The bytes are a zip of the files of a tf.train.Checkpoint."""
+        buffer = io.BytesIO()
+        with tempfile.TemporaryDirectory() as folder:
+            self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
+            with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                for path in sorted(pathlib.Path(folder).iterdir()):
+                    archive.write(path, path.name)
+        return buffer.getvalue()
+
+    def restore(self, state: bytes) -> None:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                with zipfile.ZipFile(io.BytesIO(state)) as archive:
+                    archive.extractall(folder)
+                checkpoint = self._tf.train.Checkpoint(iterator=self._iterator)
+                checkpoint.read(f"{folder}/position").assert_consumed()
+        except (zipfile.BadZipFile, AssertionError, self._tf.errors.OpError) as error:
+            raise UserError(
+                f"{self._where}: the saved position cannot be read by TensorFlow {self._tf.__version__} "
+                f"({type(error).__name__}: {error}); resume with the version that wrote it"
+            ) from error
+
+
+def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+    """Renames seqio's decoder features, each [R, T], to the keys of a batch; padding is 0 everywhere."""
+    batch = {key: features[name].numpy() for key, name in _NAMES.items()}
+    return {**batch, "inputs": batch["inputs"] * (batch["segment_ids"] > 0)}
+
+
+def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
+    """Returns the dataset of a stream: seqio's decoder features, each [R, T]."""
+    tf, seqio = tensorflow(), seqio_tasks.library()
+    lengths = corpus.lengths(spec.length)
+    with log_filters.without_records(*_HARMLESS):
+        examples = seqio_tasks.registered(corpus.asked.name, module=corpus.asked.module).get_dataset(
+            lengths,
+            split=spec.split,
+            shuffle=spec.seed is not None,
+            seed=spec.seed,
+            num_epochs=1 if spec.once else None,
+            shard_info=seqio.ShardInfo(spec.index, spec.num_streams),
+            try_in_mem_cache=False,  # a cache would be saved with the position
+        )
+        packed = seqio.DecoderFeatureConverter(pack=True)(examples, lengths)
+    options = tf.data.Options()  # everything that tf.data prefetches is saved with the position
+    options.deterministic = True
+    options.autotune.enabled = False
+    options.experimental_optimization.inject_prefetch = False
+    options.threading.private_threadpool_size = 1
+    return packed.batch(spec.rows, drop_remainder=True).prefetch(2).with_options(options)

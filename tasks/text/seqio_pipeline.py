@@ -1,0 +1,300 @@
+"""Runs the pipelines of registered seqio tasks in processes of their own, for token caches.
+
+Only these processes import seqio, TensorFlow and the module that registers the tasks. The functions here that begin
+with `def` and no underscore are called in them; `Processes` starts them.
+"""
+
+import concurrent.futures
+import concurrent.futures.process
+import contextlib
+import dataclasses
+import functools
+import inspect
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from core.errors import UserError
+from tasks.text import seqio_tasks
+from tasks.text.token_writer import Converted
+
+SPLITS = ("train", "validation")
+_SHOWN = 400  # characters of an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A registered task or mixture.
+
+    Attributes:
+      name: of it.
+      module: the module that registers it, which is imported first.
+      inputs, targets: the most ids of each feature; `inputs` is None for a task without inputs.
+    """
+
+    name: str
+    module: str | None
+    inputs: int | None
+    targets: int
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The most ids of each feature, by name, as seqio's `sequence_length`."""
+        return ({} if self.inputs is None else {"inputs": self.inputs}) | {"targets": self.targets}
+
+    @property
+    def folder(self) -> str:
+        """The folder of its token cache, unless another is given."""
+        lengths = "_".join(map(str, self.lengths.values()))
+        return f"runs/seqio/{re.sub(r'[^A-Za-z0-9.-]', '_', self.name)}_{lengths}"
+
+
+class Lane(NamedTuple):
+    """A share of one split of a task that one process reads: the shard `index` of `count`, in one epoch."""
+
+    task: str
+    split: str
+    epoch: int
+    index: int
+    count: int
+
+
+class Found(NamedTuple):
+    """Examples of a lane.
+
+    Attributes:
+      converted: those that are not empty.
+      read: their number, empty ones included.
+      is_end: whether there are no more.
+    """
+
+    converted: Converted
+    read: int
+    is_end: bool
+
+
+def definition(asked: Asked) -> dict[str, Any]:
+    """Returns what a run must know of a task or mixture, as JSON.
+
+    Returns:
+      `vocabulary` (see `seqio_tasks.described`); of each task its mixing `rate`, the number of `shards` of its splits,
+      the `files` of its source that are on a disk or in a bucket, and `draws`: whether its preprocessors draw random
+      numbers; and `problems` of its first examples.
+
+    Raises:
+      UserError: the module cannot be imported, or the task is not one that a decoder can read.
+    """
+    found, tasks = _registered(asked), {}
+    for task in _tasks(found):
+        shards = {split: task.source.list_shards(split) for split in SPLITS if split in task.splits}
+        names = {name for each in shards.values() for name in map(os.fspath, each) if _is_file(name)}
+        tasks[task.name] = {
+            "rate": 1.0 if found is task else float(found.get_rate(task)),
+            "shards": {split: len(each) for split, each in shards.items()},
+            "files": sorted(names),
+            "draws": _draws(task),
+        }
+    return {"vocabulary": seqio_tasks.described(asked.name), "tasks": tasks, "problems": _example_problems(asked)}
+
+
+def _example_problems(asked: Asked) -> list[str]:
+    """Makes the first example of each task and split; returns a problem for each that fails."""
+    problems = []
+    for task in _tasks(_registered(asked)):
+        for split in SPLITS:
+            if split not in task.splits:
+                continue  # a mixture leaves out the tasks without the split
+            lane = Lane(task.name, split, 0, 0, 1)
+            try:
+                if next(iter(_Examples(asked, lane, 0)), None) is None:
+                    problems.append(
+                        f"task {task.name} has no example in its {split} split: its source is empty, or its "
+                        "preprocessors leave none"
+                    )
+            except UserError as error:
+                problems.append(str(error))
+    return problems
+
+
+_open: dict[Lane, "_Examples"] = {}  # the lanes that this process reads
+
+
+def convert(asked: Asked, lane: Lane, begin: int, most: int) -> Found:
+    """Returns up to `most` examples of a lane from number `begin` on.
+
+    Raises:
+      UserError: the pipeline fails, or an example has ids outside of the vocabulary.
+    """
+    examples = _open.get(lane)
+    if examples is None or examples.number != begin:
+        examples = _open[lane] = _Examples(asked, lane, begin)
+    found: list[tuple[np.ndarray, int]] = []
+    is_end = False
+    while examples.number < begin + most and not is_end:
+        example = next(examples, None)
+        is_end = example is None
+        if example and len(example[0]) > example[1]:
+            found.append(example)
+    if is_end:
+        del _open[lane]
+    dtype = np.uint16 if examples.vocab_size <= 2**16 else np.uint32
+    arrays = [ids.astype(dtype) for ids, _ in found]
+    count = len(arrays)
+    converted = Converted(
+        ids=np.concatenate([np.empty(0, dtype), *arrays]),
+        sizes=np.array([len(ids) for ids in arrays], np.int64),
+        text_bytes=np.zeros(count, np.int64),
+        checks=np.array([zlib.crc32(ids) for ids in arrays], np.uint32),
+        is_validation=np.full(count, lane.split == "validation"),
+        shares_text=np.zeros(count, bool),
+        prompts=None if asked.inputs is None else np.array([prompt for _, prompt in found], np.int32),
+    )
+    return Found(converted, examples.number - begin, is_end)
+
+
+class _Examples(Iterator):
+    """The examples of a lane: the ids of `inputs` and `targets` together, and the number of those of `inputs`.
+
+    Attributes:
+      number: of the next example.
+      vocab_size: all ids are below it.
+    """
+
+    def __init__(self, asked: Asked, lane: Lane, begin: int) -> None:
+        seqio = seqio_tasks.library()
+        self._lane, self._features, self.number = lane, tuple(asked.lengths), begin
+        _registered(asked)
+        task = seqio.get_mixture_or_task(lane.task)
+        vocabulary = task.output_features["targets"].vocabulary
+        self.vocab_size, self._lowest = int(vocabulary.vocab_size), 1 if seqio_tasks.reserves_zero(vocabulary) else 0
+        with self._failing():
+            dataset = task.get_dataset(
+                asked.lengths,
+                split=lane.split,
+                use_cached=task.requires_caching,
+                shuffle=False,
+                seed=lane.epoch,
+                num_epochs=1,
+                shard_info=seqio.ShardInfo(lane.index, lane.count),
+                try_in_mem_cache=False,
+            )
+            self._iterator = dataset.skip(begin).as_numpy_iterator()
+
+    def __next__(self) -> tuple[np.ndarray, int]:
+        with self._failing():
+            example = next(self._iterator)
+            parts = [np.asarray(example[name]) for name in self._features]
+        ids = np.concatenate(parts)
+        if len(ids) and not (self._lowest <= ids.min() and ids.max() < self.vocab_size):
+            reserved = " (id 0 is reserved for padding)" if self._lowest else ""
+            raise UserError(
+                f"{self._where()}: ids {ids.min()} to {ids.max()}, expected {self._lowest} to {self.vocab_size - 1}"
+                f"{reserved}: does a preprocessor use another vocabulary than the feature?"
+            )
+        self.number += 1
+        return ids, len(ids) - len(parts[-1])
+
+    def _where(self) -> str:
+        shard = f", shard {self._lane.index} of {self._lane.count}" if self._lane.count > 1 else ""
+        return f"task {self._lane.task}, {self._lane.split} split{shard}, example {self.number}"
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raises UserError, which names the example, for an exception of a source or preprocessor of the user."""
+        try:
+            yield
+        except StopIteration:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())
+            shown = said if len(said) <= _SHOWN else f"… {said[-_SHOWN:]}"  # TensorFlow's messages end with the cause
+            raise UserError(f"{self._where()}: {type(error).__name__}: {shown}") from error
+
+
+def _registered(asked: Asked) -> Any:
+    """Returns the seqio Task or Mixture, whose module is imported first."""
+    found = seqio_tasks.registered(asked.name, module=asked.module)
+    has_inputs = "inputs" in found.output_features
+    if has_inputs != (asked.inputs is not None):
+        raise UserError(
+            f"text.seqio.inputs_length is {asked.inputs}, and {asked.name} has the features "
+            f"{sorted(found.output_features)}: give it for a task with inputs, and for no other"
+        )
+    missing = [split for split in SPLITS if not any(split in task.splits for task in _tasks(found))]
+    if missing:
+        has = sorted({split for task in _tasks(found) for split in task.splits})
+        raise UserError(f"text.seqio.name: {asked.name} has no split {' and no '.join(missing)}, only {has}")
+    return found
+
+
+def _tasks(found: Any) -> Sequence[Any]:
+    return seqio_tasks.library().get_subtasks(found)
+
+
+def _is_file(name: str) -> bool:
+    return name.startswith("gs://") or os.path.isfile(name)  # noqa: PTH113 (a shard may be any text)
+
+
+def _draws(task: Any) -> bool:
+    """Returns whether seqio gives a task's preprocessors seeds, which are others in each epoch."""
+    for function in filter(callable, task.preprocessors):
+        bound = function.keywords if isinstance(function, functools.partial) else {}
+        if {"seed", "seeds"} & (inspect.signature(function).parameters.keys() - bound.keys()):
+            return True
+    return False
+
+
+# The side of the process that asks
+
+
+class Processes:
+    """Processes that call the functions of this module; each starts, and imports seqio, with its first call."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, concurrent.futures.ProcessPoolExecutor] = {}
+
+    def submit(self, number: int, call: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future:
+        """Calls a function in the process of that number; it keeps its place in the lanes that it reads."""
+        if number not in self._pools:
+            context = multiprocessing.get_context("spawn")  # a fork would copy the threads of JAX and TensorStore
+            self._pools[number] = concurrent.futures.ProcessPoolExecutor(1, context, _prepare)
+        return self._pools[number].submit(call, *arguments)
+
+    def close(self) -> None:
+        """Ends the processes; a later call starts others."""
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
+        self._pools.clear()
+
+
+PROCESSES = Processes()  # of this process
+
+
+def answer(future: concurrent.futures.Future) -> Any:
+    """Returns the result of a call. Raises UserError if its process ended."""
+    try:
+        return future.result()
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise UserError(
+            "a process that runs the seqio pipeline ended, often for lack of memory: run the same command again with "
+            "fewer --processes; it continues"
+        ) from error
+
+
+def _prepare() -> None:
+    """Prepares a process: Ctrl-C reaches only the one that asks, with which this one ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # seqio imports JAX, and the accelerators are the run's
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)  # it was killed: nobody takes what this process reads

@@ -1,0 +1,361 @@
+"""A registered seqio task becomes a token cache with the examples that seqio gives, and is read without seqio."""
+
+import collections
+import concurrent.futures
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from core.types import DataLayout
+from launch import environment
+from tasks import text
+from tasks.text import sentencepieces, seqio_cache, seqio_pipeline, tfds_source, token_writer
+from tasks.text.documents import StreamSpec
+
+pytestmark = pytest.mark.slow  # TensorFlow
+MODULE = "equal_tasks"
+INPUTS, LENGTH = 24, 72
+
+
+class Inline:
+    """Runs pipelines in this process, because each other one imports TensorFlow."""
+
+    def submit(self, number, call, *arguments):
+        done = concurrent.futures.Future()
+        try:
+            done.set_result(call(*arguments))
+        except UserError as error:
+            done.set_exception(error)
+        return done
+
+    def close(self):
+        seqio_pipeline._open.clear()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Text files and a SentencePiece model; tasks that read them are registered."""
+    folder = tmp_path_factory.mktemp("files")
+    words = ["some", "lines", "of", "text", "that", "differ", "from", "one", "another"]
+    lines = [" ".join(words[i * k % 9] for k in range(1 + i % 12)) + f" {i}" for i in range(120)]
+    for part in range(3):
+        (folder / f"part-{part}.txt").write_text("\n".join(lines[40 * part : 40 * part + 40]) + "\n")
+    (folder / "own.model").write_bytes(sentencepieces._train(lines, 300))
+    tfds_source.tensorflow()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OWN_FILES", str(folder))
+        patch.syspath_prepend(str(pathlib.Path(__file__).parent))
+        patch.setattr(seqio_pipeline, "PROCESSES", Inline())
+        patch.setattr(seqio_cache, "_EXAMPLES", 7)
+        importlib.import_module(MODULE)
+        yield folder
+
+
+def make(name, cache, *, inputs=False, **options):
+    options = {"length": LENGTH if inputs else LENGTH - INPUTS, "num_streams": 2} | options
+    return text.seqio(name=name, module=MODULE, cache=str(cache), inputs_length=INPUTS if inputs else None, **options)
+
+
+def filled(name, cache, **options):
+    task = make(name, cache, **options)
+    assert [*task.problems(), *task.example_problems()] == []
+    task.prepare("unused", is_host_zero=True)
+    return task
+
+
+def segments(rows):
+    """The segments of packed rows, as tuples of values."""
+    found = collections.Counter()
+    for row in rows:
+        for number in range(1, int(row["segment_ids"].max()) + 1):
+            here = row["segment_ids"] == number
+            keys = ("inputs", "targets", "weights", "positions")
+            found[tuple(tuple(row[key][here].tolist()) for key in keys)] += 1
+    return found
+
+
+def passes(stream):
+    while True:
+        try:
+            yield {key: values[0] for key, values in next(stream).items()}
+        except StopIteration:
+            return
+
+
+def read(task, split="train"):
+    spec = StreamSpec(split, 0, 1, 1, task.length, None, task.vocabulary, once=True)
+    return segments(passes(task.corpus.open_stream(spec)))
+
+
+def theirs(name, lengths, converter, split="train", **options):
+    import seqio
+
+    examples = seqio.get_mixture_or_task(name).get_dataset(
+        lengths, split=split, shuffle=False, **{"num_epochs": 1, "seed": 0} | options
+    )
+    names = {
+        "inputs": "decoder_input_tokens",
+        "targets": "decoder_target_tokens",
+        "weights": "decoder_loss_weights",
+        "segment_ids": "decoder_segment_ids",
+        "positions": "decoder_positions",
+    }
+    rows = converter(pack=True)(examples, lengths).as_numpy_iterator()
+    return segments({key: row[name] for key, name in names.items()} for row in rows)
+
+
+def converter_of(name):
+    import seqio
+
+    return getattr(seqio, name)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize(
+    ("name", "converter"),
+    [
+        ("prefix", "PrefixLMFeatureConverter"),
+        ("lines", "LMFeatureConverter"),
+        ("several", "DecoderFeatureConverter"),
+        ("truncated", "PrefixLMFeatureConverter"),
+        ("trimmed", "DecoderFeatureConverter"),
+        ("empty", "LMFeatureConverter"),
+        ("long", "DecoderFeatureConverter"),
+    ],
+)
+def test_segments_equal_those_of_seqio(files, tmp_path, name, converter, split):
+    inputs = name in ("prefix", "several", "truncated", "trimmed")
+    task = filled(name, tmp_path / "cache", inputs=inputs)
+    wanted = theirs(name, task.corpus.asked.lengths, converter_of(converter), split)
+    assert len(wanted) > 2
+    assert read(task, split) == wanted
+
+
+def test_a_mixture_has_the_rates_of_seqio_in_every_window(files, tmp_path):
+    import seqio
+
+    task = filled("mixed", tmp_path / "cache", num_streams=4)
+    lengths, mixture = task.corpus.asked.lengths, seqio.MixtureRegistry.get("mixed")
+    each = {name: theirs(name, lengths, seqio.LMFeatureConverter) for name in ("empty", "long")}
+    assert read(task) == each["empty"] + each["long"]  # an evaluation reads every example once
+    share = mixture.get_rate(seqio.TaskRegistry.get("empty")) / mixture.total_rate
+    chunks = [task.corpus.chunks(spec(task, index)) for index in range(4)]
+    drawn = [tuple(chunk.next_segment(LENGTH).targets.tolist()) for _ in range(300) for chunk in chunks]
+    known = {targets for _, targets, *_ in each["empty"]}
+    is_first = np.array([targets in known for targets in drawn])
+    for start in range(0, 1100, 37):
+        for size in (20, 100):
+            assert abs(is_first[start : start + size].sum() - share * size) <= 1
+
+
+def spec(task, index, split="train", seed=3):
+    return StreamSpec(split, index, task.num_streams, 2, task.length, seed, task.vocabulary)
+
+
+def test_epochs_of_a_random_task_are_those_of_seqio(files, tmp_path):
+    import seqio
+
+    (problem,) = make("random", tmp_path / "cache").problems()
+    assert all(words in problem for words in ("text.seqio.epochs", "live = True"))
+    task = filled("random", tmp_path / "cache", epochs=3)
+    lengths = task.corpus.asked.lengths
+    epochs = [theirs("random", lengths, seqio.LMFeatureConverter, seed=seed) for seed in range(3)]
+    assert epochs[0] != epochs[1]
+    assert read(task) == sum(epochs, collections.Counter())
+    chunks = task.corpus.chunks(spec(task, 0)._replace(num_streams=1))
+    count = epochs[0].total()
+    for wanted in (*epochs, epochs[0]):  # and then from the start, in another order
+        got = [tuple(chunks.next_segment(LENGTH).targets.tolist()) for _ in range(count)]
+        assert collections.Counter(got) == collections.Counter({seg[1]: n for seg, n in wanted.items()})
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_any_hosts_read_the_same_rows_and_continue_exactly(files, tmp_path_factory, hosts):
+    folder = tmp_path_factory.getbasetemp() / "shared_mixed"
+    task = filled("mixed", folder, num_streams=4)
+    rows = np.arange(8).reshape(hosts, -1) if hosts < 4 else np.arange(8).reshape(4, 2)
+    layouts = [DataLayout(8, tuple(map(int, own)), tuple(map(int, own))) for own in rows]
+    whole = task.train(DataLayout(8, tuple(range(8)), tuple(range(8))), seed=5)
+    parts = [task.train(layout, seed=5) for layout in layouts]
+    for _ in range(9):
+        wanted, found = next(whole), [next(part) for part in parts]
+        for key, values in wanted.items():
+            assert np.array_equal(values, np.concatenate([each[key] for each in found])), key
+    saved = {key: value for part in parts for key, value in part.state().items()}
+    again = make("mixed", folder, num_streams=4).train(DataLayout(8, tuple(range(8)), tuple(range(8))), seed=5)
+    again.restore(saved)
+    for _ in range(30):
+        wanted, found = next(whole), next(again)
+        assert all(np.array_equal(values, found[key]) for key, values in wanted.items())
+
+
+class Stopped(RuntimeError):
+    """Interrupts a command."""
+
+
+def test_an_interrupted_cache_continues_to_the_same_bytes(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_writer, "_COMMIT_TOKENS", 500)
+    whole, broken = (make("lines", tmp_path / name) for name in ("whole", "broken"))
+    whole.corpus.fill(processes=2)
+    reports = 0
+
+    def stop(counts):
+        nonlocal reports
+        reports += 1
+        if reports in (4, 11):
+            raise Stopped
+
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            broken.corpus.fill(processes=3, report=stop)
+        with pytest.raises(UserError, match="no token cache"):
+            broken.fingerprint()
+    said = []
+    broken.corpus.fill(processes=1, say=said.append)
+    assert any(line.startswith("continuing after") for line in said)
+    assert broken.fingerprint() == whole.fingerprint()
+    names = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()]
+    assert len(names) > 10
+    for name in names:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "broken" / name).read_bytes(), name
+
+
+def test_a_changed_source_is_named(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_writer, "_COMMIT_TOKENS", 500)
+    task = make("lines", tmp_path / "cache")
+    before = (files / "part-1.txt").read_bytes()
+    with pytest.raises(Stopped):
+        task.corpus.fill(report=lambda counts: (_ for _ in ()).throw(Stopped()) if counts.total("documents") else None)
+    try:
+        (files / "part-1.txt").write_bytes(before + b"more\n")
+        with pytest.raises(UserError, match=r"part-1\.txt"):
+            task.corpus.fill()
+    finally:
+        (files / "part-1.txt").write_bytes(before)
+
+
+def test_a_cache_of_another_definition_is_an_error(files, tmp_path, monkeypatch):
+    task = filled("prefix", tmp_path / "cache", inputs=True)
+    for changed in (
+        make("prefix", tmp_path / "cache", inputs=True, length=LENGTH - 1),
+        make("several", tmp_path / "cache", inputs=True),
+        make("prefix", tmp_path / "cache", inputs=True, epochs=2),
+    ):
+        (problem,) = changed.problems()
+        assert all(words in problem for words in ("text.seqio.cache", " now "))
+    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: "another")
+    (problem,) = make("prefix", tmp_path / "cache", inputs=True).problems()
+    assert all(words in problem for words in (MODULE, "was changed"))
+    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: None)  # a host without the module
+    assert make("prefix", tmp_path / "cache", inputs=True).problems() == []
+    assert task.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "words"),
+    [
+        ("prefixes", False, ("no seqio task or mixture 'prefixes'", "did you mean 'prefix'")),
+        ("prefix", False, ("inputs_length is None", "['inputs', 'targets']")),
+        ("lines", True, ("inputs_length is 24", "['targets']")),
+        ("encoder", True, ("encoder has features", "labels")),
+        ("continuous", False, ("feature targets", "float32", "expected int32")),
+        ("two_vocabularies", True, ("different vocabularies",)),
+        ("no_validation", False, ("no split validation", "['train']")),
+        ("outside", False, ("task outside, train split, example 0", "expected 0 to 8", "another vocabulary")),
+    ],
+)
+def test_wrong_tasks_are_found_before_a_run(files, tmp_path, name, inputs, words):
+    task = make(name, tmp_path / "cache", inputs=inputs)
+    problem = (task.problems() or task.example_problems())[0]
+    assert all(word in problem for word in words), problem
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_preprocessor_that_fails_later_is_named_with_its_example(files, tmp_path):
+    task = make("fails_later", tmp_path / "cache")
+    assert [*task.problems(), *task.example_problems()] == []
+    with pytest.raises(UserError, match=r"task fails_later, train split, example 5: .*could not correctly convert"):
+        task.prepare("unused", is_host_zero=True)
+
+
+REPEATS = """
+import seqio
+from equal_tasks import features, source
+
+seqio.TaskRegistry.add("prefix", source=source(), output_features=features("targets"))
+"""
+
+
+def test_a_module_that_cannot_be_imported_is_named(files):
+    (files / "registers_twice.py").write_text(REPEATS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(files))
+        for module, said in (("no_such_module", "No module named"), ("registers_twice", "duplicate provider: prefix")):
+            (problem,) = text.seqio(name="any", module=module, length=9, num_streams=1).problems()
+            assert all(words in problem for words in (f"importing {module} fails", said))
+
+
+def test_a_task_is_mixed_with_other_sources(files, tmp_path):
+    options = {"length": 48, "num_streams": 2}
+    own = make("long", tmp_path / "cache")
+    library = text.python_source(**options)
+    mixed = text.mixture(tasks=[library, own], weights=[1, 1])
+    mixed.prepare("unused", is_host_zero=True)
+    assert mixed.problems() == []
+    batch = next(mixed.train(DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3)), seed=0))
+    assert batch["segment_ids"].max(1).min() >= 1
+    pieces = text.mixture(tasks=[library, make("lines", tmp_path / "other")], weights=[1, 1])
+    (problem,) = pieces.problems()
+    assert "different vocabularies" in problem
+
+
+def test_a_vocabulary_is_read_without_seqio(files, tmp_path):
+    import seqio
+
+    for name in ("prefix", "several"):
+        task = filled(name, tmp_path / name, inputs=True)
+        vocabulary = seqio.TaskRegistry.get(name).output_features["targets"].vocabulary
+        again = make(name, tmp_path / name, inputs=True).vocabulary
+        assert again.size == vocabulary.vocab_size
+        assert again.encode("some words") == vocabulary.encode("some words")
+        assert again.decode([*again.encode("some words"), again.eos_id, 5]) == "some words"
+        assert again.decode([again.size - 1]) is not None
+        assert task.vocabulary.hash == again.hash
+
+
+READS = f"""
+import sys
+from core.types import DataLayout
+from tasks import text
+options = dict(module="{MODULE}", inputs_length={INPUTS}, length={LENGTH}, num_streams=2)
+task = text.seqio(name="prefix", cache=sys.argv[1], **options)
+if __name__ == "__main__":
+    assert task.problems() == []
+    task.prepare("unused", is_host_zero=True)
+    batch = next(task.train(DataLayout(2, (0, 1), (0, 1)), seed=0))
+    next(task.evaluation(DataLayout(2, (0, 1), (0, 1))))
+    loaded = {{name.split(".")[0] for name in sys.modules}}
+    print(task.vocabulary.decode(batch["targets"][0])[:9], *sorted(loaded & {{"tensorflow", "seqio"}}))
+"""
+
+
+def test_real_processes_fill_the_cache_and_a_run_imports_neither_seqio_nor_tensorflow(files, tmp_path):
+    (tmp_path / "reads.py").write_text(READS)
+    where = f"{pathlib.Path(__file__).parent}:{environment.WORKSPACE}"
+    for lines in (2, 1):
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "reads.py"), str(tmp_path / "cache")],
+            env={**os.environ, "OWN_FILES": str(files), "PYTHONPATH": where},
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "question:"
+        assert len(done.stdout.splitlines()) == lines
