@@ -9,13 +9,8 @@ import types
 
 import pytest
 
-<<<<<<< HEAD:tests/core/hosts/test_log_filters.py
 from core.hosts import log_filters
-from tasks.text import seqio_tasks
-=======
-from core import library_noise
 from tasks.text import seqio_live
->>>>>>> 95d38628 (Registered seqio tasks are read through token caches):tests/core/test_library_noise.py
 
 NOISE = (
     b"[Gloo] Rank 0 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7",
@@ -134,10 +129,5 @@ def texts_in(module):
 def test_the_libraries_have_these_templates():
     modules = ("checkpoint_manager", "_src.futures.future", "_src.metadata.checkpoint")
     found = set().union(*(texts_in(f"orbax.checkpoint.{name}") for name in modules))
-<<<<<<< HEAD:tests/core/hosts/test_log_filters.py
     assert {*log_filters._FAILED_SAVE, "Given directory is read only=%s"} <= found
-    assert set(seqio_tasks._HARMLESS) <= texts_in("seqio.dataset_providers") | texts_in("seqio.utils")
-=======
-    assert {*library_noise._FAILED_SAVE, "Given directory is read only=%s"} <= found
     assert set(seqio_live._HARMLESS) <= texts_in("seqio.dataset_providers") | texts_in("seqio.utils")
->>>>>>> 95d38628 (Registered seqio tasks are read through token caches):tests/core/test_library_noise.py
