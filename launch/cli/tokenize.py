@@ -1,4 +1,4 @@
-"""`launch/run tokenize`: converts text to ids once, for `text.tokens`."""
+"""`launch/run tokenize`: converts text, or a registered seqio task, to ids once, for `text.tokens` or `text.seqio`."""
 
 import argparse
 import os
@@ -9,11 +9,13 @@ from core.errors import UserError
 from core.files import paths
 from core.training import run_lock
 from launch import flags
+from tasks import text
 from tasks.text import decontamination, near_duplicates, token_cache, token_writer, tokenizing
 
 COMMAND = ("runs", "tokenize")
-HELP = "convert text to ids, as a token cache for text.tokens"
-EXAMPLE = """launch/run tokenize --data 'corpus/*.jsonl.zst' --vocabulary smollm2 --out gs://BUCKET/tokens
+HELP = "convert text, or a registered seqio task, to ids: a token cache for text.tokens or text.seqio"
+EXAMPLE = """launch/run tokenize --task my_task --module my_tasks --length 2048 --inputs-length 512
+  launch/run tokenize --data 'corpus/*.jsonl.zst' --vocabulary smollm2 --out gs://BUCKET/tokens
   launch/run tokenize --data 'books/*.parquet' --field content --vocabulary bytes --out runs/tokens --skip-bad"""
 _WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "--out")
 _WORDS_IN_COMMON = 13
@@ -25,6 +27,8 @@ _LEFT_OUT = {
     "near_duplicate": "near duplicates",
 }
 _SIMILARITY = 0.8
+_OF_TASKS = ("module", "length", "inputs_length", "epochs")
+_OF_TEXT = ("data", "validation", "vocabulary", "exclude", "exclude_words", "exclude_characters", "deduplicate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files, local or gs://: .txt, .jsonl (both also .gz, .zst, .bz2) or .parquet; repeatable. Or one dataset: "
         "tfds:NAME, which tfds build has prepared, or hub:OWNER/NAME of the Hugging Face hub"
     )
-    parser.add_argument("--data", metavar="PATTERN", action="append", required=True, help=help_)
+    parser.add_argument("--data", metavar="PATTERN", action="append", default=[], help=help_)
     help_ = "files for validation, or a split of the dataset; default: 5 %% of the documents, by the hash of their text"
     parser.add_argument("--validation", metavar="PATTERN", action="append", default=[], help=help_)
     parser.add_argument("--field", default="text", help="JSON key or column of the text (default: text)")
     help_ = "folder of a published model, a SentencePiece .model, or bytes"
-    parser.add_argument("--vocabulary", metavar="NAME", required=True, help=help_)
-    help_ = "folder to write, local or gs://; an interrupted command continues in it"
-    parser.add_argument("--out", metavar="DIR", required=True, help=help_)
+    parser.add_argument("--vocabulary", metavar="NAME", help=help_)
+    help_ = (
+        "folder to write, local or gs://; an interrupted command continues in it (default with --task: that of "
+        "text.seqio)"
+    )
+    parser.add_argument("--out", metavar="DIR", help=help_)
     help_ = "skip and count malformed documents instead of refusing them"
     parser.add_argument("--skip-bad", action="store_true", help=help_)
     help_ = "evaluation sets, .txt or .jsonl: documents for training that share text with them are left out; repeatable"
@@ -57,10 +64,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deduplicate", metavar="SHARE", type=_similarity, nargs="?", const=_SIMILARITY, help=help_)
     help_ = "that convert (default: one for each core)"
     parser.add_argument("--processes", metavar="N", type=flags.at_least(1), help=help_)
+    own = parser.add_argument_group("a registered seqio task or mixture, in place of --data and --vocabulary")
+    own.add_argument("--task", metavar="NAME", help="its name")
+    own.add_argument("--module", metavar="MODULE", help="the Python module that registers it")
+    own.add_argument("--length", metavar="N", type=flags.at_least(2), help="tokens per row of the runs")
+    help_ = "of a task with inputs: the most ids of them in a row; the targets have the rest"
+    own.add_argument("--inputs-length", metavar="N", type=flags.at_least(1), help=help_)
+    help_ = "of a task whose preprocessors draw random numbers: how many epochs to cache"
+    own.add_argument("--epochs", metavar="N", type=flags.at_least(1), help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the cache, with progress, and prints what it holds."""
+    if args.task:
+        return _run_task(args)
+    if alone := [f"--{name.replace('_', '-')}" for name in _OF_TASKS if getattr(args, name) is not None]:
+        raise UserError(f"{' and '.join(alone)} must be given with --task, which names a registered seqio task")
+    if missing := [f"--{name}" for name in ("data", "vocabulary", "out") if getattr(args, name) in (None, [])]:
+        raise UserError(f"{' and '.join(missing)} must be given, or --task with a registered seqio task")
     words, characters = args.exclude_words, args.exclude_characters
     if (words or characters) and not args.exclude:
         raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
@@ -89,6 +110,24 @@ def run(args: argparse.Namespace) -> int:
     finally:
         lock.release()
     _summarize(args.out, about)
+    return 0
+
+
+def _run_task(args: argparse.Namespace) -> int:
+    """Writes the cache of a registered seqio task."""
+    if alone := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name) not in (None, [])]:
+        raise UserError(f"{' and '.join(alone)} cannot be given with --task, which defines its own sources and ids")
+    if args.length is None:
+        raise UserError("--length must be given with --task: the tokens per row of the runs, at which features are cut")
+    named = {"name": args.task, "module": args.module, "inputs_length": args.inputs_length, "epochs": args.epochs}
+    task = text.seqio(**named, cache=args.out, length=args.length, num_streams=1)
+    if problems := [*task.problems(), *task.example_problems()]:
+        raise UserError("\n".join(problems))
+    is_complete = task.corpus.saved is not None
+    task.corpus.fill(processes=args.processes, say=_say, report=_Progress())
+    if is_complete:
+        _say(f"{task.corpus.describe()}: is complete")
+    _say(f"  to train on it: gin/tasks/seqio.gin with TASK_NAME = {args.task!r}, TASK_MODULE = {args.module!r}")
     return 0
 
 

@@ -109,6 +109,10 @@ class Names:
             return dataclasses.replace(leaf, target=self._find(leaf.selector, binding, written=str(leaf)))
 
         target = None if binding.is_macro else self._find(binding.selector, binding, written=binding.name)
+        trust = self._trust.get(binding.file)
+        if trust and target and not trust.allows_value(target, binding.parameter, binding.value):
+            error = _UntrustedError(str(binding.value))
+            self.problems.append(binding.problem(str(error), actual=str(binding), **error.details))
         return dataclasses.replace(binding, target=target, value=transform(binding.value, change))
 
     def root(self, path: str) -> Constructor:

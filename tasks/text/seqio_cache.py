@@ -23,8 +23,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from importlib.machinery import PathFinder
 from typing import Any
 
-from core import foreign_json, paths
 from core.errors import UserError
+from core.files import foreign_json, paths
 from core.training import run_lock
 from tasks.streams import Stream
 from tasks.text import seqio_pipeline
@@ -220,11 +220,16 @@ class SeqioCache(DocumentSource):
 
 @functools.cache
 def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
-    """Returns the definition of a task, or its problem."""
+    """Returns the definition of a task, or its problem; then the process that found it is not needed any more."""
+    processes, problem = seqio_pipeline.PROCESSES, ""
+    found: Mapping[str, Any] = {}
     try:
-        return seqio_pipeline.answer(seqio_pipeline.PROCESSES.submit(0, seqio_pipeline.definition, asked)), ""
+        found = seqio_pipeline.answer(processes.submit(0, seqio_pipeline.definition, asked))
     except UserError as error:
-        return {}, str(error)
+        problem = str(error)
+    if problem or found["problems"]:
+        processes.close()
+    return found, problem
 
 
 def _definition(asked: Asked) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ Only these processes import seqio, TensorFlow and the module that registers the 
 with `def` and no underscore are called in them; `Processes` starts them.
 """
 
+import atexit
 import concurrent.futures
 import concurrent.futures.process
 import contextlib
@@ -275,6 +276,7 @@ class Processes:
 
 
 PROCESSES = Processes()  # of this process
+atexit.register(PROCESSES.close)
 
 
 def answer(future: concurrent.futures.Future) -> Any:

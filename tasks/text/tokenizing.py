@@ -113,17 +113,9 @@ def write(
         if not quiet:
             say(f"{out} is complete")
         return done
-    state = _read(folder / STARTED)
-    if state is None:
-        if files and not quiet:
-            say(f"hashing {units.counted(len(files), 'file')}")
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            files = [entry | {"sha256": digest} for entry, digest in zip(files, pool.map(_digest, files), strict=True)]
-        state = {"counts": dataclasses.asdict(Counts()), "position": None}
-    else:
-        _require_same(out, state, begun, files)
-        versions = {entry["path"]: entry["version"] for entry in files}
-        files = [entry | {"version": versions[entry["path"]]} for entry in state["sources"]]
+    state = _read(folder / STARTED) or {"counts": dataclasses.asdict(Counts()), "position": None}
+    files = _begun_with(out, state, begun, files, say=(lambda text: None) if quiet else say)
+    if "sources" in state:
         say(f"continuing after {units.counted(Counts(**state['counts']).total('documents'), 'document')}")
 
     def verify(read: Set[str]) -> None:
@@ -147,6 +139,24 @@ def write(
     paths.write_text_atomically(folder / COMPLETE, json.dumps(about, indent=1))
     _remove_state(folder)
     return about
+
+
+def _begun_with(
+    out: str,
+    state: Mapping[str, Any],
+    begun: Mapping[str, Any],
+    files: Sequence[Mapping[str, Any]],
+    *,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Returns the sources with the hashes of their content: those of the state, or new ones."""
+    if "sources" in state:
+        _require_same(out, state, begun, files)
+        versions = {entry["path"]: entry["version"] for entry in files}
+        return [entry | {"version": versions[entry["path"]]} for entry in state["sources"]]
+    say(f"hashing {units.counted(len(files), 'file')}")
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [{**entry, "sha256": digest} for entry, digest in zip(files, pool.map(_digest, files), strict=True)]
 
 
 def _description(job: Job, vocabulary: Vocabulary, excluded: Excluded | None) -> dict[str, Any]:

@@ -30,6 +30,11 @@ STRANGE = {
         "X = @vocabularies.check_fits()",
         "tasks.text.vocabularies",
     ),
+    "the module of a task": (
+        "from tasks import text as others",
+        "others.seqio.module = 'antigravity'",
+        "antigravity",
+    ),
     "a library": ("from jax import numpy", "X = @numpy.save()", "jax.numpy"),
 }
 
