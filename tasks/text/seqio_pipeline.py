@@ -97,12 +97,23 @@ def definition(asked: Asked) -> dict[str, Any]:
         shards = {split: task.source.list_shards(split) for split in SPLITS if split in task.splits}
         names = {name for each in shards.values() for name in map(os.fspath, each) if _is_file(name)}
         tasks[task.name] = {
-            "rate": 1.0 if found is task else float(found.get_rate(task)),
+            "rate": 1.0 if found is task else _rate(found, task),
             "shards": {split: len(each) for split, each in shards.items()},
             "files": sorted(names),
             "draws": _draws(task),
         }
     return {"vocabulary": seqio_tasks.described(asked.name), "tasks": tasks, "problems": _example_problems(asked)}
+
+
+def _rate(mixture: Any, task: Any) -> float:
+    """Returns the mixing rate of a task. Raises UserError if it is not a positive number."""
+    try:
+        rate = float(mixture.get_rate(task))
+    except Exception as error:  # a rate may be a function of the user
+        raise UserError(f"the rate of {task.name} in {mixture.name} fails: {type(error).__name__}: {error}") from error
+    if not 0 < rate < float("inf"):
+        raise UserError(f"the rate of {task.name} in {mixture.name} is {rate}, expected a positive number")
+    return rate
 
 
 def _example_problems(asked: Asked) -> list[str]:
