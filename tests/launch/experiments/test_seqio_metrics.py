@@ -117,17 +117,18 @@ def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered
 
 @pytest.mark.slow
 def test_a_run_is_scored_by_the_metrics_of_its_task(tmp_path):
-    """Each command is a process: the module is on PYTHONPATH, and only the run's gin file imports it."""
+    """Each command is a process: the module is on PYTHONPATH, and the run's gin file names it."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "own_sums.py").write_text(MODULE)
     gin = tmp_path / "sums.gin"
     gin.write_text(
         f"""from __gin__ import dynamic_registration
-import own_sums
 from tasks import text
 include '{environment.WORKSPACE}/gin/quickstart.gin'
 TASK = @text.seqio()
 text.seqio.name = 'sums'
+text.seqio.module = 'own_sums'
+text.seqio.cache = '{tmp_path}/cache'
 text.seqio.inputs_length = 12
 text.seqio.length = %LENGTH
 text.seqio.num_streams = %NUM_STREAMS
