@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 from core import slices
 from core.errors import UserError
+from core.hosts import tied_process
 from core.slices import GIB
 from launch import environment
 from launch.config import loader
@@ -32,7 +32,6 @@ BYTES_PER_COMPILE = 4 * GIB  # a 7B step takes about 3
 MAX_CONCURRENT = 2
 WORKER = (sys.executable, "-m", f"{environment.PACKAGE}launch.plan.compiling")
 _POLL_SECONDS = 0.1
-_PARENT_POLL_SECONDS = 1.0
 
 
 class Job(NamedTuple):
@@ -92,14 +91,13 @@ def compile_all(
 
 
 def _start(job: Job, folder: Path, command: Sequence[str]) -> _Running:
-    plain = {**job._asdict(), "record": str(job.record), "parent": os.getpid()}
-    (folder / "job.json").write_text(json.dumps(plain))
+    (folder / "job.json").write_text(json.dumps({**job._asdict(), "record": str(job.record)}))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env |= messages.AUDIBLE_WARNINGS
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.import_root()), env.get("PYTHONPATH", "")]))
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [*command, str(folder / "job.json")],
+            tied_process.tied([*command, str(folder / "job.json")]),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -118,17 +116,10 @@ def _record(ended: _Running) -> Record:
 
 
 def main(job_file: str) -> None:
-    """Compiles the candidate of a job's file and writes its record; ends if the process that started it ends."""
+    """Compiles the candidate of a job's file and writes its record."""
     job = json.loads(Path(job_file).read_text())
-    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
     record = compile_one(job["experiment"], slice_name=job["slice"], bindings=job["bindings"])
     records.write(Path(job["record"]), record.as_json())
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
-    os._exit(1)
 
 
 def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:

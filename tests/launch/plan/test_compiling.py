@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 
+import psutil
 import pytest
 
 from launch.plan import compiling
@@ -91,8 +92,16 @@ def test_no_more_are_started_than_are_wanted(tmp_path, command):
     assert len(done) == 2
 
 
-def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(tmp_path, command):
-    """A plan of its own, interrupted as a terminal would: one record is there, and no process."""
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_the_end_of_a_plan_ends_its_workers_and_keeps_what_is_done(tmp_path, command, number, code):
+    """A plan of its own, interrupted as a terminal would, or killed: one record is there, and no process."""
     pid = tmp_path / "pid"
     text = f"""
     import pathlib, signal, sys
@@ -116,7 +125,8 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(tmp_path, command):
     while not (pid.exists() and pid.read_text() and (tmp_path / "0.json").exists()) and time.time() < deadline:
         time.sleep(0.05)
     assert process.stdout.readline() == "done quick\n"
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=30) == code
+    while is_running(int(pid.read_text())):
+        assert time.time() < deadline
+        time.sleep(0.05)
