@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     level = "smoke" if args.part == "small" else args.level
     directory = args.run_dir or environment.run_directory(args.experiment, slice_.name, level=level)
     args.run_dir = os.fspath(paths.resolve(directory))
-    if args.level in ("hosts", "slice") and not args.simulate:
+    if args.level in ("hosts", "slice") and slice_.is_tpu and not args.simulate:
         tpu_host.require_here(slice_)
     found, is_shown = (hosts.on_this_host if args.part == "host" else _LEVELS[args.level])(args, slice_)
     if is_shown:

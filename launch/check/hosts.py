@@ -32,12 +32,12 @@ _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
 _ALIKE = 0.92  # of two names, to take one for a slip of the other
 
 
-def own_host(*, simulated: bool) -> list[Finding]:
-    """Makes the checks of one host: versions, environment, and which processes hold its chips."""
-    return [cluster.check_versions(), *variables(simulated=simulated), tpu_host.chip_holders()]
+def own_host(*, is_tpu: bool) -> list[Finding]:
+    """Makes the checks of one host: versions, environment and, of a TPU, which processes hold its chips."""
+    return [cluster.check_versions(), *variables(is_tpu=is_tpu), *([tpu_host.chip_holders()] if is_tpu else [])]
 
 
-def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> list[Finding]:
+def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[Finding]:
     """Returns problems with environment variables: contradictory values, and RENGA_ names that nothing reads."""
     problems = []
     for look in (environment.process_layout, environment.mesh_bindings):
@@ -56,7 +56,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, simulated: bool) -> li
             said = f"{name} is not read by anything here; did you mean {nearest[0]}?"
             problems.append(Finding("environment", True, said, is_note=True))
     platforms = environment.read("JAX_PLATFORMS", environ=environ)
-    if platforms and not simulated and "tpu" not in platforms.split(","):
+    if platforms and is_tpu and "tpu" not in platforms.split(","):
         said = f"JAX_PLATFORMS={platforms} hides the TPU from JAX"
         problems.append(Finding("environment", False, Problem(said, fix="unset JAX_PLATFORMS")))
     return problems or [Finding("environment", True, "no contradiction, no unknown RENGA_ variable")]
@@ -98,9 +98,10 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
             f"data on hosts{of}": functools.partial(
                 preflight.data, own_part, smoked=False, hosts="here", name=f"data on hosts{of}"
             ),
-            f"HBM{of}": lambda e=own_part, of=of: [hbm(config, e, limit_bytes=limit)._replace(name=f"HBM{of}")],
             f"collectives{of}": lambda e=own_part: links(e.bind(jax.devices()).partitioner.mesh, host),
         }
+        if slices.get(own_part.slice).is_tpu:  # predictions are for TPUs alone
+            checks[f"HBM{of}"] = lambda e=own_part, of=of: [hbm(config, e, limit_bytes=limit)._replace(name=f"HBM{of}")]
     found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
     activity.at("findings of all hosts")
     every = distributed.all_gather_text("check/findings", to_json(found))
@@ -176,7 +177,7 @@ def on_this_host(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[F
     Returns:
       The findings, and whether this is host 0, or a host that could not join the others.
     """
-    own = own_host(simulated=bool(environment.read("RENGA_SIMULATE")))
+    own = own_host(is_tpu=slice_.is_tpu and not environment.read("RENGA_SIMULATE"))
     config = loader.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
     host, joined = join(slice_)
     if host is None:

@@ -33,7 +33,7 @@ def simulated(launch, tmp_path_factory):
 def test_a_slice_without_problems(simulated):
     said, found = simulated
     assert said.rstrip().endswith("\nREADY")
-    assert {"configuration", "layout", "data", "memory", "checkpoint", "versions", "environment", "chips"} <= set(found)
+    assert {"configuration", "layout", "data", "memory", "checkpoint", "versions", "environment"} <= set(found)
     assert {"hosts", "clocks", "run directory", "data on hosts", "HBM"} <= set(found)
     assert "2 hosts, 8 simulated chips, 4 on each" in found["hosts"]["detail"]
     for axis, chips in (("fsdp", 4), ("tensor", 2)):
@@ -150,15 +150,20 @@ def test_a_library_that_is_missing_is_named():
     ],
 )
 def test_variables_that_contradict_or_are_not_read_are_reported(environ, says):
-    (row,) = hosts.variables(environ, simulated=False)
+    (row,) = hosts.variables(environ, is_tpu=True)
     assert says in row.detail
     assert not row.ok or row.is_note
 
 
 def test_variables_of_other_programs_are_ignored():
     environ = {"JAX_ENABLE_X64": "1", "HOME": "/x", "TPU_NAME": "t", "JAX_PLATFORMS": "tpu,cpu"}
-    assert [row.ok for row in hosts.variables(environ, simulated=False)] == [True]
-    assert [row.ok for row in hosts.variables({"JAX_PLATFORMS": "cpu"}, simulated=True)] == [True]
+    assert [row.ok for row in hosts.variables(environ, is_tpu=True)] == [True]
+    assert [row.ok for row in hosts.variables({"JAX_PLATFORMS": "cpu"}, is_tpu=False)] == [True]
+
+
+def test_only_tpus_have_chips_that_other_processes_hold():
+    assert {row.name for row in hosts.own_host(is_tpu=False)} == {"versions", "environment"}
+    assert {row.name for row in hosts.own_host(is_tpu=True)} == {"versions", "environment", "chips"}
 
 
 def test_processes_that_hold_a_chip_are_named(tmp_path):
