@@ -52,12 +52,20 @@ LOGICAL_AXES: Mapping[str, str] = {
     "vocab": "entries of the vocabulary, as stored",
     "norm": "scale of a normalization: the width of what it normalizes, too small to split",
     "layers": "layers of a stack, in model order",
-    "puzzles": "rows of a table with one for each puzzle",
 }
 EXPERT_BATCH = "expert_batch"
-_declared: dict[str, str] = {  # axes that tables may leave out, then replicated, apart from EXPERT_BATCH (`row`)
-    "expert": "experts of a mixture",
-    EXPERT_BATCH: "rows of the global batch in an array that is divided by `expert`, too",
+
+
+class _Declared(NamedTuple):
+    """An axis that tables may leave out: its meaning, and the mesh axis that shards it where a table uses that one."""
+
+    meaning: str
+    mesh_axis: str | None = None
+
+
+_declared: dict[str, _Declared] = {
+    "expert": _Declared("experts of a mixture"),
+    EXPERT_BATCH: _Declared("rows of the global batch in an array that is divided by `expert`, too"),
 }
 
 
@@ -118,14 +126,16 @@ def lifted(name: str, *, layers: bool = False) -> Iterator[None]:
         yield
 
 
-def declare(name: str, meaning: str) -> None:
-    """Adds a logical axis for a model or strategy outside this workspace.
+def declare(name: str, meaning: str, *, mesh_axis: str | None = None) -> None:
+    """Adds a logical axis of one model or strategy.
 
-    Call it at the top of the module that uses the axis. Tables without a row for a declared axis replicate it.
+    Call it at the top of the module that uses the axis. Tables need no row for it.
 
     Args:
       name: for example `patches`.
       meaning: what the axis counts, in a few words.
+      mesh_axis: what shards it under a table without a row for it, if that table uses this mesh axis. By default,
+        and under other tables, it is replicated.
 
     Raises:
       UserError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
@@ -135,16 +145,16 @@ def declare(name: str, meaning: str) -> None:
     before = all_axes().get(name, meaning)
     if before != meaning:
         raise UserError(f"logical.declare: {name!r} already means {before!r}, now {meaning!r}: choose another name")
-    _declared[name] = meaning
+    _declared[name] = _Declared(meaning, mesh_axis)
 
 
 def all_axes() -> Mapping[str, str]:
     """Returns the meaning of every logical axis by name: those of this workspace, then the declared ones."""
-    return {**LOGICAL_AXES, **_declared}
+    return {**LOGICAL_AXES, **{name: axis.meaning for name, axis in _declared.items()}}
 
 
 def row(rules: Rules, name: str) -> MeshAxes:
-    """Returns the mesh axes that a table assigns to a logical axis; a declared axis without a row is replicated.
+    """Returns the mesh axes that a table assigns to a logical axis; for a declared axis without a row, see `declare`.
 
     Rows beside experts, `expert_batch`, have the mesh axes of `batch` that `expert` does not use: laying out an array
     ("expert", "batch", …) as ("expert", "expert_batch", …) sends tokens to the chips of their experts (an all-to-all).
@@ -152,12 +162,15 @@ def row(rules: Rules, name: str) -> MeshAxes:
     Raises:
       UserError: the table lacks the name.
     """
-    if name not in rules and name not in _declared:
+    if name in rules:
+        return rules[name]
+    if name not in _declared:
         raise UserError(f"the table has no row for logical axis {name!r}; add one (None: replicated)")
-    if name == EXPERT_BATCH and name not in rules:
+    if name == EXPERT_BATCH:
         used = mesh_axes(rules.get("expert"))
         return tuple(axis for axis in mesh_axes(rules.get("batch")) if axis not in used)
-    return rules.get(name)
+    own = _declared[name].mesh_axis
+    return own if any(own in mesh_axes(axes) for axes in rules.values()) else None
 
 
 def check_names(names: Sequence[str | None], *, where: str) -> None:

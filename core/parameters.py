@@ -47,9 +47,9 @@ class ParamSpec:
 
     Attributes:
       axes: logical axis of each dimension, of a stacked parameter including the layers.
-      kind: one of `KINDS`. By default it follows from the axes: "constant" if not trainable; "norm" and "table" with
-        the axes `norm` and `puzzles`; otherwise "bias" with at most one dimension, "embedding" with the axis `vocab`,
-        and "matrix".
+      kind: one of `KINDS`. By default it follows from the axes: "constant" if not trainable; "norm" with the axis
+        `norm`; otherwise "bias" with at most one dimension, "embedding" with the axis `vocab`, and "matrix". A
+        "table" has a row for each example, of which a batch reads a few.
       in_dims: number of input dimensions (rows) of a matrix, after the stacked ones; the others are outputs. A
         query weight [embed, heads, head_dim] has 1, an output weight [heads, head_dim, embed] has 2.
       stacked: how many leading dimensions count independent parameters, such as layers or experts. Optimizers treat
@@ -92,8 +92,6 @@ class ParamSpec:
             return "constant"
         if "norm" in own:
             return "norm"
-        if "puzzles" in own:
-            return "table"
         if len(own) <= 1:
             return "bias"
         return "embedding" if "vocab" in own else "matrix"

@@ -269,11 +269,13 @@ class CountsFlops(Protocol):
         """Returns the training FLOPs per token, without recomputation."""
 
 
-class CountsRunFlops(Protocol):
-    """A model whose FLOPs per step change during training.
+class Recurs(Protocol):
+    """A model that applies its layers several times in a step, a number of times that changes during training.
 
-    Enables: FLOPs of whole runs in the results of a suite.
+    Enables: the depth and the FLOPs of whole runs in the results of a suite.
     """
+
+    effective_depth: int  # layers applied in sequence in one training step
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
         """Returns the FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
@@ -295,33 +297,6 @@ class PadsVocabulary(HasVocabulary, Protocol):
     """
 
     stored_vocab_size: int
-
-
-class HasPuzzles(Protocol):
-    """A model with a puzzle embedding table, or a task with puzzle identifiers (known after `prepare`).
-
-    Enables: the check that the table has a row for every puzzle of the data.
-    """
-
-    num_puzzles: int
-
-
-class HasLayers(Protocol):
-    """A model with a configurable number of layers.
-
-    Enables: the depth in the results of a suite.
-    """
-
-    num_layers: int
-
-
-class HasEffectiveDepth(Protocol):
-    """A model that applies its layers several times in a step.
-
-    Enables: the depth in the results of a suite.
-    """
-
-    effective_depth: int  # layers applied in sequence in one training step
 
 
 class CouplesRows(Protocol):
@@ -492,26 +467,14 @@ class SplitsRows(Protocol):
         """Returns chunks of `length` positions of the rows of another task."""
 
 
-class ReadsHidden(Protocol):
-    """A model that accepts precomputed hidden states of its frozen base.
+class ChecksModel(Protocol):
+    """A task that only some models can be trained on.
 
-    Enables: tasks of hidden states (`CachesHidden`), which are refused without it.
+    Enables: a check before a run.
     """
 
-    chunk: int
-
-
-class CachesHidden(Protocol):
-    """A task whose batches have hidden states of a frozen model, precomputed in chunks of `chunk` positions.
-
-    Enables: a check that the model has the chunk and the base of the cached hidden states.
-    """
-
-    chunk: int
-    base_checksum: int
-
-    def describe(self) -> str:
-        """Names the cached hidden states, for an error message."""
+    def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
+        """Returns what of the model does not fit the data, each with its fix; `prepared`: whether `prepare` has run."""
 
 
 class Rehearses(Protocol):

@@ -21,20 +21,17 @@ from core.errors import UserError
 from core.optimizers import Optimizer, Transformation
 from core.training import hooks
 from core.types import (
-    CachesHidden,
+    ChecksModel,
     CountsTokens,
     CouplesRows,
-    HasPuzzles,
     HasVocabulary,
     KeepsStates,
     LimitsPositions,
     Model,
     PadsVocabulary,
-    ReadsHidden,
     SplitsRows,
     Task,
     can,
-    lacking,
     missing,
 )
 from launch import phases, settings
@@ -269,14 +266,8 @@ class Experiment:
                 f"LENGTH = {self.row_length}: the model has {most} positions; set LENGTH = {most} or less (or its "
                 "max_positions, to train it for more)"
             )
-        problems += self._hidden_problems()
-        if prepared and can(self.model, HasPuzzles) and can(self.task, HasPuzzles):
-            needed = self.task.num_puzzles
-            if self.model.num_puzzles < needed:
-                problems.append(
-                    f"the model has num_puzzles {self.model.num_puzzles}, but the data has {needed} puzzle "
-                    f"identifiers: set its num_puzzles = {needed} (more is allowed)"
-                )
+        if can(self.task, ChecksModel):
+            problems += self.task.model_problems(self.model, prepared=prepared)
         prompt = self.evaluation.prompt
         if prompt and vocabulary is None:
             problems.append(
@@ -289,19 +280,6 @@ class Experiment:
         elif prepared and prompt:
             problems += _refusal(f"PROMPT = {prompt!r}", lambda: vocabulary.encode(prompt))
         return problems
-
-    def _hidden_problems(self) -> list[str]:
-        """Returns mismatches between the model and hidden states computed before."""
-        if not can(self.task, CachesHidden):
-            return []
-        if not can(self.model, ReadsHidden):
-            return [f"the data are hidden states computed before: {lacking(self.model, ReadsHidden)}"]
-        if self.model.chunk == self.task.chunk:
-            return []
-        return [
-            f"the chunk of the model is {self.model.chunk}, and the hidden states of the data were computed with "
-            f"{self.task.chunk}: set it to that, or compute them again (launch/run hidden)"
-        ]
 
     def bind(self, devices: Sequence[jax.Device]) -> Program:
         """Binds the experiment to devices; returns its training and evaluation steps.

@@ -83,8 +83,8 @@ def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
         name="fsdp_overlapped" if overlap_reduction else "fsdp",
         overlap_reduction=overlap_reduction,
         mesh_shape={"fsdp": fsdp},
-        param_rules={**REPLICATED, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, "batch": "fsdp", "puzzles": "fsdp"},
+        param_rules={**REPLICATED, "embed": "fsdp"},
+        activation_rules={**REPLICATED, "batch": "fsdp"},
     )
 
 
@@ -96,8 +96,8 @@ def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="hsdp",
         mesh_shape={"data": data, "fsdp": fsdp},
-        param_rules={**REPLICATED, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, "batch": ("data", "fsdp"), "puzzles": "fsdp"},
+        param_rules={**REPLICATED, "embed": "fsdp"},
+        activation_rules={**REPLICATED, "batch": ("data", "fsdp")},
     )
 
 
@@ -122,8 +122,8 @@ def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="fsdp_tensor",
         mesh_shape={"fsdp": fsdp, "tensor": tensor},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp", "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp"},
     )
 
 
@@ -135,8 +135,8 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     return Strategy(
         name="sequence_tensor",
         mesh_shape={"fsdp": fsdp, "tensor": tensor},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp", "residual_length": "tensor", "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": "fsdp", "residual_length": "tensor"},
     )
 
 
@@ -150,14 +150,13 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
     return Strategy(
         name="context",
         mesh_shape={"fsdp": fsdp, "sequence": sequence},
-        param_rules={**REPLICATED, "embed": ("fsdp", "sequence"), "puzzles": "fsdp"},
+        param_rules={**REPLICATED, "embed": ("fsdp", "sequence")},
         activation_rules={
             **REPLICATED,
             "batch": "fsdp",
             "length": "sequence",
             "residual_length": "sequence",
             "kv_length": "sequence" if ring else None,
-            "puzzles": "fsdp",
         },
     )
 
@@ -170,13 +169,12 @@ def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
     return Strategy(
         name="experts",
         mesh_shape={"fsdp": fsdp, "expert": expert, "tensor": tensor},
-        param_rules={**REPLICATED, **_BY_TENSOR, **_BY_EXPERT, "embed": "fsdp", "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_TENSOR, **_BY_EXPERT, "embed": "fsdp"},
         activation_rules={
             **REPLICATED,
             **_BY_TENSOR,
             "expert": "expert",
             "batch": ("fsdp", "expert"),
-            "puzzles": "fsdp",
         },
     )
 
@@ -189,8 +187,8 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
     return Strategy(
         name="mesh3d",
         mesh_shape={"data": data, "fsdp": fsdp, "tensor": tensor},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp"), "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp")},
     )
 
 
@@ -203,8 +201,8 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
         name="multislice",
         mesh_shape={"fsdp": fsdp, "tensor": tensor},
         dcn_shape={"data": slices},
-        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp"), "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_TENSOR, "batch": ("data", "fsdp")},
     )
 
 
@@ -246,8 +244,8 @@ def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Sche
         name="pipeline_fsdp",
         mesh_shape={"stage": stage, "fsdp": fsdp},
         dcn_shape={"stage": slices},
-        param_rules={**REPLICATED, **_BY_STAGE, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_STAGE, "batch": "fsdp", "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_STAGE, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_STAGE, "batch": "fsdp"},
         pipeline=schedule,
     )
 
@@ -263,8 +261,8 @@ def pipeline_fsdp_tensor(
         name="pipeline_fsdp_tensor",
         mesh_shape={"stage": stage, "fsdp": fsdp, "tensor": tensor},
         dcn_shape={"stage": slices},
-        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "embed": "fsdp", "puzzles": "fsdp"},
-        activation_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "batch": "fsdp", "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "embed": "fsdp"},
+        activation_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, "batch": "fsdp"},
         pipeline=schedule,
     )
 
@@ -280,13 +278,12 @@ def pipeline_experts(
         name="pipeline_experts",
         mesh_shape={"stage": stage, "fsdp": fsdp, "expert": expert, "tensor": tensor},
         dcn_shape={"stage": slices},
-        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, **_BY_EXPERT, "embed": "fsdp", "puzzles": "fsdp"},
+        param_rules={**REPLICATED, **_BY_STAGE_AND_TENSOR, **_BY_EXPERT, "embed": "fsdp"},
         activation_rules={
             **REPLICATED,
             **_BY_STAGE_AND_TENSOR,
             "expert": "expert",
             "batch": ("fsdp", "expert"),
-            "puzzles": "fsdp",
         },
         pipeline=schedule,
     )

@@ -248,7 +248,7 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
         labels = jax.tree.map(lambda spec: "table" if is_table(spec) else "dense", specs)
         if "table" not in jax.tree.leaves(labels):
             raise UserError(
-                "with_table: no trained parameter is a table (an axis `puzzles`, or kind='table'); the parameters are "
+                "with_table: no trained parameter is a table (`logical.param(…, kind='table')`); the parameters are "
                 f"{', '.join(parameters.names(specs))}. Use the inner optimizer without with_table"
             )
         others = {module: {n: s for n, s in leaves.items() if not is_table(s)} for module, leaves in specs.items()}

@@ -5,7 +5,7 @@ from typing import Protocol
 from core.checkpoints import reading
 from core.errors import UserError
 from core.parameters import Specs
-from core.types import CachesHidden, Params, Task, can
+from core.types import Params, Task, can
 
 
 class HasSpecs(Protocol):
@@ -14,6 +14,15 @@ class HasSpecs(Protocol):
     @property
     def param_specs(self) -> Specs:
         """The specs of its parameters."""
+
+
+class HasBase(Protocol):
+    """A task whose batches were computed with the frozen parameters of a model."""
+
+    base_checksum: int
+
+    def describe(self) -> str:
+        """Names the data, for an error message."""
 
 
 def checksum(program: HasSpecs, params: Params) -> int | None:
@@ -44,7 +53,7 @@ def require_base(task: Task, found: int | None) -> None:
     Raises:
       UserError: they were computed with other parameters.
     """
-    if can(task, CachesHidden) and found != task.base_checksum:
+    if can(task, HasBase) and found != task.base_checksum:
         ours = "none" if found is None else f"{found:08x}"
         raise UserError(
             f"the cached hidden states were computed with another base: {task.describe()}, whose parameters have the "

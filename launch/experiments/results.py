@@ -24,7 +24,7 @@ from core.batches import Field, batch_shapes
 from core.errors import UserError
 from core.files import paths
 from core.training import metrics, supervise
-from core.types import CountsRunFlops, HasEffectiveDepth, HasLayers, Model, can
+from core.types import Model, Recurs, can
 from launch import environment, flags, terminal
 from launch.config import differences
 from launch.experiment import Experiment
@@ -46,6 +46,10 @@ GOAL = 0.8  # accuracy for which the first step that reaches it is reported
 _EXA = 1e18
 _SCORES = {"loss": ("loss", ".4f"), "validation loss": (LOSS, ".4f"), "exact": (SCORE, ".2%")}  # of the printed table
 _MOST_SETTINGS = 3  # of an experiment in the printed table
+
+
+class _HasLayers(Protocol):
+    num_layers: int
 
 
 class _CutsPuzzles(Protocol):
@@ -145,14 +149,14 @@ def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...], fro
 
 def depth(model: Model) -> int | None:
     """Layers that one training step applies in sequence."""
-    if can(model, HasEffectiveDepth):
+    if can(model, Recurs):
         return model.effective_depth
-    return model.num_layers if can(model, HasLayers) else None
+    return model.num_layers if can(model, _HasLayers) else None
 
 
 def _eflop(run: Experiment, steps: int) -> float | None:
     """Returns the training EFLOP up to a step, without rematerialization and evaluation; None if not counted."""
-    if can(run.model, CountsRunFlops):
+    if can(run.model, Recurs):
         return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from core import versions
 from core.errors import UserError
-from core.types import HasPuzzles, HasVocabulary, Model, Task, can, missing
+from core.types import HasVocabulary, Model, Task, can, missing
 from launch.config import names
 
 
@@ -42,7 +42,7 @@ def load(text: str) -> tuple[Model, Task | None]:
     _require(model, Model, "model", where=where)
     if task is not None:
         _require(task, Task, "task", where=where)
-    elif not (can(model, HasVocabulary) or can(model, HasPuzzles)):
+    elif not can(model, HasVocabulary):
         raise UserError(
             f"{where} returns {type(model).__name__} without a task, and it has no vocab_size to make random tokens "
             "for: return the model and a task, such as a tasks.sampled.SampledTask"

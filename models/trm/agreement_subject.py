@@ -4,11 +4,12 @@ The batches have puzzles that recur, and labels that are left out.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import numpy as np
 
 from core import optimizers
-from core.types import IGNORED, HasPuzzles, Model, can
+from core.types import IGNORED, Model, can
 from models import trm
 
 LENGTH = 24
@@ -35,9 +36,13 @@ OPTIMIZER = optimizers.averaged(
 OPTIMIZER_NAME = "Adam-atan2 with sign updates of the puzzle table and an average of the parameters"
 
 
+class _HasPuzzles(Protocol):
+    num_puzzles: int
+
+
 def is_for(model: Model) -> bool:
     """Returns whether a model has a table of puzzles, and so needs batches of puzzles."""
-    return can(model, HasPuzzles)
+    return can(model, _HasPuzzles)
 
 
 def batches_for(model: trm.TRM, *, steps: int, rows: int) -> Iterator[Mapping[str, np.ndarray]]:

@@ -18,6 +18,8 @@ from core import logical
 from models.trm.config import Config
 from models.trm.net import States
 
+logical.declare("puzzles", "rows of a table with one for each puzzle", mesh_axis="fsdp")
+
 _TRUNCATED_STDDEV = 0.87962566103423978  # of a standard normal distribution truncated at +-2
 
 
@@ -92,7 +94,7 @@ def _puzzle_table(model: Config) -> jax.Array | None:
     if not model.puzzle_width:
         return None
     stored = math.ceil(model.num_puzzles / model.puzzle_multiple) * model.puzzle_multiple
-    return logical.param("puzzle_table", (stored, model.puzzle_width), ("puzzles", None), jnp.zeros)
+    return logical.param("puzzle_table", (stored, model.puzzle_width), ("puzzles", None), jnp.zeros, kind="table")
 
 
 def _layers(model: Config, length: int) -> tuple[Mapping[str, jax.Array], ...]:

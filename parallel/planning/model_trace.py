@@ -430,7 +430,7 @@ class _Sizes:
 
 def _preference(of: tuple[int, str | None]) -> tuple[int, str]:
     """Sort key of (size, axis): a size that several axes share is taken for the last, which strategies shard."""
-    order = (None, "norm", "head_dim", "puzzles", "vocab", "embed", "kv_heads", "heads", "mlp")
+    order = (None, "norm", "head_dim", "vocab", "embed", "kv_heads", "heads", "mlp")
     return (order.index(of[1]) if of[1] in order else 0, str(of[1]))
 
 

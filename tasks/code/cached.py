@@ -9,19 +9,24 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from core.batches import BatchSpec, Field, is_same_data
 from core.errors import Problem, UserError
 from core.files import paths
+from core.types import Model, can, lacking
 from tasks.code import chunks
 
 _BEGUN = "begun.json"  # written first: what every split in the folder was computed from
 _ABOUT = "about.json"  # written last: the folder is complete
 _FIELDS = ("inputs", "targets", "weights", "segment_ids", "positions", chunks.DOCUMENTS)
 HIDDEN = "hidden"
+
+
+class _ReadsChunks(Protocol):
+    chunk: int  # positions of which the model accepts the hidden states at a time
 
 
 class _CachedRows:
@@ -75,6 +80,18 @@ class CachedHidden(chunks.ChunkTask):
     def chunk(self) -> int:
         """Positions that the model read at a time."""
         return self._about["model"]["chunk"]
+
+    def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
+        """Returns that the model reads no hidden states, or reads another number of positions at a time."""
+        del prepared
+        if not can(model, _ReadsChunks):
+            return [f"the data are hidden states computed before: {lacking(model, _ReadsChunks)}"]
+        if model.chunk == self.chunk:
+            return []
+        return [
+            f"the chunk of the model is {model.chunk}, and the hidden states of the data were computed with "
+            f"{self.chunk}: set it to that, or compute them again (launch/run hidden)"
+        ]
 
     @property
     def base_checksum(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from core.batches import BatchSpec, Field
 from core.errors import Problem, UserError
 from core.files import paths
-from core.types import IGNORED, Batches, DataLayout
+from core.types import IGNORED, Batches, DataLayout, Model, can
 from tasks import streams
 from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
@@ -27,6 +27,10 @@ from tasks.text import vocabularies
 
 WHOLE = files.Cut()
 _EMPTY = "{!r} has a split without puzzles; build it again"
+
+
+class _HasPuzzles(Protocol):
+    num_puzzles: int
 
 
 class Recipe(Protocol):
@@ -208,6 +212,15 @@ class PuzzleTask:
     def num_puzzles(self) -> int:
         """Rows that the model's puzzle embedding table needs. Raises UserError before the dataset exists."""
         return self.source.split("train").metadata.num_puzzle_identifiers
+
+    def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
+        """Returns that the model's table of puzzles has too few rows, which is known after `prepare`."""
+        if not (prepared and can(model, _HasPuzzles)) or model.num_puzzles >= self.num_puzzles:
+            return []
+        return [
+            f"the model has num_puzzles {model.num_puzzles}, but the data has {self.num_puzzles} puzzle identifiers: "
+            f"set its num_puzzles = {self.num_puzzles} (more is allowed)"
+        ]
 
     def spec(self, batch_size: int) -> BatchSpec:
         """Returns the fields of a global batch."""

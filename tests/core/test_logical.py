@@ -260,14 +260,18 @@ def test_stock_modules_are_refused_with_the_fix(names, module, message):
 def declared(monkeypatch):
     monkeypatch.setattr(logical, "_declared", {})
     logical.declare("patches", "patches of an image")
+    logical.declare("rows_of_a_table", "rows of a table", mesh_axis="tensor")
 
 
 @pytest.mark.usefixtures("declared")
-def test_a_declared_axis_is_replicated_by_tables_without_it():
+def test_a_declared_axis_without_a_row_is_replicated_or_shards_over_its_mesh_axis():
     logical.declare("patches", "patches of an image")  # a module may be imported twice
     assert logical.partition_spec(Axes(("batch", "patches")), RULES) == PartitionSpec(("data", "fsdp"), None)
     own = {**RULES, "patches": "tensor"}
     assert logical.partition_spec(Axes(("batch", "patches")), own) == PartitionSpec(("data", "fsdp"), "tensor")
+    assert logical.row(RULES, "rows_of_a_table") == "tensor"
+    assert logical.row(dict.fromkeys(RULES), "rows_of_a_table") is None
+    assert logical.row({**RULES, "rows_of_a_table": None}, "rows_of_a_table") is None
     logical.check_names(["patches", None], where="x")
     with pytest.raises(ValueError, match="x: unknown logical axis 'patchs'; did you mean patches"):
         logical.check_names(["patchs"], where="x")

@@ -250,7 +250,7 @@ def test_parameters_of_any_name_are_treated_by_their_kind():
         (ParamSpec(("layers", "norm"), stacked=1), "norm"),
         (ParamSpec(("layers", "mlp"), stacked=1), "bias"),
         (ParamSpec(()), "bias"),
-        (ParamSpec(("puzzles", None)), "table"),
+        (ParamSpec(("vocab", None), kind="table"), "table"),
         (ParamSpec(("embed", None), trainable=False), "constant"),
         (ParamSpec(("embed", None), kind="matrix", trainable=False), "matrix"),
         (ParamSpec((None, "embed", "heads", "head_dim"), stacked=1), "matrix"),

@@ -15,7 +15,7 @@ PARAMS = {
     "layers/block": {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "bias": jnp.full((2,), -5.0)},
 }
 SPECS = {
-    "~": {"h_init": ParamSpec(("embed",), trainable=False), "puzzle_table": ParamSpec(("puzzles", None))},
+    "~": {"h_init": ParamSpec(("embed",), trainable=False), "puzzle_table": ParamSpec(("puzzles", None), kind="table")},
     "layers/block": {"w": ParamSpec(("embed", "mlp")), "bias": ParamSpec((None,))},
 }
 TOUCHED = {"puzzle_table": jnp.array([1, 3, 3], jnp.int32)}

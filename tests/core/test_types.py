@@ -4,19 +4,20 @@ import types
 
 import pytest
 
-from core.types import CountsRunFlops, Evaluates, HasPuzzles, HasVocabulary, Model, PadsVocabulary, can, missing
+from core.types import Evaluates, HasVocabulary, Model, PadsVocabulary, Recurs, can, missing
 
 
 class Whole:
     vocab_size = 3
     stored_vocab_size = 4
+    effective_depth = 6
 
     def evaluate(self, params, rng, batch): ...
 
     def training_flops(self, length, *, rows, steps): ...
 
 
-@pytest.mark.parametrize("ability", [Evaluates, CountsRunFlops, HasVocabulary, PadsVocabulary])
+@pytest.mark.parametrize("ability", [Evaluates, Recurs, HasVocabulary, PadsVocabulary])
 def test_abilities_are_found(ability):
     assert can(Whole(), ability)
     assert not can(object(), ability)
@@ -25,8 +26,8 @@ def test_abilities_are_found(ability):
 def test_an_ability_needs_all_of_its_members():
     assert not can(types.SimpleNamespace(stored_vocab_size=4), PadsVocabulary)  # vocab_size is inherited
     assert not can(types.SimpleNamespace(evaluate=3), Evaluates)
-    assert not can(types.SimpleNamespace(training_flops=lambda length, rows: 0), CountsRunFlops)
-    assert not can(None, HasPuzzles)
+    assert not can(types.SimpleNamespace(effective_depth=6, training_flops=lambda length, rows: 0), Recurs)
+    assert not can(None, HasVocabulary)
 
 
 def test_missing_attributes_and_methods_are_named():

@@ -34,7 +34,7 @@ PARAMS = {
 
 SPECS = {
     "~": {
-        "puzzle_table": ParamSpec(("puzzles", None)),
+        "puzzle_table": ParamSpec(("puzzles", None), kind="table"),
         "halt_bias": ParamSpec((None,)),
         "h_init": ParamSpec(("embed",), trainable=False),
     },

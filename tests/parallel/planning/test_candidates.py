@@ -111,7 +111,7 @@ def test_a_pipeline_determines_its_rows_and_recomputation(layouts):
 
 
 def test_the_own_strategy_is_one_of_them():
-    own = strategies.override(strategies.fsdp(), activation_rules={"puzzles": None})
+    own = strategies.override(strategies.fsdp(), activation_rules={"embed": None})
     every = candidates.candidates(
         [None], own=own, slice=V4_32, model=transformer.preset("tiny", remat="full"), batch_sizes=[16]
     )
