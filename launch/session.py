@@ -211,7 +211,7 @@ class Session:
                 said = continuation.described_changes(start.step, start.changes)
                 self._lines.note(said)
                 self._writers.text("changed settings", said, step=start.step)
-        if place := settings.checkpointing.persistent_directory:
+        if place := settings.checkpointing.checkpoint_mirror:
             from core.checkpoints import copying
 
             keep = settings.checkpointing.keep_checkpoints
@@ -243,7 +243,7 @@ class Session:
             told = {"first_step": self._first_step, "last_step": run.last_step, "every": settings.logging.log_interval}
             write = self._writers.scalars
             used.append(goodput.Goodput(run.run_dir, **told, started=run.started, write=write, say=lines.note))
-        if (every := settings.health.compare_interval) and run.program.partitioner.mesh.size > 1:
+        if (every := settings.health.replica_check_interval) and run.program.partitioner.mesh.size > 1:
             from core.training import replicas
 
             used.append(replicas.Compare(heartbeat.compare, every=every))

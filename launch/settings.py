@@ -180,7 +180,7 @@ class Checkpointing(_Group):
       params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
         0: none.
       keep_params_checkpoints: number of latest ones of these to keep.
-      persistent_directory: a place, such as gs://BUCKET/first, to which complete checkpoints of a local run directory
+      checkpoint_mirror: a place, such as gs://BUCKET/first, to which complete checkpoints of a local run directory
         are copied in the background; "" for none. Only for a run of one process.
       save_limit_seconds: a save that takes longer has failed; None: 300 s plus 20 s for each GiB on a host.
     """
@@ -190,7 +190,7 @@ class Checkpointing(_Group):
     keep_best: str = ""
     params_checkpoint_interval: int = 0
     keep_params_checkpoints: int = 3
-    persistent_directory: str = ""
+    checkpoint_mirror: str = ""
     save_limit_seconds: float | None = None
 
     _checks: ClassVar = {
@@ -199,7 +199,7 @@ class Checkpointing(_Group):
         "keep_best": TEXT,
         "params_checkpoint_interval": count(0),
         "keep_params_checkpoints": count(1),
-        "persistent_directory": TEXT,
+        "checkpoint_mirror": TEXT,
         "save_limit_seconds": positive(may_be_none=True),
     }
 
@@ -215,29 +215,29 @@ class Health(_Group):
     Attributes:
       step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
       compile_limit_seconds: the same limit for steps that compile, and for reading and writing.
-      silent_limit_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
+      heartbeat_timeout_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
         simulation.
       apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step;
         None: 600 s on a TPU, 120 s in a simulation.
       watchdog: `end` ends the run when one of these four limits is exceeded; `report` only prints the host and its
         stacks.
-      compare_interval: steps between comparisons of replicated arrays of all hosts; 0: no comparisons.
+      replica_check_interval: steps between comparisons of replicated arrays of all hosts; 0: no comparisons.
     """
 
     step_limit_seconds: float = USUAL_LIMITS.step_seconds
     compile_limit_seconds: float = USUAL_LIMITS.slow_seconds
-    silent_limit_seconds: float | None = None
+    heartbeat_timeout_seconds: float | None = None
     apart_limit_seconds: float | None = None
     watchdog: str = "end"
-    compare_interval: int = 100
+    replica_check_interval: int = 100
 
     _checks: ClassVar = {
         "step_limit_seconds": positive(),
         "compile_limit_seconds": positive(),
-        "silent_limit_seconds": positive(may_be_none=True),
+        "heartbeat_timeout_seconds": positive(may_be_none=True),
         "apart_limit_seconds": positive(may_be_none=True),
         "watchdog": choice("end", "report"),
-        "compare_interval": count(0),
+        "replica_check_interval": count(0),
     }
 
     def _disagreements(self) -> Iterator[str]:
@@ -252,7 +252,7 @@ class Health(_Group):
         return Limits(
             step_seconds=self.step_limit_seconds,
             slow_seconds=self.compile_limit_seconds,
-            silent_seconds=self.silent_limit_seconds or usual.silent_seconds,
+            silent_seconds=self.heartbeat_timeout_seconds or usual.silent_seconds,
             apart_seconds=self.apart_limit_seconds or usual.apart_seconds,
             reports_only=self.watchdog == "report",
         )

@@ -85,20 +85,20 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
     """
     if hosts > 1:
         raise UserError(
-            f"persistent_directory = {place!r} with {hosts} hosts: no disk has all parts of a checkpoint. Give "
+            f"checkpoint_mirror = {place!r} with {hosts} hosts: no disk has all parts of a checkpoint. Give "
             "--run-dir gs://BUCKET/…, where all hosts write in parallel, in the background"
         )
     run, there = paths.resolve(run_dir), paths.resolve(place)
     if paths.is_remote(run) or run == there:
         raise UserError(
-            f"persistent_directory = {place!r} with the run directory {run_dir}: checkpoints are copied from a local "
+            f"checkpoint_mirror = {place!r} with the run directory {run_dir}: checkpoints are copied from a local "
             "run directory to another place. Leave one of them out"
         )
     paths.check_writable(there)
     own, other = _identity(run), _identity(there)
     if other and own != other and (own or steps.complete(run / steps.FOLDER)):
         raise UserError(
-            f"persistent_directory = {place!r} has checkpoints of another run than {run_dir}: give another place, or "
+            f"checkpoint_mirror = {place!r} has checkpoints of another run than {run_dir}: give another place, or "
             "another --run-dir to resume the run that is there"
         )
 

@@ -85,7 +85,7 @@ def check(
             _attempt("phases", lambda: (experiment.require_trainable(), f"{len(later) + 1}"), findings)
         for span in later:
             findings += _later(span, smoked=smoked, hosts=hosts)
-        if (place := experiment.checkpointing.persistent_directory) and not smoked and hosts not in _AWAY:
+        if (place := experiment.checkpointing.checkpoint_mirror) and not smoked and hosts not in _AWAY:
             _attempt("copies", lambda: (_check_copies(run_dir, place, experiment), place), findings)
     if hosts in _AWAY:
         _attempt(

@@ -66,8 +66,27 @@ _MODULES = {
     "models.block_sparse": "models.mixers.block_sparse",
     "tasks.vocabularies": "tasks.text.vocabularies",
 }
+_FIELDS = {
+    f"{constructor}.{old}": f"{constructor}.{new}"
+    for constructor, fields in {
+        f"{_SETTINGS}.Health": {
+            "silent_limit_seconds": "heartbeat_timeout_seconds",
+            "compare_interval": "replica_check_interval",
+        },
+        f"{_SETTINGS}.Checkpointing": {"persistent_directory": "checkpoint_mirror"},
+        "models.decoder.experts.Experts": {
+            "number": "num_experts",
+            "capacity": "capacity_factor",
+            "balance": "load_balance_coef",
+        },
+        "models.decoder.experts.trained": {"capacity": "capacity_factor", "balance": "load_balance_coef"},
+    }.items()
+    for old, new in fields.items()
+}
+_OF_GROUPS = {f"{_EXPERIMENT}.{n}": f"{_SETTINGS}.{GROUPS[group].__name__}.{n}" for n, group in HOMES.items()}
+_OF_GROUPS |= {f"{_EXPERIMENT}.{old.rpartition('.')[2]}": new for old, new in _FIELDS.items() if _SETTINGS in old}
 TABLE = Table(
-    names=_MODULES | {f"{_EXPERIMENT}.{n}": f"{_SETTINGS}.{GROUPS[group].__name__}.{n}" for n, group in HOMES.items()},
+    names=_MODULES | _FIELDS | _OF_GROUPS,
     needs={
         f"{_SETTINGS}.{kind.__name__}": f"{_EXPERIMENT}.{group} = @{_SETTINGS}.{kind.__name__}()"
         for group, kind in GROUPS.items()

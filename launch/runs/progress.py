@@ -74,8 +74,8 @@ def show_summary(
             f"; the parameters alone every {units.counted(every, 'step')}, keeping the latest "
             f"{experiment.checkpointing.keep_params_checkpoints}, {alone} each"
         )
-    if experiment.checkpointing.persistent_directory:
-        saves += f"; copied to {experiment.checkpointing.persistent_directory}"
+    if experiment.checkpointing.checkpoint_mirror:
+        saves += f"; copied to {experiment.checkpointing.checkpoint_mirror}"
     if left_out:
         saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"

@@ -82,7 +82,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
             checkpoint_interval=STEPS // 2,
             keep_checkpoints=2,
             keep_best="",
-            persistent_directory="",
+            checkpoint_mirror="",
         ),
     )
 

@@ -131,13 +131,13 @@ def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experi
 
 def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:
     """Brings the newest copied checkpoint, if the run copies them, back to a machine that does not have it."""
-    if not experiment.checkpointing.persistent_directory:
+    if not experiment.checkpointing.checkpoint_mirror:
         return
     from core.checkpoints import copying
 
-    copying.require_place(run_dir, experiment.checkpointing.persistent_directory, hosts=host.count)
-    if step := copying.fetch_newest(run_dir, experiment.checkpointing.persistent_directory):
-        print(f"checkpoint {step} was copied back from {experiment.checkpointing.persistent_directory}", flush=True)
+    copying.require_place(run_dir, experiment.checkpointing.checkpoint_mirror, hosts=host.count)
+    if step := copying.fetch_newest(run_dir, experiment.checkpointing.checkpoint_mirror):
+        print(f"checkpoint {step} was copied back from {experiment.checkpointing.checkpoint_mirror}", flush=True)
 
 
 def run_phases(

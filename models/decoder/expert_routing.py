@@ -40,12 +40,12 @@ from models import derivatives
 class Choices(Protocol):
     """How tokens choose experts: fields of `models.decoder.experts.Experts`."""
 
-    number: int
+    num_experts: int
     top_k: int
     scores: str
     normalized: bool
-    capacity: float | None
-    balance: float
+    capacity_factor: float | None
+    load_balance_coef: float
     z_loss: float
 
     def slots(self, length: int) -> int:
@@ -110,7 +110,7 @@ class Routing(NamedTuple):
 def empty_sums(settings: Choices) -> dict[str, jax.Array]:
     """Returns zeros for the sums of a layer without experts."""
     one = {name: jnp.zeros(()) for name in ("balance", "z", "tokens", "entropy", "dropped")}
-    return {**one, "choices": jnp.zeros(settings.number)}
+    return {**one, "choices": jnp.zeros(settings.num_experts)}
 
 
 def with_routing(
@@ -126,8 +126,8 @@ def with_routing(
       is_training: whether the losses are added, and the dropped choices and the load of every expert are metrics.
     """
     weight_sum = found.weight_sum
-    per_expert = sums["tokens"] * settings.top_k / settings.number
-    digits = len(str(settings.number - 1))
+    per_expert = sums["tokens"] * settings.top_k / settings.num_experts
+    digits = len(str(settings.num_experts - 1))
     metrics = {
         "experts/imbalance": WeightedSum(sums["balance"] / (settings.top_k * num_layers), weight_sum),
         "experts/z": WeightedSum(sums["z"] / num_layers, weight_sum),
@@ -136,12 +136,12 @@ def with_routing(
     if not is_training:
         return found._replace(metrics={**found.metrics, **metrics})
     metrics["experts/dropped"] = WeightedSum(sums["dropped"], settings.top_k * sums["tokens"])
-    for e in range(settings.number):
+    for e in range(settings.num_experts):
         metrics[f"experts/load_{e:0{digits}d}"] = WeightedSum(sums["choices"][e], per_expert)
     loss_sum = found.loss_sum
-    if settings.balance or settings.z_loss:
+    if settings.load_balance_coef or settings.z_loss:
         metrics["cross_entropy"] = WeightedSum(loss_sum, weight_sum)
-        loss_sum += (settings.balance * sums["balance"] + settings.z_loss * sums["z"]) / num_layers
+        loss_sum += (settings.load_balance_coef * sums["balance"] + settings.z_loss * sums["z"]) / num_layers
     return found._replace(loss_sum=loss_sum, metrics={**found.metrics, **metrics})
 
 
@@ -194,17 +194,18 @@ def check_capacity(settings: Choices) -> None:
     Raises:
       UserError: it cannot, because positions are sharded, or because only some axes that shard experts also shard rows.
     """
-    at, limited = _layout(), settings.capacity is not None
+    at, limited = _layout(), settings.capacity_factor is not None
     if limited and at.positions:
         raise UserError(
-            f"Experts.capacity = {settings.capacity} counts the tokens of whole rows, and this strategy shards "
-            f"positions over {', '.join(at.positions)}: set capacity = None (dropless), or use another strategy"
+            f"Experts.capacity_factor = {settings.capacity_factor} counts the tokens of whole rows, and this strategy "
+            f"shards positions over {', '.join(at.positions)}: set capacity_factor = None (dropless), or use another "
+            "strategy"
         )
     if limited and at.exchanged not in ((), at.experts):
         raise UserError(
-            f"Experts.capacity = {settings.capacity}: experts are sharded over {', '.join(at.experts)}, of which only "
-            f"{', '.join(at.exchanged)} shards rows: set capacity = None (dropless), or shard experts over axes that "
-            "all shard rows, or that all do not"
+            f"Experts.capacity_factor = {settings.capacity_factor}: experts are sharded over "
+            f"{', '.join(at.experts)}, of which only {', '.join(at.exchanged)} shards rows: set capacity_factor = None "
+            "(dropless), or shard experts over axes that all shard rows, or that all do not"
         )
 
 
@@ -224,7 +225,7 @@ def mixture(
     Returns:
       [B, T, D], without a shared expert, and sums of the routing.
     """
-    at, limited = _layout(), drops and settings.capacity is not None
+    at, limited = _layout(), drops and settings.capacity_factor is not None
     local = functools.partial(_local, settings=settings, activation=activation, limited=limited, at=at)
     if not (automatic := logical.automatic_axes()):
         return local(x, weights, real)
@@ -278,7 +279,7 @@ def _routed(
     )
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), settings.top_k)  # of equal logits the first
     scores = jax.nn.softmax(logits, axis=-1) if settings.scores == "softmax" else jax.nn.sigmoid(logits)
-    is_chosen = chosen[..., None] == jnp.arange(settings.number)  # [B, T, k, E]; selects without a gather
+    is_chosen = chosen[..., None] == jnp.arange(settings.num_experts)  # [B, T, k, E]; selects without a gather
     gates = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
     if settings.normalized:
         gates /= jnp.maximum(jnp.sum(gates, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
@@ -293,7 +294,7 @@ def _routed(
         z=jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2 * among, axis=1),
         dropped=jnp.zeros(real.shape[:1], jnp.float32),
     )
-    return jnp.where(real[..., None], chosen, settings.number), gates, routing
+    return jnp.where(real[..., None], chosen, settings.num_experts), gates, routing
 
 
 class _Slots(NamedTuple):
@@ -364,8 +365,8 @@ def _with_capacity(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs [B, T, D], or their part by this chip, and the number of dropped choices [B]."""
     (b, t, d), (own, *_) = x.shape, weights.up.shape
-    slots, fits = _capacity_slots(chosen, settings.number, settings.slots(t), own, at)
-    dropped = jnp.sum((chosen < settings.number) & ~fits, axis=(1, 2)).astype(jnp.float32)
+    slots, fits = _capacity_slots(chosen, settings.num_experts, settings.slots(t), own, at)
+    dropped = jnp.sum((chosen < settings.num_experts) & ~fits, axis=(1, 2)).astype(jnp.float32)
     rows = _taken(x.reshape(1, b * t, d), slots)
     rows = rows.reshape(-1, own, b * settings.slots(t), d)  # by chip
     if at.exchanged:  # own rows for the experts of every chip -> rows of every chip for own experts

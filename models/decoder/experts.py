@@ -29,29 +29,29 @@ class Experts(Part):
     """A mixture of experts, in place of a feed-forward layer.
 
     Attributes:
-      number: E, experts of a layer.
+      num_experts: E, experts of a layer.
       top_k: experts that a token passes through.
       mlp_dim: width of an expert; None: `mlp_dim` of the decoder.
       scores: "softmax" over all experts, or "sigmoid" of each.
       normalized: whether the scores of the chosen experts are divided by their sum.
       shared_mlp_dim: width of an expert that every token passes through in addition; None: there is none.
-      capacity: every expert takes at most capacity x T x top_k / number choices of a row in the training loss, where T
-        includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
-      balance: coefficient of the balancing loss; 0: none.
+      capacity_factor: every expert takes at most capacity_factor x T x top_k / num_experts choices of a row in the
+        training loss, where T includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
+      load_balance_coef: coefficient of the balancing loss; 0: none.
       z_loss: coefficient of the squared log of the sum of exponentials of the router's logits; 0: none.
 
     Raises:
       UserError: a number out of range.
     """
 
-    number: int
+    num_experts: int
     top_k: int
     mlp_dim: int | None = None
     scores: str = "softmax"
     normalized: bool = True
     shared_mlp_dim: int | None = None
-    capacity: float | None = None
-    balance: float = 0.0
+    capacity_factor: float | None = None
+    load_balance_coef: float = 0.0
     z_loss: float = 0.0
 
     name = "experts"
@@ -59,29 +59,34 @@ class Experts(Part):
     sees_prefix = True
 
     def __post_init__(self):
-        for field in ("number", "top_k", "mlp_dim", "shared_mlp_dim"):
+        for field in ("num_experts", "top_k", "mlp_dim", "shared_mlp_dim"):
             value = getattr(self, field)
             optional = field.endswith("mlp_dim")
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not (is_count or (optional and value is None)):
                 raise UserError(f"Experts.{field} = {value!r}: expected an integer of at least 1")
-        if self.top_k > self.number:
+        if self.top_k > self.num_experts:
             raise UserError(
-                f"Experts.top_k = {self.top_k}, but there are {self.number} experts: expected from 1 to {self.number}"
+                f"Experts.top_k = {self.top_k}, but num_experts = {self.num_experts}: expected from 1 to "
+                f"{self.num_experts}"
             )
         if self.scores not in SCORES:
             raise UserError(f"Experts.scores = {self.scores!r}: expected one of {', '.join(SCORES)}")
-        if self.capacity is not None and not (_is_number(self.capacity) and 0 < self.capacity < math.inf):
-            raise UserError(f"Experts.capacity = {self.capacity!r}: expected a number above 0, or None for no limit")
-        for field in ("balance", "z_loss"):
+        if self.capacity_factor is not None and not (
+            _is_number(self.capacity_factor) and 0 < self.capacity_factor < math.inf
+        ):
+            raise UserError(
+                f"Experts.capacity_factor = {self.capacity_factor!r}: expected a number above 0, or None for no limit"
+            )
+        for field in ("load_balance_coef", "z_loss"):
             value = getattr(self, field)
             if not (_is_number(value) and 0 <= value < math.inf):
                 raise UserError(f"Experts.{field} = {value!r}: expected a finite number of at least 0")
 
     def slots(self, length: int) -> int:
         """Returns C, the choices of a row of `length` positions that an expert takes."""
-        assert self.capacity is not None
-        return min(length, math.ceil(self.capacity * length * self.top_k / self.number))
+        assert self.capacity_factor is not None
+        return min(length, math.ceil(self.capacity_factor * length * self.top_k / self.num_experts))
 
     def width(self, decoder: Decoder) -> int:
         """Returns F, the width of an expert."""
@@ -100,7 +105,7 @@ class Experts(Part):
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         c, of = decoder, Matrices(decoder)
-        d, f, e = c.embed_dim, self.width(c), self.number
+        d, f, e = c.embed_dim, self.width(c), self.num_experts
         init = hk.initializers.TruncatedNormal(d**-0.5)
         router = logical.param("router", (d, e), ("embed", None), init, kind="router")
         inward, outward = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
@@ -124,7 +129,7 @@ class Experts(Part):
     def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         """Counts the experts that a token passes through."""
         width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
-        return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.number))
+        return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.num_experts))
 
     def empty_sums(self) -> dict[str, jax.Array]:
         return expert_routing.empty_sums(self)
@@ -136,14 +141,14 @@ class Experts(Part):
         width = math.lcm(16, multiples["mlp"])
         return dataclasses.replace(
             self,
-            number=math.lcm(4, multiples["expert"]),
+            num_experts=math.lcm(4, multiples["expert"]),
             top_k=min(self.top_k, 2),
             mlp_dim=self.mlp_dim and width,
             shared_mlp_dim=self.shared_mlp_dim and width,
         )
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        training = {"experts.capacity", "experts.balance", "experts.z_loss"}
+        training = {"experts.capacity_factor", "experts.load_balance_coef", "experts.z_loss"}
         found = {name: value for name, value in super().settings(decoder).items() if name not in training}
         return {**found, "experts.mlp_dim": self.width(decoder)}
 
@@ -158,12 +163,14 @@ def experts_of(decoder: Decoder) -> Experts | None:
     return next((part for part in parts if isinstance(part, Experts)), None)
 
 
-def trained(*, model: Model, capacity: float | None = None, balance: float = 0.0, z_loss: float = 0.0) -> Model:
+def trained(
+    *, model: Model, capacity_factor: float | None = None, load_balance_coef: float = 0.0, z_loss: float = 0.0
+) -> Model:
     """Returns a copy of a decoder with experts, also of a wrapped one, with other settings of their training.
 
     Args:
       model: the decoder, such as `@pretrained.model()`; a published `config.json` does not set these.
-      capacity, balance, z_loss: see `Experts`.
+      capacity_factor, load_balance_coef, z_loss: see `Experts`.
 
     Raises:
       UserError: the model has no experts, or a setting is out of range.
@@ -176,7 +183,7 @@ def trained(*, model: Model, capacity: float | None = None, balance: float = 0.0
         raise UserError(
             f"experts.trained.model is {type(model).__name__} without experts: expected a decoder with some"
         )
-    how = {"capacity": capacity, "balance": balance, "z_loss": z_loss}
+    how = {"capacity_factor": capacity_factor, "load_balance_coef": load_balance_coef, "z_loss": z_loss}
     changed = (dataclasses.replace(part, **how) if isinstance(part, Experts) else part for part in parts)
     made = tuple(changed)
     return wrappers.with_field(model, "feed_forward", made if isinstance(owner.feed_forward, tuple) else made[0])

@@ -134,7 +134,7 @@ FIELDS: Mapping[str, Fields | Callable[[], Fields]] = {
     "mistral-7b-v0.1": _sizes(32, 4096, 14336, 32, 8, window=4096, max_positions=32768),
     "mistral-7b-v0.3": _sizes(32, 4096, 14336, 32, 8, vocab_size=32768, rope_theta=1e6, max_positions=32768),
     "mixtral-8x7b": _sizes(
-        32, 4096, 14336, 32, 8, rope_theta=1e6, max_positions=32768, feed_forward=Experts(number=8, top_k=2)
+        32, 4096, 14336, 32, 8, rope_theta=1e6, max_positions=32768, feed_forward=Experts(num_experts=8, top_k=2)
     ),
     "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, max_positions=32768, tied=True),
     "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, tied=True),
@@ -145,7 +145,7 @@ FIELDS: Mapping[str, Fields | Callable[[], Fields]] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, feed_forward=Experts(number=128, top_k=8, mlp_dim=768)),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, feed_forward=Experts(num_experts=128, top_k=8, mlp_dim=768)),
     "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4, head_dim=256),
     "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8, head_dim=256),
     "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, head_dim=128, query_scale=144**-0.5),

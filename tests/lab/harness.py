@@ -42,7 +42,7 @@ SMALL = (  # quick to import, to compile and to compute
     "transformer.Transformer.embed_dim = 64",
     "transformer.Transformer.mlp_dim = 128",
     "PROMPT = ''",
-    "settings.Health.compare_interval = 8",
+    "settings.Health.replica_check_interval = 8",
 )
 LONG_STEPS = 160  # enough that the run is not finished at any kill
 

@@ -143,7 +143,7 @@ def test_a_run_on_a_disk_continues_from_its_copy_in_a_bucket(bucket, pod, tmp_pa
     """On a machine that has nothing of it. One request in twenty is refused while it is copied."""
     place = "gs://bucket/runs/kept"
     text = TOKENS.replace("from models", "from launch import settings\nfrom models")
-    text += f"settings.Checkpointing.persistent_directory = '{place}'\n"
+    text += f"settings.Checkpointing.checkpoint_mirror = '{place}'\n"
     bucket.errors(0.05)
     said = pod("v4-8", text, "--steps", "6", run_dir=str(tmp_path / "first"))
     bucket.errors(0.0)

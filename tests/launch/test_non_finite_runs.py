@@ -146,11 +146,11 @@ def test_under_every_strategy_a_skipped_step_keeps_the_state(name):
         ({"non_finite": "ignore"}, "non_finite = 'ignore': expected one of 'stop', 'skip', 'roll_back'"),
         ({"step_limit_seconds": 0}, "step_limit_seconds = 0: expected a finite number above 0"),
         ({"compile_limit_seconds": math.inf}, "compile_limit_seconds = inf: expected a finite number"),
-        ({"silent_limit_seconds": -1.0}, "silent_limit_seconds = -1.0: expected a finite number above 0"),
+        ({"heartbeat_timeout_seconds": -1.0}, "heartbeat_timeout_seconds = -1.0: expected a finite number above 0"),
         ({"save_limit_seconds": math.inf}, "save_limit_seconds = inf: expected a finite number above 0"),
         ({"watchdog": "look"}, "watchdog = 'look': expected one of 'end', 'report'"),
         ({"step_limit_seconds": 7200.0}, "step_limit_seconds = 7200.0 is above compile_limit_seconds = 3600.0"),
-        ({"compare_interval": -1}, "compare_interval = -1: expected an integer of at least 0"),
+        ({"replica_check_interval": -1}, "replica_check_interval = -1: expected an integer of at least 0"),
     ],
 )
 def test_invalid_settings_are_refused(fields, says):
@@ -162,7 +162,9 @@ def test_a_tpu_has_other_limits_than_a_rehearsal_and_settings_win(monkeypatch):
     monkeypatch.delenv("RENGA_SIMULATE", raising=False)
     on_tpu = cluster.limits(experiment().health)
     assert (on_tpu.silent_seconds, on_tpu.apart_seconds, on_tpu.reports_only) == (120.0, 600.0, False)
-    own = experiment(silent_limit_seconds=30.0, apart_limit_seconds=40.0, save_limit_seconds=5000.0, watchdog="report")
+    own = experiment(
+        heartbeat_timeout_seconds=30.0, apart_limit_seconds=40.0, save_limit_seconds=5000.0, watchdog="report"
+    )
     assert cluster.limits(own.health)._asdict() == on_tpu._asdict() | {
         "silent_seconds": 30.0,
         "apart_seconds": 40.0,

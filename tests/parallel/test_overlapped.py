@@ -52,7 +52,9 @@ def trained(tables, **options):
     return jax.device_get((state.params, metrics["loss"]))
 
 
-MIXTURE = dataclasses.replace(MODEL, feed_forward=experts.Experts(number=4, top_k=2, capacity=1.0, balance=0.1))
+MIXTURE = dataclasses.replace(
+    MODEL, feed_forward=experts.Experts(num_experts=4, top_k=2, capacity_factor=1.0, load_balance_coef=0.1)
+)
 CASES = {
     "frozen and summed outputs": {
         "frozen": ("layers/*query", "embedding"),

@@ -27,7 +27,10 @@ TINY = Transformer(
 # Measured on two kinds of processors: by how much gradients, losses, parameters and optimizer state differ.
 ULP_WITHOUT_LOOP = (5, 1, 1, 6.5)
 ULP_OF_LORA = (5, 1, 13, 6.5)  # its second matrix is zero at first, and AdamW divides its small gradients by their size
-EXPERTS, LORA = Experts(number=4, top_k=2, balance=0.1), Lora(rank=2, alpha=4.0, targets=("query", "down"))
+EXPERTS, LORA = (
+    Experts(num_experts=4, top_k=2, load_balance_coef=0.1),
+    Lora(rank=2, alpha=4.0, targets=("query", "down")),
+)
 STATES = S5(states=8, chunk=4)
 GROUP = {"mixer": (STATES, Attention()), "feed_forward": (Mlp(), STATES)}
 KINDS = {"window": 4, "pattern": ("local", "local", "global")}

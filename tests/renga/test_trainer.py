@@ -52,7 +52,12 @@ class Line(renga.HaikuModel):
 
 def trainer(run_dir, **changes):
     parts = {"model": Line(), "task": Points(), "optimizer": optax.adam(0.1), "batch_size": 16}
-    rest = {"strategy": renga.strategies.data_parallel(), "eval_batches": 1, "log_interval": 1, "compare_interval": 0}
+    rest = {
+        "strategy": renga.strategies.data_parallel(),
+        "eval_batches": 1,
+        "log_interval": 1,
+        "replica_check_interval": 0,
+    }
     return renga.Trainer(run_dir=run_dir, **{**parts, **rest, **changes})
 
 

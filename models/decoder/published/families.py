@@ -194,13 +194,13 @@ def _windows(config: Config, kinds: list[str]) -> dict[str, Any]:
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
-    experts = Experts(number=config["num_local_experts"], top_k=_choices(config, "num_local_experts"))
+    experts = Experts(num_experts=config["num_local_experts"], top_k=_choices(config, "num_local_experts"))
     return _without_windows(config, window=config["sliding_window"], feed_forward=experts)
 
 
 def _qwen3_moe(config: Config) -> dict[str, Any]:
     experts = Experts(
-        number=config["num_experts"],
+        num_experts=config["num_experts"],
         top_k=_choices(config, "num_experts"),
         mlp_dim=config["moe_intermediate_size"],
         normalized=config["norm_topk_prob"],
@@ -499,11 +499,14 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
 
 
 def _experts_config(model: DecoderConfig, experts: Experts, kind: str) -> dict[str, Any]:
-    training = {"router_aux_loss_coef": experts.balance, "output_router_logits": experts.balance > 0}
+    training = {
+        "router_aux_loss_coef": experts.load_balance_coef,
+        "output_router_logits": experts.load_balance_coef > 0,
+    }
     if kind == "mixtral":
-        sizes = {"intermediate_size": experts.width(model), "num_local_experts": experts.number}
+        sizes = {"intermediate_size": experts.width(model), "num_local_experts": experts.num_experts}
     else:
-        sizes = {"moe_intermediate_size": experts.width(model), "num_experts": experts.number}
+        sizes = {"moe_intermediate_size": experts.width(model), "num_experts": experts.num_experts}
         with_experts = {i for i in range(model.num_layers) if model.layer_kind(i).feed_forward == experts}
         step = math.gcd(*(layer + 1 for layer in with_experts))
         others = [layer for layer in range(step - 1, model.num_layers, step) if layer not in with_experts]

@@ -56,6 +56,25 @@ def test_settings_of_an_experiment_that_moved_into_groups():
     assert [p.place for p in error.value.problems] == ["--gin #1"]
 
 
+def test_renamed_fields():
+    old = [
+        "experiment.Experiment.silent_limit_seconds = 30.0",
+        "settings.Health.compare_interval = 7",
+        "settings.Checkpointing.persistent_directory = '/mirror'",
+        "include 'gin/models/quickstart_experts.gin'",
+        "experts.Experts.number = 6",
+        "experts.Experts.capacity = 1.5",
+        "experts.Experts.balance = 0.25",
+    ]
+    loaded = loader.load("gin/quickstart.gin", bindings=old)
+    assert len(loaded.notes) == 6
+    built = loaded.build()
+    assert (built.health.heartbeat_timeout_seconds, built.health.replica_check_interval) == (30.0, 7)
+    assert built.checkpointing.checkpoint_mirror == "/mirror"
+    experts = built.model.feed_forward
+    assert (experts.num_experts, experts.capacity_factor, experts.load_balance_coef) == (6, 1.5, 0.25)
+
+
 def optimizer(old, bindings):
     """An old value of a choice, with a parameter of the same constructor, becomes two statements."""
     if not isinstance(old.value, str):

@@ -57,7 +57,7 @@ MORE = {
 NEEDED = {
     "s5.S5(": "s5.S5.states = 8\n",
     "BlockSparse(": "block_sparse.BlockSparse.window = 2\n",
-    "Experts(": "experts.Experts.number = 4\nexperts.Experts.top_k = 2\n",
+    "Experts(": "experts.Experts.num_experts = 4\nexperts.Experts.top_k = 2\n",
     "TTT": "config.TTTConfig.num_heads = 4\nconfig.TTTConfig.head_dim = 32\n",
 }
 
@@ -99,11 +99,15 @@ def test_flags_and_saved_texts_may_have_the_old_spelling(tmp_path):
 T = "transformer.Transformer"
 EXPERTS, TTT_FILE = ("include 'gin/models/quickstart_experts.gin'",), ("include 'gin/models/quickstart_ttt.gin'",)
 OWN = {
-    "own experts": [f"{T}.experts = @experts.Experts()", "experts.Experts.number = 4", "experts.Experts.top_k = 2"],
+    "own experts": [
+        f"{T}.experts = @experts.Experts()",
+        "experts.Experts.num_experts = 4",
+        "experts.Experts.top_k = 2",
+    ],
     "own pattern": [
         f"{T}.feed_forward = ('mlp', 'experts')",
         f"{T}.experts = @experts.Experts()",
-        "experts.Experts.number = 4",
+        "experts.Experts.num_experts = 4",
         "experts.Experts.top_k = 2",
     ],
     "own s5": [f"{T}.mixer = 's5'", f"{T}.s5 = @s5.S5()", "s5.S5.states = 8"],
@@ -116,10 +120,10 @@ OWN = {
     "experts by default": [
         f"{T}.feed_forward = None",
         f"{T}.experts = @experts.Experts()",
-        "experts.Experts.number = 4",
+        "experts.Experts.num_experts = 4",
         "experts.Experts.top_k = 2",
     ],
-    "both": [f"{T}.experts = @experts.Experts()", f"{T}.feed_forward = 'mlp'", "experts.Experts.number = 4"],
+    "both": [f"{T}.experts = @experts.Experts()", f"{T}.feed_forward = 'mlp'", "experts.Experts.num_experts = 4"],
     "a misspelled macro": ["MIXER = 'atention'", f"{T}.mixer = %MIXER"],
     "own ttt": [
         f"{T}.mixer = 'ttt_linear'",
@@ -129,7 +133,11 @@ OWN = {
         "config.TTTConfig.head_dim = 32",
     ],
 }
-MINE = (f"{T}.experts = @mine/experts.Experts()", "mine/experts.Experts.number = 6", "mine/experts.Experts.top_k = 3")
+MINE = (
+    f"{T}.experts = @mine/experts.Experts()",
+    "mine/experts.Experts.num_experts = 6",
+    "mine/experts.Experts.top_k = 3",
+)
 BIG = (f"{T}.s5 = @big/s5.S5()", "big/s5.S5.states = 4")
 
 
@@ -150,12 +158,12 @@ CHANGED = {  # what the model has: by a base, and flags over it
         (f"{T}.mixer = 'attention'", f"{T}.s5 = None"),
         {"mixer": Attention()},
     ),
-    "no experts and the former default": ("former default", EXPERTS, {"feed_forward.number": 8}),
+    "no experts and the former default": ("former default", EXPERTS, {"feed_forward.num_experts": 8}),
     "no experts and the former default, over the new spelling": ("former default over", (), {"feed_forward": Mlp()}),
-    "experts and the former default": ("experts by default", (), {"feed_forward.number": 4}),
-    "other experts, over the new spelling": ("quickstart", (*EXPERTS, *MINE), {"feed_forward.number": 6}),
-    "other experts, over an old file": ("own experts", MINE, {"feed_forward.number": 6}),
-    "other experts in a pattern": ("own pattern", MINE, {"feed_forward.1.number": 6}),
+    "experts and the former default": ("experts by default", (), {"feed_forward.num_experts": 4}),
+    "other experts, over the new spelling": ("quickstart", (*EXPERTS, *MINE), {"feed_forward.num_experts": 6}),
+    "other experts, over an old file": ("own experts", MINE, {"feed_forward.num_experts": 6}),
+    "other experts in a pattern": ("own pattern", MINE, {"feed_forward.1.num_experts": 6}),
     "other settings of a name": ("own s5", BIG, {"mixer.states": 4}),
     "the name of a mixer wins": ("own ttt", (), {"mixer.config.inner": "linear"}),
     "a flag names another one": ("own ttt", (f"{T}.mixer = 'ttt_mlp'",), {"mixer.config.inner": "mlp"}),
@@ -217,7 +225,7 @@ def test_old_spellings_over_other_sources(name, tmp_path):
 
 
 MACROS = {
-    "experts": (["EXPERTS = @experts.Experts()", f"{T}.experts = %EXPERTS"], "feed_forward.number", 4),
+    "experts": (["EXPERTS = @experts.Experts()", f"{T}.experts = %EXPERTS"], "feed_forward.num_experts", 4),
     "no experts": (["EXPERTS = None", f"{T}.experts = %EXPERTS"], "feed_forward", Mlp()),
     "settings": (["S5 = @s5.S5()", f"{T}.s5 = %S5", f"{T}.mixer = 's5'"], "mixer.states", 8),
     "a name": (["MIXER = %OTHER", "OTHER = 's5'", f"{T}.mixer = %MIXER"], "mixer.states", 8),

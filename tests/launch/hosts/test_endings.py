@@ -49,7 +49,7 @@ fields = dict(
     model=Transformer(vocab_size=259, num_layers=1, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2),
     task=synthetic.random_tokens(vocab_size=259, length=16, num_streams=8),
     batch_size=8, total_steps=100_000, eval_batches=0, checkpoint_interval=100_000, log_interval=1, prompt="",
-    step_limit_seconds=4.0, compile_limit_seconds=200.0, compare_interval=5, {fields}
+    step_limit_seconds=4.0, compile_limit_seconds=200.0, replica_check_interval=5, {fields}
 )
 plain = loader.load("gin/quickstart.gin").build()
 experiment = dataclasses.replace(plain, **settings.grouped(fields, plain))

@@ -35,7 +35,7 @@ def layer():
 
 def run(layer, *, drops=True, **settings):
     x, weights, real = layer
-    settings = Experts(**{"number": E, "top_k": K, **settings})
+    settings = Experts(**{"num_experts": E, "top_k": K, **settings})
     return jax.jit(lambda *arrays: expert_routing.mixture(settings, *arrays, activation="silu", drops=drops))(
         x, weights, real
     )
@@ -66,7 +66,7 @@ def test_both_forms_equal_the_direct_computation_with_all_gradients(layer, capac
     direct = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[scores]
 
     def ours(x, weights):
-        return run((x, weights, layer[2]), capacity=capacity, scores=scores, normalized=normalized)[0]
+        return run((x, weights, layer[2]), capacity_factor=capacity, scores=scores, normalized=normalized)[0]
 
     def theirs(x, weights):
         return directly((x, weights, layer[2]), scores=direct, normalized=normalized)
@@ -86,7 +86,7 @@ def test_both_forms_equal_the_direct_computation_with_all_gradients(layer, capac
 
 def test_capacity_keeps_the_first_choices_of_each_row_and_counts_the_others(layer):
     x, weights, real = layer
-    c = Experts(number=E, top_k=K, capacity=0.5).slots(T)
+    c = Experts(num_experts=E, top_k=K, capacity_factor=0.5).slots(T)
     _, chosen = jax.lax.top_k(x @ weights.router, K)
     keep, dropped = np.zeros((B, T, K), bool), np.zeros(B)
     for b in range(B):
@@ -96,11 +96,11 @@ def test_capacity_keeps_the_first_choices_of_each_row_and_counts_the_others(laye
                 keep[b, t, j] = taken[e] < c
                 dropped[b] += taken[e] >= c
                 taken[e] += 1
-    y, routing = run(layer, capacity=0.5)
+    y, routing = run(layer, capacity_factor=0.5)
     np.testing.assert_allclose(y, directly(layer, keep=keep), atol=2e-5)
     np.testing.assert_array_equal(routing.dropped, dropped)
     assert 0 < dropped.sum() < K * real.sum()
-    assert run(layer, capacity=0.5, drops=False)[1].dropped.sum() == 0  # evaluation and generation drop nothing
+    assert run(layer, capacity_factor=0.5, drops=False)[1].dropped.sum() == 0  # evaluation and generation drop nothing
 
 
 def test_equal_scores_choose_the_experts_with_the_lowest_numbers(layer):
@@ -127,15 +127,15 @@ def test_the_balancing_loss_of_a_row_has_the_unit_of_published_models(layer):
 def model_of(**settings):
     sizes = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 203}
     return transformer.Transformer(
-        **sizes, dtype="float32", feed_forward=Experts(**{"number": 4, "top_k": 2, **settings})
+        **sizes, dtype="float32", feed_forward=Experts(**{"num_experts": 4, "top_k": 2, **settings})
     )
 
 
 def test_losses_are_added_and_metrics_say_where_tokens_go():
     batch = jax.tree.map(jnp.asarray, next(random_batches(203, steps=1, rows=4)))
-    model = model_of(balance=0.1, z_loss=0.01, capacity=1.0, shared_mlp_dim=8)
+    model = model_of(load_balance_coef=0.1, z_loss=0.01, capacity_factor=1.0, shared_mlp_dim=8)
     params = jax.jit(model.init)(jax.random.key(0), batch)
-    bare = model_of(capacity=1.0, shared_mlp_dim=8)
+    bare = model_of(capacity_factor=1.0, shared_mlp_dim=8)
     trained, without = jax.jit(lambda p: [m.loss(p, (), None, batch)[1] for m in (model, bare)])(params)
     means = {name: float(each.total / each.weight) for name, each in trained.metrics.items()}
     loss, cross_entropy = (float(out.loss_sum / out.weight_sum) for out in (trained, without))
@@ -158,7 +158,7 @@ def test_evaluation_adds_no_losses_and_drops_nothing_so_that_padding_does_not_ma
         fields = {"inputs": some, "targets": some, "segment_ids": is_real.astype(jnp.int32), "positions": positions}
         return {**fields, "weights": is_real.astype(jnp.float32)}
 
-    model, dropless = (model_of(capacity=capacity, balance=0.1) for capacity in (0.5, None))
+    model, dropless = (model_of(capacity_factor=capacity, load_balance_coef=0.1) for capacity in (0.5, None))
     params = jax.jit(model.init)(jax.random.key(0), padded(16))
 
     def computed(model, length):
@@ -221,15 +221,27 @@ def test_the_kernel_compiles_with_wide_matrices(dtype, rows):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"number": 4, "top_k": 5}, "Experts.top_k = 5, but there are 4 experts: expected from 1 to 4"),
-        ({"number": 0, "top_k": 1}, "Experts.number = 0: expected an integer of at least 1"),
-        ({"number": 4, "top_k": 2, "capacity": 0.0}, "expected a number above 0, or None for no limit"),
-        ({"number": 4, "top_k": 2, "capacity": "1"}, "Experts.capacity = '1': expected a number above 0, or None"),
-        ({"number": 4, "top_k": 2, "capacity": True}, "Experts.capacity = True: expected a number above 0, or None"),
-        ({"number": 4, "top_k": 2, "scores": "tanh"}, "expected one of softmax, sigmoid"),
-        ({"number": 4, "top_k": 2, "balance": -1.0}, "Experts.balance = -1.0: expected a finite number of at least 0"),
-        ({"number": 4, "top_k": 2, "z_loss": None}, "Experts.z_loss = None: expected a finite number of at least 0"),
-        ({"number": 4, "top_k": 2, "mlp_dim": 0}, "Experts.mlp_dim = 0: expected an integer of at least 1"),
+        ({"num_experts": 4, "top_k": 5}, "Experts.top_k = 5, but there are 4 experts: expected from 1 to 4"),
+        ({"num_experts": 0, "top_k": 1}, "Experts.num_experts = 0: expected an integer of at least 1"),
+        ({"num_experts": 4, "top_k": 2, "capacity_factor": 0.0}, "expected a number above 0, or None for no limit"),
+        (
+            {"num_experts": 4, "top_k": 2, "capacity_factor": "1"},
+            "Experts.capacity_factor = '1': expected a number above 0, or None",
+        ),
+        (
+            {"num_experts": 4, "top_k": 2, "capacity_factor": True},
+            "Experts.capacity_factor = True: expected a number above 0, or None",
+        ),
+        ({"num_experts": 4, "top_k": 2, "scores": "tanh"}, "expected one of softmax, sigmoid"),
+        (
+            {"num_experts": 4, "top_k": 2, "load_balance_coef": -1.0},
+            "Experts.load_balance_coef = -1.0: expected a finite number of at least 0",
+        ),
+        (
+            {"num_experts": 4, "top_k": 2, "z_loss": None},
+            "Experts.z_loss = None: expected a finite number of at least 0",
+        ),
+        ({"num_experts": 4, "top_k": 2, "mlp_dim": 0}, "Experts.mlp_dim = 0: expected an integer of at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(settings, says):
@@ -247,8 +259,8 @@ def test_experts_have_neither_biases_nor_adapters():
 
 
 def test_settings_of_training_are_changed_in_a_copy():
-    changed = experts.trained(model=model_of(), capacity=1.25, balance=0.02)
-    assert changed.feed_forward == Experts(number=4, top_k=2, capacity=1.25, balance=0.02)
+    changed = experts.trained(model=model_of(), capacity_factor=1.25, load_balance_coef=0.02)
+    assert changed.feed_forward == Experts(num_experts=4, top_k=2, capacity_factor=1.25, load_balance_coef=0.02)
     assert changed.settings() == model_of().settings()
     with pytest.raises(UserError, match=r"experts\.trained\.model is Transformer without experts"):
         experts.trained(model=dataclasses.replace(model_of(), feed_forward=Mlp()))

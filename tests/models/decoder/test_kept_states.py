@@ -26,7 +26,7 @@ BATCH = {  # one row of three segments, the second over two chunks, and one of a
 }
 STATES = S5(states=8, min_dt=0.05, max_dt=0.5, chunk=4)
 MODEL = dataclasses.replace(PLAIN, num_layers=2, mixer=STATES, feed_forward=STATES, keeps_states=True)
-PATTERN = dataclasses.replace(MODEL, mixer=(STATES, Attention()), feed_forward=(Experts(number=2, top_k=1), Mlp()))
+PATTERN = dataclasses.replace(MODEL, mixer=(STATES, Attention()), feed_forward=(Experts(num_experts=2, top_k=1), Mlp()))
 
 
 def chunks(batch, size=CHUNK):

@@ -24,7 +24,7 @@ ALTERNATING = dataclasses.replace(
     PLAIN,
     window=8,
     pattern=("local", "local", "local", "global"),
-    feed_forward=(Mlp(), Experts(number=4, top_k=2, balance=0.1)),
+    feed_forward=(Mlp(), Experts(num_experts=4, top_k=2, load_balance_coef=0.1)),
 )
 
 
@@ -135,7 +135,7 @@ def test_equal_layers_repeat_after_one():
         ({"mixer": ()}, r"mixer = \(\): expected a mixer"),
         ({"feed_forward": (Mlp(), "moe")}, r"'moe'\): expected a part such as @experts\.Experts\(\), or None"),
         (
-            {"feed_forward": (Experts(number=2, top_k=1), Experts(number=4, top_k=1))},
+            {"feed_forward": (Experts(num_experts=2, top_k=1), Experts(num_experts=4, top_k=1))},
             "parts called 'experts' have different settings, but share sums",
         ),
         ({"feed_forward": (Mlp(), None, Mlp())}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),

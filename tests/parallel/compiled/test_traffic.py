@@ -417,7 +417,7 @@ def test_signature(name, compiled_for_a_slice):
 @pytest.mark.compiled("v4-8")
 @pytest.mark.parametrize("capacity", [1.0, None])
 def test_tokens_are_exchanged_over_the_axis_of_experts_and_matrices_of_experts_stay(capacity):
-    routed = experts.Experts(number=4, top_k=2, capacity=capacity)
+    routed = experts.Experts(num_experts=4, top_k=2, capacity_factor=capacity)
     found = analyze(
         strategies.experts(expert=4), "v4-8", model=dataclasses.replace(MODEL, feed_forward=routed)
     ).collectives

@@ -75,7 +75,7 @@ def test_kernels_of_layers_with_a_window_are_short():
 
 def test_slots_of_experts_belong_to_rows_though_one_dimension_has_the_slots_of_all_rows():
     sizes = {"num_layers": 2, "embed_dim": 128, "mlp_dim": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
-    model = transformer.Transformer(**sizes, feed_forward=experts.Experts(number=8, top_k=2, capacity=1.0))
+    model = transformer.Transformer(**sizes, feed_forward=experts.Experts(num_experts=8, top_k=2, capacity_factor=1.0))
     known = model_trace.trace(
         model,
         optimizers.adamw(learning_rate=optimizers.constant(1e-3)),

@@ -20,7 +20,7 @@ from tests.lab.subjects import bind
 
 STEPS = 3
 SIZES = {"vocab_size": 203, "num_layers": 2, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 4}
-ROUTING = Experts(number=4, top_k=2, balance=0.05, z_loss=0.01)
+ROUTING = Experts(num_experts=4, top_k=2, load_balance_coef=0.05, z_loss=0.01)
 
 
 class WithEmptyExperts(transformer.Transformer):
@@ -38,9 +38,9 @@ def make(kind, **settings):
 
 MODELS = {
     "dropless": make(transformer.Transformer, shared_mlp_dim=16),
-    "capacity": make(transformer.Transformer, capacity=1.0, scores="sigmoid"),
+    "capacity": make(transformer.Transformer, capacity_factor=1.0, scores="sigmoid"),
     "empty dropless": make(WithEmptyExperts),
-    "empty capacity": make(WithEmptyExperts, capacity=1.0),
+    "empty capacity": make(WithEmptyExperts, capacity_factor=1.0),
 }
 OVER_TENSOR = {"expert": "tensor", "mlp": None}
 STRATEGIES = {
@@ -61,7 +61,7 @@ CASES = [
     pytest.param(model, name, marks=[pytest.mark.slow] * ((model, name) not in QUICK))
     for model in MODELS
     for name in STRATEGIES
-    if not (name == "context" and MODELS[model].feed_forward.capacity)  # refused, below
+    if not (name == "context" and MODELS[model].feed_forward.capacity_factor)  # refused, below
 ]
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
 MEASURED = (11, 7, 3, 23)
@@ -104,14 +104,14 @@ def test_a_capacity_of_positions_that_are_split_is_refused():
 
 
 def test_experts_that_do_not_divide_are_refused_with_the_degrees_that_do():
-    model = make(transformer.Transformer, number=6)
+    model = make(transformer.Transformer, num_experts=6)
     with pytest.raises(UserError, match=r"expert = 6 does not divide over expert = 4\. Degrees that do: 1, 2"):
         bind(model, Example("v4-8", STRATEGIES["experts 4"]), data()[0])
 
 
 def test_other_rows_and_the_contents_of_padding_do_not_matter_to_capacity():
     """A row drops the same choices in any batch, and padding uses no capacity."""
-    model = make(transformer.Transformer, capacity=0.5)
+    model = make(transformer.Transformer, capacity_factor=0.5)
     batch = jax.tree.map(jnp.asarray, data()[0])
     row, length = 3, batch["inputs"].shape[1]
     is_real = jnp.arange(length) < length - 4

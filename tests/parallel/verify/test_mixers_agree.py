@@ -34,7 +34,7 @@ MODELS = {
         **SIZES,
         num_layers=4,
         mixer=(STATES, Attention()),
-        feed_forward=(Experts(number=4, top_k=2, balance=0.05), STATES),
+        feed_forward=(Experts(num_experts=4, top_k=2, load_balance_coef=0.05), STATES),
         window=8,
         pattern=("local", "local", "local", "global"),
         remat="full",

@@ -83,9 +83,11 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
 
 def test_a_folder_with_another_number_of_experts_is_refused_with_both_numbers():
     model = pretrained.model(str(HERE / "mixtral"), dtype="float32", vocab_multiple=8)
-    wider = dataclasses.replace(model, feed_forward=dataclasses.replace(model.feed_forward, number=8))
+    wider = dataclasses.replace(model, feed_forward=dataclasses.replace(model.feed_forward, num_experts=8))
     source = wider.published(str(HERE / "mixtral"))
-    assert any(note.startswith("experts.number = 6 in ") and note.endswith("8 in the model") for note in source.notes)
+    assert any(
+        note.startswith("experts.num_experts = 6 in ") and note.endswith("8 in the model") for note in source.notes
+    )
     wanted = logical.abstract_init(wider.init, jax.random.key(0), batch_of(np.zeros((1, 2))))
     said = "\n".join(source.problems(*wanted))
     assert "missing: model.layers.0.block_sparse_moe.experts.6.w1.weight [44, 24]" in said
@@ -126,11 +128,13 @@ MUTATIONS = {
 }
 MUTATIONS |= {
     "mixtral": [
-        {"feed_forward": Experts(number=6, top_k=1)},
-        {"feed_forward": Experts(number=6, top_k=2, normalized=False)},
+        {"feed_forward": Experts(num_experts=6, top_k=1)},
+        {"feed_forward": Experts(num_experts=6, top_k=2, normalized=False)},
     ],
-    "qwen3_moe": [{"feed_forward": Experts(number=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
-    "qwen3_moe_sparse": [{"feed_forward": (*[Mlp()] * 3, Experts(number=5, top_k=2, mlp_dim=12, normalized=False))}],
+    "qwen3_moe": [{"feed_forward": Experts(num_experts=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
+    "qwen3_moe_sparse": [
+        {"feed_forward": (*[Mlp()] * 3, Experts(num_experts=5, top_k=2, mlp_dim=12, normalized=False))}
+    ],
 }
 CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
 
@@ -279,7 +283,7 @@ def test_a_configuration_is_written_as_it_was_read(name):
     [
         (
             "mixtral",
-            {"feed_forward": Experts(number=6, top_k=2, scores="sigmoid")},
+            {"feed_forward": Experts(num_experts=6, top_k=2, scores="sigmoid")},
             "needs experts.scores = 'softmax' (here",
         ),
         ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
