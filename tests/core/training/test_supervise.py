@@ -130,7 +130,7 @@ time.sleep(60)
     )
     supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     for wanted in ("ready", "saved"):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not said.exists() or said.read_text() != wanted:
             assert time.monotonic() < deadline
             time.sleep(0.02)
