@@ -10,7 +10,7 @@ from pathlib import Path
 from launch import program_identity
 from launch.config import Settings
 from launch.experiment import Experiment
-from parallel.planning.prediction import Prediction
+from parallel.prediction import Prediction
 
 FILE = Path(__file__).with_name("predictions.json")
 

@@ -25,7 +25,7 @@ from launch.config.differences import Difference
 from launch.runs import continuation, progress
 from launch.runs.prepared_run import INIT_FROM, Run
 from parallel.compiled import report
-from parallel.planning.prediction import PredictionCheck
+from parallel.prediction import PredictionCheck
 
 
 class EarlierPhaseError(RuntimeError):

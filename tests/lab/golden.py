@@ -21,12 +21,12 @@ from core.errors import UserError
 from launch import environment, program_identity
 from launch.config import loader
 from launch.experiment import Experiment
+from parallel import prediction as measured
 from parallel.compiled import analysis, compiling
 from parallel.compiled.compiling import OutOfHbmError
 from parallel.planning import calibration, cost, records
-from parallel.planning import prediction as measured
 from parallel.planning.cost import StepTime
-from parallel.planning.prediction import Prediction
+from parallel.prediction import Prediction
 from tests.lab import recorded_predictions
 
 FOLDER = environment.WORKSPACE / "tests" / "golden"

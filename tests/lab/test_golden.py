@@ -8,7 +8,8 @@ from core import slices, versions
 from launch import environment, predictions, program_identity
 from launch.config import loader
 from launch.runs import smoke
-from parallel.planning import calibration, prediction, records
+from parallel import prediction
+from parallel.planning import calibration, records
 from tests.lab import __main__ as main
 from tests.lab import golden, recorded_predictions
 

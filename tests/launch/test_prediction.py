@@ -8,8 +8,8 @@ from core import slices
 from core.slices import GIB
 from launch.config import loader
 from models import lora
-from parallel.planning import prediction as parallel_prediction
-from parallel.planning.prediction import SIMULATED, PredictionCheck
+from parallel import prediction as parallel_prediction
+from parallel.prediction import SIMULATED, PredictionCheck
 
 CONFIG = loader.load("gin/valkyrie_7b.gin")
 EXPERIMENT = CONFIG.build()

@@ -15,7 +15,7 @@ import pytest
 from core.hosts import exit_codes
 from core.training import supervise
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def supervised(codes, *, restarts, steps=(), requested=()):
@@ -130,7 +130,7 @@ time.sleep(60)
     )
     supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     for wanted in ("ready", "saved"):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 20
         while not said.exists() or said.read_text() != wanted:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -19,7 +19,7 @@ from parallel.compiled import analysis, compiling, lints, traffic
 from parallel.compiled.hlo import executions, messages, program
 from tasks import streams
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 MODEL = transformer.Transformer(
     vocab_size=8192, num_layers=2, embed_dim=1024, mlp_dim=3072, num_heads=8, num_kv_heads=4, head_dim=128,
     remat="full", attention="plain",
