@@ -213,7 +213,7 @@ def test_replicated_arrays(good):
 def test_an_axis_that_shards_nothing():
     tables = strategies.fsdp_tensor(tensor=2)
     only = {"mlp": None, "heads": None, "kv_heads": None, "vocab": None}
-    idle = strategies.override(tables, param_rules={**only, "puzzles": "tensor"}, activation_rules=only)
+    idle = strategies.override(tables, param_rules={**only, "expert": "tensor"}, activation_rules=only)
     found = lints.check(lints.LintContext(bind(idle), 0, []))
     assert names(found) == [("mesh axis that shards nothing", False)]
     assert "tensor = 2" in found[0].what
