@@ -57,6 +57,16 @@ def source_of(equation: JaxprEqn) -> str:
     return source_info_util.summarize(equation.source_info)
 
 
+def run_equation(equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Runs one operation of a trace on values; its parts keep their names in the program."""
+    parameters = equation.primitive.get_bind_params(equation.params)
+    name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
+    context = source_info_util.user_context(equation.source_info.traceback, name_stack=name_stack)
+    with context, equation.ctx.manager:
+        results = equation.primitive.bind(*values, **parameters)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
 def cudnn_version() -> int | None:
     """Returns the version of cuDNN that JAX has found, such as 91002; None if there is none."""
     try:

@@ -39,7 +39,7 @@ _NAMES = {
     "models.vision.model": "VisionLanguageModel",
     "models.vision.selector": "Selector",
     "models.vision.tower": "VisionTower",
-    "parallel.pipeline.schedules": "circular gpipe one_f_one_b",
+    "parallel.pipeline.schedules": "circular gpipe interleaved one_f_one_b zero_bubble",
     "parallel.strategies": (
         "context data_parallel experts fsdp fsdp_tensor hsdp mesh3d multislice pipeline pipeline_data "
         "pipeline_experts pipeline_fsdp pipeline_fsdp_tensor sequence_tensor tensor zero1"

@@ -10,7 +10,8 @@ from parallel.pipeline.schedules import Schedule, Work
 def text(schedule: Schedule, *, stages: int) -> str:
     """Returns one line per stage with one column per tick.
 
-    `3f` is microbatch 3 forward, `3f+1b` both, `..` a bubble. With repeats, `3f'1` is microbatch 3 in repeat 1.
+    `3f` is microbatch 3 forward, `3f+1b` also 1 backward, `0w` gradients of matrices of 0, `..` a bubble. With repeats,
+    `3f'1` is microbatch 3 in repeat 1.
     """
     ticks = list(schedule.timeline(stages))
     cells = [[_cell(row[stage], schedule.repeats) for row in ticks] for stage in range(stages)]

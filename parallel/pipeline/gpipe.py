@@ -32,15 +32,15 @@ def forward(schedule: Schedule, stage: Stage, ys: Travelling) -> tuple[Travellin
       ys: the input of the first layer, [M, b, ...], and zeros for the sums, [M, ...].
 
     Returns:
-      The output of the last layer with the sums, on every stage, and the inputs saved by this stage, [k, M R + 1, b,
-        ...].
+      The output of the last layer with the sums, on every stage, and the values saved by this stage, leaves [k, M R +
+        1, ...].
     """
 
     first = jax.tree.map(lambda a: a[0], ys.x)
     one_stage.check_microbatch(stage, first)
 
     def work(kept: Any, at: Turn, y: Travelling) -> tuple[Travelling, Any]:
-        return one_stage.forward(stage, at, y, kept, _place(schedule, at))
+        return one_stage.forward(stage, at, y, kept, at.order)
 
     return _sweep(schedule, stage, work, ys, one_stage.empty_saved(stage, first, places=schedule.turns), toward=1)
 
@@ -60,8 +60,7 @@ def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Travelling) -> tu
     """
 
     def work(grads: Any, at: Turn, dy: Travelling) -> tuple[Travelling, Any]:
-        at = at._replace(repeat=schedule.repeats - 1 - at.repeat)
-        return one_stage.backward(stage, at, kept, _place(schedule, at), dy, grads)
+        return one_stage.backward(stage, at, kept, at.order, dy, grads)
 
     dxs, grads = _sweep(schedule, stage, work, dys, one_stage.zero_grads(stage), toward=-1)
     return dxs, grads.layers()
@@ -70,24 +69,20 @@ def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Travelling) -> tu
 def _sweep(
     schedule: Schedule, stage: Stage, work: Callable[..., tuple], queue: Travelling, state: Any, *, toward: int
 ) -> tuple[Travelling, Any]:
-    microbatches, stages = schedule.num_microbatches, jax.lax.axis_size(STAGE)
-    index = jax.lax.axis_index(STAGE)
+    stages, index = jax.lax.axis_size(STAGE), jax.lax.axis_index(STAGE)
     first = 0 if toward == 1 else stages - 1  # of rank 0
     rank = abs(index - first)
+    turn = functools.partial(one_stage.turn, schedule, stages=stages, is_backward=toward == -1)
 
     def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
         arrived, queue, state = carry
-        queue = put_if(t >= stages, queue, arrived, (t - stages) % microbatches)
-        at = one_stage.turn(t - rank, microbatches=microbatches, repeats=schedule.repeats)
+        queue = put_if(t >= stages, queue, arrived, turn(t - stages).microbatch)
+        at = turn(t - rank)
         x = jax.tree.map(functools.partial(jnp.where, rank == 0), take_tree(queue, at.microbatch), arrived)
         y, state = work(state, at, stage.input(at, x))
         return (one_stage.send(y, toward=toward), queue, state), None
 
     carry = (jax.tree.map(lambda a: jnp.zeros_like(a[0]), queue), queue, state)
     (arrived, queue, state), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks(stages)))
-    queue = one_stage.put_tree(queue, arrived, jnp.asarray(microbatches - 1))  # sent in the last tick
+    queue = one_stage.put_tree(queue, arrived, jnp.asarray(schedule.num_microbatches - 1))  # sent in the last tick
     return one_stage.broadcast(queue, source=first), state
-
-
-def _place(schedule: Schedule, at: Turn) -> jax.Array:
-    return at.repeat * schedule.num_microbatches + at.microbatch

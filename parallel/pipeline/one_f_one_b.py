@@ -1,16 +1,21 @@
-"""1F1B in lockstep: computes loss and gradients in one pass, with few microbatches in flight.
+"""1F1B and its relatives in lockstep: loss and gradients in one pass, with few microbatches in flight.
 
-In a tick every stage runs one microbatch forward, then the tail runs on the one that the last stage has just finished,
-then every stage runs one microbatch backward. Three loops avoid ticks with work that no stage needs:
+In a tick every stage runs one microbatch forward; then the tail runs on the one that the last stage has just finished;
+then every stage runs one microbatch backward; then, in a zero-bubble schedule, every stage computes the gradients of
+its matrices for one microbatch. The schedule lists phases of ticks with the same kinds of work, and each is a loop, so
+that no tick has work that no stage needs. For 1F1B:
 
     warm-up     S - 1 ticks   forward
     steady      M ticks       forward, tail, backward
     cool-down   S - 1 ticks   backward
 
-    stage s at tick t:  forward of microbatch t - s, backward of microbatch t - 2 (S - 1) + s
+    stage s at tick t:  forward of turn t - s, backward of turn t - 2 (S - 1) + s
 
-Saved inputs are stored in a ring of 2 S - 1 places. `stage` is manual in the two passes only: for the tail it is
-automatic, so that the vocabulary can be sharded over it and all stages share the head.
+Saved values are stored in as few places as the schedule needs (`Schedule.places`). With repeats, the first stage
+receives a microbatch for its next part just in time, from the last one; so it does, in reverse, in the backward pass.
+
+`stage` is manual in the passes only: for the tail it is automatic, so that the vocabulary can be sharded over it and
+all stages share the head.
 """
 
 import functools
@@ -25,7 +30,7 @@ from core.stack import Layer, LayerFn, Side, Stream, Tail
 from parallel.derivative_rules import Trained
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.region import over_stages
-from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.schedules import OneFOneB, Phase
 from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take, take_tree
 
 _BY_STAGE = P(STAGE)
@@ -40,14 +45,16 @@ class Flow(NamedTuple):
       arrived: sent by the previous stage.
       returned: the gradient sent by the next stage.
       queue: tree of [M, b, ...]; on the first stage: the inputs, each replaced by its gradient.
-      ring: tree of [k, 2 S, b, ...], saved inputs, and a place for bubbles.
+      saved: from `stage.empty_saved`.
+      deferred: from `stage.empty_deferred`; () if the backward pass computes all gradients.
       grads: gradients of the stage's parameters, summed so far.
     """
 
     arrived: Travelling
     returned: Travelling
     queue: Stream
-    ring: Stream
+    saved: Any
+    deferred: Any
     grads: one_stage.Grads
 
 
@@ -67,7 +74,7 @@ class OnePass(NamedTuple):
     """1F1B over a stack of layers, on the rows of one group of chips.
 
     Attributes:
-      schedule: 1F1B.
+      schedule: 1F1B or a relative.
       fn: one layer.
       tail: runs after the last layer and returns a `core.types.LossOutput`.
       layers: gathered weights and keys of all stages, leaves [L, ...].
@@ -76,7 +83,7 @@ class OnePass(NamedTuple):
       trained: parameters of a layer that get gradients.
     """
 
-    schedule: Schedule
+    schedule: OneFOneB
     fn: LayerFn
     tail: Tail
     layers: Layer
@@ -90,22 +97,46 @@ class OnePass(NamedTuple):
         Args:
           xs: [M, b, ...], the input of the first layer.
         """
-        filled, fed = self.stages - 1, self.stages - 1 + self.schedule.num_microbatches
-        flow = self._on_stages(_start, xs)
-        flow = _loop(lambda flow, t: self._forward(flow, t)[0], flow, 0, filled)
-        flow, sums = _loop(self._steady, (flow, self._no_sums(jax.tree.map(lambda a: a[0], xs))), filled, fed)
-        flow = _loop(lambda flow, t: self._on_stages(_backward, t, None, flow=flow), flow, fed, fed + filled)
+        carry = self._on_stages(_start, xs), self._no_sums(jax.tree.map(lambda a: a[0], xs))
+        start = 0
+        for times, phases in self.schedule.rounds(self.stages):
+            period = sum(phase.ticks for phase in phases)
+
+            def one_round(carry: tuple[Flow, Sums], t: jax.Array | int, phases: Any = phases) -> tuple[Flow, Sums]:
+                for phase in phases:
+                    carry = self._run_phase(phase, carry, t)
+                    t = t + phase.ticks
+                return carry
+
+            if times == 1:
+                carry = one_round(carry, start)
+            else:
+                carry = _loop(one_round, carry, start + period * jnp.arange(times))
+            start += times * period
+        flow, sums = carry
         return sums, *self._on_stages(_finish, flow=flow, out_specs=(P(STAGE), P()))
 
-    def _forward(self, flow: Flow, t: jax.Array) -> tuple[Flow, Travelling]:
-        return self._on_stages(_forward, t, flow=flow, out_specs=(P(STAGE), P()))
+    def _run_phase(self, phase: Phase, carry: tuple[Flow, Sums], start: jax.Array | int) -> tuple[Flow, Sums]:
+        ticks = start + jnp.arange(phase.ticks)
+        if "T" in phase.kinds:
+            return _loop(functools.partial(self._tick, phase.kinds), carry, ticks)
+        flow, sums = carry  # the gradients of the tail are not part of a loop that does not change them
+        return _loop(lambda flow, t: self._tick(phase.kinds, (flow, sums), t)[0], flow, ticks), sums
 
-    def _steady(self, carry: tuple[Flow, Sums], t: jax.Array) -> tuple[Flow, Sums]:
-        flow, sums = carry
-        flow, left = self._forward(flow, t)
-        side = jax.tree.map(lambda a: take(a, t - (self.stages - 1)), self.sides)
-        dleft, sums = self._run_tail(left, side, sums)
-        return self._on_stages(_backward, t, dleft, flow=flow), sums
+    def _tick(self, kinds: str, carry: tuple[Flow, Sums], t: jax.Array) -> tuple[Flow, Sums]:
+        (flow, sums), dleft = carry, None
+        if "F" in kinds:
+            flow, left = self._on_stages(_forward, t, flow=flow, out_specs=(P(STAGE), P()))
+        if "T" in kinds:
+            number = t - self.schedule.starts(self.stages)["B"]
+            at = one_stage.turn(self.schedule, number, stages=self.stages, is_backward=True)
+            side = jax.tree.map(lambda a: take(a, at.microbatch), self.sides)
+            dleft, sums = self._run_tail(left, side, sums)
+        if "B" in kinds:
+            flow = self._on_stages(_backward, t, dleft, flow=flow)
+        if "W" in kinds:
+            flow = self._on_stages(_weights, t, flow=flow)
+        return flow, sums
 
     def _run_tail(self, left: Travelling, side: Side, sums: Sums) -> tuple[Travelling, Sums]:
         """Returns the gradient of the loss sum by what leaves the last layer, and the updated sums."""
@@ -131,60 +162,80 @@ class OnePass(NamedTuple):
 
         def local(layers: Layer, sides: Side, flow: Flow | None, *args: Any) -> Any:
             depth = jax.tree.leaves(layers.params)[0].shape[0]
-            stage = Stage(self.fn, layers, sides, depth, self.schedule.save, self.schedule.bubble_input, self.trained)
+            stage = Stage(self.fn, layers, sides, depth // self.schedule.repeats, self.schedule, self.trained)
             return fn(self.schedule, stage, jax.tree.map(lambda a: a[0], flow), *args)
 
         specs = (P(STAGE), P(), P(STAGE), *(P() for _ in args))
         return over_stages(local, in_specs=specs, out_specs=out_specs)(self.layers, self.sides, flow, *args)
 
 
-def _start(schedule: Schedule, stage: Stage, _: None, xs: Stream) -> Flow:
+def _start(schedule: OneFOneB, stage: Stage, _: None, xs: Stream) -> Flow:
     first = jax.tree.map(lambda a: a[0], xs)
     one_stage.check_microbatch(stage, first)
-    ring = one_stage.empty_saved(stage, first, places=schedule.kept(jax.lax.axis_size(STAGE)))
+    saved = one_stage.empty_saved(stage, first, places=schedule.kept(jax.lax.axis_size(STAGE)))
     nothing = Travelling(jax.tree.map(lambda a: jnp.zeros_like(a[0]), xs), stage.fn.zero_sums())
-    return _over_stages(Flow(nothing, nothing, xs, ring, one_stage.zero_grads(stage)))
+    deferred = one_stage.empty_deferred(stage, first)
+    return _over_stages(Flow(nothing, nothing, xs, saved, deferred, one_stage.zero_grads(stage)))
 
 
-def _forward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, Travelling]:
+def _forward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, Travelling]:
     """Runs one microbatch forward; also returns the output of the last stage, on every stage."""
     at = _turn(schedule, t - _index())
-    is_first = _index() == 0
+    is_first = (_index() == 0) & (at.repeat == 0)
     start = Travelling(take_tree(flow.queue, at.microbatch), stage.fn.zero_sums())
     y = _where(is_first, start, flow.arrived)
-    y, ring = one_stage.forward(stage, at, stage.input(at, y), flow.ring, _place(flow, at))
+    y, saved = one_stage.forward(stage, at, stage.input(at, y), flow.saved, _place(schedule, at))
     left = one_stage.broadcast(y, source=_last())
-    return _over_stages(flow._replace(arrived=one_stage.send(y, toward=1), ring=ring)), left
+    return _over_stages(flow._replace(arrived=one_stage.send(y, toward=1), saved=saved)), left
 
 
-def _backward(schedule: Schedule, stage: Stage, flow: Flow, t: jax.Array, dleft: Travelling | None) -> Flow:
+def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft: Travelling | None) -> Flow:
     """Runs one microbatch backward, from the gradient of the last stage's output at this tick, if there is one."""
-    at = _turn(schedule, t - 2 * _last() + _index())
+    number = t - schedule.starts(_last() + 1)["B"] - (_last() - _index())
+    at = _turn(schedule, number, is_backward=True)
     dy = flow.returned if dleft is None else _where(_index() == _last(), dleft, flow.returned)
-    dy, grads = one_stage.backward(stage, at, flow.ring, _place(flow, at), stage.input(at, dy), flow.grads)
+    place, dy = _place(schedule, at), stage.input(at, dy)
+    if jax.tree.leaves(flow.deferred):
+        to = number % (_last() + 1)
+        dy, grads, deferred = one_stage.backward_of_inputs(
+            stage, at, flow.saved, place, dy, flow.grads, flow.deferred, to
+        )
+    else:
+        (dy, grads), deferred = one_stage.backward(stage, at, flow.saved, place, dy, flow.grads), ()
     queue = put_if(at.valid, flow.queue, dy.x, at.microbatch)
-    return _over_stages(flow._replace(returned=one_stage.send(dy, toward=-1), queue=queue, grads=grads))
+    returned = one_stage.send(dy, toward=-1)
+    return _over_stages(flow._replace(returned=returned, queue=queue, grads=grads, deferred=deferred))
 
 
-def _finish(schedule: Schedule, stage: Stage, flow: Flow) -> tuple[Any, Stream]:
+def _weights(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array) -> Flow:
+    """Computes the gradients of matrices of one microbatch, the same on every stage."""
+    number = t - schedule.starts(_last() + 1)["W"]
+    at = _turn(schedule, number, is_backward=True)
+    place, to = _place(schedule, at), number % (_last() + 1)
+    x = flow.returned.x
+    grads = one_stage.weights(stage, at, flow.saved, place, x, flow.grads, flow.deferred, to)
+    return _over_stages(flow._replace(grads=grads))
+
+
+def _finish(schedule: OneFOneB, stage: Stage, flow: Flow) -> tuple[Any, Stream]:
     del schedule, stage
     return flow.grads.layers(), one_stage.broadcast(flow.queue, source=0)
 
 
-def _loop(body: Callable[[Any, jax.Array], Any], carry: Any, start: int, stop: int) -> Any:
-    return jax.lax.scan(lambda carry, t: (body(carry, t), None), carry, jnp.arange(start, stop))[0]
+def _loop(body: Callable[[Any, jax.Array], Any], carry: Any, each: jax.Array) -> Any:
+    return jax.lax.scan(lambda carry, t: (body(carry, t), None), carry, each)[0]
 
 
 def _over_stages(flow: Flow) -> Flow:
     return jax.tree.map(lambda a: a[None], flow)
 
 
-def _turn(schedule: Schedule, number: jax.Array) -> Turn:
-    return one_stage.turn(number, microbatches=schedule.num_microbatches, repeats=1)
+def _turn(schedule: OneFOneB, number: jax.Array, *, is_backward: bool = False) -> Turn:
+    return one_stage.turn(schedule, number, stages=_last() + 1, is_backward=is_backward)
 
 
-def _place(flow: Flow, at: Turn) -> jax.Array:
-    return at.microbatch % (jax.tree.leaves(flow.ring)[0].shape[1] - 1)  # the last place is for bubbles
+def _place(schedule: OneFOneB, at: Turn) -> jax.Array:
+    return jnp.asarray(schedule.places(_last() + 1))[at.order]
 
 
 def _where(condition: jax.Array, yes: Any, no: Any) -> Any:

@@ -11,7 +11,7 @@ from core.stack import Layer, LayerFn, Side, Stream, Tail
 from parallel.derivative_rules import Trained
 from parallel.pipeline import gpipe, layer_order, one_f_one_b
 from parallel.pipeline.region import Region, merge_rows, over_stages, split_rows
-from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.schedules import OneFOneB, Schedule
 from parallel.pipeline.stage import STAGE, Stage, Travelling
 
 
@@ -30,7 +30,9 @@ class Passes:
         self._stages = stages
         self._ordered = {"stages": stages, "repeats": schedule.repeats}
 
-    def forward(self, params: Any, x: Stream, fixed: Layer, side: Side, *, save: str) -> tuple[Travelling, Any, Any]:
+    def forward(
+        self, params: Any, x: Stream, fixed: Layer, side: Side, trained: Trained | None
+    ) -> tuple[Travelling, Any, Any]:
         """Runs the layers forward.
 
         Args:
@@ -38,24 +40,26 @@ class Passes:
           x: tree of [B, ...].
           fixed: the layers without their parameters, leaves [L, ...].
           side: tree of [B, ...].
-          save: see `Stage`.
+          trained: parameters that a backward pass will compute gradients of; None if none follows.
 
         Returns:
           The output of the last layer, [B, ...], with the sums over layers and rows; the gathered weights; and saved
-            inputs, [S, k, M R + 1, rows, ...].
+            values, leaves [groups of rows, S, k, M R + 1, ...].
         """
         rows = self._at.by_rows
 
         def local(params: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Travelling, Any, Any]:
             gathered = self._gather(params)
             specs = (P(STAGE), P(STAGE), P(), P())
-            run = over_stages(functools.partial(self._forward, save=save), in_specs=specs, out_specs=(P(), P(STAGE)))
+            run = over_stages(
+                functools.partial(self._forward, trained=trained), in_specs=specs, out_specs=(P(), P(STAGE))
+            )
             y, kept = run(gathered, fixed, self._start(x), self._split(side))
             sums = jax.tree.map(lambda a: self._at.sum(jnp.sum(a, axis=0)), y.sums)
-            return Travelling(_merge(y.x), sums), gathered, kept
+            return Travelling(_merge(y.x), sums), gathered, jax.tree.map(lambda a: a[None], kept)
 
         fixed = layer_order.by_stages(fixed, **self._ordered)
-        specs, out_specs = (self._at.stored, P(), rows, rows), (Travelling(rows, P()), P(), _kept(rows))
+        specs, out_specs = (self._at.stored, P(), rows, rows), (Travelling(rows, P()), P(), rows)
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, fixed, x, side)
 
     def backward(
@@ -69,30 +73,29 @@ class Passes:
             back = functools.partial(self._backward, trained=trained)
             run = over_stages(back, in_specs=specs, out_specs=(P(), P(STAGE)))
             sides, dys = self._split(side), Travelling(self._split(dy.x), self._of_each(dy.sums))
-            dx, grads = run(gathered, fixed, kept, sides, dys)
+            dx, grads = run(gathered, fixed, jax.tree.map(lambda a: a[0], kept), sides, dys)
             return self._reduce(grads, trained), _merge(dx)
 
         fixed = layer_order.by_stages(fixed, **self._ordered)
-        specs, out_specs = (P(), P(), _kept(rows), rows, Travelling(rows, P())), (trained.pick(self._at.stored), rows)
+        specs, out_specs = (P(), P(), rows, rows, Travelling(rows, P())), (trained.pick(self._at.stored), rows)
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, fixed, kept, side, dy)
 
     def loss_and_gradients(
         self, params: Any, tail: Tail, x: Stream, fixed: Layer, side: Side, trained: Trained, of_tail: Trained
     ) -> tuple[tuple[Any, Any], tuple[list, list, Stream]]:
-        """Runs 1F1B.
+        """Runs 1F1B or a relative.
 
         Returns:
           The tail's result for all rows, and the sums over layers and rows; and gradients of the parameters, of the
             tail's parameters, and of `x`.
         """
-        rows = self._at.by_rows
+        rows, schedule = self._at.by_rows, self.schedule
+        assert isinstance(schedule, OneFOneB)
 
         def local(params: Any, head: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Any, tuple]:
             layers = fixed._replace(params=self._gather(params))
             own = Tail(lambda picked, *args: tail.fn(of_tail.fill(picked, head), *args), of_tail.pick(head))
-            one_pass = one_f_one_b.OnePass(
-                self.schedule, self._fn, own, layers, self._split(side), self._stages, trained
-            )
+            one_pass = one_f_one_b.OnePass(schedule, self._fn, own, layers, self._split(side), self._stages, trained)
             sums, grads, dx = one_pass.run(self._split(x))
             of_head = jax.tree.map(lambda g: g[None], sums.grads)  # summed outside, where it can stay sharded
             return self._at.sum(sums.out), (self._reduce(grads, trained), of_head, _merge(dx))
@@ -110,20 +113,22 @@ class Passes:
     def _reduce(self, grads: Any, trained: Trained) -> list:
         return self._at.reduce(grads, trained, then=functools.partial(layer_order.to_model, **self._ordered))
 
-    def _forward(self, gathered: Any, fixed: Layer, ys: Travelling, sides: Side, *, save: str) -> tuple:
-        y, kept = gpipe.forward(self.schedule, self._stage(gathered, fixed, sides, save), ys)
-        return y, jax.tree.map(lambda a: a[None], kept)
+    def _forward(
+        self, gathered: Any, fixed: Layer, ys: Travelling, sides: Side, *, trained: Trained | None
+    ) -> tuple[Travelling, Any]:
+        y, kept = gpipe.forward(self.schedule, self._stage(gathered, fixed, sides, trained), ys)
+        return y, jax.tree.map(lambda a: a[None], kept)  # stages
 
     def _backward(
         self, gathered: Any, fixed: Layer, kept: Any, sides: Side, dys: Travelling, *, trained: Trained
     ) -> tuple[Stream, Any]:
-        stage = self._stage(gathered, fixed, sides, self.schedule.save)._replace(trained=trained)
+        stage = self._stage(gathered, fixed, sides, trained)
         dxs, grads = gpipe.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
         return dxs.x, grads
 
-    def _stage(self, gathered: Any, fixed: Layer, sides: Side, save: str) -> Stage:
+    def _stage(self, gathered: Any, fixed: Layer, sides: Side, trained: Trained | None) -> Stage:
         depth = jax.tree.leaves(gathered)[0].shape[0] // self.schedule.repeats
-        return Stage(self._fn, fixed._replace(params=gathered), sides, depth, save, self.schedule.bubble_input)
+        return Stage(self._fn, fixed._replace(params=gathered), sides, depth, self.schedule, trained)
 
     def _start(self, x: Stream) -> Travelling:
         return Travelling(self._split(x), self._of_each(self._fn.zero_sums()))
@@ -138,8 +143,3 @@ class Passes:
 
 def _merge(tree: Any) -> Any:
     return jax.tree.map(merge_rows, tree)
-
-
-def _kept(rows: P) -> P:
-    """Returns the spec of saved inputs, [S, k, M R + 1, rows, ...]."""
-    return P(None, None, None, *rows)

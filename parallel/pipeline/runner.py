@@ -93,12 +93,12 @@ def _two_passes(passes: Passes) -> Any:
 
     @jax.custom_vjp
     def call(weights: Any, x: Stream, fixed: Layer, side: Side) -> tuple[Stream, Any]:
-        return tuple(passes.forward(weights, x, fixed, side, save="nothing")[0])
+        return tuple(passes.forward(weights, x, fixed, side, None)[0])
 
     def forward(*args: Any) -> tuple[tuple[Stream, Any], tuple]:
         trained = derivative_rules.trained(args[0])
         weights, x, fixed, side = derivative_rules.values(args, what="pipeline")
-        y, gathered, kept = passes.forward(weights, x, fixed, side, save=passes.schedule.save)
+        y, gathered, kept = passes.forward(weights, x, fixed, side, trained)
         return tuple(y), (gathered, fixed, kept, side, trained)
 
     def backward(saved: tuple, dy: Any) -> tuple:
@@ -119,7 +119,7 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
 
     @jax.custom_vjp
     def call(weights: Any, head: Any, x: Stream, fixed: Layer, side: Side) -> tuple[LossOutput, Any]:
-        y, sums = passes.forward(weights, x, fixed, side, save="nothing")[0]
+        y, sums = passes.forward(weights, x, fixed, side, None)[0]
         return tail.fn(head, y, side, sums), sums
 
     def forward(*args: Any) -> tuple[tuple[LossOutput, Any], tuple]:
@@ -173,7 +173,7 @@ def _gives_loss(fn: LayerFn, tail: Tail, x: Stream, side: Side) -> bool:
 def _forward_alone(passes: Passes) -> Any:
     """Returns the layers without a gradient, for stacks where 1F1B has no loss as the tail."""
     return derivative_rules.without_gradient(
-        lambda weights, x, fixed, side: tuple(passes.forward(weights, x, fixed, side, save="nothing")[0]),
+        lambda weights, x, fixed, side: tuple(passes.forward(weights, x, fixed, side, None)[0]),
         "1F1B: the backward pass of a microbatch starts before the forward pass of the next one, so the head and the "
         "loss must be the stack's tail and return a LossOutput: core.stack.layer_stack(..., tail=Tail(fn, params)). "
         "Or use schedules.gpipe or schedules.circular",

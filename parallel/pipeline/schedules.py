@@ -1,17 +1,23 @@
 """Pipeline schedules as plain data: which microbatch a stage works on at each tick, and what fits the schedule.
 
-In a tick all stages do the same kind of work in lockstep, each on a different microbatch. A stage without a microbatch
-at a tick computes on meaningless values: a bubble.
+In a tick all stages do the same kinds of work in lockstep, each on a different microbatch. A stage without a microbatch
+at a tick computes on meaningless values: a bubble. A schedule says for each kind of work at which tick it starts, in
+which order the microbatches come, and how many ticks later the next stage does the same.
 
-    gpipe, circular   M R + S - 1 forward ticks, then as many backward ticks
-    1F1B              S - 1 ticks forward, M ticks forward and backward, S - 1 ticks backward
+    gpipe, circular     M R + S - 1 ticks forward, then as many backward
+    1F1B, interleaved   S R - 1 ticks forward, M R + S - S R ticks forward and backward, S R - 1 ticks backward
+    zero-bubble         as 1F1B and interleaved; gradients of matrices only in the last M R ticks
 
-    bubble = (S - 1) / (M R + S - 1), with R = 1 for all schedules but circular
+S stages, M microbatches, R repeats: how often a microbatch passes through all stages. A pass of a microbatch through a
+part of the layers costs F forward, B backward, of which W for the gradients of matrices:
 
-S stages, M microbatches, R repeats: how often a microbatch passes through all stages.
+                  time                                        bubble
+    all others    (M R + S - 1) (F + B) / R                   (S - 1) / (M R + S - 1)
+    zero-bubble   (M R + S - 1) (F + B - W) / R + M W         2 (S - 1) / (3 M R + 2 (S - 1)), with F = W = B / 2
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,13 +28,15 @@ from core.errors import UserError
 from core.logical import Axes
 
 SAVES = ("layers", "stage")
+# Forward; backward, without the gradients of matrices where these are work of their own; gradients of matrices.
+KINDS = ("F", "B", "W")
 
 
 class Work(NamedTuple):
     """Work of a stage in one tick: one part of the layers on one microbatch.
 
     Attributes:
-      kind: "F" forward or "B" backward.
+      kind: one of `KINDS`.
       microbatch, repeat: their indices.
     """
 
@@ -43,8 +51,8 @@ class Schedule:
 
     Attributes:
       num_microbatches: M. Microbatch m has rows m, m + M, … of every chip, so that rows stay on their chips.
-      save: what the forward pass saves for the backward pass: "layers", the input of every layer; or "stage", only the
-        input of a stage, which costs one more forward pass of the stage. Everything else is recomputed.
+      save: what the forward pass saves for the backward pass: "layers", for every layer its input and what the model's
+        `remat` names; or "stage", only the input of a stage, which costs one more forward pass of the stage.
       bubble_input: fills uninitialized memory and the inputs of bubbles. Results do not depend on it; tests show that
         with NaN. None: memory keeps its previous content.
 
@@ -69,8 +77,17 @@ class Schedule:
         """M R: the number of forward ticks of a stage without bubbles."""
         return self.num_microbatches * self.repeats
 
+    def group(self, stages: int) -> int:
+        """Returns the number of successive microbatches that a stage runs before it goes on to the next repeat."""
+        del stages
+        return self.num_microbatches
+
+    def starts(self, stages: int) -> dict[str, int]:
+        """Returns the tick in which the first stage starts each kind of work."""
+        return {"F": 0, "B": self.ticks(stages)}
+
     def ticks(self, stages: int) -> int:
-        """Returns the number of ticks of the forward pass, and of the backward pass; in 1F1B, M of them overlap."""
+        """Returns the number of ticks with forward passes, and of those with backward passes."""
         return self.turns + stages - 1
 
     def bubble(self, stages: int) -> float:
@@ -78,9 +95,27 @@ class Schedule:
         return (stages - 1) / self.ticks(stages)
 
     def kept(self, stages: int) -> int:
-        """Returns the largest number of saved microbatch inputs on a stage; each repeat counts separately."""
-        del stages
-        return self.turns
+        """Returns the largest number of microbatches that a stage saves values of; each repeat counts separately."""
+        return max(self.places(stages)) + 1
+
+    def places(self, stages: int) -> list[int]:
+        """Returns the place in memory of the saved values of each forward pass: the first that is free.
+
+        Passes are numbered in the order in which they run. A place is free after the backward pass. On the first stage
+        values wait longest.
+        """
+        last = self.starts(stages)["B"] + stages - 1
+        ends = {self._work("B", turn, stages)[0]: last + turn for turn in range(self.turns)}
+        found: list[int] = []
+        free: list[int] = []
+        held: list[tuple[int, int]] = []  # the last tick and the place of saved values
+        for tick in range(self.turns):
+            free = sorted(free + [place for end, place in held if end < tick])
+            held = [(end, place) for end, place in held if end >= tick]
+            found.append(free.pop(0) if free else len(held))
+            (forward,) = self._work("F", tick, stages)
+            held.append((ends[forward._replace(kind="B")], found[-1]))
+        return found
 
     def layer_unit(self, stages: int) -> int:
         """Returns S R, the number of parts; other numbers of layers than its multiples are padded (see `fits`)."""
@@ -102,37 +137,42 @@ class Schedule:
 
     def work(self, stage: int, tick: int, stages: int) -> tuple[Work, ...]:
         """Returns the work of a stage at a tick, counted from the first forward tick; empty in a bubble."""
-        ticks = self.ticks(stages)
-        if tick < ticks:
-            return self._work("F", tick - stage)
-        return self._work("B", tick - ticks - (stages - 1 - stage))
+        lag = {"F": stage, "B": stages - 1 - stage, "W": 0}
+        starts = self.starts(stages)
+        return tuple(w for kind in starts for w in self._work(kind, tick - starts[kind] - lag[kind], stages))
 
     def timeline(self, stages: int) -> Iterator[list[tuple[Work, ...]]]:
         """Yields for every tick the work of each stage."""
         tick, done = 0, 0
-        while done < 2 * self.turns * stages:
+        while done < len(self.starts(stages)) * self.turns * stages:
             row = [self.work(stage, tick, stages) for stage in range(stages)]
             done += sum(len(work) for work in row)
             tick += 1
             yield row
 
-    def _work(self, kind: str, turn: int) -> tuple[Work, ...]:
+    def _work(self, kind: str, turn: int, stages: int) -> tuple[Work, ...]:
         if not 0 <= turn < self.turns:
             return ()
-        repeat, microbatch = divmod(turn, self.num_microbatches)
-        return (Work(kind, microbatch, repeat if kind == "F" else self.repeats - 1 - repeat),)
+        group = self.group(stages)
+        before, rest = divmod(turn, group * self.repeats)
+        repeat, index = divmod(rest, group)
+        return (Work(kind, before * group + index, repeat if kind == "F" else self.repeats - 1 - repeat),)
 
     def describe(self, stages: int) -> str:
         """Returns a one-line description."""
         rounds = f" x {self.repeats} repeats" if self.repeats > 1 else ""
-        formula = f"(S - 1) / ({'M R' if self.repeats > 1 else 'M'} + S - 1)"
-        kept = units.counted(self.kept(stages) // self.repeats, "microbatch", "microbatches")
+        saved = "values that each layer saves" if self.save == "layers" else "stage inputs"
         return (
             f"{self.name}: {units.counted(self.num_microbatches, 'microbatch', 'microbatches')}{rounds} through "
             f"{units.counted(stages, 'stage')} in {units.counted(self.ticks(stages), 'tick')} each way; "
-            f"bubble {formula} = {self.bubble(stages):.1%}; saves the "
-            f"{'layer' if self.save == 'layers' else 'stage'} inputs of {kept}{rounds}"
+            f"bubble {self.formula} = {self.bubble(stages):.1%}; keeps the {saved} of "
+            f"{units.counted(self.kept(stages), 'pass', 'passes')} of a microbatch"
         )
+
+    @property
+    def formula(self) -> str:
+        """The formula of `bubble`."""
+        return f"(S - 1) / ({'M R' if self.repeats > 1 else 'M'} + S - 1)"
 
 
 class GPipe(Schedule):
@@ -169,6 +209,31 @@ class Circular(Schedule):
         ]
 
 
+class Phase(NamedTuple):
+    """Successive ticks in which stages do the same kinds of work.
+
+    Attributes:
+      kinds: those of `KINDS`, in this order; after "F" also "T", if the tail runs on what leaves the last layer.
+      ticks: their number.
+    """
+
+    kinds: str
+    ticks: int
+
+
+class Rounds(NamedTuple):
+    """Phases that are repeated.
+
+    Attributes:
+      times: how often.
+      phases: of one round.
+    """
+
+    times: int
+    phases: tuple[Phase, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OneFOneB(Schedule):
     """Starts the backward pass of a microbatch as soon as its forward pass ends, so that few are in flight.
 
@@ -178,13 +243,104 @@ class OneFOneB(Schedule):
 
     name = "1F1B"
 
-    def kept(self, stages: int) -> int:
-        """Returns the number of microbatches in flight, at most 2 S - 1."""
-        return min(2 * stages - 1, self.num_microbatches)
+    def group(self, stages: int) -> int:
+        """Returns S with repeats: the first microbatch then returns to a stage when the last of its group has left."""
+        return self.num_microbatches if self.repeats == 1 else stages
 
-    def work(self, stage: int, tick: int, stages: int) -> tuple[Work, ...]:
-        """Returns a forward and a backward pass of different microbatches; in the last stage, of the same one."""
-        return self._work("F", tick - stage) + self._work("B", tick - 2 * (stages - 1) + stage)
+    def starts(self, stages: int) -> dict[str, int]:
+        """Returns the tick of the first forward pass, and of the first backward pass, just after it."""
+        return {"F": 0, "B": stages * self.repeats - 1}
+
+    def problems(self, stages: int) -> list[str]:
+        """Returns a problem if the microbatches do not divide into groups of S."""
+        if self.repeats == 1 or self.num_microbatches % stages == 0:
+            return []
+        nearest = " or ".join(map(str, logical.nearest_multiples(self.num_microbatches, stages)))
+        return [
+            f"{self.name}: num_microbatches = {self.num_microbatches} is not a multiple of stage = {stages}: with "
+            f"repeats, microbatches pass through the stages in groups of {stages}; use {nearest}"
+        ]
+
+    def rounds(self, stages: int) -> list[Rounds]:
+        """Returns the phases of the schedule; the program has a loop for each, and one around repeated phases."""
+        every = [Phase(kinds, len(list(ticks))) for kinds, ticks in itertools.groupby(self._kinds(stages))]
+        found: list[Rounds] = []
+        at = 0
+        while at < len(every):
+            pair, times = every[at : at + 2], 1
+            while every[at + 2 * times : at + 2 * times + 2] == pair:
+                times += 1
+            taken = (times, pair) if times > 1 else (1, every[at : at + 1])
+            found.append(Rounds(taken[0], tuple(taken[1])))
+            at += taken[0] * len(taken[1])
+        return found
+
+    def _kinds(self, stages: int) -> Iterator[str]:
+        """Yields the kinds of each tick."""
+        last = stages - 1
+        for tick, row in enumerate(self.timeline(stages)):
+            kinds = "".join(kind for kind in KINDS if any(w.kind == kind for work in row for w in work))
+            leaves = any(w.kind == "F" and w.repeat == self.repeats - 1 for w in self.work(last, tick, stages))
+            yield kinds.replace("F", "FT") if leaves else kinds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interleaved(OneFOneB):
+    """1F1B with layers assigned to stages in R rounds, as in `Circular` (Narayanan et al. 2021).
+
+    The bubble is that of circular. Memory does not grow with the number of microbatches, a multiple of S.
+
+    Attributes:
+      repeats: R.
+    """
+
+    repeats: int
+
+    name = "interleaved"
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_count(self.name, "repeats", self.repeats)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroBubble(OneFOneB):
+    """1F1B or interleaved, in which no stage ever waits with the gradients of matrices.
+
+    Qi et al. 2023 ("zero bubble") run the gradients of matrices, on which no other stage depends, in place of bubbles.
+    In lockstep all stages compute those of one microbatch at the same tick, as soon as the first stage can: for this
+    the last one keeps what they need of up to S microbatches. So only M R ticks have this work, none of them a bubble.
+
+    Attributes:
+      repeats: R.
+    """
+
+    repeats: int = 1
+
+    name = "zero-bubble"
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_count(self.name, "repeats", self.repeats)
+        if self.save != "layers":
+            raise UserError(
+                f"{self.name}: save = {self.save!r}: the gradients of matrices would need every layer to run once "
+                "more; use save = 'layers', or one_f_one_b or interleaved"
+            )
+
+    def starts(self, stages: int) -> dict[str, int]:
+        """Returns the ticks of 1F1B; gradients of matrices start with the first backward pass of the first stage."""
+        starts = super().starts(stages)
+        return starts | {"W": starts["B"] + stages - 1}
+
+    def bubble(self, stages: int) -> float:
+        """Returns the fraction of a stage's time without a microbatch, if the three kinds of work take equally long."""
+        return 2 * (stages - 1) / (2 * self.ticks(stages) + self.turns)
+
+    @property
+    def formula(self) -> str:
+        """The formula of `bubble`."""
+        return f"2 (S - 1) / (3 {'M R' if self.repeats > 1 else 'M'} + 2 (S - 1))"
 
 
 def gpipe(*, num_microbatches: int, save: str = "layers") -> Schedule:
@@ -213,6 +369,26 @@ def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
       num_microbatches, save: see `Schedule`.
     """
     return OneFOneB(num_microbatches=num_microbatches, save=save)
+
+
+def interleaved(*, num_microbatches: int, repeats: int, save: str = "layers") -> Schedule:
+    """Runs 1F1B with the layers assigned in `repeats` rounds: a smaller bubble, but more communication.
+
+    Args:
+      num_microbatches, save: see `Schedule`.
+      repeats: R.
+    """
+    return Interleaved(num_microbatches=num_microbatches, repeats=repeats, save=save)
+
+
+def zero_bubble(*, num_microbatches: int, repeats: int = 1) -> Schedule:
+    """Runs 1F1B, or interleaved with repeats, with no bubbles in the gradients of matrices; needs more memory.
+
+    Args:
+      num_microbatches: see `Schedule`.
+      repeats: R.
+    """
+    return ZeroBubble(num_microbatches=num_microbatches, repeats=repeats)
 
 
 def padded(layers: int, parts: int) -> int:

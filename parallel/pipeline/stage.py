@@ -1,13 +1,14 @@
 """The work of one stage in one tick: its layers on one microbatch, forward or backward.
 
-Everything here runs where `stage` is manual: arrays are local to a stage. Only inputs are saved between the two passes;
-every layer is recomputed in the backward pass, so that no parameter is saved per microbatch. Gradients are accumulated
-in float32, in place and layer by layer, so that XLA fuses each sum with the product that it adds.
+Everything here runs where `stage` is manual: arrays are local to a stage. Between the two passes a stage saves what the
+model's `remat` names, and no parameter (`residuals`). Gradients are accumulated in float32, in place and layer by
+layer, so that XLA fuses each sum with the product that it adds.
 
-    forward    x[l+1], s[l] = f(W[l], x[l]);    sums += s[l];    saved: x[l] of every layer, or of the first
+    forward    x[l+1], s[l] = f(W[l], x[l]);    sums += s[l];    saved: x[l] and what `remat` saves, or x[0] alone
     backward   dW[l], dx[l] = vjp(f at W[l], x[l])(dx[l+1], dsums);    dW_sum[l] += dW[l]
 
-Summed outputs of layers travel with the microbatch, so nothing is added in a bubble.
+The backward pass may leave the gradients of matrices to a third pass, `weights` (`deferred`). Summed outputs of layers
+travel with the microbatch, so nothing is added in a bubble.
 
 If the layers do not divide over the stages, the last ones are padding: copies of the last layer whose results are
 discarded. A layer whose kind depends on the stage is selected by `lax.switch`.
@@ -21,11 +22,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from core import logical
 from core.errors import UserError
 from core.stack import Kind, Layer, LayerFn, Side, Stream
 from parallel.derivative_rules import Trained
+from parallel.pipeline import deferred, residuals
+from parallel.pipeline.deferred import Deferred
+from parallel.pipeline.residuals import Residuals
+from parallel.pipeline.schedules import Schedule
 
 STAGE = "stage"
 
@@ -35,24 +41,31 @@ class Turn(NamedTuple):
 
     Attributes:
       microbatch, repeat: [], int32; in range even in a bubble.
+      order: [], int32, the place of this work among the forward passes of a stage.
       valid: [], bool; false in a bubble.
+      first: [], bool: whether it is the first microbatch of its repeat.
+      resumes: [], bool: whether the turn before had another repeat.
     """
 
     microbatch: jax.Array
     repeat: jax.Array
+    order: jax.Array
     valid: jax.Array
-
-    @property
-    def first(self) -> jax.Array:
-        """[], bool: whether it is the first microbatch of its repeat."""
-        return self.valid & (self.microbatch == 0)
+    first: jax.Array
+    resumes: jax.Array
 
 
-def turn(number: jax.Array, *, microbatches: int, repeats: int) -> Turn:
+def turn(schedule: Schedule, number: jax.Array, *, stages: int, is_backward: bool = False) -> Turn:
     """Returns the turn with a given number; a bubble outside of 0 … M R - 1."""
-    total = microbatches * repeats
-    inside = jnp.clip(number, 0, total - 1)
-    return Turn(inside % microbatches, inside // microbatches, (number >= 0) & (number < total))
+    group, repeats = schedule.group(stages), schedule.repeats
+    inside = jnp.clip(number, 0, schedule.turns - 1)
+    valid = (number >= 0) & (number < schedule.turns)
+    before, rest = inside // (group * repeats), inside % (group * repeats)
+    repeat, microbatch = rest // group, before * group + rest % group
+    if is_backward:
+        repeat = repeats - 1 - repeat
+    order = (before * repeats + repeat) * group + rest % group
+    return Turn(microbatch, repeat, order, valid, valid & (microbatch == 0), valid & (rest % group == 0))
 
 
 class Travelling(NamedTuple):
@@ -75,22 +88,20 @@ class Stage(NamedTuple):
       layers: in the order in which this stage runs them; leaves [R k, ...].
       sides: arrays that belong to rows, by microbatch; leaves [M, b, ...].
       depth: k.
-      save: "layers", "stage", or "nothing" if no backward pass follows.
-      bubble: see `Schedule.bubble_input`.
-      trained: parameters of a layer that the backward pass computes gradients of; None in a forward pass.
+      schedule: the schedule.
+      trained: parameters of a layer that the backward pass computes gradients of; None if none follows.
     """
 
     fn: LayerFn
     layers: Layer
     sides: Side
     depth: int
-    save: str
-    bubble: float | None
-    trained: Trained | None = None
+    schedule: Schedule
+    trained: Trained | None
 
     def input(self, at: Turn, x: Any) -> Any:
         """Returns the tree `x`, or the bubble's value in a bubble."""
-        if (bubble := self.bubble) is None:
+        if (bubble := self.schedule.bubble_input) is None:
             return x
         return jax.tree.map(lambda a: jnp.where(at.valid, a, bubble), x)
 
@@ -111,7 +122,18 @@ class Stage(NamedTuple):
     @property
     def repeats(self) -> int:
         """R, the number of times that a microbatch passes through this stage."""
-        return jax.tree.leaves(self.layers.params)[0].shape[0] // self.depth
+        return self.schedule.repeats
+
+    def residuals(self, x: Stream) -> Residuals:
+        """Returns what a layer saves of a microbatch `x`."""
+        assert self.trained is not None
+        layer, sides = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (self.layers, self.sides))
+        return residuals.of_layers(self.fn, self.trained, layer, x, sides)
+
+    def deferred(self, x: Stream) -> Deferred:
+        """Returns the two parts of the backward pass of a layer on a microbatch `x`."""
+        layer, sides = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (self.layers, self.sides))
+        return deferred.of_layers(self.residuals(x), layer, sides)
 
     def layer(self, at: Turn, i: jax.Array | int) -> Layer:
         """Returns the i-th layer that the stage runs in the turn `at`."""
@@ -124,9 +146,9 @@ class Stage(NamedTuple):
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Returns an uninitialized array, for entries that are written before they are read."""
         sizes = jax.sharding.get_abstract_mesh().shape
-        if self.bubble is None and all(sizes[axis] == 1 for axis in logical.automatic_axes()):
+        if self.schedule.bubble_input is None and all(sizes[axis] == 1 for axis in logical.automatic_axes()):
             return jax.lax.empty(shape, dtype)  # along automatic axes it would be replicated
-        return jnp.full(shape, self.bubble or 0, dtype)
+        return jnp.full(shape, self.schedule.bubble_input or 0, dtype)
 
 
 class Grads(NamedTuple):
@@ -184,31 +206,38 @@ def forward(stage: Stage, at: Turn, y: Travelling, kept: Any, place: jax.Array) 
 
     Args:
       stage: the layers.
-      at: the turn; in a bubble saved inputs do not change.
+      at: the turn; in a bubble saved values do not change.
       y: the input of the first layer, and the sums before it.
-      kept: from `empty_saved`.
+      kept: from `empty_saved`; () if no backward pass follows.
       place: [], index of this turn in `kept`.
 
     Returns:
-      The output of the last layer with the sums, and the saved inputs.
+      The output of the last layer with the sums, and the saved values.
     """
-    side = stage.side(at)
-    if stage.save != "nothing":
-        place = jnp.where(at.valid, place, jax.tree.leaves(kept)[0].shape[1] - 1)
-    if stage.save == "stage":
-        kept = put_tree(kept, y.x, 0, place)
+    if not jax.tree.leaves(kept):
+        return _run(stage, at, y, None, kept, place)
+    place = jnp.where(at.valid, place, jax.tree.leaves(kept)[0].shape[1] - 1)
+    if stage.schedule.save == "stage":
+        return _run(stage, at, y, None, (), place)[0], put_tree(kept, y.x, 0, place)
+    return _run(stage, at, y, stage.residuals(y.x), kept, place)
 
-    def run(kind: Kind, layer: Layer, x: Stream) -> tuple[Stream, Any]:
+
+def _run(
+    stage: Stage, at: Turn, y: Travelling, saving: Residuals | None, kept: Any, place: jax.Array
+) -> tuple[Travelling, Any]:
+    side = stage.side(at)
+
+    def run(kind: Kind, layer: Layer, x: Stream) -> tuple[Stream, Any, Any]:
+        if saving is not None:
+            return saving.forward(kind, layer, x, side)
         x, out = stage.fn(layer, x, side, kind)
-        return x, out.summed
+        return x, out.summed, ()
 
     def one(carry: tuple[Travelling, Any], i: jax.Array) -> tuple[tuple[Travelling, Any], None]:
         y, kept = carry
-        if stage.save == "layers":
-            kept = put_tree(kept, y.x, i, place)
-        x, new = _switch(stage, at, i, tuple(dict.fromkeys(stage.fn.kinds)), run, stage.layer(at, i), y.x)
+        x, new, saved = _switch(stage, at, i, tuple(dict.fromkeys(stage.fn.kinds)), run, stage.layer(at, i), y.x)
         after = Travelling(x, jax.tree.map(jnp.add, y.sums, new))
-        return (_if(stage.real(at, i), after, y), kept), None
+        return (_if(stage.real(at, i), after, y), put_tree(kept, saved, i, place)), None
 
     return jax.lax.scan(one, (y, kept), jnp.arange(stage.depth))[0]
 
@@ -221,7 +250,7 @@ def backward(
     Args:
       stage: the layers.
       at: the turn; in a bubble the gradients do not change.
-      kept: inputs saved by `forward`.
+      kept: values saved by `forward`.
       place: [], index of this turn in `kept`.
       dy: the gradient of the output of the last layer, and of the sums.
       grads: gradients summed so far.
@@ -229,41 +258,95 @@ def backward(
     Returns:
       The gradient of the input of the first layer with that of the sums, and the sums of gradients.
     """
-    if stage.save == "stage":
-        kept, place = _inputs_again(stage, at, take_tree(kept, 0, place)), jnp.zeros_like(place)
-    dx, dsums = dy
-    sums, repeats = list(grads.sums), list(grads.repeats)
+    saving, side = stage.residuals(dy.x), stage.side(at)
+    if stage.schedule.save == "stage":  # the layers run again first, and save in place 0 what `remat` names
+        start = Travelling(take_tree(kept, 0, place), stage.fn.zero_sums())
+        place = jnp.zeros_like(place)
+        kept = _run(stage, at, start, saving, _allocate(stage, saving.shapes, stage.depth, 2), place)[1]
 
-    def add(counts: jax.Array, so_far: jax.Array, new: jax.Array) -> jax.Array:
-        before = jnp.where(at.first, 0, so_far) if repeats else so_far
-        return before + jnp.where(counts, new, 0)
+    def run(kind: Kind, layer: Layer, saved: Any, dy: Travelling) -> tuple[Any, Stream]:
+        return saving.backward(kind, layer, saved, side, tuple(dy))
 
     for i in reversed(range(stage.depth)):
-        real = stage.real(at, i)
-        dw, before = _layer_backward(stage, at, i, take_tree(kept, i, place), Travelling(dx, dsums))
-        dx = _if(real, before, dx)
-        sums[i] = jax.tree.map(functools.partial(add, at.valid if real is True else at.valid & real), sums[i], dw)
-        if repeats:
-            repeats[i] = jax.tree.map(lambda all_, new: put(all_, new, at.repeat), repeats[i], sums[i])
+        layer, saved = stage.layer(at, i), take_tree(kept, i, place)
+        dw, dx = _switch(stage, at, i, stage.kinds(i), run, layer, saved, dy)
+        dy, grads = dy._replace(x=_if(stage.real(at, i), dx, dy.x)), add(stage, at, i, grads, dw)
         # Without a barrier the compiler runs several layers forward at once and sums at the end, which needs memory.
-        dx, place, sums[i] = jax.lax.optimization_barrier((dx, place, sums[i]))
-    return Travelling(dx, dsums), Grads(tuple(sums), tuple(repeats))
+        dy, place, sums = jax.lax.optimization_barrier((dy, place, grads.sums[i]))
+        grads = grads._replace(sums=(*grads.sums[:i], sums, *grads.sums[i + 1 :]))
+    return dy, grads
 
 
-def _layer_backward(stage: Stage, at: Turn, i: int, x: Stream, dy: Travelling) -> tuple[Any, Stream]:
-    layer, side, mask = stage.layer(at, i), stage.side(at), stage.trained
-    assert mask is not None
+def empty_deferred(stage: Stage, x: Stream) -> Any:
+    """Allocates the values that wait for the gradients of matrices, of S turns: leaves [k, S, ...]."""
+    if "W" not in stage.schedule.starts(1):
+        return ()
+    return _allocate(stage, stage.deferred(x).shapes, stage.depth, jax.lax.axis_size(STAGE))
 
-    def run(kind: Kind, layer: Layer, x: Stream, dy: Travelling) -> tuple[Any, Stream]:
-        def one_layer(trained: list, x: Stream) -> Travelling:
-            params = mask.fill(trained, layer.params)
-            after, out = stage.fn.plain(layer._replace(params=params), x, side, kind)
-            return Travelling(after, out.summed)
 
-        _, vjp = jax.vjp(one_layer, mask.pick(layer.params), x)
-        return vjp(dy)
+def backward_of_inputs(
+    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Travelling, grads: Grads, waiting: Any, to: jax.Array
+) -> tuple[Travelling, Grads, Any]:
+    """Runs the backward pass of the layers of this turn without the gradients of matrices.
 
-    return _switch(stage, at, i, stage.kinds(i), run, layer, x, dy)
+    Args:
+      stage, at, kept, place, dy, grads: as in `backward`.
+      waiting: from `empty_deferred`.
+      to: [], the place in it of this turn. In a bubble nothing waits there that is needed.
+
+    Returns:
+      As `backward`, and the values that wait.
+    """
+    split, side = stage.deferred(dy.x), stage.side(at)
+
+    def run(kind: Kind, layer: Layer, saved: Any, dy: Travelling) -> tuple[list, Stream, Any]:
+        return split.first(kind, layer, saved, side, tuple(dy))
+
+    for i in reversed(range(stage.depth)):
+        layer, saved = stage.layer(at, i), take_tree(kept, i, place)
+        dw, dx, values = _switch(stage, at, i, stage.kinds(i), run, layer, saved, dy)
+        dy, grads = dy._replace(x=_if(stage.real(at, i), dx, dy.x)), add(stage, at, i, grads, dw)
+        waiting = put_tree(waiting, values, i, to)
+        dy, place, waiting = jax.lax.optimization_barrier((dy, place, waiting))  # as in `backward`
+    return dy, grads, waiting
+
+
+def weights(
+    stage: Stage, at: Turn, kept: Any, place: jax.Array, x: Stream, grads: Grads, waiting: Any, to: jax.Array
+) -> Grads:
+    """Adds the gradients of the matrices of the layers of this turn; `x` has their shapes, the rest is as above."""
+    split, side = stage.deferred(x), stage.side(at)
+
+    def run(kind: Kind, layer: Layer, saved: Any, waiting: Any) -> list:
+        return split.second(kind, layer, saved, side, waiting)
+
+    for i in range(stage.depth):
+        layer, (saved, values) = stage.layer(at, i), _row_major((take_tree(kept, i, place), take_tree(waiting, i, to)))
+        dw = _switch(stage, at, i, stage.kinds(i), run, layer, saved, values)
+        grads = add(stage, at, i, grads, dw)
+        grads, place = jax.lax.optimization_barrier((grads, place))
+    return grads
+
+
+def add(stage: Stage, at: Turn, i: int, grads: Grads, dw: list) -> Grads:
+    """Adds the gradients of the i-th layer of this turn; None in place of a gradient that another pass adds."""
+    real, repeats = stage.real(at, i), grads.repeats
+    counts = at.valid if real is True else at.valid & real
+
+    def before(so_far: jax.Array, every: jax.Array) -> jax.Array:
+        if stage.schedule.group(jax.lax.axis_size(STAGE)) < stage.schedule.num_microbatches:
+            so_far = jnp.where(at.resumes, take(every, at.repeat), so_far)
+        return jnp.where(at.first, 0, so_far)
+
+    sums, every = list(grads.sums[i]), list(repeats[i]) if repeats else []
+    for leaf, new in enumerate(dw):
+        if new is not None:
+            so_far = before(sums[leaf], every[leaf]) if repeats else sums[leaf]
+            sums[leaf] = so_far + jnp.where(counts, new, 0)
+            if repeats:
+                every[leaf] = put(every[leaf], sums[leaf], at.repeat)
+    replaced = (*grads.sums[:i], sums, *grads.sums[i + 1 :])
+    return Grads(replaced, (*repeats[:i], every, *repeats[i + 1 :]) if repeats else ())
 
 
 def _switch(stage: Stage, at: Turn, i: jax.Array | int, kinds: tuple[Kind, ...], run: Callable, *operands: Any) -> Any:
@@ -279,20 +362,28 @@ def _if(condition: jax.Array | bool, yes: Any, no: Any) -> Any:
     return yes if condition is True else jax.tree.map(functools.partial(jnp.where, condition), yes, no)
 
 
-def _inputs_again(stage: Stage, at: Turn, x: Stream) -> Any:
-    """Recomputes the inputs of the layers of this turn, in place 0 of [k, 2, b, ...]."""
-    again = stage._replace(save="layers")
-    start = Travelling(x, stage.fn.zero_sums())
-    return forward(again, at, start, empty_saved(again, x, places=1), jnp.asarray(0))[1]
-
-
 def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
-    """Allocates saved inputs of `places` turns, [k, places + 1, b, ...] or [1, places + 1, b, ...].
+    """Allocates saved values of `places` turns: leaves [k, places + 1, ...] or [1, places + 1, b, ...].
 
     The last place is written in bubbles, which is cheaper than restoring the previous value of another place.
     """
-    layers = {"layers": stage.depth, "stage": 1, "nothing": 0}[stage.save]
-    return jax.tree.map(lambda a: stage.allocate((layers, places + 1, *a.shape), a.dtype), x) if layers else ()
+    if stage.trained is None:
+        return ()
+    if stage.schedule.save == "stage":
+        return _allocate(stage, x, 1, places + 1)
+    return _allocate(stage, stage.residuals(x).shapes, stage.depth, places + 1)
+
+
+def _allocate(stage: Stage, like: Any, layers: int, places: int) -> Any:
+    def allocated(a: Any) -> jax.Array:
+        return residuals.in_memory(stage.allocate((layers, places, *a.shape), a.dtype), a)
+
+    return jax.tree.map(allocated, like)
+
+
+def _row_major(tree: Any) -> Any:
+    """Keeps arrays as they were written; else the compiler lays out all that is saved for products at every tick."""
+    return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), tree)
 
 
 def zero_grads(stage: Stage) -> Grads:

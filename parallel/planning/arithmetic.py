@@ -66,13 +66,13 @@ def estimate(sharded: ShardedState, step: Step) -> Estimate:
     work, schedule = _work(sharded, step), sharded.tables.pipeline
     idle = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
     bubble = idle + (1 - idle) * (1 - 1 / sharded.padding)  # layers of padding compute nothing of use
-    on_host = _on_host(sharded, work, step.batch_size / step.accum_steps)
+    on_host = _on_host(sharded, work, step.batch_size / step.accum_steps) * _in_flight(sharded)
     return Estimate(_hbm(sharded, step, work), _time(sharded, step, work), bubble, on_host)
 
 
 def product_flops(sharded: ShardedState, step: Step) -> float:
     """Returns the FLOPs of a chip's matrix products in a step, with recomputation and bubbles, without kernels."""
-    return _work(sharded, step).flops * _rows_computed(sharded, step)
+    return _computed(sharded, step, _work(sharded, step))[0]
 
 
 def place(program: Program) -> tuple[ShardedState, Step]:
@@ -92,23 +92,35 @@ def place(program: Program) -> tuple[ShardedState, Step]:
 
 
 def _work(sharded: ShardedState, step: Step) -> Work:
-    """Returns the work of a step for one row. A pipeline recomputes every layer, whatever the model's `remat`."""
+    """Returns the work of a step for one row."""
     trace, schedule = sharded.trace, sharded.tables.pipeline
+    work = trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
     if schedule is None:
-        return trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
-    full = _full(trace).with_padding(sharded.padding)
+        return work
+    work = work.with_padding(sharded.padding)
     if schedule.save == "layers":
-        return full
-    return full._replace(  # the inputs of a stage's layers are recomputed first
-        flops=full.flops + full.forward_flops, kernel_flops=full.kernel_flops + full.forward_kernel_flops
+        return work
+    return work._replace(  # the layers of a stage run once more first
+        flops=work.flops + work.forward_flops, kernel_flops=work.kernel_flops + work.forward_kernel_flops
     )
 
 
-def _rows_computed(sharded: ShardedState, step: Step) -> float:
-    """Returns a chip's share of the rows of a step, with what a pipeline's bubbles add to it."""
+def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, float]:
+    """Returns the FLOPs of a chip's products, and of its kernels, in a step; bubbles of a pipeline compute layers."""
+    schedule, rows = sharded.tables.pipeline, step.batch_size / sharded.trace.slice.chips
+    if schedule is None:
+        return work.flops * rows, work.kernel_flops * rows
+    bubbles = schedule.ticks(sharded.shape["stage"]) / schedule.turns - 1
+    products, kernels = (1 + bubbles * share for share in work.looped)
+    if "W" in schedule.starts(sharded.shape["stage"]):  # gradients of matrices take as long as a forward pass
+        products -= bubbles * work.looped[0] * work.forward_flops / work.flops
+    return work.flops * rows * products, work.kernel_flops * rows * kernels
+
+
+def _in_flight(sharded: ShardedState) -> float:
+    """Returns the share of a batch of which a stage has saved values at a time; 1 without a pipeline."""
     schedule = sharded.tables.pipeline
-    turns = schedule.ticks(sharded.shape["stage"]) / schedule.turns if schedule else 1.0
-    return step.batch_size / sharded.trace.slice.chips * turns
+    return schedule.kept(sharded.shape["stage"]) / schedule.turns if schedule else 1.0
 
 
 def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
@@ -143,14 +155,22 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
         again, saved = work.gathers_again, [k for k in work.kept if k.copies > 1 and not k.on_host]
         return sum(_kept_bytes(sharded, k, rows, gathers_again=again) for k in saved), others
     stages = sharded.shape["stage"]
-    # The largest: a stage may also keep a number for each position.
-    inputs = max((_kept_bytes(sharded, k, rows) / stages for k in _full(sharded.trace).of_loops), default=0.0)
-    inputs *= sharded.padding
-    share = schedule.kept(stages) / schedule.turns
-    if schedule.save == "stage":
+    share = sharded.padding / stages / schedule.turns  # of one pass of a microbatch in what the batch saves
+    kept = sum(_kept_bytes(sharded, k, rows) for k in work.of_loops if not k.on_host) * share
+    total = kept * schedule.kept(stages)
+    if (
+        schedule.save == "stage"
+    ):  # the input of a stage, the largest that a layer saves; all for one microbatch at a time
+        unit = schedule.layer_unit(stages)
         layers = next((leaf.shape[0] for leaf, of in sharded.params if of.names[:1] == ("layers",)), 1)
-        share /= schedules.padded(layers, schedule.layer_unit(stages)) // schedule.layer_unit(stages)
-    return inputs * share, others
+        inputs = max((_kept_bytes(sharded, k, rows) for k in _full(sharded.trace).of_loops), default=0.0) * share
+        total = inputs * schedule.kept(stages) / (schedules.padded(layers, unit) // unit) + kept
+    if "W" in schedule.starts(stages):  # gradients of outputs of products wait: as large as what they are gradients of
+        least = min(work.flops for work in sharded.trace.works.values())
+        every = [work for work in sharded.trace.works.values() if work.flops <= 1.01 * least]
+        products = min(every, key=lambda work: work.row_bytes).of_loops
+        total += sum(_kept_bytes(sharded, k, rows) for k in products) * share * stages
+    return total, others
 
 
 def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[float]) -> float:
@@ -178,10 +198,9 @@ def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again
 
 
 def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
-    """Returns the bytes that a chip keeps in the memory of its host; a pipeline keeps none there."""
-    if sharded.tables.pipeline:
-        return 0.0
-    return sum(_kept_bytes(sharded, kept, rows) for kept in work.kept if kept.on_host)
+    """Returns the bytes of these rows that a chip sends to the memory of its host."""
+    stages = sharded.shape["stage"] if sharded.tables.pipeline else 1
+    return sum(_kept_bytes(sharded, kept, rows) for kept in work.kept if kept.on_host) * sharded.padding / stages
 
 
 def _one_layer(sharded: ShardedState, rows: float) -> float:
@@ -196,11 +215,12 @@ def _full(trace: ModelTrace) -> Work:
 
 
 def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
-    chip, rows = sharded.trace.slice.chip, _rows_computed(sharded, step)
+    chip = sharded.trace.slice.chip
+    products, kernels = _computed(sharded, step, work)
     state = 2 * sum(sharded.state.values()) / chip.hbm_bytes_per_second  # read and written once
     return StepTime(
-        compute=work.flops * rows / (PRODUCT_SHARE_OF_PEAK * chip.peak_flops) + state,
-        kernels=work.kernel_flops * rows / (cost.KERNEL_SHARE_OF_PEAK * chip.peak_flops),
+        compute=products / (PRODUCT_SHARE_OF_PEAK * chip.peak_flops) + state,
+        kernels=kernels / (cost.KERNEL_SHARE_OF_PEAK * chip.peak_flops),
         traffic=_traffic(sharded, step, work),
         unpriced=(),
     )

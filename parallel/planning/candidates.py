@@ -26,6 +26,7 @@ from parallel.strategy import MESH_AXES, Strategy
 _NOT_STRATEGIES = {"REPLICATED", "Strategy", "override"}
 _REMAT_LISTS = ("REMAT", "REMAT_CHOICES")  # names under which a model lists its choices
 LONG_ROW = 16_384  # positions
+_SAVING, _REPEATING = ("gpipe", "one_f_one_b"), ("circular", "interleaved")  # schedules by their arguments
 _REPEATS = (2, 4)
 _MICROBATCHES_PER_STAGE = (1, 2, 4)
 
@@ -76,7 +77,7 @@ class Candidate:
 
     Attributes:
       layout: None for the experiment's own strategy.
-      remat: None if the model offers no choice, or for a pipeline, which rematerializes by its own rules.
+      remat: None if the model offers no choice.
       accum_steps: microbatches of a step, in sequence.
       batch_size: rows of a global batch.
     """
@@ -95,7 +96,8 @@ class Candidate:
         if layout and layout.choice:
             given = dict(layout.choice.arguments)
             rounds = f" x {given['repeats']}" if "repeats" in given else ""
-            parts.append(f"{layout.choice.constructor} {given['num_microbatches']}{rounds}, keeps {given['save']}")
+            keeps = f", keeps {given['save']}" if "save" in given else ""
+            parts.append(f"{layout.choice.constructor} {given['num_microbatches']}{rounds}{keeps}")
         if self.remat is not None:
             parts.append(f"remat {self.remat}")
         if self.accum_steps > 1:
@@ -188,11 +190,14 @@ def _choices(name: str, degrees: Mapping[str, int], slice: Slice) -> Sequence[Ch
         return [None]
     stages = degrees.get("stage", 1) * (degrees.get("slices", 1) if slice.num_slices > 1 else 1)
     microbatches = dict.fromkeys(n * stages for n in _MICROBATCHES_PER_STAGE)
-    kinds: list[tuple[str, dict[str, int]]] = [("gpipe", {}), ("one_f_one_b", {})]
-    kinds += [("circular", {"repeats": repeats}) for repeats in _REPEATS]
+    kinds: list[tuple[str, dict[str, int | str]]] = [
+        (kind, {"save": save}) for kind in _SAVING for save in schedules.SAVES
+    ]
+    kinds += [(kind, {"repeats": repeats}) for kind in _REPEATING for repeats in _REPEATS]
+    kinds += [("zero_bubble", {})]
     return [
-        Choice(kind, tuple({"num_microbatches": count, **more, "save": save}.items()))
-        for count, save, (kind, more) in itertools.product(microbatches, schedules.SAVES, kinds)
+        Choice(kind, tuple({"num_microbatches": count, **more}.items()))
+        for count, (kind, more) in itertools.product(microbatches, kinds)
     ]
 
 
@@ -264,8 +269,12 @@ def candidates(
     offered = remats(model)
     for layout, batch_size in itertools.product(layouts, batch_sizes):
         tables = layout.strategy() if layout else own
-        if tables.pipeline:  # it has its own rematerialization and microbatches
-            yield Candidate(layout, None, 1, batch_size)
+        if tables.pipeline:  # it has microbatches of its own
+            own_alone = (
+                tables.pipeline.save == "stage"
+            )  # `remat` then changes little: it is for one microbatch at a time
+            tried = [remat_of(model)] if own_alone else offered
+            yield from (Candidate(layout, remat, 1, batch_size) for remat in tried)
             continue
         try:
             shape = strategy.resolve(tables, slice)

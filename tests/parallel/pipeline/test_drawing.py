@@ -19,6 +19,11 @@ def test_text_has_a_line_for_each_stage_and_a_column_for_each_tick():
         ["stage", "1", "|", "..", "0f+0b", "1f+1b", "2f+2b", ".."],
     ]
     assert "0f'1" in drawing.text(schedules.circular(num_microbatches=2, repeats=2), stages=2)
+    lines = drawing.text(schedules.zero_bubble(num_microbatches=3), stages=2).splitlines()
+    assert [line.split() for line in lines[:2]] == [
+        ["stage", "0", "|", "0f", "1f", "2f+0b+0w", "1b+1w", "2b+2w"],
+        ["stage", "1", "|", "..", "0f+0b", "1f+1b+0w", "2f+2b+1w", "2w"],
+    ]
 
 
 def test_the_command_prints(capsys):
@@ -28,10 +33,12 @@ def test_the_command_prints(capsys):
         return said.out + said.err
 
     chosen = ["one_f_one_b", "--stages", "4", "--microbatches", "8"]
-    assert "saves the layer inputs of 7 microbatches" in run(*chosen)
+    assert "keeps the values that each layer saves of 7 passes of a microbatch" in run(*chosen)
     circular = ["circular", "--stages", "2", "--microbatches", "4", "--repeats", "2"]
-    assert "saves the layer inputs of 4 microbatches x 2 repeats" in run(*circular)
-    for wrong in (["gpipe", "--repeats", "2"], ["circular"]):
-        assert "--repeats is required for circular" in run(*wrong, "--stages", "4", "--microbatches", "8", code=2)
+    assert "keeps the values that each layer saves of 8 passes of a microbatch" in run(*circular)
+    for wrong in (["gpipe", "--repeats", "2"], ["circular"], ["interleaved"]):
+        assert "--repeats" in run(*wrong, "--stages", "4", "--microbatches", "8", code=2)
+    uneven = ["interleaved", "--repeats", "2", "--stages", "4", "--microbatches", "6"]
+    assert "use 4 or 8" in run(*uneven, code=2)
     few = ["circular", "--repeats", "2", "--stages", "4", "--microbatches", "2"]
     assert "num_microbatches = 2 is below stage = 4" in run(*few, code=2)

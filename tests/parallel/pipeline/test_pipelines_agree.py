@@ -13,6 +13,7 @@ from core import optimizers, slices
 from core.batches import Field
 from models.agreement_subjects import random_batches
 from models.decoder import transformer
+from models.decoder.transformer import REMAT
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
 from parallel.verify.agreement import Example, difference
@@ -27,6 +28,9 @@ MAKE = {
     "gpipe": schedules.gpipe,
     "circular": functools.partial(schedules.circular, repeats=2),
     "1F1B": schedules.one_f_one_b,
+    "interleaved": functools.partial(schedules.interleaved, repeats=2),
+    "zero-bubble": schedules.zero_bubble,
+    "zero-bubble, twice": functools.partial(schedules.zero_bubble, repeats=2),
 }
 
 
@@ -39,6 +43,7 @@ class Case(NamedTuple):
     fsdp: int
     tensor: int
     save: str = "layers"
+    remat: str = "none"
 
     @property
     def rows(self):
@@ -47,13 +52,14 @@ class Case(NamedTuple):
 
     @property
     def model(self):
-        return DEEP if (self.schedule, self.stages) == ("circular", 4) else MODEL
+        is_deep = self.stages == 4 and "repeats" in getattr(MAKE[self.schedule], "keywords", ())
+        return dataclasses.replace(DEEP if is_deep else MODEL, remat=self.remat)
 
     @property
     def example(self):
         """Bubbles compute on NaN: had a number anything to do with them, it would be NaN too."""
-        schedule = MAKE[self.schedule](num_microbatches=self.stages * self.times, save=self.save)
-        schedule = dataclasses.replace(schedule, bubble_input=float("nan"))
+        schedule = MAKE[self.schedule](num_microbatches=self.stages * self.times)
+        schedule = dataclasses.replace(schedule, save=self.save, bubble_input=float("nan"))
         slice_ = {4: "v4-8", 8: "v4-16", 16: "v4-32"}[max(4, self.stages * self.fsdp * self.tensor)]
         if self.tensor > 1:
             make = functools.partial(strategies.pipeline_fsdp_tensor, tensor=self.tensor)
@@ -74,14 +80,31 @@ PAIRWISE = [
     Case("1F1B", 2, 1, 1, 2),
     Case("1F1B", 4, 2, 1, 1),
     Case("1F1B", 4, 4, 2, 1),
+    Case("interleaved", 2, 2, 1, 2),
+    Case("interleaved", 2, 4, 2, 1),
+    Case("interleaved", 4, 1, 2, 1),
+    Case("zero-bubble", 2, 1, 2, 1),
+    Case("zero-bubble", 2, 4, 1, 1),
+    Case("zero-bubble", 4, 2, 1, 2),
+    Case("zero-bubble, twice", 2, 2, 2, 1),
+    Case("zero-bubble, twice", 2, 4, 1, 2),
+    Case("zero-bubble, twice", 4, 1, 1, 1),
 ]
-QUICK = [PAIRWISE[4], PAIRWISE[7]]  # the two schedules with more than one turn or order; one with tensor
-BY_STAGE = [Case(name, 2, 2, 2, 1, save="stage") for name in MAKE]
+# Circular and interleaved have more than one turn, one of them with tensor; zero-bubble has three passes.
+QUICK = [Case("circular", 4, 2, 1, 2, remat="attention"), Case("zero-bubble", 2, 2, 1, 1, remat="projections")]
+BY_STAGE = [Case(name, 2, 2, 2, 1, save="stage", remat="attention") for name in MAKE if not name.startswith("zero")]
+BY_REMAT = [Case(name, 2, 2, 1, 1, remat=remat) for name in MAKE for remat in REMAT]
 
 
 def label(case):
     by = f"{case.schedule}, S {case.stages}, M {case.stages * case.times}"
-    return by + ", fsdp" * (case.fsdp > 1) + ", tensor" * (case.tensor > 1) + ", by stage" * (case.save == "stage")
+    return (
+        by
+        + ", fsdp" * (case.fsdp > 1)
+        + ", tensor" * (case.tensor > 1)
+        + ", by stage" * (case.save == "stage")
+        + f", {case.remat}"
+    )
 
 
 def batches(rows):
@@ -116,7 +139,7 @@ def one_device():
 
 def quick_or_slow():
     """The quick cases, then all others."""
-    slow = [case for case in (*PAIRWISE, *EVERY, *BY_STAGE) if case not in QUICK]
+    slow = [case for case in (*PAIRWISE, *EVERY, *BY_STAGE, *BY_REMAT) if case not in QUICK]
     marked = [pytest.param(case, id=label(case), marks=pytest.mark.slow) for case in dict.fromkeys(slow)]
     return [*(pytest.param(case, id=label(case)) for case in QUICK), *marked]
 
@@ -124,7 +147,8 @@ def quick_or_slow():
 @pytest.mark.covers("M12")
 @pytest.mark.parametrize("case", quick_or_slow())
 def test_numbers_are_those_of_one_device(case, one_device):
-    same_numbers(case.example, case.model, case.rows, one_device(case.model, case.rows))
+    whole = dataclasses.replace(case.model, remat="none")
+    same_numbers(case.example, case.model, case.rows, one_device(whole, case.rows))
 
 
 @pytest.mark.covers("M12")
@@ -147,7 +171,7 @@ def same_numbers(example, model, rows, wanted):
 
 
 def test_any_two_values_of_two_columns_meet_in_a_quick_case():
-    columns = [field for field in Case._fields if field != "save"]
+    columns = [field for field in Case._fields if field not in ("save", "remat")]
     for a, b in itertools.combinations(columns, 2):
         pairs = {(getattr(case, a), getattr(case, b)) for case in EVERY}
         assert pairs == {(getattr(case, a), getattr(case, b)) for case in PAIRWISE}, (a, b)

@@ -8,6 +8,7 @@ from core import slices
 from models import trm
 from models.decoder import transformer
 from parallel import strategies, strategy
+from parallel.pipeline import schedules
 from parallel.planning import candidates
 from parallel.planning.candidates import Candidate, Layout
 
@@ -28,7 +29,7 @@ def test_every_strategy_for_one_slice_is_tried_with_every_degree(layouts):
     stages = {dict(x.degrees)["stage"] for x in layouts if x.constructor == "pipeline"}
     assert stages == {2, 4, 8, 16}
     kinds = {x.choice.constructor for x in layouts if x.choice}
-    assert kinds == {"gpipe", "circular", "one_f_one_b"}
+    assert kinds == {"gpipe", "circular", "one_f_one_b", "interleaved", "zero_bubble"}
 
 
 def test_nothing_is_tried_twice(layouts):
@@ -99,12 +100,16 @@ def test_rows_are_cut_down_to_one_at_a_time():
     assert candidates.accumulations(1) == [1]
 
 
-def test_a_pipeline_determines_its_rows_and_recomputation(layouts):
-    model = transformer.preset("7b")
+def test_a_pipeline_determines_its_microbatches_and_tries_every_recomputation(layouts):
+    model = transformer.preset("7b", remat="dots")
     every = list(candidates.candidates(layouts, own=strategies.fsdp(), slice=V4_32, model=model, batch_sizes=[32, 64]))
     assert len(every) == len(set(every))
     pipelines = [c for c in every if c.layout.choice]
-    assert {(c.remat, c.accum_steps) for c in pipelines} == {(None, 1)}
+    assert {c.accum_steps for c in pipelines} == {1}
+    by_save = {
+        save: {c.remat for c in pipelines if c.layout.choice.schedule().save == save} for save in schedules.SAVES
+    }
+    assert by_save == {"layers": set(candidates.remats(model)), "stage": {"dots"}}
     fsdp = [c for c in every if c.layout.constructor == "fsdp" and c.batch_size == 64]
     assert {c.accum_steps for c in fsdp} == {1, 2, 4}
     assert {c.remat for c in fsdp} == set(candidates.remats(model))

@@ -1,0 +1,242 @@
+"""Splits the backward pass of a layer: the gradient of its input first, the gradients of its matrices later.
+
+The previous stage waits for the gradient of a layer's input, and nobody waits for the gradients of its matrices. So a
+zero-bubble schedule computes these at another tick, from values that wait until then:
+
+    first     weights, saved values, side, dy          ->  dx, gradients of vectors, values that wait
+    second    weights, saved values, side, these       ->  gradients of matrices
+
+The trace of the backward pass says what is needed for what. An operation belongs to the second part if only gradients
+of matrices need it, except for products of the forward pass that are computed again. Of what it reads from the first
+part, whatever follows from saved values by cheap operations (no product, no loop, no kernel) is computed again. The
+rest waits: in a decoder the gradients of the outputs of products, and the outputs of products that `remat` does not
+save. The gradient of a vector is a sum over all positions, which takes less time than what it sums would take memory.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from core import jax_internals
+from core.stack import Kind, Layer, Side
+from parallel.pipeline import residuals
+from parallel.pipeline.residuals import Residuals, Slots
+
+_INLINED = ("jit", "checkpoint", "remat2")  # operations that consist of others
+_COSTLY = {"conv_general_dilated", "dot_general", "optimization_barrier", "ragged_dot_general", "sort"}
+
+
+class Split(NamedTuple):
+    """The backward pass of a layer of one kind, as operations on the leaves of `(layer, slots, side), dy`.
+
+    Attributes:
+      constants: values of constants.
+      inputs: variables of the leaves.
+      first, second: operations of the two parts, in order.
+      dw, dx: variables of the results.
+      is_matrix: whether the second part computes the gradient of each trained parameter.
+      waiting: variables of the values that wait.
+    """
+
+    constants: Mapping[Var, Any]
+    inputs: Sequence[Var]
+    first: Sequence[JaxprEqn]
+    second: Sequence[JaxprEqn]
+    dw: Sequence[Any]
+    dx: Sequence[Any]
+    is_matrix: Sequence[bool]
+    waiting: Sequence[Var]
+
+
+class Deferred(NamedTuple):
+    """The backward passes of layers of all kinds.
+
+    Attributes:
+      layers: what layers save.
+      splits: by kind.
+      shapes: of the slots of values that wait, which kinds share.
+      slots: for each kind, the slot of each value that waits.
+    """
+
+    layers: Residuals
+    splits: Mapping[Kind, Split]
+    shapes: tuple[Any, ...]
+    slots: Mapping[Kind, list[int]]
+
+    def first(self, kind: Kind, layer: Layer, saved: Slots, side: Side, dy: Any) -> tuple[list, Any, Slots]:
+        """Returns gradients of vectors, with None for matrices, the gradient of the input, and what waits, by slot."""
+        split = self.splits[kind]
+        env = _run(split.first, _given(split, (layer, saved, side), dy))
+        waiting = [residuals.zeros(a) for a in self.shapes]
+        for slot, variable in zip(self.slots[kind], split.waiting, strict=True):
+            waiting[slot] = env[variable]
+        dw = [None if later else _read(env, v) for v, later in zip(split.dw, split.is_matrix, strict=True)]
+        dx = jax.tree.unflatten(jax.tree.structure(self.layers.x), [_read(env, v) for v in split.dx])
+        return dw, dx, tuple(waiting)
+
+    def second(self, kind: Kind, layer: Layer, saved: Slots, side: Side, waiting: Slots) -> list:
+        """Returns gradients of matrices, with None for vectors."""
+        split = self.splits[kind]
+        values = [waiting[slot] for slot in self.slots[kind]]
+        env = _given(split, (layer, saved, side), ()) | dict(zip(split.waiting, values, strict=True))
+        env = _run(split.second, env)
+        return [_read(env, v) if later else None for v, later in zip(split.dw, split.is_matrix, strict=True)]
+
+
+def of_layers(layers: Residuals, layer: Layer, side: Side) -> Deferred:
+    """Splits the backward pass of layers of every kind.
+
+    Args:
+      layers: what they save.
+      layer, side: arrays, or their shapes.
+    """
+    splits = {kind: _split(layers, kind, layer, side) for kind in dict.fromkeys(layers.fn.kinds)}
+    shapes: list[Any] = []
+    slots = {kind: residuals.share(shapes, [v.aval for v in split.waiting]) for kind, split in splits.items()}
+    return Deferred(layers, splits, tuple(shapes), slots)
+
+
+def _split(layers: Residuals, kind: Kind, layer: Layer, side: Side) -> Split:
+    given, dy = (layer, layers.shapes, side), (layers.x, layers.fn.outputs.summed)
+
+    def backward(given: tuple, dy: Any) -> tuple[list, Any]:
+        layer, saved, side = given
+        return layers.backward(kind, layer, saved, side, dy)
+
+    traced = jax.make_jaxpr(backward)(given, dy)
+    leaves = jax.tree.leaves((given, dy))
+
+    def inlined(*values: Any) -> list:
+        constants = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        env = _run(traced.jaxpr.eqns, constants | dict(zip(traced.jaxpr.invars, values, strict=True)), inline=True)
+        return [_read(env, v) for v in traced.jaxpr.outvars]
+
+    flat = jax.make_jaxpr(inlined)(*leaves)
+    jaxpr, trained = flat.jaxpr, len(flat.jaxpr.outvars) - len(jax.tree.leaves(layers.x))
+    dw, dx = jaxpr.outvars[:trained], jaxpr.outvars[trained:]
+    is_matrix = [v.aval.ndim > 1 for v in dw]
+    now = [v for v, later in zip(dw, is_matrix, strict=True) if not later]
+    matrices = list(itertools.compress(dw, is_matrix))
+    first, given_leaves = _needed(jaxpr, [*now, *dx]), len(jax.tree.leaves(given))
+    recomputed = [jaxpr.eqns[i] for i in _needed(jaxpr, matrices) - _following(jaxpr, jaxpr.invars[given_leaves:])]
+    first |= _needed(jaxpr, [v for equation in recomputed if _is_costly(equation) for v in equation.outvars])
+    later = [i for i in _needed(jaxpr, matrices) if i not in first]
+    again, waiting = _cut(jaxpr, first, later, matrices, given_leaves)
+    return Split(
+        dict(zip(jaxpr.constvars, flat.consts, strict=True)),
+        jaxpr.invars,
+        [jaxpr.eqns[i] for i in sorted(first)],
+        [jaxpr.eqns[i] for i in sorted({*later, *again})],
+        dw,
+        dx,
+        is_matrix,
+        waiting,
+    )
+
+
+def _cut(
+    jaxpr: Jaxpr, first: set[int], later: Sequence[int], results: Iterable[Any], given: int
+) -> tuple[set[int], list[Var]]:
+    """Returns the operations of the first part that the second one repeats, and the variables that wait.
+
+    Args:
+      jaxpr: the whole pass.
+      first, later: operations of the first part, and those that only the second needs.
+      results: results of the second part.
+      given: number of inputs that both parts have.
+    """
+    maker: dict[Any, int] = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
+    free = {*jaxpr.invars[:given], *jaxpr.constvars}
+    waiting: dict[Any, None] = {}
+    again: set[int] = set()
+
+    def follows(v: Any, tried: dict[Any, bool]) -> bool:
+        """Returns whether `v` need not wait; `tried` has the answers for what the first part makes."""
+        if isinstance(v, Literal) or v in free or v in waiting or maker.get(v) in again:
+            return True
+        if v not in maker:
+            return False
+        if maker[v] not in first:
+            return True
+        if v not in tried:
+            equation = jaxpr.eqns[maker[v]]
+            tried[v] = not _is_costly(equation) and all([follows(read, tried) for read in equation.invars])
+        return tried[v]
+
+    reads = [v for i in later for v in jaxpr.eqns[i].invars]
+    reads = [v for v in (*reads, *results) if not isinstance(v, Literal)]
+    for v in sorted(dict.fromkeys(reads), key=lambda v: maker.get(v, -1)):
+        tried: dict[Any, bool] = {}
+        if follows(v, tried):
+            again |= _closure(jaxpr, maker, v, first, {*free, *waiting})
+        else:
+            waiting[v] = None
+    return again, list(waiting)
+
+
+def _closure(jaxpr: Jaxpr, maker: Mapping[Any, int], v: Any, first: set[int], known: set[Any]) -> set[int]:
+    """Returns the operations of the first part that compute `v` from known variables."""
+    found: set[int] = set()
+    open_ = [v]
+    while open_:
+        v = open_.pop()
+        if isinstance(v, Literal) or v in known or maker[v] not in first or maker[v] in found:
+            continue
+        found.add(maker[v])
+        open_ += jaxpr.eqns[maker[v]].invars
+    return found
+
+
+def _is_costly(equation: JaxprEqn) -> bool:
+    name = equation.primitive.name
+    return name in _COSTLY or any(isinstance(p, Jaxpr) or hasattr(p, "jaxpr") for p in equation.params.values())
+
+
+def _needed(jaxpr: Jaxpr, results: Iterable[Any]) -> set[int]:
+    """Returns the indices of the operations that these results need."""
+    wanted = {v for v in results if not isinstance(v, Literal)}
+    found = set()
+    for i, equation in reversed(list(enumerate(jaxpr.eqns))):
+        if not wanted.isdisjoint(equation.outvars):
+            found.add(i)
+            wanted.update(v for v in equation.invars if not isinstance(v, Literal))
+    return found
+
+
+def _following(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[int]:
+    """Returns the indices of the operations that depend on these inputs."""
+    known: set[Any] = set(inputs)
+    found = set()
+    for i, equation in enumerate(jaxpr.eqns):
+        if any(not isinstance(v, Literal) and v in known for v in equation.invars):
+            found.add(i)
+            known.update(equation.outvars)
+    return found
+
+
+def _given(split: Split, given: tuple, dy: Any) -> dict[Var, Any]:
+    return dict(split.constants) | dict(zip(split.inputs, jax.tree.leaves((given, dy)), strict=False))
+
+
+def _run(equations: Iterable[JaxprEqn], env: dict[Var, Any], *, inline: bool = False) -> dict[Var, Any]:
+    """Runs operations; returns the values of their variables and those of `env`."""
+    env = dict(env)
+    for equation in equations:
+        values = [_read(env, v) for v in equation.invars]
+        if inline and equation.primitive.name in _INLINED:
+            inner = equation.params["jaxpr"]
+            jaxpr, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            own = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True))
+            own = _run(jaxpr.eqns, own, inline=True)
+            results = [_read(own, v) for v in jaxpr.outvars]
+        else:
+            results = jax_internals.run_equation(equation, values)
+        env.update(zip(equation.outvars, results, strict=True))
+    return env
+
+
+def _read(env: Mapping[Var, Any], v: Any) -> Any:
+    return v.val if isinstance(v, Literal) else env[v]
