@@ -39,8 +39,8 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
     if needed_bytes > available:
         raise UserError(
             f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
-            f"this machine has {units.size(available)} of free memory. --check smoke uses a tiny model with the "
-            "same slice, mesh and strategy."
+            f"this machine has {units.size(available)} of free memory. Give a smaller slice (--slice) or a smaller "
+            "model, or take a machine with more memory."
         )
 
 

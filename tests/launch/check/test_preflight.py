@@ -257,7 +257,7 @@ def test_a_simulation_that_does_not_fit_is_refused_with_both_numbers(monkeypatch
     assert 2**20 < host_memory.available_bytes() < 2**50
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 24 * gib)
     host_memory.require_simulated(12 * gib, slice_name="v4-32")
-    with pytest.raises(ValueError, match=r"v4-32 needs 100 GiB .* has 24 GiB of free memory\. --check smoke"):
+    with pytest.raises(ValueError, match=r"v4-32 needs 100 GiB .* has 24 GiB of free memory\. Give a smaller slice"):
         host_memory.require_simulated(int(100.4 * gib), slice_name="v4-32")
 
 
