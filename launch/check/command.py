@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.part == "attention":
         return exit_codes.DONE if short_runs.compare_attention(args, slice_) else exit_codes.FAILED
-    level = "smoke" if args.part == "small" else args.level
-    directory = args.run_dir or environment.run_directory(args.experiment, slice_.name, level=level)
-    args.run_dir = os.fspath(paths.resolve(directory))
+    if args.level != "smoke":  # the run that it starts chooses its directory itself
+        level = "smoke" if args.part == "small" else args.level
+        directory = args.run_dir or environment.run_directory(args.experiment, slice_.name, level=level)
+        args.run_dir = os.fspath(paths.resolve(directory))
     if args.level in ("hosts", "slice") and slice_.is_tpu and not args.simulate:
         tpu_host.require_here(slice_)
     found, is_shown = (hosts.on_this_host if args.part == "host" else _LEVELS[args.level])(args, slice_)
