@@ -92,6 +92,16 @@ def definition(asked: Asked) -> dict[str, Any]:
     Raises:
       UserError: the module cannot be imported, or the task is not one that a decoder can read.
     """
+    try:
+        return _definition(asked)
+    except UserError:
+        raise
+    except Exception as error:  # a source is code of the user
+        said = _shown(error)
+        raise UserError(f"text.seqio.name: {asked.name} cannot be read: {type(error).__name__}: {said}") from error
+
+
+def _definition(asked: Asked) -> dict[str, Any]:
     found, tasks = _registered(asked), {}
     for task in _tasks(found):
         shards = {split: task.source.list_shards(split) for split in SPLITS if split in task.splits}
@@ -225,9 +235,7 @@ class _Examples(Iterator):
         except StopIteration:
             raise
         except Exception as error:
-            said = " ".join(str(error).split())
-            shown = said if len(said) <= _SHOWN else f"… {said[-_SHOWN:]}"  # TensorFlow's messages end with the cause
-            raise UserError(f"{self._where()}: {type(error).__name__}: {shown}") from error
+            raise UserError(f"{self._where()}: {type(error).__name__}: {_shown(error)}") from error
 
 
 def _registered(asked: Asked) -> Any:
@@ -248,6 +256,12 @@ def _registered(asked: Asked) -> Any:
 
 def _tasks(found: Any) -> Sequence[Any]:
     return seqio_tasks.library().get_subtasks(found)
+
+
+def _shown(error: Exception) -> str:
+    """Returns the message of an error on one line, or its end: TensorFlow's messages end with the cause."""
+    said = " ".join(str(error).split())
+    return said if len(said) <= _SHOWN else f"… {said[-_SHOWN:]}"
 
 
 def _is_file(name: str) -> bool:

@@ -2,9 +2,13 @@
 
 import functools
 import os
+import pathlib
 
 import seqio
 import tensorflow as tf
+
+from tasks import text
+from tasks.text import registered, vocabularies
 
 FILES = os.environ["OWN_FILES"]
 WORDS = ["a", "letter", "and", "some", "words", "that", "differ", "naïve"]
@@ -161,3 +165,19 @@ add(
     preprocessors=[TOKENIZE],
     output_features=features("inputs", "targets", "labels"),
 )
+
+
+# Tasks of this workspace
+
+BPE = vocabularies.tokenizer(f"{pathlib.Path(__file__).parent}/fixtures/tokenizers/bpe")
+OWN = {"length": 2, "num_streams": 1}
+LINES = {"train": f"{FILES}/part-*.jsonl", "validation": f"{FILES}/part-0.jsonl"}
+registered.add("own_files", text.files(**LINES, **OWN))
+registered.add("own_tokenizer", text.files(**LINES, **OWN, vocabulary=BPE))
+add(
+    "hugging_face",
+    source=source(text=TEXTS),
+    preprocessors=[question, TOKENIZE, EOS],
+    output_features=features("inputs", "targets", vocabulary=registered.vocabulary(BPE)),
+)
+seqio.MixtureRegistry.add("with_library", [("own_files", 1.0), ("renga.python_source", 1.0)])

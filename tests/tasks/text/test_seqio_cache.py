@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import importlib
+import json
 import os
 import pathlib
 import subprocess
@@ -46,6 +47,8 @@ def files(tmp_path_factory):
     lines = [" ".join(words[i * k % 9] for k in range(1 + i % 12)) + f" {i}" for i in range(120)]
     for part in range(3):
         (folder / f"part-{part}.txt").write_text("\n".join(lines[40 * part : 40 * part + 40]) + "\n")
+        texts = [{"text": line * (1 + 9 * (at % 7 == 0))} for at, line in enumerate(lines[40 * part : 40 * part + 40])]
+        (folder / f"part-{part}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
     (folder / "own.model").write_bytes(sentencepieces._train(lines, 300))
     tfds_source.tensorflow()
     with pytest.MonkeyPatch.context() as patch:
@@ -127,10 +130,11 @@ def converter_of(name):
         ("trimmed", "DecoderFeatureConverter"),
         ("empty", "LMFeatureConverter"),
         ("long", "DecoderFeatureConverter"),
+        ("hugging_face", "PrefixLMFeatureConverter"),
     ],
 )
 def test_segments_equal_those_of_seqio(files, tmp_path, name, converter, split):
-    inputs = name in ("prefix", "several", "truncated", "trimmed")
+    inputs = name in ("prefix", "several", "truncated", "trimmed", "hugging_face")
     task = filled(name, tmp_path / "cache", inputs=inputs)
     wanted = theirs(name, task.corpus.asked.lengths, converter_of(converter), split)
     assert len(wanted) > 2
@@ -282,6 +286,21 @@ def test_a_preprocessor_that_fails_later_is_named_with_its_example(files, tmp_pa
     assert [*task.problems(), *task.example_problems()] == []
     with pytest.raises(UserError, match=r"task fails_later, train split, example 5: .*could not correctly convert"):
         task.prepare("unused", is_host_zero=True)
+
+
+@pytest.mark.parametrize("name", ["own_files", "own_tokenizer"])
+def test_a_registered_task_of_this_workspace_has_the_segments_of_the_task_itself(files, tmp_path, name):
+    import seqio
+
+    options = {"length": LENGTH - INPUTS, "num_streams": 1}
+    patterns = {"train": f"{files}/part-*.jsonl", "validation": f"{files}/part-0.jsonl"}
+    vocabulary = sys.modules[MODULE].BPE if name == "own_tokenizer" else None
+    itself, task = text.files(**patterns, **options, vocabulary=vocabulary), filled(name, tmp_path / "cache")
+    found = read(task)
+    assert found == theirs(name, task.corpus.asked.lengths, seqio.LMFeatureConverter)
+    wanted = read(itself)  # whose first input of each segment is the begin-of-text id, and seqio's is 0
+    assert found == collections.Counter({((0, *ids[1:]), *rest): n for (ids, *rest), n in wanted.items()})
+    assert make("with_library", tmp_path / "other").problems() == []
 
 
 REPEATS = """

@@ -1,0 +1,131 @@
+"""Registers text tasks of this workspace with seqio, so that seqio's mixtures can contain them.
+
+Importing this module registers `renga.python_source`. A module of your own adds others:
+
+  registered.add("notes", text.files(train="/data/notes/*.jsonl", length=512, num_streams=1))
+  seqio.MixtureRegistry.add("all", [("notes", 1.0), ("renga.python_source", 0.2)])
+
+A document becomes ids with the end-of-document id, and is split into pieces of at most the length of `targets`, as in
+rows of the task itself.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from core.errors import UserError
+from tasks import text
+from tasks.text import seqio_tasks, vocabularies
+from tasks.text.constructors import TextTask
+from tasks.text.document_streams import DocumentSource, with_end
+from tasks.text.ids import Vocabulary
+from tasks.text.tfds_source import tensorflow
+
+
+def add(name: str, task: TextTask, **options: Any) -> Any:
+    """Registers a task of documents as a seqio Task with the feature `targets`, and returns it.
+
+    Args:
+      name: of the seqio task.
+      task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`; its length and streams have no part.
+      options: of `seqio.TaskRegistry.add`, such as `metric_fns`.
+
+    Raises:
+      UserError: the task is not one of documents.
+    """
+    seqio, source = seqio_tasks.library(), task.corpus
+    if not isinstance(source, DocumentSource) or not hasattr(task.vocabulary, "encode"):
+        raise UserError(f"{name}: only tasks of documents can be registered, found {source.describe()}")
+    return seqio.TaskRegistry.add(
+        name,
+        source=seqio.FunctionDataSource(functools.partial(_documents, task), splits=["train", "validation"]),
+        preprocessors=[split],
+        output_features={"targets": seqio.Feature(vocabulary(task.vocabulary))},
+        **options,
+    )
+
+
+def vocabulary(ours: Vocabulary) -> Any:
+    """Returns a vocabulary of this workspace, such as `vocabularies.tokenizer(folder)`, as a seqio Vocabulary."""
+    seqio = seqio_tasks.library()
+    if ours.hash == vocabularies.bytes().hash:
+        return seqio.ByteVocabulary()
+    return _vocabulary_class()(ours)
+
+
+def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
+    """Splits `targets` into pieces of at most their length, as a preprocessor of seqio."""
+    if not sequence_length:
+        return dataset
+    tf, length = tensorflow(), sequence_length["targets"]
+
+    def pieces(example: Mapping[str, Any]) -> Any:
+        ids = example["targets"]
+        starts = tf.data.Dataset.range(0, tf.size(ids, tf.int64), length)
+        return starts.map(lambda start: {"targets": ids[start : start + length]})
+
+    return dataset.flat_map(pieces)
+
+
+def _documents(task: TextTask, split: str, shuffle_files: bool, seed: int | None = None) -> Any:
+    """Returns the dataset of the documents of a split, as ids, in order."""
+    tf = tensorflow()
+
+    def documents() -> Iterator[Mapping[str, np.ndarray]]:
+        task.vocabulary.prepare("", is_host_zero=False, sample=lambda: ())
+        for part in task.corpus.parts(split, 1).parts:
+            reader = part.open(None)
+            while (content := next(reader, None)) is not None:
+                if content:
+                    ids = task.vocabulary.encode(content.decode())
+                    yield {"targets": with_end(ids, task.vocabulary, where=task.corpus.describe)}
+
+    return tf.data.Dataset.from_generator(documents, output_signature={"targets": tf.TensorSpec([None], tf.int32)})
+
+
+@functools.cache
+def _vocabulary_class() -> type:
+    """Returns the class of vocabularies of this workspace for seqio, which is imported first."""
+    seqio, tf = seqio_tasks.library(), tensorflow()
+
+    class OwnVocabulary(seqio.Vocabulary):
+        """A seqio Vocabulary that converts with one of this workspace."""
+
+        def __init__(self, ours: Vocabulary) -> None:
+            super().__init__(extra_ids=0)
+            self._ours = ours
+
+        bos_id = property(lambda self: self._ours.bos_id)
+        eos_id = property(lambda self: self._ours.eos_id)
+        unk_id = property(lambda self: None)
+        _base_vocab_size = property(lambda self: self._ours.size)
+
+        def _encode(self, s: str) -> Sequence[int]:
+            return self._ours.encode(s)
+
+        def _decode(self, ids: Iterable[int]) -> str:
+            return self._ours.decode(ids)
+
+        def _encode_tf(self, s: Any) -> Any:
+            def encode(content: Any) -> np.ndarray:
+                return np.array(self._ours.encode(content.decode()), np.int32)
+
+            ids = tf.numpy_function(encode, [s], tf.int32)
+            ids.set_shape([None])
+            return ids
+
+        def _decode_tf(self, ids: Any) -> Any:
+            return tf.numpy_function(lambda values: self._ours.decode(values.tolist()).encode(), [ids], tf.string)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, OwnVocabulary) and self._ours.hash == other._ours.hash
+
+        def __hash__(self) -> int:
+            return hash(self._ours.hash)
+
+    return OwnVocabulary
+
+
+add("renga.python_source", text.python_source(length=2, num_streams=1))
