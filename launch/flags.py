@@ -170,6 +170,7 @@ _OLD_FLAGS = {  # by command
     ("suite", "--smoke"): ("--check", "smoke"),
     ("train", "--smoke"): ("--check", "smoke"),
     ("evaluate", "--rows"): ("--num-examples",),
+    ("evaluate", "--seqio"): ("--task",),
 }
 _VALIDATED = "gin/quickstart.gin"  # what `validate` took if none was named
 

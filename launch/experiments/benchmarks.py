@@ -1,4 +1,4 @@
-"""`launch/run evaluate --lm-eval` and `--seqio`: scores a run or a published model on benchmarks.
+"""`launch/run evaluate --lm-eval` and `--task`: scores a run or a published model on benchmarks.
 
 Unlike the evaluation on a run's own held-out data, it runs in one process, like `launch/run generate`.
 """
@@ -18,7 +18,7 @@ from launch import flags, loaded_model, terminal
 from launch.experiments import lm_eval_tasks, text_scores
 from launch.experiments.text_scores import TextScores
 
-EVALUATION = {"lm_eval": ("lm_eval_path", "json"), "seqio": ("json",)}
+EVALUATION = {"lm_eval": ("lm_eval_path", "json"), "task": ("json", "module")}
 EXAMPLE = "launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200"
 _ERROR = "_stderr"
 
@@ -28,10 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("benchmarks of language models (RUN may be the folder of a published model)")
     own.add_argument("--lm-eval", metavar="TASK[,TASK]", help="score on tasks of the library lm_eval")
     own.add_argument("--lm-eval-path", metavar="DIR", help="a folder of further tasks, as YAML files")
-    help_ = (
-        "metrics of a seqio task or mixture, which a module that the run imports registered, on its validation split"
-    )
-    own.add_argument("--seqio", metavar="NAME", help=help_)
+    help_ = "metrics of a registered seqio task or mixture on its validation split"
+    own.add_argument("--task", metavar="NAME", help=help_)
+    own.add_argument("--module", metavar="MODULE", help='the module that registers it, as --gin "import MODULE"')
     flags.add(own, "--json")
 
 
@@ -39,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """Finds the tasks, loads the model, computes the scores, and prints them."""
     limit = require_benchmark(args)
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
-    scores = load(args, check=functools.partial(_require_metrics, args.seqio))
+    scores = load(args, check=functools.partial(_require_metrics, args.task))
     if tasks is not None:
         found = lm_eval_tasks.evaluate(tasks, scores, limit=limit)
     else:
-        found = seqio_metrics(args.seqio, scores, limit=limit)
+        found = seqio_metrics(args.task, scores, limit=limit)
     _show(found)
     write(args, scores, {"tasks": found})
     return 0
@@ -60,7 +59,8 @@ def load(args: argparse.Namespace, **options: Any) -> TextScores:
     """Loads the model that the arguments name, and prints where it is from."""
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
-    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=args.gin, **options))
+    bindings = [*(args.gin or ()), *([f"import {args.module}"] if args.module else [])]
+    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=bindings, **options))
     print(scores.model.where)
     return scores
 
@@ -79,7 +79,7 @@ def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[s
     vocabulary = scores.model.vocabulary
     if not seqio_tasks.has_ids_of(name, vocabulary):
         raise UserError(
-            f"--seqio {name}: its vocabulary is not that of {scores.model.where}; expected a model that was trained "
+            f"--task {name}: its vocabulary is not that of {scores.model.where}; expected a model that was trained "
             "with the same one"
         )
 

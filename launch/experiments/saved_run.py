@@ -52,7 +52,7 @@ def read(
         if is_of_hub or (folder / published_files.CONFIG).exists():
             raise UserError(
                 f"{run_dir!r} is a published model, not a run. launch/run generate takes it, and launch/run evaluate "
-                "with --lm-eval, --humaneval or --seqio"
+                "with --lm-eval, --humaneval or --task"
             )
         if run_dir.endswith(".gin"):
             own = environment.run_directory(run_dir, "SLICE")

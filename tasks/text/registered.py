@@ -36,7 +36,7 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
       UserError: the task is not one of documents.
     """
     seqio, source = seqio_tasks.library(), task.corpus
-    if not isinstance(source, DocumentSource) or not hasattr(task.vocabulary, "encode"):
+    if not isinstance(source, DocumentSource):
         raise UserError(f"{name}: only tasks of documents can be registered, found {source.describe()}")
     return seqio.TaskRegistry.add(
         name,

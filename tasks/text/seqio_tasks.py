@@ -29,7 +29,7 @@ def library() -> Any:
     """Imports seqio. Raises UserError if it is not installed."""
     if importlib.util.find_spec("seqio") is None:
         raise UserError(
-            "text.seqio and --seqio need the package seqio: .venv/bin/python -m pip install seqio (requirements.txt "
+            "text.seqio and --task need the package seqio: .venv/bin/python -m pip install seqio (requirements.txt "
             "leaves it out on Python 3.13, where pip compiles its dependency editdistance with a C++ compiler)"
         )
     tensorflow()
@@ -158,7 +158,7 @@ def require_metrics(name: str) -> Any:
     Raises:
       UserError: there is no such task, or none of its metrics can be computed here.
     """
-    seqio, found = library(), registered(name, "--seqio")
+    seqio, found = library(), registered(name, "--task")
     kinds = seqio.metrics.ModelOutputType
     wanted = {metric.model_output_type for task in seqio.get_subtasks(found) for metric in task.metric_objs}
     if not wanted or wanted - {kinds.PREDICTION, kinds.PREDICTION_WITH_AUX, kinds.SCORE}:

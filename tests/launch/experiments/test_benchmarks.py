@@ -173,7 +173,7 @@ def test_wrong_arguments_are_refused_before_the_model_is_loaded(folder, tmp_path
         assert command.main(["evaluate", str(folder), "--lm-eval", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert command.main(["evaluate", str(folder), "--json", str(tmp_path / "out.json")]) == 2
-    assert "--json belongs to --lm-eval or --seqio" in capsys.readouterr().err
+    assert "--json belongs to --lm-eval or --task" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""`launch/run evaluate --seqio`: the metrics that a registered task of seqio has, of predictions and of scores."""
+"""`launch/run evaluate --task`: the metrics that a registered task of seqio has, of predictions and of scores."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered
     assert len(asked["pairs"]) == 40
     with pytest.raises(UserError, match="bare has no metrics: expected metrics of predictions or scores"):
         seqio_tasks.evaluate("bare", most=None, score=score, predict=predict)
-    with pytest.raises(UserError, match="--seqio: no seqio task or mixture 'sum'; did you mean 'sums'"):
+    with pytest.raises(UserError, match="no seqio task or mixture 'sum'; did you mean 'sums'"):
         seqio_tasks.evaluate("sum", most=None, score=score, predict=predict)
 
 
@@ -147,21 +147,21 @@ PROMPT = ''
         command = [*environment.COMMAND, *map(str, arguments)]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
 
-    run_dir, out, trusted = tmp_path / "run", tmp_path / "scores.json", ("--gin", "import own_sums")
+    run_dir, out, trusted = tmp_path / "run", tmp_path / "scores.json", ("--module", "own_sums")
     trained = launch("pod", "v5e-1", gin, "--simulate", "--run-dir", run_dir)
     assert trained.returncode == 0, trained.stderr
-    scored = launch("evaluate", run_dir, "--seqio", "sums", "--rows", "8", "--json", out, *trusted)
+    scored = launch("evaluate", run_dir, "--task", "sums", "--rows", "8", "--json", out, *trusted)
     assert scored.returncode == 0, scored.stderr
     found = json.loads(out.read_text())["tasks"]["sums"]
     assert 0 <= found["equal"] <= 1
     assert -50 < found["likelihood"] < 0
     assert "likelihood" in scored.stdout
-    assert launch("evaluate", run_dir, "--seqio", "nosuch", *trusted).returncode == 2
+    assert launch("evaluate", run_dir, "--task", "nosuch", *trusted).returncode == 2
 
     untrusted = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")
     assert (untrusted.returncode, '--gin "import own_sums"' in " ".join(untrusted.stderr.split())) == (2, True)
 
 
 def test_samples_belong_to_other_benchmarks(capsys):
-    assert command.main(["evaluate", "anything", "--seqio", "sums", "--samples", "2"]) == 2
-    assert "--samples belongs to --humaneval, not to --seqio" in " ".join(capsys.readouterr().err.split())
+    assert command.main(["evaluate", "anything", "--task", "sums", "--samples", "2"]) == 2
+    assert "--samples belongs to --humaneval, not to --task" in " ".join(capsys.readouterr().err.split())
