@@ -51,6 +51,7 @@ _NAMES = {
     "tasks.puzzles": "dataset maze sudoku",
     "tasks.synthetic": "random_tokens",
     "tasks.text": "chats files huggingface mixture python_source seqio tfds tokens",
+    "tasks.text.registered": "",
     "tasks.vision": "questions random_questions",
     "tasks.text.vocabularies": "bytes named sentencepiece tokenizer trained_sentencepiece",
 }
@@ -85,7 +86,7 @@ class Trust:
         """Returns whether a parameter may have a value, as far as the value names a module to import."""
         if (constructor.module.removeprefix(PACKAGE), constructor.name, parameter) != _IMPORTING:
             return True
-        return value is None or (isinstance(value, str) and self._is_trusted(value))
+        return value is None or (isinstance(value, str) and self.allows_import(value))
 
     def _is_trusted(self, module: str) -> bool:
         return any(_is_within(module, trusted) for trusted in self._modules)

@@ -23,7 +23,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from importlib.machinery import PathFinder
 from typing import Any
 
-from core.errors import UserError
+from core import units
+from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from core.training import run_lock
 from tasks.streams import Stream
@@ -59,6 +60,10 @@ class SeqioCache(DocumentSource):
     path: str
     epochs: int | None = None
 
+    def named_files(self) -> tuple[str, ...]:
+        """The folder if it is in a bucket; another one may have to be written first."""
+        return (self.path,) if paths.is_remote(self.path) else ()
+
     @functools.cached_property
     def saved(self) -> Mapping[str, Any] | None:
         """The content of `seqio.json`; None before it is written. Raises UserError if it is of something else."""
@@ -84,6 +89,10 @@ class SeqioCache(DocumentSource):
             drawing = [name for name, about in self.definition["tasks"].items() if about["draws"]]
         except UserError as error:
             return [str(error)]
+        except Exception as error:  # a bucket fails with its client's own types
+            if not paths.is_remote(self.path):
+                raise
+            return [Problem(f"cannot read {self.path}: {type(error).__name__}: {error}", file=self.path)]
         if drawing and self.epochs is None:
             return [
                 f"text.seqio.epochs is not set, and the preprocessors of {drawing[0]} draw other random numbers in "
@@ -134,6 +143,10 @@ class SeqioCache(DocumentSource):
         check: Callable[[], None],
     ) -> None:
         definition, folder, asked = self.definition, paths.resolve(self.path), self._identity()
+        known = {run_lock.FILE, *(_folder(number, name) for number, name in enumerate(definition["tasks"]))}
+        if others := sorted({path.name for path in folder.iterdir()} - known):
+            found = ", ".join(units.shortened(others, most=3))
+            raise UserError(f"{self.path} has other files than the cache of {self.asked.name} ({found}): name another")
         for number, (name, about) in enumerate(definition["tasks"].items()):
             job = _TaskJob(self, name, about, str(folder / _folder(number, name)))
             job.write(processes, say=say, report=report, check=check)
@@ -253,7 +266,7 @@ class _TaskJob:
         """Writes the cache, or the rest of it, with so many processes."""
         from tasks.text import tokenizing
 
-        sizes = {name: paths.matching(name).get(name, 0) for name in self._about["files"]}
+        sizes = {name: paths.resolve(name).stat().length for name in self._about["files"]}
         vocabulary = self._cache.definition["vocabulary"]
         begun = {
             "format": FORMAT,
@@ -281,7 +294,7 @@ class _TaskJob:
         epochs = (self._cache.epochs or 1) if self._about["draws"] else 1
         most = 1 if self._about["draws"] else _MOST_SHARDS  # seqio's numbers are those of a source that is not divided
         return [
-            (split, epoch, min(shards, most))
+            (split, epoch, max(min(shards, most), 1))
             for split, shards in self._about["shards"].items()
             for epoch in range(epochs if split == "train" else 1)
         ]
@@ -292,6 +305,7 @@ class _TaskJob:
         """Yields the examples from a position on: some of each lane in turn."""
         now = self._progress = position or self._progress
         phases, names = self._phases(), frozenset(entry["path"] for entry in files)
+        local = frozenset(name for name in names if not paths.is_remote(name))  # objects are checked once a split
         while now["phase"] < len(phases):
             split, epoch, count = phases[now["phase"]]
             if not now["read"]:
@@ -313,7 +327,8 @@ class _TaskJob:
                 fraction = (now["phase"] + sum(now["ended"]) / count) / len(phases)
                 if not running:
                     now |= {"phase": now["phase"] + 1, "read": [], "ended": []}
-                yield Batch([], split, names, copy.deepcopy(now), 0, found.read - kept, fraction), found.converted
+                read = local if running else names
+                yield Batch([], split, read, copy.deepcopy(now), 0, found.read - kept, fraction), found.converted
 
     def _submit(self, lane: Lane, processes: int) -> Any:
         begin, call = self._progress["read"][lane.index], seqio_pipeline.convert

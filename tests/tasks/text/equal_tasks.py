@@ -148,6 +148,12 @@ add(
     output_features=features("targets"),
 )
 add(
+    "no_files",
+    source=seqio.TextLineDataSource({"train": f"{FILES}/absent-*.txt", "validation": f"{FILES}/part-0.txt"}),
+    preprocessors=[line, TOKENIZE],
+    output_features=features("targets"),
+)
+add(
     "two_vocabularies",
     source=source(inputs=TEXTS, targets=TEXTS),
     preprocessors=[TOKENIZE],

@@ -261,6 +261,13 @@ def test_a_cache_of_another_definition_is_an_error(files, tmp_path, monkeypatch)
     assert task.problems() == []
 
 
+def test_a_folder_of_something_else_is_an_error(files, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"other files .*notes\.txt"):
+        make("prefix", tmp_path, inputs=True).corpus.fill()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "words"),
     [
@@ -270,6 +277,7 @@ def test_a_cache_of_another_definition_is_an_error(files, tmp_path, monkeypatch)
         ("encoder", True, ("encoder has features", "labels")),
         ("continuous", False, ("feature targets", "float32", "expected int32")),
         ("two_vocabularies", True, ("different vocabularies",)),
+        ("no_files", False, ("task no_files", "No file is found", "absent-*.txt")),
         ("no_validation", False, ("no split validation", "['train']")),
         ("outside", False, ("task outside, train split, example 0", "expected 0 to 8", "another vocabulary")),
     ],
