@@ -18,14 +18,12 @@ class Finding(NamedTuple):
       ok: False if a run could not start because of it.
       detail: the result of the check; a `Problem` has its facts, too.
       is_note: whether it is information only, or could not be checked.
-      hosts: the hosts that found it, such as `host 1, 2`; "" for all.
     """
 
     name: str
     ok: bool
     detail: str | Problem
     is_note: bool = False
-    hosts: str = ""
 
     @classmethod
     def failed(cls, name: str, error: Exception) -> Self:
@@ -40,7 +38,7 @@ class Finding(NamedTuple):
 
 
 def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges the findings of all hosts; one that not all hosts share names the hosts that have it."""
+    """Merges the findings of all hosts; one that not all hosts share begins with the hosts that have it."""
     names = list(dict.fromkeys(finding.name for findings in by_host for finding in findings))
     merged = []
     for name in names:
@@ -50,9 +48,15 @@ def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
                 if finding.name == name:
                     said.setdefault(finding, []).append(host)
         for finding, hosts in said.items():
-            whose = "" if len(hosts) == len(by_host) else f"host {', '.join(map(str, hosts))}"
-            merged.append(finding._replace(hosts=whose))
+            whose = "" if len(hosts) == len(by_host) else f"host {', '.join(map(str, hosts))}: "
+            merged.append(finding._replace(detail=_prefixed(whose, finding.detail)))
     return merged
+
+
+def _prefixed(whose: str, detail: str | Problem) -> str | Problem:
+    if isinstance(detail, Problem):
+        return Problem(**{**vars(detail), "found": whose + detail.found})
+    return whose + detail
 
 
 def is_ready(findings: Iterable[Finding]) -> bool:
@@ -66,25 +70,20 @@ def table(findings: Sequence[Finding]) -> str:
     indent = "\n" + " " * (width + 8)
     lines = []
     for finding in findings:
-        text = terminal.wrapped(_text(finding), margin=width + 8)
+        text = finding.detail
+        if isinstance(text, Problem) and text.fix:
+            text = f"{text.without_fix}\nfix: {text.fix}"
+        text = terminal.wrapped(text, margin=width + 8)
         lines.append(f"{finding.verdict:<5} {finding.name:<{width}}  {text}".replace("\n", indent))
     failed = sum(not finding.ok for finding in findings)
     lines.append("READY" if not failed else f"NOT READY: {failed} of {len(findings)} checks failed")
     return "\n".join(lines)
 
 
-def _text(finding: Finding) -> str:
-    """Formats what was found, with the hosts before it and the fix in a line of its own."""
-    detail = finding.detail
-    text = f"{finding.hosts}: " if finding.hosts else ""
-    if isinstance(detail, Problem) and detail.fix:
-        return f"{text}{detail.without_fix}\nfix: {detail.fix}"
-    return text + detail
-
-
 def to_json(findings: Iterable[Finding]) -> str:
     """Returns the findings as JSON text, which `from_json` reads; those that are a `Problem` with its facts."""
-    return json.dumps([{**f._asdict(), **_facts(f.detail)} for f in findings], indent=1)
+    rows = [f._asdict() | ({"problem": vars(f.detail)} if isinstance(f.detail, Problem) else {}) for f in findings]
+    return json.dumps(rows, indent=1)
 
 
 def from_json(text: str) -> list[Finding]:
@@ -95,7 +94,3 @@ def from_json(text: str) -> list[Finding]:
         Finding(**{**row, "detail": Problem(**facts)} if facts else row)
         for row, facts in zip(rows, problems, strict=True)
     ]
-
-
-def _facts(detail: str | Problem) -> dict[str, dict[str, str | int]]:
-    return {"problem": vars(detail)} if isinstance(detail, Problem) else {}

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(where, "--simulate")
     where.add_argument("--ship", action="store_true", help="config: the run will be started from this workstation")
     # Of processes that this command starts: the part of one host, and the layout of a smoke run.
-    parser.add_argument("--part", choices=("host", "small", "attention"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=_PARTS, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,15 +51,13 @@ def run(args: argparse.Namespace) -> int:
             f"--ship is for --level config. From a workstation: launch/pod.sh {args.slice} {args.experiment} "
             f"--tpu NAME --zone ZONE --check {args.level}"
         )
-    if args.part == "attention":
-        return exit_codes.DONE if short_runs.compare_attention(args, slice_) else exit_codes.FAILED
     if args.level != "smoke":  # the run that it starts chooses its directory itself
         level = "smoke" if args.part == "small" else args.level
         directory = args.run_dir or environment.run_directory(args.experiment, slice_.name, level=level)
         args.run_dir = os.fspath(paths.resolve(directory))
     if args.level in ("hosts", "slice") and slice_.is_tpu and not args.simulate:
         tpu_host.require_here(slice_)
-    found, is_shown = (hosts.on_this_host if args.part == "host" else _LEVELS[args.level])(args, slice_)
+    found, is_shown = (_PARTS.get(args.part) or _LEVELS[args.level])(args, slice_)
     if is_shown:
         if args.part != "host":  # the process that started this one shows them with others
             print(findings.table(found), flush=True)
@@ -104,4 +102,9 @@ _LEVELS: dict[str, Callable[[argparse.Namespace, slices.Slice], Result]] = {
     "hosts": _hosts,
     "smoke": _smoke,
     "slice": short_runs.check,
+}
+_PARTS: dict[str, Callable[[argparse.Namespace, slices.Slice], Result]] = {
+    "host": hosts.on_this_host,
+    "small": _config,
+    "attention": short_runs.attention,
 }

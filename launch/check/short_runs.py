@@ -11,10 +11,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from core import slices, versions
-from core.errors import Problem
 from core.files import paths
 from core.training import metrics
 from launch import environment, flags
@@ -36,31 +34,26 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
     Returns:
       The findings, and whether this is host 0, or a host that could not join the others.
     """
-    started = time.time()
-    with tempfile.TemporaryDirectory(prefix="renga-check-") as name:
-        folder = Path(name)
-        found = _all_hosts(args, folder / "hosts.json")
-        found.append(_attention(args, folder / "attention.json"))
-        for strategy in REHEARSED if args.simulate else sorted(path.stem for path in STRATEGIES.glob("*.gin")):
-            found.append(_strategy(args, strategy, folder / f"{strategy}.json"))
-        attention = _read(folder / "attention.json")
+    started, run_dir = time.time(), f"{args.run_dir}/run"
+    of_hosts, all_hosts = _check(args, ALL_HOSTS, "--level", "hosts", run_dir=run_dir)
+    compared, attention = _check(args, ATTENTION, "--part", "attention", run_dir=run_dir)
+    strategies = REHEARSED if args.simulate else sorted(path.stem for path in STRATEGIES.glob("*.gin"))
+    found = [*of_hosts, all_hosts, *(compared or [attention]), *(_strategy(args, name) for name in strategies)]
     steps = str(SIMULATED_STEPS if args.simulate else STEPS)
-    where = ["--run-dir", f"{args.run_dir}/run", *flags.passed_on(args, "--gin", "--simulate")]
-    speed = _judged(SPEED, ["pod", slice_.name, args.experiment, *where, "--steps", steps, "--gin", "LOG_INTERVAL = 1"])
-    figures = measured(f"{args.run_dir}/run")
+    speed = _judged(SPEED, _pod(args, run_dir, "--steps", steps, "--gin", "LOG_INTERVAL = 1"))
+    figures = measured(run_dir)
     listed = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
     found.append(speed._replace(detail=listed) if speed.ok and listed else speed)
-    index = 0 if args.simulate else tpu_host.own_index(slice_)
-    if index or (index is None and attention is None):
+    index = 0 if args.simulate or slice_.hosts == 1 else tpu_host.own_index(slice_)
+    if index or (index is None and not of_hosts):  # which only host 0 has
         return found, False
     report = {
         "slice": slice_.name,
         "experiment": args.experiment,
-        "platform": "simulated" if args.simulate else (attention or {}).get("platform", "unknown"),
+        "platform": "simulated" if args.simulate else slice_.chip.platform,
         "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
         "git_revision": versions.git_revision(),
-        "attention": attention,
         "measured": figures,
         "findings": json.loads(to_json(found)),
         "ok": is_ready(found),
@@ -71,56 +64,42 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
     return found, True
 
 
-def _all_hosts(args: argparse.Namespace, file: Path) -> list[Finding]:
-    """Returns the findings of the level `hosts`, and one of them all."""
-    summary = _judged(ALL_HOSTS, [*_check(args, file, f"{args.run_dir}/run"), "--level", "hosts"])
-    return [*(from_json(file.read_text()) if file.exists() else ()), summary]
-
-
-def _attention(args: argparse.Namespace, file: Path) -> Finding:
-    """Compares the attention kernel with the plain implementation, in a process of its own."""
-    found = _judged(ATTENTION, [*_check(args, file, f"{args.run_dir}/run"), "--part", "attention"])
-    compared = _read(file)
-    if not compared:
-        return found
-    apart = ", ".join(f"{one['dtype']} {max(one['apart'].values()):.2g}" for one in compared["compared"])
-    said = f"kernel {compared['kernel']}; largest difference from the plain form, of the largest element: {apart}"
-    return Finding(ATTENTION, compared["ok"], said)
-
-
-def _strategy(args: argparse.Namespace, name: str, file: Path) -> Finding:
+def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
     """Makes a smoke run with a strategy; a note if its layout does not fit the slice."""
-    bindings = ["--gin", f"include 'gin/strategies/{name}.gin'"]
-    run_dir = f"{args.run_dir}/{name}"
-    code, said = _run([*_check(args, file, run_dir), *bindings, "--part", "small"])
-    failed = [finding for finding in from_json(file.read_text()) if not finding.ok] if file.exists() else []
+    name, run_dir = f"strategy {strategy}", f"{args.run_dir}/{strategy}"
+    bindings = ("--gin", f"include 'gin/strategies/{strategy}.gin'")
+    found, checked = _check(args, name, *bindings, "--part", "small", run_dir=run_dir)
+    failed = [finding for finding in found if not finding.ok]
     if {finding.name for finding in failed} == {LAYOUT}:
-        detail = f"not tried, its layout does not fit: {failed[0].detail}"
-        return Finding(f"strategy {name}", True, detail, is_note=True)
-    if code:
-        return Finding(f"strategy {name}", False, _last_lines(code, said))
-    words = [*flags.passed_on(args, "--gin", "--simulate"), *bindings, "--run-dir", run_dir, "--check", "smoke"]
-    return _judged(f"strategy {name}", ["pod", args.slice, args.experiment, *words])
+        return Finding(name, True, f"not tried, its layout does not fit: {failed[0].detail}", is_note=True)
+    return _judged(name, _pod(args, run_dir, *bindings, "--check", "smoke")) if checked.ok else checked
 
 
-def _check(args: argparse.Namespace, file: Path, run_dir: str) -> list[str]:
-    words = [*flags.passed_on(args, "--gin", "--simulate"), "--run-dir", run_dir, "--json", str(file)]
-    return ["check", args.slice, args.experiment, *words]
+def _check(args: argparse.Namespace, name: str, *words: str, run_dir: str) -> tuple[list[Finding], Finding]:
+    """Runs `launch/run check`: returns its findings, of which hosts but host 0 have none, and one of them all."""
+    options = [*flags.passed_on(args, "--gin", "--simulate"), *words, "--run-dir", run_dir]
+    with tempfile.TemporaryDirectory(prefix="renga-check-") as folder:
+        file = Path(folder) / "findings.json"
+        found = _judged(name, ["check", args.slice, args.experiment, *options, "--json", str(file)])
+        return from_json(file.read_text()) if file.exists() else [], found
+
+
+def _pod(args: argparse.Namespace, run_dir: str, *words: str) -> list[str]:
+    options = [*flags.passed_on(args, "--gin", "--simulate"), *words, "--run-dir", run_dir]
+    return ["pod", args.slice, args.experiment, *options]
 
 
 def _judged(name: str, argv: Sequence[str]) -> Finding:
-    """Runs a command of `launch/run` and returns whether it succeeded, with its duration or its last lines."""
+    """Runs a command of `launch/run` for at most PART_SECONDS, and returns whether it succeeded."""
     started = time.monotonic()
     print(f"check: {name}: launch/run {' '.join(argv)}", flush=True)
     code, said = _run(argv)
     seconds = time.monotonic() - started
     print(f"check: {name}: {'failed' if code else 'ok'}, {seconds:.1f} s", flush=True)
-    return Finding(name, code == 0, f"{seconds:.1f} s" if code == 0 else _last_lines(code, said))
-
-
-def _last_lines(code: int | None, said: str) -> Problem:
+    if code == 0:
+        return Finding(name, True, f"{seconds:.1f} s")
     what = f"not within {PART_SECONDS:g} s" if code is None else f"exit code {code}"
-    return Problem("\n".join([what, *said.splitlines()[-_LAST_LINES:]]))
+    return Finding(name, False, "\n".join([what, *said.splitlines()[-_LAST_LINES:]]))
 
 
 def _run(argv: Sequence[str]) -> tuple[int | None, str]:
@@ -134,10 +113,6 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
     return done.returncode, done.stdout.decode(errors="replace")
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.exists() else None
-
-
 def measured(run_dir: str) -> dict[str, float]:
     """Returns the metrics of the last measured step: seconds, and on a TPU also the predicted figures."""
     timed = [row for row in metrics.read(run_dir).by_step.values() if "step_seconds" in row]
@@ -146,8 +121,8 @@ def measured(run_dir: str) -> dict[str, float]:
     return {name: value for name, value in last.items() if name in wanted or name.startswith("predicted/")}
 
 
-def compare_attention(args: argparse.Namespace, slice_: slices.Slice) -> bool:
-    """Compares attention on this host's chip or, with --simulate, on this machine's CPU; host 0 writes --json."""
+def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
+    """Compares attention on this host's chip or, with --simulate, on this machine's CPU; returns as `check`."""
     import jax
 
     from core.hosts import activity, distributed
@@ -156,11 +131,10 @@ def compare_attention(args: argparse.Namespace, slice_: slices.Slice) -> bool:
 
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")
-    index = 0 if args.simulate else cluster.join(slice_).index
-    activity.at("attention")
+    is_zero = args.simulate or cluster.join(slice_).is_zero
+    activity.at(ATTENTION)
     found = attention_check.look()
-    print(json.dumps(found))
-    if index == 0:
-        args.json.write_text(json.dumps(found))
     distributed.shutdown()
-    return found["ok"]
+    apart = ", ".join(f"{one['dtype']} {max(one['apart'].values()):.2g}" for one in found["compared"])
+    said = f"kernel {found['kernel']}; largest difference from the plain form, of the largest element: {apart}"
+    return [Finding(ATTENTION, found["ok"], said)], is_zero

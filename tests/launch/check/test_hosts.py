@@ -202,8 +202,8 @@ def test_clocks_that_are_apart_are_named(run_hosts):
 def test_rows_of_all_hosts_become_one_table():
     same, bad = Finding("a", True, "fine"), Finding("b", False, Problem("broken", fix="mend it"))
     merged = findings.merge([[same, Finding("b", True, "fine")], [same, bad], [same, bad]])
-    assert [(row.hosts, row.detail) for row in merged[:2]] == [("", "fine"), ("host 0", "fine")]
-    assert (merged[2].hosts, merged[2].detail.fix) == ("host 1, 2", "mend it")
+    assert [row.detail for row in merged[:2]] == ["fine", "host 0: fine"]
+    assert (merged[2].detail.found, merged[2].detail.fix) == ("host 1, 2: broken", "mend it")
     text = findings.table(merged)
     assert "FAIL  b  host 1, 2: broken\n" in text
     assert "fix: mend it\n" in text
