@@ -202,7 +202,7 @@ def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
     generator = types.SimpleNamespace(
         max_positions=None, generate=lambda prompts, **_: asked.extend(prompts) or [continued]
     )
-    monkeypatch.setattr(progress.generation, "Generator", lambda *_: generator)
+    monkeypatch.setattr(progress.generating, "Generator", lambda *_: generator)
     vocabulary = types.SimpleNamespace(bos_id=7, eos_id=1, size=10, encode=lambda text: [8, 9], decode=str)
     experiment = types.SimpleNamespace(
         evaluation=types.SimpleNamespace(prompt="ab"),
