@@ -18,6 +18,7 @@ from models import derivatives, quantized
 from models.decoder import rotary
 from models.decoder.attention import attention, cudnn_attention
 from models.decoder.attention.attention import KeysAndValues
+from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
 from models.decoder.parts import GLOBAL, LOCAL, Call, Decoder, Part, Result, Side, Work
 
@@ -108,12 +109,22 @@ class Attention(Part):
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the cache after."""
-        side, how = call.side, {"choice": c.attention, "window": c.window if call.kind == LOCAL else None}
-        how |= scores(c, call)
-        if call.before is None:
-            whole = {"arranged": True, "prefix": side.prefix, "tiles": c.attention_tiles or Tiles()}
-            return attention.attend(q, key, value, side.segment_ids, **whole, **how), ()
-        return attention.cached(q, key, value, *call.before, side.padding, **how)
+        side, how = call.side, scores(c, call)
+        if call.before is not None:
+            assert side.padding is not None
+            return attention.cached(q, key, value, *call.before, side.padding, how, choice=c.attention)
+        mixed = attention.attend(
+            q,
+            key,
+            value,
+            side.segment_ids,
+            how,
+            choice=c.attention,
+            arranged=True,
+            prefix=side.prefix,
+            tiles=c.attention_tiles or Tiles(),
+        )
+        return mixed, ()
 
     def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
         """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.
@@ -209,10 +220,10 @@ def products_per_input(decoder: Decoder, width: int) -> int:
     return (3 if decoder.gated else 2) * width
 
 
-def scores(decoder: Decoder, call: Call) -> dict[str, float | None]:
-    """Returns the factor and the bound of attention scores, as arguments of `models.decoder.attention.attention`."""
+def scores(decoder: Decoder, call: Call) -> Scores:
+    """Returns the scores of a layer's attention."""
     scale = 1.0 if call.side.turns else decoder.score_scale  # otherwise the rotary tables scale
-    return {"scale": scale, "softcap": decoder.attention_softcap}
+    return Scores(scale, decoder.attention_softcap, decoder.window if call.kind == LOCAL else None)
 
 
 def normalized(config: Decoder, name: str, x: jax.Array) -> jax.Array:

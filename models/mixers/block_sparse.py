@@ -30,6 +30,7 @@ from core.errors import UserError, check_integer
 from core.platforms import by_platform
 from models.decoder.attention import attention, ring_attention
 from models.decoder.attention.attention import KeysAndValues
+from models.decoder.attention.scores import USUAL, Scores
 from models.decoder.attention.splash_tiles import LANES, Tiles, largest
 from models.decoder.layers import Attention, scores
 from models.decoder.parts import GLOBAL, LOCAL, Call, Decoder, Part, Work
@@ -85,10 +86,10 @@ class BlockSparse(Attention):
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         if call.side.prefix is not None:
             raise UserError("mixer 'block_sparse' is causal, and this model attends both ways to a part of a row")
-        how = {"settings": self, **scores(c, call)}
+        how = scores(c, call)
         if call.before is None:
-            return attend(q, key, value, call.side.segment_ids, choice=c.attention, **how), ()
-        return cached(q, key, value, *call.before, call.side.padding, **how)
+            return attend(q, key, value, call.side.segment_ids, how, settings=self, choice=c.attention), ()
+        return cached(q, key, value, *call.before, call.side.padding, how, settings=self)
 
     def work(self, decoder: Decoder, kind: str, length: int) -> Work:
         """Counts whole blocks."""
@@ -193,11 +194,10 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
+    scores: Scores = USUAL,
     *,
     settings: BlockSparse,
     choice: str,
-    scale: float,
-    softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes the attention by the kernel or by `plain`.
@@ -209,7 +209,7 @@ def attend(
       settings: the blocks.
       choice: "plain"; "splash"; "auto": splash on TPUs if rows and blocks fit its tiles, and the mask of blocks its
         scalar memory, otherwise plain.
-      scale, softcap: as in `attention.attend`.
+      scores: as in `attention.attend`, without a window.
       interpret: run the kernel in Pallas's interpreter.
 
     Returns:
@@ -225,14 +225,14 @@ def attend(
         )
     fits = _kernel_fits(choice, settings, q.shape[1], q.shape[2])
     k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
-    by_products = functools.partial(plain, settings=settings, scale=scale, softcap=softcap)
+    by_products = functools.partial(plain, scores=scores, settings=settings)
 
     def by_kernel(*operands: jax.Array) -> jax.Array:
         c = settings.block
         masks = [BlockMask(of_head, c) for of_head in block_mask(settings, q.shape[2], q.shape[1] // c)]
         tile = largest(Tiles().queries, c)  # tiles divide blocks
-        options = {"scale": scale, "softcap": softcap, "masks": masks, "interpret": interpret}
-        return attention.splash_attention(*operands, tiles=Tiles(queries=tile, keys=tile), **options)
+        tiles = Tiles(queries=tile, keys=tile)
+        return attention.splash_attention(*operands, scores=scores, masks=masks, tiles=tiles, interpret=interpret)
 
     operands = (q, k, v, segment_ids)
     if choice == "splash":
@@ -285,10 +285,9 @@ def cached(
     before: KeysAndValues,
     start: jax.Array,
     padding: jax.Array,
+    scores: Scores = USUAL,
     *,
     settings: BlockSparse,
-    scale: float,
-    softcap: float | None = None,
 ) -> tuple[jax.Array, KeysAndValues]:
     """Computes the attention of new slots to cached ones; arguments as in `attention.cached`.
 
@@ -306,10 +305,10 @@ def cached(
     seen = jax.vmap(lambda rows, of: rows[..., of], in_axes=(1, 0))(of_rows, jnp.maximum(keys, 0) // c)  # [B, H, T, S]
     seen &= ((keys[:, None] <= queries[:, :, None]) & (keys >= 0)[:, None])[:, None]
     groups = q.reshape(*q.shape[:2], after.keys.shape[1], -1, q.shape[-1])
-    scores = jnp.einsum("btngk,bnsk->bngts", groups, after.keys, preferred_element_type=jnp.float32) * scale
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(seen.reshape(scores.shape), scores, -1e30)
-    mixed = jnp.einsum("bngts,bnsk->btngk", jax.nn.softmax(scores, axis=-1).astype(v.dtype), after.values)
+    found = jnp.einsum("btngk,bnsk->bngts", groups, after.keys, preferred_element_type=jnp.float32)
+    found = scores.bounded(found * scores.factor(q.shape[-1]))
+    found = jnp.where(seen.reshape(found.shape), found, -1e30)
+    mixed = jnp.einsum("bngts,bnsk->btngk", jax.nn.softmax(found, axis=-1).astype(v.dtype), after.values)
     return mixed.reshape(q.shape), after
 
 
@@ -318,10 +317,9 @@ def plain(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
+    scores: Scores = USUAL,
     *,
     settings: BlockSparse,
-    scale: float,
-    softcap: float | None = None,
 ) -> jax.Array:
     """Computes the attention from gathered keys and values, with scores and softmax in float32.
 
@@ -330,7 +328,7 @@ def plain(
       k, v: [B, T, N, K].
       segment_ids: [B, T].
       settings: the blocks. A row is padded to whole blocks.
-      scale, softcap: as in `attention.attend`.
+      scores: as in `attention.attend`, without a window.
 
     Returns:
       [B, T, H, K].
@@ -341,7 +339,7 @@ def plain(
     segment_ids = jnp.pad(segment_ids, ((0, 0), (0, extra)))
     q, k, v = (jnp.moveaxis(a.reshape(a.shape[0], -1, c, *a.shape[2:]), 3, 0) for a in (q, k, v))  # [H, B, n, c, K]
     blocks, valid = table(settings, q.shape[0], q.shape[2])
-    form = functools.partial(_gathered, scale=scale, softcap=softcap)
+    form = functools.partial(_gathered, scores=scores)
     places = np.arange(q.shape[2], dtype=np.int32)
     operands = (q, k, v, segment_ids.reshape(-1, places.size, c), jnp.asarray(places), blocks, valid)
     if logical.activation_spec("batch") is not None:
@@ -372,8 +370,7 @@ def _gathered(
     blocks: jax.Array,
     valid: jax.Array,
     *,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
 ) -> jax.Array:
     """Computes the attention of the heads of a chip, [H, B, n, c, K]; one key head at a time."""
     groups, c = k.shape[0], q.shape[3]
@@ -386,13 +383,13 @@ def _gathered(
             return jnp.moveaxis(a, 1, 0)[blocks]
 
         keys, values, of_keys = rows(k), rows(v), rows(segments)
-        scores = jnp.einsum("gbnck,gnsbdk->gbncsd", q, keys, preferred_element_type=jnp.float32) * scale
-        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        found = jnp.einsum("gbnck,gnsbdk->gbncsd", q, keys, preferred_element_type=jnp.float32)
+        found = scores.bounded(found * scores.factor(q.shape[-1]))
         at, of = places[:, None] * c + within, blocks[..., None] * c + within  # [n, c], [G, n, s, c]
         visible = (at[:, :, None, None] >= of[:, :, None]) & valid[:, :, None, :, None]  # [G, n, c, s, c]
         same = segments[None, :, :, :, None, None] == jnp.moveaxis(of_keys, 3, 1)[:, :, :, None]
-        scores = jnp.where(visible[:, None] & same, scores, -1e30)
-        weights = jax.nn.softmax(scores.reshape(*scores.shape[:-2], -1), axis=-1).reshape(scores.shape)
+        found = jnp.where(visible[:, None] & same, found, -1e30)
+        weights = jax.nn.softmax(found.reshape(*found.shape[:-2], -1), axis=-1).reshape(found.shape)
         return jnp.einsum("gbncsd,gnsbdk->gbnck", weights.astype(v.dtype), values)
 
     grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (q, blocks, valid)]

@@ -13,7 +13,6 @@ B batch, T length, H query heads, N key/value heads, G = H / N query heads per k
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from core.errors import UserError
 from core.platforms import by_platform
 from models.decoder import prefix as prefixes
 from models.decoder.attention import cudnn_attention, ring_attention
+from models.decoder.attention.scores import USUAL, Scores
 from models.decoder.attention.splash_tiles import LANES, Tiles
 from models.decoder.prefix import Prefix
 
@@ -49,11 +49,9 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
+    scores: Scores = USUAL,
     *,
     choice: str = "auto",
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     arranged: bool = False,
     prefix: Prefix | None = None,
     tiles: Tiles = _DEFAULT_TILES,
@@ -65,11 +63,9 @@ def attend(
       k: [B, T, N, K]; key head n serves query heads n G .. n G + G - 1.
       v: [B, T, N, K].
       segment_ids: [B, T], int32.
+      scores: scale, bound and window.
       choice: "plain"; "splash"; "cudnn"; "auto": splash on TPUs if its tiles fit, cuDNN on GPUs if it can compute it,
         plain otherwise; "none": no mixing over positions, each keeps its own value (a control for experiments).
-      scale: factor of the scores; None: 1 / sqrt(K).
-      window: a query attends to this many positions, its own being the last; None: to all positions up to its own.
-      softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
       arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
       prefix: which positions attend both ways, and biases of keys; None: attention is causal.
       tiles: of the splash kernel.
@@ -83,7 +79,7 @@ def attend(
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
-    _check(choice, q, prefix, softcap=softcap)
+    _check(choice, q, prefix, softcap=scores.softcap)
     order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
@@ -92,29 +88,29 @@ def attend(
         q = ring_attention.arrange(q, "batch", "length", "heads", "head_dim")
         k, v = (ring_attention.arrange(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
         rows = ring_attention.arrange(segment_ids, "batch", "length")
-        how = {"choice": choice, "scale": scale, "window": window, "softcap": softcap, "tiles": tiles}
-        mixed = attend(q, k, v, rows, arranged=True, **how)
+        mixed = attend(q, k, v, rows, scores, choice=choice, arranged=True, tiles=tiles)
         return ring_attention.arrange(mixed, "batch", "length", "heads", "head_dim", back=True)
-    elif window is None:
-        return _around_ring(q, k, v, segment_ids, choice=choice, scale=scale, softcap=softcap, tiles=tiles)
+    elif scores.window is None:
+        return _around_ring(q, k, v, segment_ids, scores, choice=choice, tiles=tiles)
     else:
         order = ring_attention.order(q.shape[1])
         k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
         operands = (q, k, v, segment_ids, kv_segment_ids, None)
-    options = {"scale": scale, "window": window, "softcap": softcap, "order": order}
-    return _computed(choice, operands, tiles=tiles, **options)
+    return _computed(choice, operands, scores, order=order, tiles=tiles)
 
 
-def _computed(choice: str, operands: tuple[Any, ...], *, tiles: Tiles, **options: Any) -> jax.Array:
+def _computed(
+    choice: str, operands: tuple[Any, ...], scores: Scores, *, order: np.ndarray | None, tiles: Tiles
+) -> jax.Array:
     """Computes attention by the implementation that was chosen; by the one of the platform for "auto"."""
     q, *_, prefix = operands
-    by_products = functools.partial(plain, **options)
-    by_kernel = functools.partial(splash_attention, tiles=tiles, **options)
-    by_cudnn = functools.partial(on_gpus, scale=options["scale"], window=options["window"])
+    by_products = functools.partial(plain, scores=scores, order=order)
+    by_kernel = functools.partial(splash_attention, scores=scores, order=order, tiles=tiles)
+    by_cudnn = functools.partial(on_gpus, scores=scores)
     if choice in ("splash", "cudnn"):
         return (by_kernel if choice == "splash" else by_cudnn)(*operands)
     kernels = {"tpu": by_kernel} if fits_tiles(q.shape[1]) else {}
-    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, softcap=options["softcap"], prefix=prefix):
+    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, softcap=scores.softcap, prefix=prefix):
         kernels["cuda"] = by_cudnn
     if choice == "plain" or not kernels:
         return by_products(*operands)
@@ -128,16 +124,15 @@ def on_gpus(
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array,
     prefix: Prefix | None = None,
+    scores: Scores = USUAL,
     *,
-    scale: float | None = None,
-    window: int | None = None,
     implementation: str = "cudnn",
 ) -> jax.Array:
     """Runs cuDNN's kernel on each device's rows and heads; shapes as in `attend`, each device with whole rows.
 
     `implementation` is that of `jax.nn.dot_product_attention`.
     """
-    form = functools.partial(cudnn_attention.attend, scale=scale, window=window, implementation=implementation)
+    form = functools.partial(cudnn_attention.attend, scores=scores, implementation=implementation)
     queries = () if prefix is None else (prefix.until,)
     if logical.activation_spec("batch") is None:
         return form(q, k, v, segment_ids, kv_segment_ids, *queries)
@@ -163,19 +158,18 @@ def _around_ring(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
+    scores: Scores,
     *,
     choice: str,
-    scale: float | None,
-    softcap: float | None,
     tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention of rows in the order of the ring; arguments as in `attend`."""
     ring_attention.order(q.shape[1])  # refuses positions that do not divide
-    q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    q = scaled(q, scores.factor(q.shape[-1]))
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length")
     axes = tuple(logical.mesh_axes(kv_spec[1]))
-    by_products = ring_attention.Pairs(axes, MIXED, softcap)
+    by_products = ring_attention.Pairs(axes, MIXED, scores.softcap)
     of_pairs = dataclasses.replace(tiles, fused_backward=False)  # gradients of pairs are computed by both kernels
     by_kernel = dataclasses.replace(by_products, tiles=of_pairs, interpret=interpret)
 
@@ -198,16 +192,14 @@ def plain(
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array | None = None,
     prefix: Prefix | None = None,
+    scores: Scores = USUAL,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     order: np.ndarray | None = None,
 ) -> jax.Array:
     """Computes attention with scores and softmax in float32: the reference.
 
     Args:
-      q, k, v, segment_ids, prefix, scale, window, softcap: as in `attend`.
+      q, k, v, segment_ids, prefix, scores: as in `attend`.
       kv_segment_ids: of the keys; None: as of the queries.
       order: the positions of the queries, if they are not in the order of the row as the keys are.
 
@@ -219,26 +211,25 @@ def plain(
     def places() -> jax.Array:
         return jnp.arange(length) if order is None else jnp.asarray(order)
 
-    scores = _scores(q, k, scale=scale, softcap=softcap)
+    found = _computed_scores(q, k, scores)
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
     same = segment_ids[:, :, None] == of_keys[:, None, :]  # [B, T, S]
     if prefix is not None:
         if prefix.key_bias is not None:
-            scores += prefix.key_bias[:, None, None, None]
-        return _mixed(scores, prefixes.visible(prefix.until, window=window) & same, v)
+            found += prefix.key_bias[:, None, None, None]
+        return _mixed(found, prefixes.visible(prefix.until, window=scores.window) & same, v)
     causal = places()[:, None] >= jnp.arange(length)[None, :]  # [T, S]
-    if window is not None:
-        causal &= places()[:, None] - jnp.arange(length)[None, :] < window
-    return _mixed(scores, causal & same, v)
+    if scores.window is not None:
+        causal &= places()[:, None] - jnp.arange(length)[None, :] < scores.window
+    return _mixed(found, causal & same, v)
 
 
-def _scores(q: jax.Array, k: jax.Array, *, scale: float | None, softcap: float | None) -> jax.Array:
+def _computed_scores(q: jax.Array, k: jax.Array, scores: Scores) -> jax.Array:
     """Returns the scores of queries [B, T, H, K] and keys [B, S, N, K]: [B, N, G, T, S], float32."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
-    scores = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
-    scores *= 1 / math.sqrt(head_dim) if scale is None else scale
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    found = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
+    return scores.bounded(found * scores.factor(head_dim))
 
 
 def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
@@ -256,11 +247,9 @@ def cached(
     before: KeysAndValues,
     start: jax.Array,
     padding: jax.Array,
+    scores: Scores = USUAL,
     *,
     choice: str = "auto",
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
 ) -> tuple[jax.Array, KeysAndValues]:
     """Computes causal attention of the ids in slots from `start` on to themselves and to those in earlier slots.
 
@@ -272,8 +261,8 @@ def cached(
       before: keys and values of the slots before `start`, [B, N, R, K] each.
       start: slot of the first new id, [], int32.
       padding: [B], int32; the first slots of a row, so many of them, are empty.
+      scores: as in `attend`.
       choice: "none" for no mixing over positions; all others are computed alike.
-      scale, window, softcap: as in `attend`.
 
     Returns:
       [B, T, H, K], and the cache with the new keys and values.
@@ -281,17 +270,16 @@ def cached(
     new, entries = KeysAndValues(*(jnp.swapaxes(a, 1, 2) for a in (k, v))), before.keys.shape[2]
     if choice == "none":
         return _repeat_heads(v, q.shape[2]), before
-    if window is not None and entries < window:
-        window = None  # there are fewer slots than the window has
-    pairs, wraps = list(zip(before, new, strict=True)), window is not None
+    if scores.window is not None and entries < scores.window:  # there are fewer slots than the window has
+        scores = dataclasses.replace(scores, window=None)
+    pairs, wraps = list(zip(before, new, strict=True)), scores.window is not None
     after = KeysAndValues(*(_stored(*pair, start, wraps=wraps) for pair in pairs))
-    if window is None or q.shape[1] == 1:  # no entry that a query needs has been replaced
+    if scores.window is None or q.shape[1] == 1:  # no entry that a query needs has been replaced
         seen, slots = after, _held(entries, start + q.shape[1])
     else:
         seen = KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs))
         slots = jnp.concatenate([_held(entries, start), start + jnp.arange(q.shape[1])])
-    scored = {"window": window, "scale": scale, "softcap": softcap}
-    by_products, by_blocks = (functools.partial(form, **scored) for form in (_mixed_at_once, _mixed_by_blocks))
+    by_products, by_blocks = (functools.partial(form, scores=scores) for form in (_mixed_at_once, _mixed_by_blocks))
     operands = (q, seen, slots, start, padding)
     if q.shape[1] == 1:
         return by_products(*operands), after
@@ -312,9 +300,7 @@ def _mixed_at_once(
     start: jax.Array,
     padding: jax.Array,
     *,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
+    scores: Scores,
 ) -> jax.Array:
     """Computes the attention of slots from `start` on to the entries of a cache.
 
@@ -322,14 +308,14 @@ def _mixed_at_once(
       q: [B, T, H, K].
       seen: the entries, [B, N, S, K] each.
       slots: slot of each entry, [S]; negative if it is empty.
-      start, padding, window, scale, softcap: as in `cached`.
+      start, padding, scores: as in `cached`.
 
     Returns:
       [B, T, H, K].
     """
     keys, values = (jnp.swapaxes(a, 1, 2) for a in seen)
-    visible = _visible(slots, start, padding, length=q.shape[1], window=window)
-    return _mixed(_scores(q, keys, scale=scale, softcap=softcap), visible, values)
+    visible = _visible(slots, start, padding, length=q.shape[1], window=scores.window)
+    return _mixed(_computed_scores(q, keys, scores), visible, values)
 
 
 def _mixed_by_blocks(
@@ -339,9 +325,7 @@ def _mixed_by_blocks(
     start: jax.Array,
     padding: jax.Array,
     *,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
+    scores: Scores,
 ) -> jax.Array:
     """Computes the same block by block, and leaves out blocks that are empty.
 
@@ -351,23 +335,23 @@ def _mixed_by_blocks(
     """
     (batch, length, heads, head_dim), (_, groups, entries, _) = q.shape, seen.keys.shape
     block = min(BLOCK, entries)
-    filled = entries if window is not None else start + length  # empty entries are the last ones, or in a window few
+    # Empty entries are the last ones; in a window there are few.
+    filled = entries if scores.window is not None else start + length
     queries = jnp.transpose(q.reshape(batch, length, groups, heads // groups, head_dim), (0, 2, 3, 1, 4))
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
 
     def add_block(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, mixed = sums  # [B, N, G, T, 1], [B, N, G, T, 1], [B, N, G, T, K], float32
         first = jnp.minimum(i * block, entries - block)  # the last block may overlap with the one before
         keys, values = (jax.lax.dynamic_slice_in_dim(a, first, block, axis=2) for a in seen)
-        scores = jnp.einsum("bngtk,bnsk->bngts", queries, keys, preferred_element_type=jnp.float32) * scale
-        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        found = jnp.einsum("bngtk,bnsk->bngts", queries, keys, preferred_element_type=jnp.float32)
+        found = scores.bounded(found * scores.factor(head_dim))
         here = jax.lax.dynamic_slice_in_dim(slots, first, block)
-        visible = _visible(here, start, padding, length=length, window=window) & (
+        visible = _visible(here, start, padding, length=length, window=scores.window) & (
             first + jnp.arange(block) >= i * block
         )
-        scores = jnp.where(visible[:, None, None], scores, -1e30)
-        top = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-        weights, shrunk = jnp.exp(scores - top), jnp.exp(largest - top)
+        found = jnp.where(visible[:, None, None], found, -1e30)
+        top = jnp.maximum(largest, jnp.max(found, axis=-1, keepdims=True))
+        weights, shrunk = jnp.exp(found - top), jnp.exp(largest - top)
         added = jnp.einsum(
             "bngts,bnsk->bngtk", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
@@ -408,10 +392,8 @@ def splash_attention(
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array | None = None,
     prefix: Prefix | None = None,
+    scores: Scores = USUAL,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     order: np.ndarray | None = None,
     masks: Sequence[splash.splash_attention_mask.Mask] = (),
     tiles: Tiles = _DEFAULT_TILES,
@@ -420,21 +402,29 @@ def splash_attention(
     """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, prefix, scale, window, softcap, order: as in `plain`; a chip needs all
-        positions of its keys and values.
+      q, k, v, segment_ids, kv_segment_ids, prefix, scores, order: as in `plain`; a chip needs all positions of its
+        keys and values.
       masks: of every head, in place of the causal one or of a window.
       tiles: the largest tiles.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """
-    q = scaled(q, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    q = scaled(q, scores.factor(q.shape[-1]))
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
     queries: tuple[jax.Array, ...] = ()
     if prefix is not None:
         q, k = prefixes.with_bias(q, k, prefix.key_bias)
-        queries = (prefixes.sequence(prefix.until, window=window),)
-    options = {"window": window, "softcap": softcap, "order": order, "interpret": interpret, "prefix": bool(queries)}
-    options |= {"masks": masks, "tiles": tiles}
-    make = functools.partial(_kernel, q.shape[1], q.shape[2], **options)
+        queries = (prefixes.sequence(prefix.until, window=scores.window),)
+    make = functools.partial(
+        _kernel,
+        q.shape[1],
+        q.shape[2],
+        scores,
+        order=order,
+        interpret=interpret,
+        prefix=bool(queries),
+        masks=masks,
+        tiles=tiles,
+    )
     if logical.activation_spec("batch") is None:
         return _attend_locally(make(), q, k, v, segment_ids, of_keys, *queries)
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length" if order is None else None)
@@ -472,9 +462,8 @@ def _matching_heads(
 def _kernel(
     length: int,
     heads: int,
+    scores: Scores,
     *,
-    window: int | None,
-    softcap: float | None,
     order: np.ndarray | None,
     interpret: bool,
     prefix: bool,
@@ -486,16 +475,16 @@ def _kernel(
     """Returns the kernel for all positions; over chips it is sharded like its queries."""
     shape = (length, length)
     if prefix:
-        mask = prefixes.PrefixMask(length, window=window, shard_count=length_shards)
-    elif window is None:
+        mask = prefixes.PrefixMask(length, window=scores.window, shard_count=length_shards)
+    elif scores.window is None:
         mask = splash.CausalMask(shape, shard_count=length_shards)
     else:
-        mask = splash.LocalMask(shape, (window - 1, 0), 0, shard_count=length_shards)
+        mask = splash.LocalMask(shape, (scores.window - 1, 0), 0, shard_count=length_shards)
     if order is not None:
         mask.q_sequence = order.astype(np.int32)
     return splash.make_splash_mha(
         splash.MultiHeadMask(masks or [mask] * heads),
-        attn_logits_soft_cap=softcap,
+        attn_logits_soft_cap=scores.softcap,
         block_sizes=tiles.block_sizes(length // length_shards),
         head_shards=head_shards,
         q_seq_shards=length_shards,

@@ -14,6 +14,7 @@ from core import jax_internals
 from core.errors import UserError
 from models.decoder import prefix as prefixes
 from models.decoder.attention import ring_attention
+from models.decoder.attention.scores import Scores
 from models.decoder.prefix import Prefix
 
 MOST_HEAD_DIM = 128  # cuDNN allows 256 from Hopper on
@@ -60,25 +61,27 @@ def attend(
     kv_segment_ids: jax.Array,
     until: jax.Array | None = None,
     *,
-    scale: float | None,
-    window: int | None,
+    scores: Scores,
     implementation: str = "cudnn",
 ) -> jax.Array:
     """Computes attention of whole rows; arguments and result as in `models.decoder.attention.attention.plain`.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, scale, window: as there.
+      q, k, v, segment_ids, kv_segment_ids, scores: as there.
       until: [B, T], of a prefix (`models.decoder.prefix.Prefix`).
       implementation: "xla" computes the same call without cuDNN, on any device.
     """
     seen = segment_ids[:, :, None] == kv_segment_ids[:, None, :]  # [B, T, S]
     if until is not None:
-        seen &= prefixes.visible(until, window=window)
-        flags = {}
-    elif window is None or window >= q.shape[1]:
-        flags = {"is_causal": True}
-    else:
-        flags = {"is_causal": True, "local_window_size": (window - 1, 0)}
+        seen &= prefixes.visible(until, window=scores.window)
+    is_local = until is None and scores.window is not None and scores.window < q.shape[1]
     return jax.nn.dot_product_attention(
-        q, k, v, mask=seen[:, None], scale=scale, implementation=implementation, **flags
+        q,
+        k,
+        v,
+        mask=seen[:, None],
+        scale=scores.scale,
+        implementation=implementation,
+        is_causal=until is None,
+        local_window_size=(scores.window - 1, 0) if is_local else None,
     )

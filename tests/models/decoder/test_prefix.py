@@ -11,6 +11,7 @@ from core import slices
 from core.errors import UserError
 from models.decoder import prefix
 from models.decoder.attention import attention
+from models.decoder.attention.scores import Scores
 from models.decoder.prefix import HIDDEN, Prefix
 from parallel import strategies
 from parallel.partitioner import Partitioner
@@ -50,7 +51,7 @@ def test_plain_and_kernel_equal_a_softmax_over_what_a_query_sees(inputs, window,
     q, k, v, segments, until, bias, weight = inputs
 
     def attend(form, q, k, v, bias, **how):
-        return form(q, k, v, segments, None, Prefix(until, bias if biased else None), window=window, **how)
+        return form(q, k, v, segments, None, Prefix(until, bias if biased else None), Scores(window=window), **how)
 
     def loss(form, *args, **how):
         out = attend(form, *args, **how)
@@ -77,7 +78,7 @@ def test_the_kernel_over_sharded_positions(inputs, window):
 
     def results(**how):
         def loss(*operands):
-            out = attention.attend(*operands, segments, prefix=Prefix(until), window=window, **how)
+            out = attention.attend(*operands, segments, prefix=Prefix(until), scores=Scores(window=window), **how)
             return jnp.sum(out * weight), out
 
         return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v))
@@ -103,4 +104,4 @@ def test_rows_too_long_for_two_positions_in_one_number_are_refused():
 def test_a_bound_of_scores_cannot_be_combined_with_a_bias(inputs):
     q, k, v, segments, until, bias, _ = inputs
     with pytest.raises(UserError, match="attention_softcap = 5"):
-        attention.attend(q, k, v, segments, softcap=5.0, prefix=Prefix(until, bias))
+        attention.attend(q, k, v, segments, Scores(softcap=5.0), prefix=Prefix(until, bias))

@@ -13,6 +13,7 @@ import pytest
 
 from core import slices
 from models.decoder.attention import attention
+from models.decoder.attention.scores import Scores
 from models.mixers import block_sparse
 from models.mixers.block_sparse import BlockSparse
 from parallel import strategies
@@ -66,7 +67,11 @@ def check_equal(form, settings, length, head_dim, atol, *, rtol=1e-7, at=context
 @pytest.mark.covers("N09")
 def test_plain_form_equals_attention_with_the_same_mask():
     check_equal(
-        lambda *a: block_sparse.plain(*a, settings=SETTINGS, scale=0.3), SETTINGS, LENGTH, head_dim=8, atol=1e-5
+        lambda *a: block_sparse.plain(*a, settings=SETTINGS, scores=Scores(scale=0.3)),
+        SETTINGS,
+        LENGTH,
+        head_dim=8,
+        atol=1e-5,
     )
 
 
@@ -76,7 +81,7 @@ def test_kernel_equals_attention_with_the_same_mask():
     settings = BlockSparse(block=128, global_blocks=1, window=1, random=1)
 
     def kernel(*a):
-        return block_sparse.attend(*a, settings=settings, choice="splash", scale=0.3, interpret=True)
+        return block_sparse.attend(*a, settings=settings, choice="splash", scores=Scores(scale=0.3), interpret=True)
 
     check_equal(kernel, settings, 640, head_dim=128, atol=2e-5)
 
@@ -89,7 +94,7 @@ def test_the_kernel_over_chips(strategy):
     settings = BlockSparse(block=128, global_blocks=1, window=1, random=1)
 
     def kernel(*a):
-        return block_sparse.attend(*a, settings=settings, choice="splash", scale=0.3, interpret=True)
+        return block_sparse.attend(*a, settings=settings, choice="splash", scores=Scores(scale=0.3), interpret=True)
 
     at = Partitioner(strategy, slice=slices.get("v4-8"), devices=jax.devices())
     # Some gradients are above 5; the kernel has them to 8e-6 of their size, also on one chip.
@@ -131,7 +136,7 @@ def test_no_array_has_all_pairs_of_positions():
 
     def total(*a):
         segments = jnp.ones((1, length), jnp.int32)
-        return jnp.sum(block_sparse.plain(*a, segments, settings=settings, scale=1.0))
+        return jnp.sum(block_sparse.plain(*a, segments, settings=settings, scores=Scores(scale=1.0)))
 
     compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes).compile()
     shapes_of_arrays = re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())
@@ -159,7 +164,7 @@ def test_flops_grow_with_length_alone():
 def test_a_block_of_the_kernel_divides_the_positions_of_a_chip(monkeypatch):
     monkeypatch.setattr(attention.ring_attention, "length_shards", lambda: 4)
     inputs, segments, _ = operands(512)
-    how = {"settings": BlockSparse(block=256), "scale": 0.3}
+    how = {"settings": BlockSparse(block=256), "scores": Scores(scale=0.3)}
     with pytest.raises(ValueError, match="block = 256 and rows of 512 positions, 128 on each chip"):
         block_sparse.attend(*inputs, segments, choice="splash", **how)
     program = jax.jit(lambda *a: block_sparse.attend(*a, segments, choice="auto", **how)).trace(*inputs)
@@ -173,7 +178,9 @@ def test_a_block_of_the_kernel_divides_the_positions_of_a_chip(monkeypatch):
         (lambda: BlockSparse(random=-1), "BlockSparse.random = -1: expected an integer of at least 0"),
         (lambda: dataclasses.replace(MODEL, attention="none"), "attention = 'none' mixes no positions"),
         (
-            lambda: block_sparse.attend(*operands()[0], None, settings=SETTINGS, choice="splash", scale=1.0),
+            lambda: block_sparse.attend(
+                *operands()[0], None, settings=SETTINGS, choice="splash", scores=Scores(scale=1.0)
+            ),
             "block = 4 and rows of 46 positions, 46 on each chip: the kernel needs a block that is a multiple of 128",
         ),
         (lambda: BlockSparse(seed=2**63), f"BlockSparse.seed = {2**63}: expected an integer below"),
@@ -192,7 +199,7 @@ def test_rows_whose_mask_exceeds_scalar_memory_use_plain_products():
     def traced(length, choice):
         shapes = [jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16) for heads in (24, 1, 1)]
         segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        form = functools.partial(block_sparse.attend, settings=settings, scale=0.1, choice=choice)
+        form = functools.partial(block_sparse.attend, settings=settings, scores=Scores(scale=0.1), choice=choice)
         return str(jax.make_jaxpr(form)(*shapes, segments))
 
     with pytest.raises(ValueError, match=r"the mask of blocks needs 1.12 MiB of the 1,008 KiB of scalar memory"):

@@ -11,6 +11,7 @@ from core import slices
 from core.errors import UserError
 from models.decoder import rotary
 from models.decoder.attention import attention
+from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
 from parallel import partitioner, strategies
 
@@ -100,8 +101,12 @@ def test_a_scale_takes_the_place_of_the_root_of_the_head_dimension(inputs, form)
     q, k, v, segments = (a[:1, :128] for a in inputs[:4])
     shorter = HEAD_DIM**-0.25
     want = attention.plain(q, k, v, segments)
-    np.testing.assert_allclose(form(q * shorter, k * shorter, v, segments, scale=1.0), want, atol=2e-5, rtol=0)
-    np.testing.assert_allclose(form(q, k / 3, v, segments, scale=3 * shorter**2), want, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(
+        form(q * shorter, k * shorter, v, segments, scores=Scores(scale=1.0)), want, atol=2e-5, rtol=0
+    )
+    np.testing.assert_allclose(
+        form(q, k / 3, v, segments, scores=Scores(scale=3 * shorter**2)), want, atol=2e-5, rtol=0
+    )
 
 
 def test_rotary_turns_pairs_and_depends_on_distance_only():
@@ -149,10 +154,10 @@ def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries, b
     q, k, v = (a[:, :24] for a in inputs[:3])
     padding = jnp.array([0, 9])
     segments = (jnp.arange(24) >= padding[:, None]).astype(jnp.int32)
-    want = attention.plain(q, k, v, segments, window=window, softcap=3.0)
+    want = attention.plain(q, k, v, segments, scores=Scores(window=window, softcap=3.0))
     empty = jnp.zeros((BATCH, KV_HEADS, entries, HEAD_DIM))
     cache, start, outs = attention.KeysAndValues(empty, empty), 0, []
-    step = jax.jit(functools.partial(attention.cached, window=window, softcap=3.0))
+    step = jax.jit(functools.partial(attention.cached, scores=Scores(window=window, softcap=3.0)))
     for length in (8, 3, 8, 1, 1, 1, 1, 1):
         new = (a[:, start : start + length] for a in (q, k, v))
         out, cache = step(*new, cache, jnp.int32(start), padding)

@@ -17,6 +17,7 @@ from core.errors import UserError
 from models import agreement_subjects
 from models.decoder import transformer
 from models.decoder.attention import attention, cudnn_attention
+from models.decoder.attention.scores import Scores
 from models.decoder.layers import Attention
 from models.decoder.parts import Sum
 from models.decoder.prefix import Prefix
@@ -75,7 +76,7 @@ def until(inputs):
 )
 def test_the_form_equals_plain_attention_with_its_gradients(inputs, window, with_prefix, scale):
     prefix = Prefix(until(inputs)) if with_prefix else None
-    options = {"prefix": prefix, "window": window, "scale": scale}
+    options = {"prefix": prefix, "scores": Scores(window=window, scale=scale)}
     (_, want), want_grads = results(functools.partial(attention.plain, **options), inputs)
     form = functools.partial(attention.on_gpus, implementation="xla", **options)
     (_, found), found_grads = results(form, inputs)
@@ -89,10 +90,10 @@ def test_rows_and_heads_of_each_device_equal_plain_attention(inputs):
     tables = strategies.fsdp_tensor(tensor=2)
     for table in (tables, strategies.override(tables, param_rules=row, activation_rules=row)):
         bound = Partitioner(table, slice=slices.get("v4-8"), devices=jax.devices())
-        form = functools.partial(attention.on_gpus, implementation="xla", window=7)
+        form = functools.partial(attention.on_gpus, implementation="xla", scores=Scores(window=7))
         with bound.tracing():
             found = jax.jit(form)(*inputs[:4], inputs[3])
-        np.testing.assert_allclose(found, attention.plain(*inputs[:4], window=7), atol=2e-5, rtol=0)
+        np.testing.assert_allclose(found, attention.plain(*inputs[:4], scores=Scores(window=7)), atol=2e-5, rtol=0)
 
 
 def lowered(inputs, *, table=None, **options):
@@ -111,7 +112,7 @@ def lowered(inputs, *, table=None, **options):
 
 
 @pytest.mark.usefixtures("with_cudnn")
-@pytest.mark.parametrize("options", [{}, {"window": 7}, {"prefix": True}, {"choice": "cudnn"}])
+@pytest.mark.parametrize("options", [{}, {"scores": Scores(window=7)}, {"prefix": True}, {"choice": "cudnn"}])
 def test_attention_for_cuda_is_lowered_to_cudnn(inputs, options):
     options = {**options, "prefix": Prefix(until(inputs))} if "prefix" in options else options
     calls = lowered(inputs, table=strategies.fsdp_tensor(tensor=2), **options)
@@ -123,7 +124,7 @@ def test_attention_for_cuda_is_lowered_to_cudnn(inputs, options):
 @pytest.mark.usefixtures("with_cudnn")
 def test_attention_that_cudnn_cannot_compute_is_plain_for_cuda(inputs):
     assert not lowered(inputs, choice="plain")
-    assert not lowered(inputs, softcap=30.0)
+    assert not lowered(inputs, scores=Scores(softcap=30.0))
     assert not lowered(inputs, table=strategies.context(sequence=2))
     bias = Prefix(until(inputs), jnp.zeros((BATCH, LENGTH)))
     assert not lowered(inputs, prefix=bias)

@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from core import jax_internals, slices
 from core.errors import UserError
 from models.decoder.attention import attention, ring_attention
+from models.decoder.attention.scores import Scores
 from models.decoder.transformer import Transformer
 from parallel import strategies
 from parallel.partitioner import Partitioner
@@ -56,8 +57,8 @@ def assert_equal(ours, theirs, *, atol=2e-6):
 def test_a_ring_gives_the_attention_of_whole_rows(sequence, slice_name):
     given = inputs(4, 24)
     with ring(sequence, slice_name).tracing():
-        found = results(functools.partial(attention.attend, softcap=3.0), given)
-    assert_equal(found, results(functools.partial(attention.plain, softcap=3.0), given))
+        found = results(functools.partial(attention.attend, scores=Scores(softcap=3.0)), given)
+    assert_equal(found, results(functools.partial(attention.plain, scores=Scores(softcap=3.0)), given))
 
 
 @pytest.mark.covers("T08")
@@ -65,7 +66,7 @@ def test_a_ring_gives_the_attention_of_whole_rows(sequence, slice_name):
 def test_the_kernel_in_a_ring():
     """In Pallas's interpreter: two chips with two chunks of 128 positions each."""
     given = inputs(2, 512)
-    around = functools.partial(attention._around_ring, choice="splash", scale=None, softcap=None, interpret=True)
+    around = functools.partial(attention._around_ring, scores=Scores(), choice="splash", interpret=True)
     with ring(2, "v4-8").tracing():
         (q, k, v), segments, weight = given
         arranged = [ring_attention.arrange(a, "batch", "length", None, None) for a in (q, k, v, weight)]
@@ -82,8 +83,8 @@ def test_a_window_sees_gathered_keys(length, choice, monkeypatch):
     interpreted = functools.partial(attention.splash_attention, interpret=True)
     monkeypatch.setattr(attention, "splash_attention", interpreted)
     with ring(2, "v4-8").tracing():
-        found = results(functools.partial(attention.attend, window=5, choice=choice), given)
-    assert_equal(found, results(functools.partial(attention.plain, window=5), given), atol=1e-5)
+        found = results(functools.partial(attention.attend, scores=Scores(window=5), choice=choice), given)
+    assert_equal(found, results(functools.partial(attention.plain, scores=Scores(window=5)), given), atol=1e-5)
 
 
 @pytest.mark.parametrize("replacement", [None, lambda res, do: None])
