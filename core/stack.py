@@ -321,7 +321,7 @@ class _Block:
         return _rematerialized(one_layer, remat, in_loop=in_loop)
 
     def plain(self, layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
-        """See `LayerFn.plain`."""
+        """Runs a layer without rematerialization."""
         return self.apply(layer, x, side, kind)
 
     def _keywords(self, kind: Kind) -> dict[str, Kind]:
@@ -356,7 +356,7 @@ class _Group:
         return functools.partial(self._run, [self.one.rematerialized(remat, kind, in_loop=in_loop) for kind in kinds])
 
     def plain(self, layer: Layer, x: Stream, side: Side, kinds: tuple[Kind, ...]) -> tuple[Stream, Outputs]:
-        """See `LayerFn.plain`; the runner's backward pass otherwise saves what all layers of the group compute."""
+        """Runs the layers, each rematerialized: otherwise the backward pass saves what all of the group compute."""
         return self.rematerialized("full", kinds, in_loop=False)(layer, x, side)
 
     @staticmethod

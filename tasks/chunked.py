@@ -38,11 +38,11 @@ class ChunkedTask:
         return getattr(self.whole, name)
 
     def with_rows(self, whole: Task, length: int) -> ChunkedTask:
-        """See `core.types.SplitsRows`."""
+        """Returns chunks of `length` positions of the rows of another task."""
         return ChunkedTask(whole, length)
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """See `core.types.Task`. Raises UserError if rows do not divide into chunks."""
+        """Returns the fields of a batch of chunks. Raises UserError if rows do not divide into chunks."""
         whole = self.whole.spec(batch_size)
         if (length := row_length(whole)) % self.length or length == self.length:
             raise UserError(
@@ -52,20 +52,20 @@ class ChunkedTask:
         return {name: _shorter(field, self.length) for name, field in whole.items()}
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """See `core.types.Task`."""
+        """Returns the chunks of the training batches, in order."""
         return ChunkedBatches(self.whole.train(layout, seed=seed), self.spec(layout.batch_size), self.length)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """See `core.types.Task`."""
+        """Returns the chunks of the validation batches, in order."""
         return ChunkedBatches(self.whole.evaluation(layout), self.spec(layout.batch_size), self.length)
 
     def evaluated_on(self, most: int | None) -> str:
-        """See `core.types.DescribesEvaluation`."""
+        """Says how many chunks are evaluated."""
         count = "all" if most is None else f"{most:,}"
         return f"{count} chunks of {self.length:,} positions, batch after batch the next of the same validation rows"
 
     def describe(self) -> str:
-        """See `core.types.Task`."""
+        """Returns one line for the run summary."""
         return f"{self.whole.describe()}, in chunks of {self.length}"
 
 

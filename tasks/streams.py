@@ -125,7 +125,7 @@ class StreamBatches(Batches):
         return {stream_name(index): _seal(self._streams[index].state(), self._identity) for index in self._owned}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """See `core.types.Batches`.
+        """Continues every stream at its position.
 
         Raises:
           UserError: `state` has no position for a stream of this host, or the position was saved with other data or
@@ -178,7 +178,7 @@ class PassBatches(Batches):
         return batch
 
     def share(self) -> float | None:
-        """See `core.batches.KnowsShare`."""
+        """Returns the share of the data that was read; None if it is not known."""
         return self._stream.share() if can(self._stream, KnowsShare) else None
 
     def state(self) -> Mapping[str, bytes]:

@@ -248,7 +248,7 @@ class DecoderConfig:
             )
 
     def settings(self) -> dict[str, Any]:
-        """See `core.types.ListsSettings`."""
+        """Returns the settings on which numbers depend, by name."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
         found |= {
             "head_dim": self.head_width,

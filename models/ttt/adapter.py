@@ -278,7 +278,7 @@ class AdaptedDecoder:
         return self.base.stored_vocab_size
 
     def settings(self) -> dict[str, Any]:
-        """See `core.types.ListsSettings`."""
+        """Returns the settings on which numbers depend, by name."""
         ours = {f"layer.{name}": value for name, value in dataclasses.asdict(self.layer).items()}
         return {**self.base.settings(), **ours, "chunk": self.chunk, "carry": self.carry}
 

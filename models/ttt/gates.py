@@ -57,18 +57,16 @@ class Gate(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(Gate):
     """Decides the same for every chunk; see `SKIP` and `UPDATE`."""
 
     updates: bool
     reads = ""
 
     def init(self) -> State:
-        """See `Gate`."""
         return ()
 
     def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
-        """See `Gate`."""
         del signals, key
         return state, jnp.asarray(self.updates)
 
@@ -77,7 +75,7 @@ SKIP, UPDATE = Constant(False), Constant(True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Random:
+class Random(Gate):
     """Updates with a probability.
 
     Raises UserError for one outside 0 to 1.
@@ -90,17 +88,15 @@ class Random:
         check_number(self.probability, where="gates.Random.probability", least=0.0, most=1.0)
 
     def init(self) -> State:
-        """See `Gate`."""
         return ()
 
     def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
-        """See `Gate`."""
         del signals
         return state, jax.random.uniform(key) < self.probability
 
 
 @dataclasses.dataclass(frozen=True)
-class LossThreshold:
+class LossThreshold(Gate):
     """Updates where the loss of the base is above a threshold.
 
     Raises UserError if the threshold is not a number.
@@ -113,17 +109,15 @@ class LossThreshold:
         check_number(self.threshold, where="gates.LossThreshold.threshold")
 
     def init(self) -> State:
-        """See `Gate`."""
         return ()
 
     def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
-        """See `Gate`."""
         del key
         return state, signals.loss > self.threshold
 
 
 @dataclasses.dataclass(frozen=True)
-class Average:
+class Average(Gate):
     """Updates where a signal is above its exponential average; the first chunk sets the average, and is an UPDATE.
 
     Attributes:
@@ -144,15 +138,12 @@ class Average:
 
     @property
     def reads(self) -> str:
-        """See `Gate`."""
         return self.signal
 
     def init(self) -> State:
-        """See `Gate`."""
         return {"average": jnp.zeros(()), "chunks": jnp.zeros((), jnp.int32)}
 
     def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
-        """See `Gate`."""
         del key
         signal = signals.loss if self.signal == "loss" else signals.step_0
         is_first = state["chunks"] == 0
@@ -162,7 +153,7 @@ class Average:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reconstruction:
+class Reconstruction(Gate):
     """Updates where the reconstruction loss is above a threshold that holds a budget: the gate of the paper.
 
     The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves about the
@@ -200,7 +191,7 @@ class Reconstruction:
         return (self.budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
 
     def init(self) -> State:
-        """See `Gate`. `seen` are the signals of the calibration, scalars because a carry has arrays of rows only."""
+        """Returns empty signals of the calibration: scalars, because a carry has arrays of rows only."""
         zero = jnp.zeros(())
         return {
             "chunks": jnp.zeros((), jnp.int32),
@@ -210,7 +201,6 @@ class Reconstruction:
         }
 
     def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
-        """See `Gate`."""
         del key
         signal, chunks = signals.step_0, state["chunks"] + 1
         seen = jnp.stack(state["seen"])
@@ -297,7 +287,7 @@ class Improvement:
         check_number(self.rate, where="gates.Improvement.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
-        """See `Oracle`."""
+        """Returns whether each chunk is an UPDATE."""
         del advantage
         return _top(np.asarray(signals.step_0) - np.asarray(signals.step_1), self.rate)
 

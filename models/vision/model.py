@@ -255,7 +255,7 @@ class VisionLanguageModel:
         return (*self.decoder.added_parameters, *(f"{part}_*" for part in PARTS if part != "decoder"))
 
     def settings(self) -> dict[str, Any]:
-        """See `core.types.ListsSettings`."""
+        """Returns the settings on which numbers depend, by name."""
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
         return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim}
 

@@ -191,7 +191,7 @@ class TokenRows:
         return len(self._places)
 
     def row(self, number: int) -> Mapping[str, np.ndarray]:
-        """See `Rows`."""
+        """Returns one row, with the document of its chunk."""
         document, start = self._places[number]
         ids = self._ids[document][start : start + self._length]
         before = self._ids[document][start - 1] if start else self._bos_id

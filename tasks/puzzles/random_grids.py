@@ -19,11 +19,11 @@ class RandomGrids:
     num_test: int = 8
 
     def about(self) -> dict[str, Any]:
-        """See `tasks.puzzles.task.Recipe`."""
+        """Returns the parameters as JSON."""
         return {"kind": "random grids", **dataclasses.asdict(self)}
 
     def build(self, directory: str) -> Mapping[str, Any]:
-        """See `tasks.puzzles.task.Recipe`."""
+        """Writes the dataset and returns the content of its build.json."""
         rng = np.random.default_rng(0)
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
             for split, count in ((out.train, self.num_train), (out.test, self.num_test)):
