@@ -1,1 +1,1 @@
-"""Models that satisfy `core.types.Model`: a decoder-only language model and the Tiny Recursive Model."""
+"""Models: the decoder and its mixers, test-time training, the recursive model, images and text."""

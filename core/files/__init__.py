@@ -1,1 +1,1 @@
-"""files."""
+"""Paths and buckets, retried writes, JSON of other programs."""

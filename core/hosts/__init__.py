@@ -1,1 +1,1 @@
-"""hosts."""
+"""Joining of hosts, heartbeat, diagnosis."""

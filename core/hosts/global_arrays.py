@@ -2,8 +2,8 @@
 
 `print(array)` fails for such an array, and reading it all is a collective, which hangs if only some hosts call it.
 
-    print(spanning_arrays.describe(state.params))          # any host alone, at any time
-    values = spanning_arrays.gathered(state.params["head"]["w"])   # all hosts, in the same order
+    print(global_arrays.describe(state.params))          # any host alone, at any time
+    values = global_arrays.gathered(state.params["head"]["w"])   # all hosts, in the same order
 """
 
 from typing import Any

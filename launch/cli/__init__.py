@@ -1,1 +1,1 @@
-"""Commands that fit in one file; `launch/__main__.py` lists all commands with their modules."""
+"""Commands that need no folder of their own, and kinds of `build`; `environment.declared` finds them by `COMMAND`."""

@@ -1,1 +1,1 @@
-"""mixers."""
+"""Mixers beside attention; test-time training is in models/ttt/mixer.py."""

@@ -1,1 +1,1 @@
-"""compiled."""
+"""Programs for a slice: compiling, HLO, traffic, lints."""

@@ -1,1 +1,1 @@
-"""generation."""
+"""Tokens from a cache."""

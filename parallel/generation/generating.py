@@ -16,11 +16,10 @@ from core import units
 from core.batches import row_length
 from core.errors import UserError
 from core.types import HasVocabulary, LimitsPositions, Params, can
-from parallel import layerwise
-from parallel.generation import decoding
+from parallel.generation import decoding, layerwise
 from parallel.generation.decoding import NEW, NONE, STOP, Decoder, Drawn, State
+from parallel.generation.layerwise import LayerwiseDecoder
 from parallel.generation.sampling import GREEDY, Sampling
-from parallel.layerwise import LayerwiseDecoder
 from parallel.partitioner import Program
 
 CHUNK = 256  # the largest number of positions of a prompt that are processed together

@@ -1,1 +1,1 @@
-"""verify."""
+"""Agreement with one device, and the first difference."""

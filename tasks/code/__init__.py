@@ -1,1 +1,1 @@
-"""Problems that a model solves by writing programs, which run confined."""
+"""Source code: problems that a model solves by writing programs, and files in chunks."""

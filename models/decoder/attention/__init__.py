@@ -1,1 +1,1 @@
-"""attention."""
+"""Attention by plain products, splash, cuDNN, and around a ring."""

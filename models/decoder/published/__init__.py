@@ -1,1 +1,1 @@
-"""published."""
+"""Published families: their configurations and tensors."""

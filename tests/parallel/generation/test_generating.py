@@ -11,8 +11,8 @@ import pytest
 from core import optimizers, slices
 from core.errors import UserError
 from models import pretrained
-from parallel import layerwise, strategies
-from parallel.generation import decoding, generating, sampling
+from parallel import strategies
+from parallel.generation import decoding, generating, layerwise, sampling
 from parallel.generation.generating import Generator
 from parallel.generation.sampling import GREEDY, Sampling
 from parallel.partitioner import Partitioner
