@@ -123,6 +123,42 @@ def outlook(question: Question, best: CandidateMetrics, *, price: float | None, 
     return lines
 
 
+def against_pipelines(best: Option, options: Sequence[Option]) -> list[str]:
+    """Compares the winner with the fastest pipeline, or a pipeline with the fastest layout that is none.
+
+    Args:
+      best: the winner.
+      options: all candidates, in the order of arithmetic.
+    """
+    is_pipeline = _is_pipeline(best)
+    other = next((one for one in options if not one.reason and _is_pipeline(one) != is_pipeline), None)
+    if other is None or best.estimate is None:
+        return []
+    kind = "without a pipeline" if is_pipeline else "with a pipeline"
+    figures = [
+        (f"{what} {its}", own)
+        for what, its, own in zip(
+            ("ms a row:", "computation and kernels", "traffic", "idle"), _figures(other), _figures(best), strict=True
+        )
+    ]
+    return [
+        f"fastest {kind}, by arithmetic: {_with_rows(other)}",
+        "  " + "; ".join(f"{text} (best: {own})" for text, own in figures),
+    ]
+
+
+def _is_pipeline(option: Option) -> bool:
+    return option.estimate is not None and option.estimate.bubble > 0
+
+
+def _figures(option: Option) -> tuple[str, ...]:
+    """Returns milliseconds a row with all and no traffic hidden, those of work and of traffic, and the bubble."""
+    assert option.estimate is not None
+    time, ms = option.estimate.time, 1e3 / option.candidate.batch_size
+    busy, traffic = (f"{seconds * ms:.3g}" for seconds in (time.busy, time.traffic_seconds))
+    return between((time.hidden, time.exposed), "{:.3g}", ms), busy, traffic, f"{option.estimate.bubble:.1%}"
+
+
 def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
     """Returns the header of the winner's gin file."""
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""

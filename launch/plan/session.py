@@ -184,7 +184,7 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
         )
         print(f"\nno candidate fits {question.slice.name}: {fix}")
         return 1
-    _finish(question, possible[0], rows, args, label=label)
+    _finish(question, possible[0], options, rows, args, label=label)
     return 0
 
 
@@ -222,7 +222,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     elif args.record:
         records.commit(args.record, ((one.text, record) for one, record in session.found))
         print(f"written: {args.record}")
-    _finish(question, ranked[0][0], rows, args, label=label)
+    _finish(question, ranked[0][0], session.options, rows, args, label=label)
     return 0
 
 
@@ -254,7 +254,13 @@ def _short(revision: str) -> str:
 
 
 def _finish(
-    question: Question, best: Option, rows: Sequence[CandidateMetrics], args: argparse.Namespace, *, label: str
+    question: Question,
+    best: Option,
+    options: Sequence[Option],
+    rows: Sequence[CandidateMetrics],
+    args: argparse.Namespace,
+    *,
+    label: str,
 ) -> None:
     """Prints the outlook, and writes the requested files."""
     print(f"\nbest: {best.name}")
@@ -262,6 +268,8 @@ def _finish(
         terminal.say(f"  {line}")
     for binding in best.bindings:
         print(f"  {binding}")
+    for line in ranking.against_pipelines(best, options):
+        terminal.say(line)
     texts = {}
     if args.write:
         writer = search.Writer(question.config, question.experiment)

@@ -35,6 +35,10 @@ LABEL = "arithmetic, not compiled"
 # a 7B (`hsdp`), and up to 1.08 in the committed records. Between 1 and this the compiler decides.
 REFUSED_FROM = 1.15
 PRODUCT_SHARE_OF_PEAK = 0.8  # 7B on v4-32: 8 N FLOPs a token over libtpu's estimate of computation
+# Times that HBM is read or written, from compiled cycles of the 7B; the rest overlaps products. Of sums of gradients:
+# with one repeat; with several; with several that come again, so that a tick may continue an earlier sum.
+_PASSES_OVER_SAVED, _PASSES_OVER_WAITING = 5, 10
+_PASSES_OVER_GRADIENTS = {(False, False): 1, (True, False): 2, (True, True): 5}
 _TRUE_SCATTER_CHIPS = 4  # a larger group's reduce-scatter is compiled as an all-reduce (measured on 2x2x4)
 _ROW_AXES = ("batch", "length")
 _LOOKED_UP, _LOOKUP_ROWS = ("vocab", "embed"), ("batch", "residual_length")  # axes of an embedding, and of its indices
@@ -165,12 +169,17 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
         layers = next((leaf.shape[0] for leaf, of in sharded.params if of.names[:1] == ("layers",)), 1)
         inputs = max((_kept_bytes(sharded, k, rows) for k in _full(sharded.trace).of_loops), default=0.0) * share
         total = inputs * schedule.kept(stages) / (schedules.padded(layers, unit) // unit) + kept
-    if "W" in schedule.starts(stages):  # gradients of outputs of products wait: as large as what they are gradients of
-        least = min(work.flops for work in sharded.trace.works.values())
-        every = [work for work in sharded.trace.works.values() if work.flops <= 1.01 * least]
-        products = min(every, key=lambda work: work.row_bytes).of_loops
-        total += sum(_kept_bytes(sharded, k, rows) for k in products) * share * stages
+    if "W" in schedule.starts(stages):
+        total += _waiting(sharded, rows) * share * stages
     return total, others
+
+
+def _waiting(sharded: ShardedState, rows: float) -> float:
+    """Returns bytes that wait for gradients of matrices: as large as what is saved if no product is computed again."""
+    works = sharded.trace.works.values()
+    least = min(work.flops for work in works)
+    products = min((work for work in works if work.flops <= 1.01 * least), key=lambda work: work.row_bytes)
+    return sum(_kept_bytes(sharded, k, rows) for k in products.of_loops)
 
 
 def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[float]) -> float:
@@ -217,13 +226,29 @@ def _full(trace: ModelTrace) -> Work:
 def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
     chip = sharded.trace.slice.chip
     products, kernels = _computed(sharded, step, work)
-    state = 2 * sum(sharded.state.values()) / chip.hbm_bytes_per_second  # read and written once
+    moved = 2 * sum(sharded.state.values()) + _moved(sharded, step, work)  # the state is read and written once
     return StepTime(
-        compute=products / (PRODUCT_SHARE_OF_PEAK * chip.peak_flops) + state,
+        compute=products / (PRODUCT_SHARE_OF_PEAK * chip.peak_flops) + moved / chip.hbm_bytes_per_second,
         kernels=kernels / (cost.KERNEL_SHARE_OF_PEAK * chip.peak_flops),
         traffic=_traffic(sharded, step, work),
         unpriced=(),
     )
+
+
+def _moved(sharded: ShardedState, step: Step, work: Work) -> float:
+    """Returns bytes of HBM that a pipeline moves besides its products: saved values, and sums of gradients every tick.
+
+    Without a pipeline the share of products in the peak accounts for what products do not hide.
+    """
+    schedule, stages = sharded.tables.pipeline, sharded.shape["stage"]
+    if schedule is None:
+        return 0.0
+    bubbles = schedule.ticks(stages) / schedule.turns
+    saved = _PASSES_OVER_SAVED * sum(_kept_bytes(sharded, k, step.batch_size) for k in work.of_loops)
+    if "W" in schedule.starts(stages):
+        saved += _PASSES_OVER_WAITING * _waiting(sharded, step.batch_size)
+    passes = _PASSES_OVER_GRADIENTS[schedule.repeats > 1, schedule.group(stages) < schedule.num_microbatches]
+    return bubbles * (saved * sharded.padding / stages + passes * schedule.num_microbatches * sharded.gradients)
 
 
 def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, ...]:

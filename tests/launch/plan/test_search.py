@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from launch.plan import search
+from launch.plan import ranking, search
 from parallel.planning import records, selection
 
 
@@ -116,3 +116,14 @@ def test_another_model_has_its_own_choices():
     assert all(one.reason for one in found if one.candidate.layout.choice)
     assert any("no layer stack" in one.reason for one in found)
     assert any(b.startswith("trm.TRM.remat = ") for b in itertools.chain(*(one.bindings for one in found)))
+
+
+def test_the_winner_is_compared_with_the_fastest_pipeline_and_a_pipeline_with_the_fastest_other_layout(options):
+    possible = [one for one in options if one.estimate and not one.reason]
+    pipeline = next(one for one in possible if one.estimate.bubble)
+    other = next(one for one in possible if not one.estimate.bubble)
+    for best, against in ((other, pipeline), (pipeline, other)):
+        title, figures = ranking.against_pipelines(best, options)
+        assert against.name in title
+        assert f"idle {against.estimate.bubble:.1%} (best: {best.estimate.bubble:.1%})" in figures
+    assert not ranking.against_pipelines(other, [other])

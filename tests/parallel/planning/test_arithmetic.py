@@ -104,6 +104,35 @@ def test_seconds_of_7b_are_near_the_compiled_ones(seven_b):
     assert seven_b.works["full"].flops > 1.2 * seven_b.works["none"].flops
 
 
+# Million cycles of Valkyrie-7B, compiled for v4-32 (parallel/README.md); stage 4, fsdp 4.
+CYCLES = [
+    (schedules.gpipe(num_microbatches=8), "full", 1411),
+    (schedules.one_f_one_b(num_microbatches=8), "full", 1415),
+    (schedules.circular(num_microbatches=8, repeats=4), "full", 1177),
+    (schedules.circular(num_microbatches=8, repeats=4), "projections", 1033),
+    (schedules.gpipe(num_microbatches=32), "full", 4356),
+    (schedules.gpipe(num_microbatches=32, save="stage"), "full", 5525),
+    (schedules.one_f_one_b(num_microbatches=32), "full", 4435),
+]
+
+
+CYCLES_OF_8_LAYERS = {schedules.gpipe: 322.3, schedules.zero_bubble: 338.9}  # M = 8, `projections`
+
+
+@pytest.mark.parametrize(("schedule", "remat", "cycles"), CYCLES)
+def test_seconds_of_pipelines_of_7b_are_within_five_percent_of_the_compiled_ones(seven_b, schedule, remat, cycles):
+    step = Step(remat, 4 * schedule.num_microbatches, 1)
+    found = arithmetic.estimate(ShardedState(piped(schedule), seven_b), step)
+    assert found.time.compute == pytest.approx(cycles / 1050, rel=0.05)
+
+
+def test_seconds_of_zero_bubble_and_gpipe_are_within_five_percent_of_the_compiled_ones(trace_of):
+    known = trace_of(transformer.preset("7b", num_layers=8), remats=["projections"])
+    for make, cycles in CYCLES_OF_8_LAYERS.items():
+        found = arithmetic.estimate(ShardedState(piped(make(num_microbatches=8)), known), Step("projections", 32, 1))
+        assert found.time.compute == pytest.approx(cycles / 1050, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("tables", "optimizer"),
     [
