@@ -163,13 +163,21 @@ def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 # Old names of commands and flags, which are accepted for one release.
-_OLD_COMMANDS = {"doctor": ("check", "--level", "hosts"), "validate": ("check", "--level", "slice")}
+_OLD_COMMANDS = {
+    "build": ("make-dataset",),
+    "doctor": ("check", "--level", "hosts"),
+    "hidden": ("cache-hidden-states",),
+    "validate": ("check", "--level", "slice"),
+}
 _OLD_FLAGS = {  # by command
     ("check", "--smoke"): ("--level", "smoke"),
     ("pod", "--smoke"): ("--check", "smoke"),
     ("suite", "--smoke"): ("--check", "smoke"),
     ("train", "--smoke"): ("--check", "smoke"),
     ("evaluate", "--rows"): ("--num-examples",),
+    ("plan", "--batch"): ("--batch-size",),
+    ("generate", "--batch"): ("--batch-size",),
+    ("cache-hidden-states", "--batch"): ("--batch-size",),
     ("evaluate", "--seqio"): ("--task",),
 }
 _VALIDATED = "gin/quickstart.gin"  # what `validate` took if none was named

@@ -58,5 +58,5 @@ def require_base(task: Task, found: int | None) -> None:
         raise UserError(
             f"the cached hidden states were computed with another base: {task.describe()}, whose parameters have the "
             f"checksum {task.base_checksum:08x}; the frozen parameters of this run have {ours}. Set INIT_FROM to that "
-            "base, or compute the hidden states of this one (launch/run hidden)"
+            "base, or compute the hidden states of this one (launch/run cache-hidden-states)"
         )

@@ -1,4 +1,4 @@
-"""Puzzles for `puzzles.dataset`: sudoku, mazes and ARC, as `launch/run build` makes them."""
+"""Puzzles for `puzzles.dataset`: sudoku, mazes and ARC, as `launch/run make-dataset` makes them."""
 
 import argparse
 import json
@@ -16,11 +16,11 @@ from tasks.puzzles.maze_sets import MazeSet
 from tasks.puzzles.sudoku_sets import SudokuSet
 
 DATASETS = ("sudoku", "maze", "arc")
-EXAMPLE = """launch/run build sudoku --size 4 --train 1000 --test 256 --out runs/puzzles/sudoku4
-  launch/run build sudoku --csv sudoku-extreme --augment 1000 --out gs://BUCKET/sudoku-extreme-1k
-  launch/run build maze --size 30 --out runs/puzzles/maze30
-  launch/run build maze --csv maze-30x30-hard-1k --out gs://BUCKET/maze-hard
-  launch/run build arc --version 1 --augment 1000 --out runs/puzzles/arc1"""
+EXAMPLE = """launch/run make-dataset sudoku --size 4 --train 1000 --test 256 --out runs/puzzles/sudoku4
+  launch/run make-dataset sudoku --csv sudoku-extreme --augment 1000 --out gs://BUCKET/sudoku-extreme-1k
+  launch/run make-dataset maze --size 30 --out runs/puzzles/maze30
+  launch/run make-dataset maze --csv maze-30x30-hard-1k --out gs://BUCKET/maze-hard
+  launch/run make-dataset arc --version 1 --augment 1000 --out runs/puzzles/arc1"""
 _SETS = {"sudoku": SudokuSet, "maze": MazeSet, "arc": ArcSet}
 _DEFAULTS = {"sudoku": {"size": 9, "num_train": 1000, "num_test": 256, "num_aug": 0}, "maze": {}, "arc": {"version": 1}}
 _OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test": None}}  # None: all

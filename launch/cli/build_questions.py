@@ -1,4 +1,4 @@
-"""Questions about images for `vision.questions`, as `launch/run build questions` makes them."""
+"""Questions about images for `vision.questions`, as `launch/run make-dataset questions` makes them."""
 
 import argparse
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from launch import terminal
 from tasks.vision import question_sets
 
 DATASETS = ("questions",)
-EXAMPLE = "launch/run build questions --data hub:OWNER/NAME --validation validation --out /data/questions"
+EXAMPLE = "launch/run make-dataset questions --data hub:OWNER/NAME --validation validation --out /data/questions"
 
 
 def add_arguments(_: str, parser: argparse.ArgumentParser) -> None:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", metavar="P", type=float, default=0.0, help="default: 0")
     parser.add_argument("--seed", metavar="N", type=flags.at_least(0), default=0, help="default: 0")
     parser.add_argument(
-        "--batch",
+        "--batch-size",
         metavar="N",
         type=flags.at_least(1),
         default=16,
@@ -122,7 +122,7 @@ def _answer(
     live = None if args.json or args.out or len(prompts) > 1 else LiveText(model, ids[0])
     watched = {} if live is None else {"on_tokens": live.add}
     done, count, began = answers.done if answers else 0, 0, time.monotonic()
-    for found in model.batches(ids, rows=args.batch, skip=done, **watched, **options):
+    for found in model.batches(ids, rows=args.batch_size, skip=done, **watched, **options):
         lines = [_line(model, prompt, one) for prompt, one in zip(prompts[done:], found, strict=False)]
         if answers:
             answers.add(lines)

@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         if _judge(experiment) is None:
             raise UserError(
                 f"--submission {args.submission}: this run's task has no attempts to submit; expected an ARC dataset "
-                "(a folder with test_puzzles.json, as made by launch/run build arc)"
+                "(a folder with test_puzzles.json, as made by launch/run make-dataset arc)"
             )
         args.submission = os.fspath(paths.resolve(args.submission))
         paths.check_writable(paths.resolve(args.submission).parent)

@@ -77,7 +77,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
             loader.load(path, bindings=[*bindings, *added], slice_name=slice_name).build()
         except UserError as error:  # so few steps that the experiment refuses them
             steps = total_steps(experiment, size)
-            raise UserError(f"--batch {size}, {steps} steps for as many tokens: {error}") from error
+            raise UserError(f"--batch-size {size}, {steps} steps for as many tokens: {error}") from error
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
     return Question(path, config, experiment, last_step - first_step, tuple(bindings), slice_, sizes)
 

@@ -25,10 +25,10 @@ from parallel.planning.records import Record, Store
 COMMAND = ("layouts", "plan")
 HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyses one"
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
-  launch/run plan v4-32 gin/valkyrie_7b.gin --batch 32 64 --write mine.gin
+  launch/run plan v4-32 gin/valkyrie_7b.gin --batch-size 32 64 --write mine.gin
   launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
   launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin
-  launch/run plan v4-8 gin/llama_3_1_8b.gin --gin "STRATEGY = @strategies.tensor()" --generate --batch 8"""
+  launch/run plan v4-8 gin/llama_3_1_8b.gin --gin "STRATEGY = @strategies.tensor()" --generate --batch-size 8"""
 
 QUICK, DEFAULT = 10, 16  # candidates that compile
 _ARITHMETIC_ROWS = 20
@@ -44,7 +44,7 @@ def _plan(args: argparse.Namespace) -> int:
     spans = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build().spans()
     if len(spans) == 1:
         return _plan_one(args)
-    if given := [name for name in ("write", "json", "record", "batch") if getattr(args, name)]:
+    if given := [name for name in ("write", "json", "record", "batch-size") if getattr(args, name.replace("-", "_"))]:
         raise UserError(
             f'--{given[0]} is for one phase, and {args.experiment} has {len(spans)}: add --gin "PHASE = N" with 1 to '
             f"{len(spans)}"
@@ -65,7 +65,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _plan_one(args: argparse.Namespace) -> int:
     """Makes a plan of one phase, or of an experiment without phases; see `_plan`."""
-    question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch)
+    question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch_size)
     options = search.options(question, only=args.only)
     possible = [one for one in options if not one.reason]
     cannot = len(options) - len(possible)
@@ -281,15 +281,15 @@ def _finish(
         print(f"written: {path}")
 
 
-_PLAN_ONLY = ("batch", "only", "price", "rejected", "wide", "write", "overwrite", "json", "record", "fresh")
-_TAKEN = {"explain": ("--gin",), "generate": ("--gin", "--batch", "--json", "--overwrite")}
+_PLAN_ONLY = ("batch_size", "only", "price", "rejected", "wide", "write", "overwrite", "json", "record", "fresh")
+_TAKEN = {"explain": ("--gin",), "generate": ("--gin", "--batch-size", "--json", "--overwrite")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
     parser.add_argument(
-        "--batch", metavar="ROWS", type=flags.at_least(1), nargs="+", default=[], help="batch sizes to try"
+        "--batch-size", metavar="ROWS", type=flags.at_least(1), nargs="+", default=[], help="batch sizes to try"
     )
     parser.add_argument("--only", metavar="STRATEGY", nargs="+", default=[], help="try only these strategies")
     how = parser.add_mutually_exclusive_group()
@@ -321,7 +321,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans, explains one layout, or predicts the cost of generation."""
     slices.require_tpu(args.slice, what="plans")
     candidates.require_known(args.only)
-    given = [f"--{name}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]
+    given = [f"--{name.replace('_', '-')}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]
     for name, taken in _TAKEN.items():
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):
             raise UserError(f"{', '.join(idle)}: only for a plan; --{name} takes no option but {', '.join(taken)}")
@@ -333,7 +333,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--fresh compiles everything again, and --cached compiles nothing: give one of them")
     if args.generate:
         where = {"slice_name": args.slice, "bindings": args.gin}
-        found = generation_report.predict(args.experiment, **where, batch_sizes=args.batch)
+        found = generation_report.predict(args.experiment, **where, batch_sizes=args.batch_size)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
         return exit_codes.DONE

@@ -1,4 +1,4 @@
-"""Rows of a chunk task with the hidden states of a frozen model, which `launch/run hidden` computed once."""
+"""Rows of a chunk task with the hidden states of a frozen model, computed by `launch/run cache-hidden-states`."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class CachedHidden(chunks.ChunkTask):
     def problems(self) -> list[str]:
         """Returns the problems that can be found without opening the data."""
         if not (Path(self.folder) / _ABOUT).exists():
-            said = f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run hidden"
+            said = f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run cache-hidden-states"
             return [Problem(said, file=self.folder)]
         if "checksum" not in self._about["model"]:
             said = f"{self.folder!r} is of an earlier version, without a checksum"
-            return [Problem(said, file=self.folder, fix="run launch/run hidden again")]
+            return [Problem(said, file=self.folder, fix="run launch/run cache-hidden-states again")]
         if self.length != self._about["length"]:
             said = f"cached_hidden.length = {self.length}: the rows of {self.folder!r} have {self._about['length']}"
             return [Problem(said, file=self.folder)]
@@ -90,7 +90,7 @@ class CachedHidden(chunks.ChunkTask):
             return []
         return [
             f"the chunk of the model is {model.chunk}, and the hidden states of the data were computed with "
-            f"{self.chunk}: set it to that, or compute them again (launch/run hidden)"
+            f"{self.chunk}: set it to that, or compute them again (launch/run cache-hidden-states)"
         ]
 
     @property
@@ -124,7 +124,7 @@ def cached_hidden(*, folder: str, length: int, num_streams: int, held_out: str =
     """Returns a task whose batches have hidden states that were computed before.
 
     Args:
-      folder: of `launch/run hidden`.
+      folder: of `launch/run cache-hidden-states`.
       length: tokens per row, as there.
       num_streams: number of data streams; must divide the batch size.
       held_out: the split of evaluations, "validation" or "test".

@@ -1,6 +1,6 @@
 """Puzzle tasks (Sudoku, mazes, ARC): the constructors that a gin configuration names.
 
-puzzles.dataset(directory, …)     reads a folder written by `launch/run build`
+puzzles.dataset(directory, …)     reads a folder written by `launch/run make-dataset`
 puzzles.sudoku(size, …)           generates Sudoku puzzles before the first step
 puzzles.maze(size, …)             generates mazes before the first step
 """

@@ -99,7 +99,9 @@ def read_metadata(directory: str, split: str) -> Metadata:
     root = paths.resolve(directory)
     if not (root / IDENTIFIERS).exists():
         part = "is missing, so the dataset is incomplete" if root.exists() else "and the folder itself are missing"
-        raise UserError(f"no puzzles in {str(directory)!r}: {IDENTIFIERS} {part}. Build them: launch/run build --help")
+        raise UserError(
+            f"no puzzles in {str(directory)!r}: {IDENTIFIERS} {part}. Build them: launch/run make-dataset --help"
+        )
     file = root / split / METADATA
     try:
         found = json.loads(file.read_text())

@@ -70,7 +70,7 @@ class Stored:
     def problems(self) -> list[str]:
         """Returns the problems found from the metadata; a dataset on gs:// is not read."""
         if not self.directory:
-            return ["DATA is not set: bind it to a folder of puzzles written by launch/run build"]
+            return ["DATA is not set: bind it to a folder of puzzles written by launch/run make-dataset"]
         if paths.is_remote(self.directory):
             return []
         try:

@@ -33,14 +33,14 @@ PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file 
     ),
     "ttt": (
         "models/ttt/*",
-        "launch/cli/hidden.py",
+        "launch/cli/cache_hidden_states.py",
         "launch/experiments/gate*.py",
         "gin/models/quickstart_ttt.gin",
         "gin/ponder/*",
     ),
     "trm": ("models/trm/*", "gin/optimizers/trm.gin", "gin/models/trm*.gin", "gin/trm/*"),
     "puzzles": ("tasks/puzzles/*", "launch/cli/build_puzzles.py", "gin/tasks/[ams]*.gin", "gin/trm/*"),
-    "code": ("tasks/code/*", "launch/cli/hidden.py", "launch/experiments/humaneval.py", "gin/ponder/*"),
+    "code": ("tasks/code/*", "launch/cli/cache_hidden_states.py", "launch/experiments/humaneval.py", "gin/ponder/*"),
     "vision_models": ("models/vision/*", "launch/experiments/pictures.py", "gin/arrcoc/*"),
     "vision_tasks": (
         "tasks/vision/*",

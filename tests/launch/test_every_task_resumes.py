@@ -71,7 +71,7 @@ def test_a_run_resumes_bit_for_bit(name, tmp_path):
         from launch import __main__ as main
 
         words = ["sudoku", "--size", "4", "--train", "40", "--test", "8", "--out", str(tmp_path / "data")]
-        assert main.main(["build", *words]) == 0
+        assert main.main(["make-dataset", *words]) == 0
     run = ready(name, tmp_path)
     Session(run).run()
     resumed = dataclasses.replace(run, run_dir=str(tmp_path / "resumed"))

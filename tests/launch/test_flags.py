@@ -84,7 +84,9 @@ WRITES = {  # the file of each command, and a command line to which the flag and
     ("benchmarks", "--json"): "evaluate no_such_run",
     ("evaluate", "--submission"): "evaluate no_such_run",
 }
-FOLDERS = {(name, "--out") for name in ("build", "export", "hidden", "tokenize")}  # new, or what the command continues
+FOLDERS = {
+    (name, "--out") for name in ("cache_hidden_states", "export", "make_dataset", "tokenize")
+}  # new, or what the command continues
 FOLDERS |= {("results", "--out")}  # the folder of a suite, which grows with its runs
 OTHERS = {("generate", "--json")}  # a switch
 OTHERS |= {(name, "--record") for name in ("agreement", "bisect")}  # folders of a command's own processes
@@ -144,6 +146,10 @@ def test_a_file_is_replaced_where_that_is_asked_for(tmp_path):
         ("train x.gin --smoke", "train x.gin --check smoke"),
         ("suite exp01 --smoke", "suite exp01 --check smoke"),
         ("evaluate runs/a --rows 4", "evaluate runs/a --num-examples 4"),
+        ("build sudoku --out d", "make-dataset sudoku --out d"),
+        ("hidden x.gin --batch 4", "cache-hidden-states x.gin --batch-size 4"),
+        ("plan v4-8 x.gin --batch 8 16", "plan v4-8 x.gin --batch-size 8 16"),
+        ("generate runs/a --batch 2", "generate runs/a --batch-size 2"),
         ("evaluate runs/a --rows=all", "evaluate runs/a --num-examples all"),
     ],
 )

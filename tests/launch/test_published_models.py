@@ -211,7 +211,18 @@ def test_a_file_of_prompts_is_answered_in_batches_and_continued_where_it_was_int
     prompts = [[3, 9], [4, 8, 15], [16], [23, 42]]
     (tmp_path / "prompts.jsonl").write_text("\n\n".join(json.dumps({"ids": ids}) for ids in prompts))
     out = tmp_path / "answers.jsonl"
-    words = ("generate", run_dir, "--file", tmp_path / "prompts.jsonl", "--max-tokens", 4, "--batch", 2, "--out", out)
+    words = (
+        "generate",
+        run_dir,
+        "--file",
+        tmp_path / "prompts.jsonl",
+        "--max-tokens",
+        4,
+        "--batch-size",
+        2,
+        "--out",
+        out,
+    )
     with monkeypatch.context() as patch:
         patch.setattr(generate._Answers, "finish", lambda self: None)
         assert run_command(*words) == 0

@@ -15,7 +15,7 @@ TENSOR = ("STRATEGY = @strategies.mesh3d()", "strategies.mesh3d.tensor = 2")
 @pytest.mark.compiled("v4-8")
 def test_a_plan_of_generation(launch, tmp_path):
     words = [word for binding in TENSOR for word in ("--gin", binding)]
-    words += ["--batch", "8", "--json", str(tmp_path / "r.json")]
+    words += ["--batch-size", "8", "--json", str(tmp_path / "r.json")]
     said = launch("plan", "v4-8", "gin/quickstart.gin", "--generate", *words)
     assert "generation of 8 rows of up to 128 positions under mesh3d (fsdp 2 x tensor 2),\ncompiled for v4-8" in said
     [read] = json.loads((tmp_path / "r.json").read_text())

@@ -76,7 +76,7 @@ def test_a_file_for_another_batch_size_trains_on_as_many_tokens(
     for one in list(selection.order(search.options(asked), wanted=2, usable_bytes=math.inf))[:2]:
         keep(one.text, compiled_as(one))
     file = tmp_path / "winner.gin"
-    assert session.run(arguments("--batch", "64", "--compile", "2", "--write", str(file))) == 0
+    assert session.run(arguments("--batch-size", "64", "--compile", "2", "--write", str(file))) == 0
     assert "(100 steps of 64 rows)" in capsys.readouterr().out
     built = loader.load(question.path, bindings=[f"include '{file}'"], slice_name="v4-8").build()
     assert (built.total_steps, built.batch_size) == (100, 64)
@@ -213,7 +213,7 @@ def test_a_plan_without_records_and_without_compiling(arguments, cache, capsys):
 
 @pytest.mark.covers("X13")
 def test_nothing_fits(arguments, cache, capsys):
-    assert session.run(arguments("--arithmetic", "--batch", "33", "--only", "fsdp")) == 1
+    assert session.run(arguments("--arithmetic", "--batch-size", "33", "--only", "fsdp")) == 1
     said = capsys.readouterr().out
     assert "rejected, rows do not divide: " in said
     assert "no candidate fits v4-8: most often: rows do not divide; the reasons above say which numbers do" in said
@@ -260,7 +260,10 @@ def test_compiled_layouts_that_did_not_fit_are_not_proposed(arguments, filled, c
             ("--explain", "a.gin", "--wide", "--price", "3"),
             "--price, --wide: only for a plan; --explain takes no option but --gin",
         ),
-        (("--generate", "--wide", "--batch", "8"), "--wide: only for a plan; --generate takes no option but --gin"),
+        (
+            ("--generate", "--wide", "--batch-size", "8"),
+            "--wide: only for a plan; --generate takes no option but --gin",
+        ),
         (("--arithmetic", "--record", "x.json"), "--record keeps what was compiled"),
         (("--cached", "--fresh"), "--fresh compiles everything again, and --cached compiles nothing"),
     ],
@@ -289,8 +292,8 @@ def test_rows_from_committed_records_name_their_revision(
     [
         (["--price", "cheap"], "--price: cheap: expected a number above 0"),
         (["--price=-1"], "--price: -1: expected"),
-        (["--batch", "0"], "--batch: 0: expected a whole number, at least 1"),
-        (["--batch", "6400"], "--batch 6400, 1 steps for as many tokens: 1 mistake in the configuration"),
+        (["--batch-size", "0"], "--batch-size: 0: expected a whole number, at least 1"),
+        (["--batch-size", "6400"], "--batch-size 6400, 1 steps for as many tokens: 1 mistake in the configuration"),
         (["--only", "fsdb"], "did you mean fsdp"),
         (["--explain", "fsdp.gin"], "--explain fsdp.gin: no such file"),
         (["--write", "no/such/folder/x.gin"], "no/such/folder; create it first"),

@@ -112,7 +112,7 @@ def test_hidden_states_are_computed_once_and_a_broken_call_continues(folder, tmp
     for split, _, _ in steps:  # stops in the second split
         if split == "validation":
             break
-    with pytest.raises(UserError, match="no complete folder of launch/run hidden"):
+    with pytest.raises(UserError, match="no complete folder of launch/run cache-hidden-states"):
         cached.cached_hidden(folder=out, length=16, num_streams=2).spec(4)
     before = len(calls)
     other = {**model, "base": "another"}

@@ -146,7 +146,7 @@ def test_damage_is_named(write_dataset, damage, message):
 
 
 def test_a_folder_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"no puzzles in 'nowhere': .*launch/run build"):
+    with pytest.raises(ValueError, match=r"no puzzles in 'nowhere': .*launch/run make-dataset"):
         files.read_split("nowhere", "train")
 
 

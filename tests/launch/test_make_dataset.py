@@ -1,4 +1,4 @@
-"""`launch/run build`: builds puzzles, shows one, and refuses invalid requests."""
+"""`launch/run make-dataset`: builds puzzles, shows one, and refuses invalid requests."""
 
 import json
 import pathlib
@@ -7,12 +7,12 @@ import pytest
 
 from core.hosts import exit_codes
 from launch import __main__ as main
-from launch.cli import build
+from launch.cli import make_dataset
 from tasks.puzzles import files
 
 
 def run(*argv):
-    return main.main(["build", *map(str, argv)])
+    return main.main(["make-dataset", *map(str, argv)])
 
 
 def test_sudoku_is_built_and_shown(tmp_path, capsys):
@@ -79,8 +79,8 @@ def test_a_folder_in_use_is_refused_before_anything_is_built(tmp_path, capsys):
 
 
 def test_the_parser_takes_the_examples():
-    parser = main.parser(build, "launch/run build")
-    for line in build.EXAMPLE.splitlines():
+    parser = main.parser(make_dataset, "launch/run make-dataset")
+    for line in make_dataset.EXAMPLE.splitlines():
         _, _, kind, *_ = words = line.split()
         assert parser.parse_args(words[2:]).built == kind
 

@@ -1,4 +1,4 @@
-"""`launch/run build`: makes a dataset of files, of one of the kinds that modules beside this one can make.
+"""`launch/run make-dataset`: makes a dataset of files, of one of the kinds that modules beside this one can make.
 
 Such a module has `DATASETS` (the names of its kinds, one line), `EXAMPLE`, `add_arguments(kind, parser)` and
 `run(kind, given, out)`, where `given` are the arguments on the command line.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from launch import environment
 
-COMMAND = ("runs", "build")
+COMMAND = ("runs", "make-dataset")
 HELP = "build a dataset: puzzles (sudoku, maze, arc), or questions about images of another dataset"
 _KINDS: Mapping[str, types.ModuleType] = {
     kind: importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""`launch/run hidden`: computes the hidden states of a frozen base once, for many runs of adapters after it."""
+"""Computes the hidden states of a frozen base once, for many runs of adapters after it."""
 
 import argparse
 import time
@@ -18,10 +18,10 @@ from launch.loaded_model import LoadedModel
 from models.ttt.adapter import AdaptedDecoder
 from tasks.code import cached, chunks
 
-COMMAND = ("runs", "hidden")
+COMMAND = ("runs", "cache-hidden-states")
 HELP = "compute the hidden states of an adapter's frozen base once, for tasks of cached.cached_hidden"
-EXAMPLE = """launch/run hidden gin/ponder/quick.gin --out runs/ponder/hidden
-  launch/run hidden gin/ponder/smollm2_135m.gin --gin "FOLDER = 'smollm2'" --out hidden --rows 1000,100,200"""
+EXAMPLE = """launch/run cache-hidden-states gin/ponder/quick.gin --out runs/ponder/hidden
+  launch/run cache-hidden-states gin/ponder/smollm2_135m.gin --gin "FOLDER = 'smollm2'" --out hidden --rows 900,90,90"""
 _SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", metavar="TRAIN,VALIDATION,TEST", default="", help="most rows of each split (default: all)"
     )
-    parser.add_argument("--batch", metavar="N", type=flags.at_least(1), default=4, help="rows at a time (default: 4)")
+    parser.add_argument(
+        "--batch-size", metavar="N", type=flags.at_least(1), default=4, help="rows at a time (default: 4)"
+    )
     flags.add(parser, "--gin")
 
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         task,
         lambda batch: np.asarray(hidden(params, batch)),
         limits=limits,
-        rows=args.batch,
+        rows=args.batch_size,
         model={"base": base.where, "checksum": checksum, "chunk": model.chunk},
     )
     for split, done, total in steps:
@@ -83,15 +85,15 @@ def _parts(experiment: Experiment) -> tuple[AdaptedDecoder, chunks.ChunkTask]:
     model, task = experiment.model, experiment.task
     if not isinstance(model, AdaptedDecoder) or not isinstance(task, chunks.ChunkTask):
         raise UserError(
-            f"launch/run hidden: the model is {type(model).__name__} and the task {type(task).__name__}; expected an "
-            "AdaptedDecoder and a task of chunks, such as @files.code_files()"
+            f"launch/run cache-hidden-states: the model is {type(model).__name__} and the task {type(task).__name__}; "
+            "expected an AdaptedDecoder and a task of chunks, such as @files.code_files()"
         )
     if not experiment.initialization.init_from:
-        raise UserError("launch/run hidden: INIT_FROM is not set: name the run or the folder of the base")
+        raise UserError("launch/run cache-hidden-states: INIT_FROM is not set: name the run or the folder of the base")
     if task.length % model.chunk:
         raise UserError(
-            f"launch/run hidden: AdaptedDecoder.chunk = {model.chunk} does not divide the {task.length} positions of a "
-            "row: set LENGTH to a multiple of it"
+            f"launch/run cache-hidden-states: AdaptedDecoder.chunk = {model.chunk} does not divide the {task.length} "
+            "positions of a row: set LENGTH to a multiple of it"
         )
     if problems := task.problems():
         raise UserError("\n".join(problems))

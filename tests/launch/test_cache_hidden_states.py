@@ -1,4 +1,4 @@
-"""`launch/run hidden`: an adapter trained on cached hidden states is that trained with its base, within rounding."""
+"""An adapter trained on cached hidden states is that trained with its base, within rounding."""
 
 import json
 import re
@@ -64,8 +64,10 @@ def base(trained):
 def hidden(launch, data, base, tmp_path_factory):
     out = str(tmp_path_factory.mktemp("hidden") / "states")
     own = gin(*ADAPTER, f"INIT_FROM = '{base}'")
-    assert "is complete" in launch("hidden", EXPERIMENT, "--out", out, *data, *own)
-    assert "is complete" in launch("hidden", EXPERIMENT, "--out", out, *data, *own)  # and again, all of it kept
+    assert "is complete" in launch("cache-hidden-states", EXPERIMENT, "--out", out, *data, *own)
+    assert "is complete" in launch(
+        "cache-hidden-states", EXPERIMENT, "--out", out, *data, *own
+    )  # and again, all of it kept
     return out
 
 
@@ -109,7 +111,9 @@ def test_hidden_states_of_another_base_or_rows_of_another_length_are_refused(tra
         ("LENGTH = 16",): "cached_hidden.length = 16: the rows of ",
         ("CHUNK = 32",): "the chunk of the model is 32, and the hidden states of the data were computed with 16",
         ("transformer.Transformer.embed_dim = 32",): "has width 32, and the hidden states of the batch have 16: ",
-        ("HIDDEN = 'no/such'",): "cached_hidden.folder = 'no/such': no complete folder of launch/run hidden",
+        (
+            "HIDDEN = 'no/such'",
+        ): "cached_hidden.folder = 'no/such': no complete folder of launch/run cache-hidden-states",
     }
     for bindings, words in refused.items():
         _, said = trained("refused", EXPERIMENT, *own, *bindings, code=exit_codes.USER_ERROR)
@@ -122,7 +126,7 @@ def test_an_evaluation_on_hidden_states_of_another_base_is_refused(launch, train
     run, _ = trained("own", EXPERIMENT, *ADAPTER, *CACHED, f"HIDDEN = '{hidden}'", f"INIT_FROM = '{base}'")
     another, _ = trained("another_base", BASE, "SEED = 1")
     states = str(tmp_path / "states")
-    launch("hidden", EXPERIMENT, "--out", states, *data, *gin(*ADAPTER, f"INIT_FROM = '{another}'"))
+    launch("cache-hidden-states", EXPERIMENT, "--out", states, *data, *gin(*ADAPTER, f"INIT_FROM = '{another}'"))
     for options in ((), ("--gates", "skip,update")):
         said = launch("evaluate", run, *options, *gin(f"HIDDEN = '{states}'"), code=exit_codes.USER_ERROR)
         assert "the cached hidden states were computed with another base: " in said
@@ -139,6 +143,9 @@ def test_an_evaluation_on_hidden_states_of_another_base_is_refused(launch, train
 )
 def test_a_base_that_is_missing_and_chunks_that_do_not_divide_rows_are_refused(data, tmp_path, capsys, bindings, words):
     own = gin(*ADAPTER, *bindings)
-    assert main.main(["hidden", EXPERIMENT, "--out", str(tmp_path / "states"), *data, *own]) == exit_codes.USER_ERROR
+    assert (
+        main.main(["cache-hidden-states", EXPERIMENT, "--out", str(tmp_path / "states"), *data, *own])
+        == exit_codes.USER_ERROR
+    )
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "states").exists()
