@@ -67,7 +67,7 @@ def check(
 ) -> Checked:
     """Checks configuration, layout, data, run directory and memory; reports mistakes as findings and writes nothing."""
     findings: list[Finding] = []
-    program = None
+    bound = None
     if hosts not in _AWAY:
         published_files.use_copies(run_dir)
     built = _attempt(CONFIGURATION, lambda: _build(path, bindings, slice_name), findings)
@@ -76,15 +76,11 @@ def check(
         if project := experiment.logging.wandb_project:
             _attempt("metrics", lambda: (metrics.require_wandb(project), f"and in {project}"), findings)
         first, *later = experiment.spans()
-        own = first.experiment
-        meant, program = _attempt(LAYOUT, lambda: _bind(own, smoked=smoked), findings) or (own, None)
-        if program is not None:
-            findings += _row_coupling(own)
-        findings += _data_of(first, smoked=smoked, hosts=hosts)
+        bound = _phase(first, findings, smoked=smoked, hosts=hosts)
         if later or experiment.is_one_phase:
             _attempt("phases", lambda: (experiment.require_trainable(), f"{len(later) + 1}"), findings)
         for span in later:
-            findings += _later(span, smoked=smoked, hosts=hosts)
+            _phase(span, findings, smoked=smoked, hosts=hosts)
         if (place := experiment.checkpointing.checkpoint_mirror) and not smoked and hosts not in _AWAY:
             _attempt("copies", lambda: (_check_copies(run_dir, place, experiment), place), findings)
     if hosts in _AWAY:
@@ -92,15 +88,15 @@ def check(
             "files", lambda: ((shipment := workstation.require_small(environment.WORKSPACE)), str(shipment)), findings
         )
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
-    if program is not None:
+    if bound is not None:
+        meant, program = bound
         if not smoked and _sees_run(run_dir, hosts):
             findings.append(_checkpoint(path, config, experiment, program, run_dir, hosts))
         if not smoked and (hosts == "simulated" or (hosts == "here" and not slices.get(experiment.slice).is_tpu)):
             _attempt("disk", lambda: (continuation.require_space(run_dir, experiment, program), "enough"), findings)
         if initial := _initial_parameters(meant, program, run_dir, hosts):
             findings.append(initial)
-        findings += _memories(meant, program, hosts, with_activations=not smoked and hosts != "simulated")
-    return Checked(tuple(findings), config, experiment, program)
+    return Checked(tuple(findings), config, experiment, bound and bound[1])
 
 
 def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
@@ -109,22 +105,22 @@ def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
     copying.check_place(run_dir, place, hosts=slices.get(experiment.slice).hosts)
 
 
-def _later(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
-    """Checks a phase after the first."""
+def _phase(span: Span, findings: list[Finding], *, smoked: bool, hosts: Hosts) -> tuple[Experiment, Program] | None:
+    """Checks layout, memory and data of a phase, and where the data can be read from here, how often it reads them.
+
+    Returns what `_bind` does; None if the layout does not fit.
+    """
     found: list[Finding] = []
     if bound := _attempt(LAYOUT, lambda: _bind(span.experiment, smoked=smoked), found):
         found += _row_coupling(span.experiment)
         found += _memories(*bound, hosts, with_activations=not smoked and hosts != "simulated")
-    found += _data_of(span, smoked=smoked, hosts=hosts)
-    return [finding._replace(name=f"{finding.name} of phase {span.number}") for finding in found]
-
-
-def _data_of(span: Span, *, smoked: bool, hosts: Hosts) -> list[Finding]:
-    """Checks the data of a phase, and where it can be read from here, how often the phase reads it."""
-    found = data(span.experiment, smoked=smoked, hosts=hosts)
-    if smoked or hosts in _AWAY or not is_ready(found):
-        return found
-    return [*found, *(Finding("data", False, problem) for problem in span.repeats())]
+    read = data(span.experiment, smoked=smoked, hosts=hosts)
+    found += read
+    if is_ready(read) and not smoked and hosts not in _AWAY:
+        found += [Finding("data", False, problem) for problem in span.repeats()]
+    of = f" of phase {span.number}" if span.number > 1 else ""
+    findings += [finding._replace(name=finding.name + of) for finding in found]
+    return bound
 
 
 def require(path: str, **options: Any) -> Checked:
