@@ -7,6 +7,7 @@ number of consecutive rows each source has its share, rounded up or down.
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -129,7 +130,10 @@ class MixedChunks(Chunks):
     """
 
     def __init__(self, sources: Sequence[Chunks], weights: Sequence[float], spec: StreamSpec) -> None:
-        self._sources, self._weights, self._spec = sources, tuple(map(Fraction, weights)), spec
+        exact = tuple(map(Fraction, weights))
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        self._sources, self._spec = sources, spec
+        self._weights = [int(weight * scale) for weight in exact]  # integers are faster
         self._number = 0  # of the next chunk of this stream
         self._left = list(range(len(sources)))  # of a stream that reads every source once
 
@@ -147,7 +151,7 @@ class MixedChunks(Chunks):
     def next_segment(self, most: int) -> packing.Segment | None:
         while self._left:
             number = self._number * self._spec.num_streams + self._spec.index
-            place = source_of(number, tuple(self._weights[source] for source in self._left))
+            place = source_of(number, [self._weights[source] for source in self._left])
             if segment := self._sources[self._left[place]].next_segment(most):
                 self._number += 1
                 return segment
@@ -156,7 +160,7 @@ class MixedChunks(Chunks):
         return None
 
 
-def source_of(row: int, weights: tuple[Fraction, ...]) -> int:
+def source_of(row: int, weights: Sequence[Fraction | int]) -> int:
     """Returns the number of the source of a row.
 
     The sources are halved again and again. Of the first n rows of a group, floor(n * share) are of its first half: in
@@ -165,9 +169,9 @@ def source_of(row: int, weights: tuple[Fraction, ...]) -> int:
     begin, end = 0, len(weights)
     while end - begin > 1:
         middle = (begin + end) // 2
-        share = sum(weights[begin:middle]) / sum(weights[begin:end])
-        before = row * share.numerator // share.denominator
-        if (row + 1) * share.numerator // share.denominator > before:
+        first, both = sum(weights[begin:middle]), sum(weights[begin:end])
+        before = int(row * first // both)
+        if (row + 1) * first // both > before:
             row, end = before, middle
         else:
             row, begin = row - before, middle

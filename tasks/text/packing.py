@@ -37,7 +37,9 @@ def text_segment(ids: np.ndarray, *, bos_id: int, prompt: int = 0) -> Segment:
     """
     inputs = np.empty_like(ids)
     inputs[0], inputs[1:] = bos_id, ids[:-1]
-    return Segment(inputs, ids, (np.arange(len(ids)) >= prompt).astype(np.float32))
+    weights = np.ones(len(ids), np.float32)
+    weights[: max(prompt, 0)] = 0
+    return Segment(inputs, ids, weights)
 
 
 Row = list[Segment]

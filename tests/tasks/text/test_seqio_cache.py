@@ -386,3 +386,15 @@ def test_real_processes_fill_the_cache_and_a_run_imports_neither_seqio_nor_tenso
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "question:"
         assert len(done.stdout.splitlines()) == lines
+
+
+def test_a_cache_is_written_to_a_bucket_and_read(files, tmp_path, bucket, monkeypatch):
+    for key, value in bucket.environment.items():
+        monkeypatch.setenv(key, value)
+    layout = DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3))
+    here, there = (filled("prefix", at, inputs=True) for at in (tmp_path / "cache", "gs://caches/prefix"))
+    again = make("prefix", "gs://caches/prefix", inputs=True)
+    assert again.problems() == []
+    assert again.fingerprint() == there.fingerprint() == here.fingerprint()
+    ours, theirs = (next(task.train(layout, seed=1)) for task in (here, again))
+    assert all(np.array_equal(values, theirs[key]) for key, values in ours.items())
