@@ -147,10 +147,12 @@ class DocumentStream(packing.PackedStream):
 
     KINDS = MappingProxyType({"window": int, "source": dict})
 
-    def __init__(self, chunks: Chunks, spec: StreamSpec, *, concatenates: bool = False) -> None:
-        """Opens the stream at its start; see `TokenCache` for `concatenates`."""
+    def __init__(
+        self, chunks: Chunks, spec: StreamSpec, *, concatenates: bool = False, window_ids: int | None = None
+    ) -> None:
+        """Opens the stream at its start; see `TokenCache` for `concatenates`; `window_ids`: default WINDOW_IDS."""
         super().__init__(spec, packing.in_order if concatenates else packing.first_fit)
-        self._chunks, self._concatenates = chunks, concatenates
+        self._chunks, self._concatenates, self._window_ids = chunks, concatenates, window_ids
         self._window = 0
 
     def _position(self) -> dict[str, Any]:
@@ -166,7 +168,9 @@ class DocumentStream(packing.PackedStream):
     def _next_window(self) -> list[packing.Segment]:
         """The order depends on the seed, the stream and the number of the window alone."""
         spec = self._spec
-        wanted = spec.length * int(np.clip(WINDOW_IDS // spec.length, 16, 64 if spec.seed is None else 1024))
+        wanted = spec.length * int(
+            np.clip((self._window_ids or WINDOW_IDS) // spec.length, 16, 64 if spec.seed is None else 1024)
+        )
         segments: list[packing.Segment] = []
         taken = 0
         while taken < wanted:

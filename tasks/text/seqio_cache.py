@@ -28,7 +28,7 @@ from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from core.training import run_lock
 from tasks.streams import Stream
-from tasks.text import seqio_pipeline
+from tasks.text import document_streams, seqio_pipeline
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
 from tasks.text.documents import StreamSpec
 from tasks.text.ids import Vocabulary
@@ -188,7 +188,9 @@ class SeqioCache(DocumentSource):
         return self._caches(self.saved)
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        return DocumentStream(self.chunks(spec), spec)
+        # Windows of a small task have its ids once, so that the first batch does not wait for many epochs.
+        ids = sum(cache.about["splits"][spec.split]["tokens"] for cache in self._opened) // spec.num_streams
+        return DocumentStream(self.chunks(spec), spec, window_ids=min(document_streams.WINDOW_IDS, ids + 1))
 
     def chunks(self, spec: StreamSpec) -> Chunks:
         """Opens the examples of one stream at its start, mixed by their rates. Raises UserError without a cache."""

@@ -44,7 +44,8 @@ SHARD_TOKENS, BLOCK_TOKENS = 2**23, 2**13
 _SHARD_DOCUMENTS, _BLOCK_DOCUMENTS = 2**20, 2**10
 _BOUNDS = 256  # documents whose bounds are requested at a time
 _REQUEST_TOKENS = 2**15  # at least; at most one chunk more
-AHEAD_TOKENS = 2**18  # of a stream that are read ahead: 1 MiB at most
+AHEAD_TOKENS = 2**18  # of a stream that are read ahead: 1 MiB at most, or what one epoch gives it
+_LEAST_AHEAD = 2**12
 _BOUNDS_BYTES, _TOKENS_BYTES = 2**28, 2**26  # of decompressed blocks that are kept
 
 
@@ -244,6 +245,7 @@ class _Documents(Chunks):
     def __init__(self, cache: TokenCache, spec: StreamSpec) -> None:
         self._cache, self._spec, self._split = cache, spec, cache.split(spec.split)
         self._arrays = cache.arrays(spec.split)
+        self._most_ahead = min(AHEAD_TOKENS, max(self._split.tokens // spec.num_streams, _LEAST_AHEAD))
         self._epochs = np.cumsum([0, *cache.about["splits"][spec.split].get("epochs", [self._split.documents])])
         self.move({"document": 0, "id": 0})
 
@@ -305,7 +307,7 @@ class _Documents(Chunks):
     def _verified_piece(self) -> tuple[_Piece, np.ndarray] | None:
         found = next(self._ready, None)
         if found is None:
-            while self._ahead < AHEAD_TOKENS and self._request():
+            while self._ahead < self._most_ahead and self._request():
                 pass
             if not self._requested:
                 return None
@@ -333,10 +335,10 @@ class _Documents(Chunks):
         self._crc = 0
 
     def _request(self) -> bool:
-        """Requests the next pieces of about 2^15 ids. Returns False if there are no more."""
+        """Requests the next pieces, of about 2^15 ids at most. Returns False if there are no more."""
         pieces: list[_Piece] = []
         size = 0
-        while size < _REQUEST_TOKENS and (piece := next(self._pieces, None)):
+        while size < min(_REQUEST_TOKENS, self._most_ahead) and (piece := next(self._pieces, None)):
             pieces.append(piece)
             size += piece.stop - piece.start
         if not pieces:
