@@ -1,6 +1,8 @@
 """Pipelines compiled by the TPU compiler: no weights are sent inside ticks, and saved values."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import pytest
@@ -10,6 +12,7 @@ from core import optimizers, slices
 from models.decoder import transformer
 from parallel import partitioner, strategies
 from parallel.compiled import analysis, compiling
+from parallel.compiled.hlo import executions, program
 from parallel.pipeline import region, schedules
 from tasks import streams
 
@@ -22,10 +25,12 @@ MAKE = {
     "gpipe": schedules.gpipe,
     "1F1B": schedules.one_f_one_b,
     "circular": functools.partial(schedules.circular, repeats=2),
+    "interleaved": functools.partial(schedules.interleaved, repeats=2),
+    "zero-bubble": schedules.zero_bubble,
 }
 
 
-def compile_(name, microbatches, stages=4, **degrees):
+def compile_(name, microbatches, stages=4, remat="full", **degrees):
     """For v4-32 with fsdp 4, a row of every chip in a microbatch."""
     rows = 4 * microbatches
     spec = streams.batch_spec(rows, length=LENGTH)
@@ -34,7 +39,7 @@ def compile_(name, microbatches, stages=4, **degrees):
     slice_ = slices.get("v4-32")
     bound = partitioner.Partitioner(tables, slice=slice_, devices=compiling.devices_of(slice_))
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
-    return analysis.analyze(bound.program(MODEL, optimizer, spec, seed=0))
+    return analysis.analyze(bound.program(dataclasses.replace(MODEL, remat=remat), optimizer, spec, seed=0))
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +55,27 @@ def inside_of_ticks(found):
 @pytest.mark.slow
 @pytest.mark.covers("M12")
 @pytest.mark.compiled("v4-32")
-@pytest.mark.parametrize("name", ["gpipe", "circular", "1F1B"])
+@pytest.mark.parametrize("name", MAKE)
 def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
     found = analyze(name, 8)
     trips = {loop.trips for loop in found.costs.loops}
-    # ticks, and the layers that a stage runs in one
-    assert {"gpipe": {11, 4}, "1F1B": {3, 8, 4}, "circular": {19, 2}}[name] == trips
+    schedule = MAKE[name](num_microbatches=8)
+    ticks = {"gpipe": {11}, "circular": {19}, "1F1B": {3, 8}, "interleaved": {7, 4}, "zero-bubble": {3, 5}}[name]
+    assert trips == ticks | {MODEL.num_layers // schedule.layer_unit(4)}  # and the layers that a stage runs in one
+    if isinstance(schedule, schedules.OneFOneB):
+        assert ticks == {phase.ticks for _, phases in schedule.rounds(4) for phase in phases}
     inside = inside_of_ticks(found)
     assert not {pair for pair in inside if pair[0] != "stage"}
-    assert {kind for _, kind in inside} == {"collective-permute"} | ({"all-reduce"} if name == "1F1B" else set())
+    assert {kind for _, kind in inside} == {"collective-permute"} | (
+        {"all-reduce"} if isinstance(schedule, schedules.OneFOneB) else set()
+    )
     activation = LENGTH * MODEL.embed_dim * 4
     assert max(c.payload_bytes / c.times for c in found.collectives if c.loops) <= 2 * activation
     e, m, h = MODEL.embed_dim, MODEL.mlp_dim, MODEL.num_heads * MODEL.head_width
     a_stage = MODEL.num_layers // 4 * (4 * e * h + 3 * e * m)
     head = 2 * e * MODEL.stored_vocab_size // 4  # and the embedding
     gathered = sum(c.payload_bytes for c in found.collectives if c.axes == ("fsdp",) and c.kind == "all-gather")
-    assert gathered == 2 * (a_stage + head)  # bytes of bfloat16
+    assert gathered == 2 * a_stage + 4 * head  # layers in bfloat16, the two tables of the vocabulary in float32
 
 
 @pytest.mark.slow
@@ -103,3 +113,17 @@ def test_memory_of_1f1b_does_not_grow_with_layers_times_microbatches(analyze):
     inputs = 24 * 4 * LENGTH * MODEL.embed_dim * 2
     assert grown["gpipe"] > inputs / 2
     assert grown["1F1B"] < inputs / 10
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-32")
+@pytest.mark.parametrize("name", ["gpipe", "1F1B", "interleaved"])
+def test_loops_carry_what_remat_saves_of_the_microbatches_in_flight(name, analyze):
+    """The input of a layer and the outputs of its products but the last, for every place and one more for bubbles."""
+    schedule = MAKE[name](num_microbatches=8)
+    saved = (MODEL.num_layers // schedule.layer_unit(4), schedule.kept(4) + 1, 1, LENGTH)
+    module = program.parse(analyze(name, 8, remat="projections").compiled.hlo)
+    loops = [e.instruction.arrays for e in executions.walk(module) if e.instruction.opcode == "while"]
+    carried = max(sum(math.prod(a.dims) for a in arrays if a.dims[:4] == saved and len(a.dims) > 4) for arrays in loops)
+    e, m, h = MODEL.embed_dim, MODEL.mlp_dim, MODEL.num_heads * MODEL.head_width
+    assert carried == math.prod(saved) * (2 * e + 3 * h + 2 * m)
