@@ -34,8 +34,8 @@ from tasks.text.documents import StreamSpec
 from tasks.text.ids import Vocabulary
 from tasks.text.mixed_documents import MixedChunks
 from tasks.text.sentencepieces import SentencePiece
-from tasks.text.seqio_pipeline import SPLITS, Asked, Lane
-from tasks.text.token_cache import FORMAT, TokenCache
+from tasks.text.seqio_pipeline import Asked, Lane
+from tasks.text.token_cache import FORMAT, SPLITS, TokenCache
 from tasks.text.token_writer import Batch, Converted, Counts, Writer
 from tasks.text.vocabularies import Bytes
 
@@ -70,7 +70,7 @@ class SeqioCache(DocumentSource):
         file = paths.resolve(self.path) / FILE
         try:
             found = foreign_json.load_object(file.read_bytes(), _KINDS)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except foreign_json.MalformedError as error:
             raise UserError(f"{file} is damaged: {error}; remove {self.path}, and start again") from error
@@ -269,7 +269,7 @@ class _TaskJob:
         from tasks.text import tokenizing
 
         sizes = {name: paths.resolve(name).stat().length for name in self._about["files"]}
-        vocabulary = self._cache.definition["vocabulary"]
+        vocabulary = {key: value for key, value in self._cache.definition["vocabulary"].items() if key != "model"}
         begun = {
             "format": FORMAT,
             "vocabulary": {"name": self._name, "described": f"the vocabulary of {self._name}"} | vocabulary,

@@ -24,9 +24,9 @@ import numpy as np
 
 from core.errors import UserError
 from tasks.text import seqio_tasks
+from tasks.text.token_cache import SPLITS
 from tasks.text.token_writer import Converted
 
-SPLITS = ("train", "validation")
 _SHOWN = 400  # characters of an error
 
 
@@ -311,7 +311,7 @@ def answer(future: concurrent.futures.Future) -> Any:
     except concurrent.futures.process.BrokenProcessPool as error:
         raise UserError(
             "a process that runs the seqio pipeline ended, often for lack of memory: run the same command again with "
-            "fewer --processes; it continues"
+            "fewer --processes; it continues. A program of your own must call Renga below if __name__ == '__main__'"
         ) from error
 
 

@@ -265,6 +265,8 @@ def test_a_folder_of_something_else_is_an_error(files, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"other files .*notes\.txt"):
         make("prefix", tmp_path, inputs=True).corpus.fill()
+    with pytest.raises(UserError, match=r"notes\.txt"):
+        make("prefix", tmp_path / "notes.txt", inputs=True).corpus.fill()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
