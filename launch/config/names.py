@@ -24,6 +24,7 @@ from launch.config.sources import Reader
 from launch.config.statements import (
     Binding,
     ConfigProblem,
+    Macro,
     Reference,
     did_you_mean,
     import_line,
@@ -62,6 +63,22 @@ class _UntrustedError(_UnresolvedError):
         )
 
 
+def _names_module(binding: Binding) -> bool:
+    """Returns whether a binding names the module that `text.seqio` imports."""
+    return binding.selector.rpartition(".")[2] == "seqio" and binding.parameter == "module"
+
+
+def _module_macros(bindings: Iterable[Binding]) -> set[str]:
+    """Returns the macros that a module is named with, also through other macros."""
+    found: set[str] = set()
+    while True:
+        read = [b.value for b in bindings if _names_module(b) or (b.is_macro and b.selector in found)]
+        names = {value.name.rpartition("/")[2] for value in read if isinstance(value, Macro)}
+        if names <= found:
+            return found
+        found |= names
+
+
 class Names:
     """Resolves the names in sources to constructors.
 
@@ -83,6 +100,7 @@ class Names:
         self.unresolved: list[str] = []
         self.own_modules: set[str] = set()
         self._unclear, sources = reader.unclear, reader.sources
+        self._module_macros = _module_macros(reader.bindings)
         others = {name: source for name, source in sources.items() if name != reader.experiment}
         named = {statement.module for source in others.values() for statement in source.imports}
         self._trust = {reader.experiment: trust.also(named)} if trust else {}
@@ -109,11 +127,11 @@ class Names:
             return dataclasses.replace(leaf, target=self._find(leaf.selector, binding, written=str(leaf)))
 
         target = None if binding.is_macro else self._find(binding.selector, binding, written=binding.name)
-        trust = self._trust.get(binding.file)
-        if trust and target and not trust.allows_value(target, binding.parameter, binding.value):
-            error = _UntrustedError(str(binding.value))
-            self.problems.append(binding.problem(str(error), actual=str(binding), **error.details))
-        return dataclasses.replace(binding, target=target, value=transform(binding.value, change))
+        value, trust = transform(binding.value, change), self._trust.get(binding.file)
+        names_module = binding.selector in self._module_macros if binding.is_macro else _names_module(binding)
+        if trust and names_module and not isinstance(value, Macro) and not trust.allows_module(value):
+            value = None  # a task whose cache is written needs no module
+        return dataclasses.replace(binding, target=target, value=value)
 
     def root(self, path: str) -> Constructor:
         """Returns the constructor with this full name, such as `launch.experiment.Experiment`."""

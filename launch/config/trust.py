@@ -3,9 +3,9 @@
 The configuration of an experiment file is the user's own, and may import and call anything. That of a run, or of a
 checkpoint, can come from a stranger: if its text could name any function, reading a run would run any program. So it
 may name the constructors listed here, those of optax, and those of modules that the user's command imports itself
-(`--gin "import MODULE"`). None of those listed here starts a program, or imports a module that its arguments name,
-except `text.seqio`, whose argument `module` is checked in the same way. A task reads, and may build, its data where its
-settings say, with the libraries that read them.
+(`--gin "import MODULE"`). None of those listed here starts a program or imports a module that its arguments
+name: the argument `module` of `text.seqio` is left out unless that module may be imported. A task reads, and may build,
+its data where its settings say, with the libraries that read them.
 """
 
 from collections.abc import Collection
@@ -55,7 +55,6 @@ _NAMES = {
     "tasks.vision": "questions random_questions",
     "tasks.text.vocabularies": "bytes named sentencepiece tokenizer trained_sentencepiece",
 }
-_IMPORTING = ("tasks.text", "seqio", "module")  # module, constructor and parameter
 CONSTRUCTORS = {module: frozenset(names.split()) for module, names in _NAMES.items()}
 _OPTAX = "optax"
 
@@ -82,10 +81,8 @@ class Trust:
             return True
         return _is_within(module, _OPTAX) and _is_within(str(constructor.target.__module__), _OPTAX)
 
-    def allows_value(self, constructor: Constructor, parameter: str, value: object) -> bool:
-        """Returns whether a parameter may have a value, as far as the value names a module to import."""
-        if (constructor.module.removeprefix(PACKAGE), constructor.name, parameter) != _IMPORTING:
-            return True
+    def allows_module(self, value: object) -> bool:
+        """Returns whether a task may import the module that is named; the name is left out otherwise."""
         return value is None or (isinstance(value, str) and self.allows_import(value))
 
     def _is_trusted(self, module: str) -> bool:

@@ -30,11 +30,6 @@ STRANGE = {
         "X = @vocabularies.check_fits()",
         "tasks.text.vocabularies",
     ),
-    "the module of a task": (
-        "from tasks import text as others",
-        "others.seqio.module = 'antigravity'",
-        "antigravity",
-    ),
     "a library": ("from jax import numpy", "X = @numpy.save()", "jax.numpy"),
 }
 
@@ -92,6 +87,21 @@ def test_a_trusted_module_is_imported_with_what_it_contains(saved, tmp_path, mon
     for allowed in ("theirs", "theirs.prompts"):
         found = config.load("runs/theirs/config.gin", text=text, trust=Trust([allowed]))
         assert found.build().evaluation.prompt == "def "
+
+
+TASK = ["from tasks import text", "TASK = @text.seqio()", "text.seqio.module = %MODULE", "text.seqio.name = 'a'"]
+TASK += ["MODULE = 'json.tool'", "text.seqio.length = %LENGTH", "text.seqio.num_streams = %NUM_STREAMS"]
+
+
+def test_the_module_of_a_task_is_trusted_like_an_import():
+    text = config.load("gin/quickstart.gin", bindings=TASK).text
+    for trusted, flags, module in (
+        ([], [], None),
+        (["json"], [], "json.tool"),
+        ([], ["from json import tool"], "json.tool"),
+    ):
+        found = config.load("runs/theirs/config.gin", text=text, trust=Trust(trusted), bindings=flags)
+        assert found.build().task.corpus.asked.module == module
 
 
 def test_constructors_of_optax_are_public():

@@ -158,8 +158,8 @@ PROMPT = ''
     assert "likelihood" in scored.stdout
     assert launch("evaluate", run_dir, "--task", "nosuch", *trusted).returncode == 2
 
-    untrusted = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")
-    assert (untrusted.returncode, '--gin "import own_sums"' in " ".join(untrusted.stderr.split())) == (2, True)
+    without = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")  # the cache has the vocabulary
+    assert without.returncode == 0, without.stderr
 
 
 def test_samples_belong_to_other_benchmarks(capsys):
