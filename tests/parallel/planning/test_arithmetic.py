@@ -113,6 +113,7 @@ CYCLES = [
     (schedules.gpipe(num_microbatches=32), "full", 4356),
     (schedules.gpipe(num_microbatches=32, save="stage"), "full", 5525),
     (schedules.one_f_one_b(num_microbatches=32), "full", 4435),
+    (schedules.interleaved(num_microbatches=32, repeats=4), "attention", 4794),
 ]
 
 
