@@ -186,15 +186,16 @@ _VALIDATED = "gin/quickstart.gin"  # what `validate` took if none was named
 def current(argv: Sequence[str]) -> list[str]:
     """Returns a command line with the current names; prints a note for each old one."""
     command, *words = argv
-    if command == "pod" and words[1:2] == ["validate"]:  # SLICE validate [EXPERIMENT.gin] [--flags]
-        named = [word for word in words[2:3] if not word.startswith("-")]
+    if command == "pod" and "validate" in words[1:]:  # SLICE validate [EXPERIMENT.gin] [--flags]
+        at = words.index("validate", 1)
+        named = [word for word in words[at + 1 : at + 2] if word.endswith(".gin")]
         _note("pod.sh SLICE validate", "pod.sh SLICE EXPERIMENT.gin --check slice")
-        words = [words[0], *(named or [_VALIDATED]), *words[2 + len(named) :], "--check", "slice"]
+        words = [*words[:at], *(named or [_VALIDATED]), *words[at + 1 + len(named) :], "--check", "slice"]
     if command in _OLD_COMMANDS:
         new, *level = _OLD_COMMANDS[command]
         _note(f"launch/run {command}", f"launch/run {' '.join(_OLD_COMMANDS[command])}")
         if command == "validate" and not any(word.endswith(".gin") for word in words):
-            words = [*words[:1], _VALIDATED, *words[1:]]
+            words = [*words, _VALIDATED]
         command, words = new, [*words, *level]
     return [command, *_with_current_flags(command, words)]
 
@@ -208,8 +209,8 @@ def _with_current_flags(command: str, words: Sequence[str]) -> list[str]:
             found += [*new, *([value] if is_assigned else [])]
         elif word == "--check" and "--smoke" in words:  # of which the level is smoke
             continue
-        elif word == "--check" and after and after not in LEVELS and not after.startswith("-"):
-            found += [word, LEVELS[0]]  # it had no value
+        elif word == "--check" and (after == LOCAL or after.endswith(".gin") or any(map(str.isdigit, after))):
+            found += [word, LEVELS[0]]  # it had no value: the slice or the experiment follows
         else:
             found.append(word)
     return found

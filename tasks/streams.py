@@ -202,6 +202,9 @@ def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
     try:
         return foreign_json.load_object(state, kinds)
     except foreign_json.MalformedError as error:
+        if state.startswith(b"PK"):  # a zip: the iterators of tf.data
+            fix = "the run read a seqio task with tf.data: set text.seqio.live = True to continue it"
+            raise UserError(f"the position in the data {_NO_POSITION}: {fix}") from error
         raise UserError(f"{state[:40]!r}... {_NO_POSITION}: {error}") from error
 
 

@@ -218,7 +218,7 @@ def options(parser):
 
 @pytest.mark.covers("E05")
 def test_commands_within_sentences_exist_and_have_the_flags_that_they_show():
-    """They are often incomplete, such as `launch/run evaluate --rows all`, so that they are not parsed."""
+    """They are often incomplete, such as `launch/run evaluate --num-examples all`, so that they are not parsed."""
     checked, known = 0, {}
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -1,1 +1,1 @@
-"""Commands that need no folder of their own, and kinds of `build`; `environment.declared` finds them by `COMMAND`."""
+"""Commands that need no folder of their own, and kinds of `make-dataset`; `COMMAND` is how they are found."""

@@ -109,16 +109,16 @@ def run(args: argparse.Namespace) -> int:
         _refuse_unused(args, (*_READ_BY_RUNS, *more))
     if args.scale_from:
         args.gin = _scaled(args, slice_)
-    if args.check == "config" or (args.check in ("hosts", "slice") and not tpus):
-        where = ["--simulate"] if args.simulate else ["--ship"] if tpus else []
-        options = flags.passed_on(args, "--gin", "--run-dir")
-        return _become(["check", slice_.name, args.experiment, "--level", args.check, *options, *where])
     if args.dry_run and not tpus:
         why = "this is a host of a TPU slice" if is_here else "no TPU is named"
         raise UserError(
             f"--dry-run prints what a workstation would send to a TPU, and {why}: "
             "give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE"
         )
+    if args.check == "config" or (args.check in ("hosts", "slice") and not tpus):
+        where = ["--simulate"] if args.simulate else ["--ship"] if tpus else []
+        options = flags.passed_on(args, "--gin", "--run-dir")
+        return _become(["check", slice_.name, args.experiment, "--level", args.check, *options, *where])
     if args.simulate:
         return _simulate(args, slice_)
     if tpus:

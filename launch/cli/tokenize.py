@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import time
 
 from core import units
 from core.errors import UserError
@@ -10,7 +9,8 @@ from core.files import paths
 from core.training import run_lock
 from launch import flags
 from tasks import text
-from tasks.text import decontamination, near_duplicates, token_cache, token_writer, tokenizing
+from tasks.text import decontamination, near_duplicates, token_cache, tokenizing
+from tasks.text.token_writer import Progress
 
 COMMAND = ("runs", "tokenize")
 HELP = "convert text, or a registered seqio task, to ids: a token cache for text.tokens or text.seqio"
@@ -19,7 +19,6 @@ EXAMPLE = """launch/run tokenize --task my_task --module my_tasks --length 2048 
   launch/run tokenize --data 'books/*.parquet' --field content --vocabulary bytes --out runs/tokens --skip-bad"""
 _WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "--out")
 _WORDS_IN_COMMON = 13
-_SECONDS = 10.0  # between two lines of progress
 _LEFT_OUT = {
     "malformed": "malformed",
     "blank": "only white space",
@@ -28,7 +27,17 @@ _LEFT_OUT = {
 }
 _SIMILARITY = 0.8
 _OF_TASKS = ("module", "length", "inputs_length", "epochs")
-_OF_TEXT = ("data", "validation", "vocabulary", "exclude", "exclude_words", "exclude_characters", "deduplicate")
+_OF_TEXT = (
+    "data",
+    "validation",
+    "vocabulary",
+    "exclude",
+    "exclude_words",
+    "exclude_characters",
+    "deduplicate",
+    "field",
+    "skip_bad",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="PATTERN", action="append", default=[], help=help_)
     help_ = "files for validation, or a split of the dataset; default: 5 %% of the documents, by the hash of their text"
     parser.add_argument("--validation", metavar="PATTERN", action="append", default=[], help=help_)
-    parser.add_argument("--field", default="text", help="JSON key or column of the text (default: text)")
+    parser.add_argument("--field", help="JSON key or column of the text (default: text)")
     help_ = "folder of a published model, a SentencePiece .model, or bytes"
     parser.add_argument("--vocabulary", metavar="NAME", help=help_)
     help_ = (
@@ -88,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     job = tokenizing.Job(
         tuple(args.data),
         tuple(args.validation),
-        args.field,
+        args.field or "text",
         args.vocabulary,
         args.out,
         args.skip_bad,
@@ -102,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     lock = run_lock.RunLock.acquire(args.out, say=_say, words=_WORDS)
     try:
         about = tokenizing.run(
-            job, processes=processes, say=_say, report=_Progress(), check=lambda: lock.check(now=True)
+            job, processes=processes, say=_say, report=Progress(_say), check=lambda: lock.check(now=True)
         )
     except KeyboardInterrupt:
         _say("interrupted: run the same command again to continue")
@@ -115,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_task(args: argparse.Namespace) -> int:
     """Writes the cache of a registered seqio task."""
-    if alone := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name) not in (None, [])]:
+    if alone := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name) not in (None, [], False)]:
         raise UserError(f"{' and '.join(alone)} cannot be given with --task, which defines its own sources and ids")
     if args.length is None:
         raise UserError("--length must be given with --task: the tokens per row of the runs, at which features are cut")
@@ -124,7 +133,11 @@ def _run_task(args: argparse.Namespace) -> int:
     if problems := [*task.problems(), *task.example_problems()]:
         raise UserError("\n".join(problems))
     is_complete = task.corpus.saved is not None
-    task.corpus.fill(processes=args.processes, say=_say, report=_Progress())
+    try:
+        task.corpus.fill(processes=args.processes, say=_say)
+    except KeyboardInterrupt:
+        _say("interrupted: run the same command again to continue")
+        raise
     if is_complete:
         _say(f"{task.corpus.describe()}: is complete")
     _say(f"  to train on it: gin/tasks/seqio.gin with TASK_NAME = {args.task!r}, TASK_MODULE = {args.module!r}")
@@ -154,29 +167,6 @@ def _require_free(out: str) -> None:
     if names - {run_lock.FILE} and not names & {token_cache.COMPLETE, token_cache.STARTED}:
         found = ", ".join(units.shortened(sorted(names), most=3))
         raise UserError(f"--out {out} has other files ({found}): give a new folder")
-
-
-class _Progress:
-    """Prints a line of progress every 10 s."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-        self._before: tuple[int, float] | None = None  # tokens and fraction when this command began
-
-    def __call__(self, counts: token_writer.Counts) -> None:
-        now, tokens = time.monotonic(), counts.total("tokens")
-        if self._before is None:
-            self._before, self._start = (tokens, counts.fraction), now
-        if now - self._last < _SECONDS:
-            return
-        self._last = now
-        rate = (tokens - self._before[0]) / max(now - self._start, 1e-3)
-        done = counts.fraction - self._before[1]
-        left = (1 - counts.fraction) * (now - self._start) / done if done > 0 else None
-        _say(
-            f"{counts.fraction:6.1%}  {counts.total('documents'):,} documents  {tokens:,} tokens  "
-            f"{rate:,.0f} tokens/s  ETA {units.clock(left) if left is not None else '–'}"
-        )
 
 
 def _summarize(out: str, about: dict) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
 INIT_FROM = "init_from"  # in the metadata of checkpoints: what the run was initialized from
-DATA_SECONDS = 3600.0  # limit for one host's work on the data; a longer build belongs in launch/run make-dataset
+DATA_SECONDS = 3600.0  # limit for one host's work; longer: launch/run make-dataset or tokenize
 
 
 @dataclasses.dataclass(frozen=True)

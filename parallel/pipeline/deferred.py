@@ -153,40 +153,36 @@ def _cut(
     waiting: dict[Any, None] = {}
     again: set[int] = set()
 
-    def follows(v: Any, tried: dict[Any, bool]) -> bool:
-        """Returns whether `v` need not wait; `tried` has the answers for what the first part makes."""
-        if isinstance(v, Literal) or v in free or v in waiting or maker.get(v) in again:
-            return True
-        if v not in maker:
-            return False
-        if maker[v] not in first:
-            return True
-        if v not in tried:
-            equation = jaxpr.eqns[maker[v]]
-            tried[v] = not _is_costly(equation) and all([follows(read, tried) for read in equation.invars])
-        return tried[v]
-
     reads = [v for i in later for v in jaxpr.eqns[i].invars]
     reads = [v for v in (*reads, *results) if not isinstance(v, Literal)]
     for v in sorted(dict.fromkeys(reads), key=lambda v: maker.get(v, -1)):
-        tried: dict[Any, bool] = {}
-        if follows(v, tried):
-            again |= _closure(jaxpr, maker, v, first, {*free, *waiting})
-        else:
+        repeated = _repeatable(jaxpr, maker, v, first, known={*free, *waiting})
+        if repeated is None:
             waiting[v] = None
+        else:
+            again |= repeated
     return again, list(waiting)
 
 
-def _closure(jaxpr: Jaxpr, maker: Mapping[Any, int], v: Any, first: set[int], known: set[Any]) -> set[int]:
-    """Returns the operations of the first part that compute `v` from known variables."""
+def _repeatable(jaxpr: Jaxpr, maker: Mapping[Any, int], v: Any, first: set[int], *, known: set[Any]) -> set[int] | None:
+    """Returns the operations of the first part that compute `v` from known variables; None if `v` has to wait.
+
+    It has to wait if one of them is costly, or reads an input that the second part does not have.
+    """
     found: set[int] = set()
     open_ = [v]
     while open_:
         v = open_.pop()
-        if isinstance(v, Literal) or v in known or maker[v] not in first or maker[v] in found:
+        if isinstance(v, Literal) or v in known:
             continue
-        found.add(maker[v])
-        open_ += jaxpr.eqns[maker[v]].invars
+        if v not in maker:
+            return None
+        if (at := maker[v]) not in first or at in found:
+            continue
+        if _is_costly(jaxpr.eqns[at]):
+            return None
+        found.add(at)
+        open_ += jaxpr.eqns[at].invars
     return found
 
 

@@ -36,7 +36,7 @@ from tasks.text.mixed_documents import MixedChunks
 from tasks.text.sentencepieces import SentencePiece
 from tasks.text.seqio_pipeline import Asked, Lane
 from tasks.text.token_cache import FORMAT, SPLITS, TokenCache
-from tasks.text.token_writer import Batch, Converted, Counts, Writer
+from tasks.text.token_writer import Batch, Converted, Counts, Progress, Writer
 from tasks.text.vocabularies import Bytes
 
 FILE = "seqio.json"
@@ -109,14 +109,12 @@ class SeqioCache(DocumentSource):
         *,
         processes: int | None = None,
         say: Callable[[str], None] = print,
-        report: Callable[[Counts], None] = lambda counts: None,
     ) -> None:
-        """Writes the cache, or the rest of it.
+        """Writes the cache, or the rest of it, with a line of progress every 10 s.
 
         Args:
           processes: that run the pipeline; default: one for each core.
           say: receives messages.
-          report: receives the progress.
 
         Raises:
           UserError: the pipeline fails, or the folder is another command's.
@@ -128,7 +126,8 @@ class SeqioCache(DocumentSource):
             start = time.monotonic()
             lock = run_lock.RunLock.acquire(self.path, say=say, words=_WORDS)
             try:
-                self._write(processes or len(os.sched_getaffinity(0)), say, report, lambda: lock.check(now=True))
+                check = functools.partial(lock.check, now=True)
+                self._write(processes or len(os.sched_getaffinity(0)), say, Progress(say), check)
             finally:
                 lock.release()
                 seqio_pipeline.PROCESSES.close()

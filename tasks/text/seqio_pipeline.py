@@ -197,6 +197,7 @@ class _Examples(Iterator):
         vocabulary = task.output_features["targets"].vocabulary
         self.vocab_size, self._lowest = int(vocabulary.vocab_size), 1 if seqio_tasks.reserves_zero(vocabulary) else 0
         with self._failing():
+            _seed_tensorflow(lane.epoch)
             dataset = task.get_dataset(
                 asked.lengths,
                 split=lane.split,
@@ -268,6 +269,13 @@ def _is_file(name: str) -> bool:
     return name.startswith("gs://") or os.path.isfile(name)  # noqa: PTH113 (a shard may be any text)
 
 
+def _seed_tensorflow(epoch: int) -> None:
+    """Makes random operations without a seed of their own repeatable, also in a cache that continues."""
+    import tensorflow as tf
+
+    tf.random.set_seed(epoch)
+
+
 def _draws(task: Any) -> bool:
     """Returns whether seqio gives a task's preprocessors seeds, which are others in each epoch."""
     for function in filter(callable, task.preprocessors):
@@ -310,8 +318,9 @@ def answer(future: concurrent.futures.Future) -> Any:
         return future.result()
     except concurrent.futures.process.BrokenProcessPool as error:
         raise UserError(
-            "a process that runs the seqio pipeline ended, often for lack of memory: run the same command again with "
-            "fewer --processes; it continues. A program of your own must call Renga below if __name__ == '__main__'"
+            "a process that runs the seqio pipeline ended, often for lack of memory: fill the cache with launch/run "
+            "tokenize --task and fewer --processes; it continues. A program of your own must call Renga below if "
+            "__name__ == '__main__'"
         ) from error
 
 

@@ -10,7 +10,6 @@ import difflib
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

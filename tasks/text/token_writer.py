@@ -6,16 +6,20 @@ the sources and the counts. What an interrupted process wrote after that is the 
 
 import dataclasses
 import json
+import time
 import zlib
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from core import units
 from core.files import paths
 from tasks.text import near_duplicates, token_cache
 from tasks.text.near_duplicates import Seen
 from tasks.text.token_cache import SPLITS, STARTED
+
+_SECONDS = 10.0  # between two lines of progress
 
 _COMMIT_TOKENS = token_cache.SHARD_TOKENS
 SIGNATURES = "signatures"  # of the documents that others are compared with; removed from a complete cache
@@ -81,6 +85,29 @@ class Counts:
     def total(self, amount: str) -> int:
         """Returns the documents, tokens or bytes of both splits."""
         return sum(split[amount] for split in self.splits.values())
+
+
+class Progress:
+    """Prints a line of progress every 10 s."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._start, self._last = say, time.monotonic(), time.monotonic()
+        self._before: tuple[int, float] | None = None  # tokens and fraction when this command began
+
+    def __call__(self, counts: Counts) -> None:
+        now, tokens = time.monotonic(), counts.total("tokens")
+        if self._before is None:
+            self._before, self._start = (tokens, counts.fraction), now
+        if now - self._last < _SECONDS:
+            return
+        self._last = now
+        rate = (tokens - self._before[0]) / max(now - self._start, 1e-3)
+        done = counts.fraction - self._before[1]
+        left = (1 - counts.fraction) * (now - self._start) / done if done > 0 else None
+        self._say(
+            f"{counts.fraction:6.1%}  {counts.total('documents'):,} documents  {tokens:,} tokens  "
+            f"{rate:,.0f} tokens/s  ETA {units.clock(left) if left is not None else '–'}"
+        )
 
 
 class Writer:

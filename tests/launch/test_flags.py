@@ -137,7 +137,9 @@ def test_a_file_is_replaced_where_that_is_asked_for(tmp_path):
     [
         ("doctor v4-8 x.gin --simulate", "check v4-8 x.gin --simulate --level hosts"),
         ("validate v4-8 x.gin --run-dir r", "check v4-8 x.gin --run-dir r --level slice"),
-        ("validate v4-8 --simulate", "check v4-8 gin/quickstart.gin --simulate --level slice"),
+        ("validate v4-8 --simulate", "check v4-8 --simulate gin/quickstart.gin --level slice"),
+        ("validate --run-dir d v4-8", "check --run-dir d v4-8 gin/quickstart.gin --level slice"),
+        ("pod --simulate v4-8 validate", "pod --simulate v4-8 gin/quickstart.gin --check slice"),
         ("pod v4-8 validate --tpu t", "pod v4-8 gin/quickstart.gin --tpu t --check slice"),
         ("pod v4-8 validate x.gin", "pod v4-8 x.gin --check slice"),
         ("pod v4-8 x.gin --simulate --smoke", "pod v4-8 x.gin --simulate --check smoke"),
@@ -165,6 +167,7 @@ def test_old_names_become_the_current_ones(old, new, capsys):
         ("pod v4-8 x.gin --check hosts", "pod v4-8 x.gin --check hosts"),
         ("pod v4-8 x.gin --check --simulate", "pod v4-8 x.gin --check --simulate"),
         ("suite doctor --list", "suite doctor --list"),
+        ("pod v4-8 x.gin --check slices", "pod v4-8 x.gin --check slices"),
         ("check", "check"),
     ],
 )

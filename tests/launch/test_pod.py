@@ -239,6 +239,13 @@ def test_mistakes_are_found_before_anything_is_shipped(place, calls, capsys, mon
     assert not calls
 
 
+@pytest.mark.parametrize("level", ["hosts", "slice"])
+def test_a_dry_run_of_a_check_that_is_not_sent_to_a_tpu_is_an_error(place, calls, capsys, level):
+    assert cli.main(["pod", "local", "gin/quickstart.gin", "--check", level, "--dry-run"]) == 2
+    assert "no TPU is named" in capsys.readouterr().err
+    assert not calls
+
+
 def test_hosts_with_disks_of_their_own_need_a_run_directory(place, calls, capsys):
     argv = ["--tpu", "t", "--zone", "z", "--dry-run"]
     assert cli.main(["pod", "v4-16", "gin/quickstart.gin", *argv]) == 2

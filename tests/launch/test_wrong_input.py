@@ -46,7 +46,7 @@ evaluate {no}
 evaluate {folder}
 evaluate {run} --slice v4-9
 evaluate {run} --rows nosuch
-evaluate {run} --seqio nosuch
+evaluate {run} --task nosuch
 evaluate {run} --humaneval {no} --allow-code
 evaluate {run} --gates nosuch
 evaluate {run} --pictures
