@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     if args.scale_from:
         args.gin = _scaled(args, slice_)
     if args.dry_run and not tpus:
-        why = "this is a host of a TPU slice" if is_here else "no TPU is named"
+        here = "this is a host of a TPU slice" if slice_.is_tpu else f"{slice_.name} are devices of this machine"
+        why = here if is_here else "no TPU is named"
         raise UserError(
             f"--dry-run prints what a workstation would send to a TPU, and {why}: "
             "give --tpu NAME --zone ZONE, or set TPU_NAME and TPU_ZONE"

@@ -242,7 +242,7 @@ def test_mistakes_are_found_before_anything_is_shipped(place, calls, capsys, mon
 @pytest.mark.parametrize("level", ["hosts", "slice"])
 def test_a_dry_run_of_a_check_that_is_not_sent_to_a_tpu_is_an_error(place, calls, capsys, level):
     assert cli.main(["pod", "local", "gin/quickstart.gin", "--check", level, "--dry-run"]) == 2
-    assert "no TPU is named" in capsys.readouterr().err
+    assert "are devices of this machine" in capsys.readouterr().err
     assert not calls
 
 
