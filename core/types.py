@@ -269,18 +269,6 @@ class CountsFlops(Protocol):
         """Returns the training FLOPs per token, without recomputation."""
 
 
-class Recurs(Protocol):
-    """A model that applies its layers several times in a step, a number of times that changes during training.
-
-    Enables: the depth and the FLOPs of whole runs in the results of a suite.
-    """
-
-    effective_depth: int  # layers applied in sequence in one training step
-
-    def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Returns the FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
-
-
 class HasVocabulary(Protocol):
     """A model with a vocabulary, whose size is compared with the task's.
 

@@ -55,15 +55,19 @@ class Table(NamedTuple):
 
 _EXPERIMENT, _SETTINGS = "launch.experiment.Experiment", "launch.settings"
 _DECODERS = ("models.decoder.transformer.Transformer", "models.decoder.transformer.preset")
-_MODULES = {
+MODULES = {  # also those of parts that other modules import
     "models.transformer": "models.decoder.transformer",
     "models.decoder_parts": "models.decoder.layers",
     "models.parts": "models.decoder.parts",
     "models.rotary": "models.decoder.rotary",
     "models.planner_config": "models.decoder.planner_config",
     "models.experts": "models.decoder.experts",
+    "models.attention": "models.decoder.attention.attention",
+    "models.ring_attention": "models.decoder.attention.ring_attention",
     "models.s5": "models.mixers.s5",
     "models.block_sparse": "models.mixers.block_sparse",
+    "tasks.documents": "tasks.text.documents",
+    "tasks.document_streams": "tasks.text.document_streams",
     "tasks.vocabularies": "tasks.text.vocabularies",
 }
 _FIELDS = {
@@ -86,7 +90,7 @@ _FIELDS = {
 _OF_GROUPS = {f"{_EXPERIMENT}.{n}": f"{_SETTINGS}.{GROUPS[group].__name__}.{n}" for n, group in HOMES.items()}
 _OF_GROUPS |= {f"{_EXPERIMENT}.{old.rpartition('.')[2]}": new for old, new in _FIELDS.items() if _SETTINGS in old}
 TABLE = Table(
-    names=_MODULES | _FIELDS | _OF_GROUPS,
+    names=MODULES | _FIELDS | _OF_GROUPS,
     needs={
         f"{_SETTINGS}.{kind.__name__}": f"{_EXPERIMENT}.{group} = @{_SETTINGS}.{kind.__name__}()"
         for group, kind in GROUPS.items()

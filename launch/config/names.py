@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gin.config_parser import ImportStatement, Location
 
 from launch import environment
+from launch.config import moved
 from launch.config.signatures import Constructor, why_not_a_constructor
 from launch.config.sources import Reader
 from launch.config.statements import (
@@ -173,7 +174,9 @@ class Names:
     def _failed_import(self, name: str, error: Exception) -> tuple[str, dict[str, str]]:
         """Describes why an import failed, with details for the problem."""
         if not (isinstance(error, ModuleNotFoundError) and (name + ".").startswith(f"{error.name}.")):
-            return f"importing {name} failed", {"actual": where_it_failed(error)}
+            new = moved.MODULES.get(getattr(error, "name", None) or "")
+            details = {"fix": f"import {new}, as that module is called now"} if new else {}
+            return f"importing {name} failed", {"actual": where_it_failed(error), **details}
         package, _, last = name.rpartition(".")
         public = self._public.get(last) or self._public.get(nearest(last, self._public))
         fix = import_line(public) if public else "put the module next to the experiment file or on PYTHONPATH"

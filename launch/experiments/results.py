@@ -24,7 +24,7 @@ from core.batches import Field, batch_shapes
 from core.errors import UserError
 from core.files import paths
 from core.training import metrics, supervise
-from core.types import Model, Recurs, can
+from core.types import Model, can
 from launch import environment, flags, terminal
 from launch.config import differences
 from launch.experiment import Experiment
@@ -50,6 +50,17 @@ _MOST_SETTINGS = 3  # of an experiment in the printed table
 
 class _HasLayers(Protocol):
     num_layers: int
+
+
+class _Recurs(Protocol):
+    effective_depth: int  # layers applied in sequence in one training step
+
+
+class _CountsRunFlops(Protocol):
+    """A model whose FLOPs per step change during training."""
+
+    def training_flops(self, length: int, *, rows: int, steps: int) -> float:
+        """Returns the FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
 
 
 class _CutsPuzzles(Protocol):
@@ -149,14 +160,14 @@ def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...], fro
 
 def depth(model: Model) -> int | None:
     """Layers that one training step applies in sequence."""
-    if can(model, Recurs):
+    if can(model, _Recurs):
         return model.effective_depth
     return model.num_layers if can(model, _HasLayers) else None
 
 
 def _eflop(run: Experiment, steps: int) -> float | None:
     """Returns the training EFLOP up to a step, without rematerialization and evaluation; None if not counted."""
-    if can(run.model, Recurs):
+    if can(run.model, _CountsRunFlops):
         return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None
 

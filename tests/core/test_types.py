@@ -4,20 +4,19 @@ import types
 
 import pytest
 
-from core.types import Evaluates, HasVocabulary, Model, PadsVocabulary, Recurs, can, missing
+from core.types import ChecksModel, Evaluates, HasVocabulary, Model, PadsVocabulary, can, missing
 
 
 class Whole:
     vocab_size = 3
     stored_vocab_size = 4
-    effective_depth = 6
 
     def evaluate(self, params, rng, batch): ...
 
-    def training_flops(self, length, *, rows, steps): ...
+    def model_problems(self, model, *, prepared): ...
 
 
-@pytest.mark.parametrize("ability", [Evaluates, Recurs, HasVocabulary, PadsVocabulary])
+@pytest.mark.parametrize("ability", [ChecksModel, Evaluates, HasVocabulary, PadsVocabulary])
 def test_abilities_are_found(ability):
     assert can(Whole(), ability)
     assert not can(object(), ability)
@@ -26,7 +25,7 @@ def test_abilities_are_found(ability):
 def test_an_ability_needs_all_of_its_members():
     assert not can(types.SimpleNamespace(stored_vocab_size=4), PadsVocabulary)  # vocab_size is inherited
     assert not can(types.SimpleNamespace(evaluate=3), Evaluates)
-    assert not can(types.SimpleNamespace(effective_depth=6, training_flops=lambda length, rows: 0), Recurs)
+    assert not can(types.SimpleNamespace(model_problems=lambda model: []), ChecksModel)
     assert not can(None, HasVocabulary)
 
 

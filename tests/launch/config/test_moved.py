@@ -194,3 +194,11 @@ def test_saved_texts_in_old_and_new_spelling_are_equal(write):
 def test_no_new_name_begins_with_an_old_one():
     names = moved.TABLE.names
     assert not [new for new in names.values() if any(f"{new}.".startswith(f"{old}.") for old in names)]
+
+
+def test_a_module_of_the_users_that_imports_a_moved_one_is_told_its_new_name(tmp_path):
+    (tmp_path / "old_mixer.py").write_text("from models.parts import Part\n")
+    (tmp_path / "own.gin").write_text("import old_mixer\ninclude 'gin/quickstart.gin'\n")
+    with pytest.raises(ConfigError) as error:
+        loader.load(str(tmp_path / "own.gin"))
+    assert [p.fix for p in error.value.problems] == ["import models.decoder.parts, as that module is called now"]
