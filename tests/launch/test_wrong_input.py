@@ -31,10 +31,10 @@ report v4-8 {experiment} --strategies nosuch
 report v4-8 {experiment} --json {no}
 report v4-8 {experiment} --scale-from v4-9
 slices nosuch
-build sudoku --csv {no} --out {folder}/new
-build sudoku --size 4 --train 4 --test 4 --out {folder}
-build sudoku --size 4 --train 4 --test 4 --out {locked}
-build arc --version 7 --out {folder}/new
+make-dataset sudoku --csv {no} --out {folder}/new
+make-dataset sudoku --size 4 --train 4 --test 4 --out {folder}
+make-dataset sudoku --size 4 --train 4 --test 4 --out {locked}
+make-dataset arc --version 7 --out {folder}/new
 check v4-9 {experiment}
 check v4-8 {no}.gin
 checkpoints ls {no}
@@ -61,9 +61,9 @@ generate {no} --prompt x
 generate {run} --prompt x
 generate {run} --prompt x --out {no}
 generate {run} --prompt x --slice v4-9
-hidden {no}.gin --out {folder}/new
-hidden {experiment} --out {locked}
-hidden {experiment} --out {folder}/new --rows nosuch
+cache-hidden-states {no}.gin --out {folder}/new
+cache-hidden-states {experiment} --out {locked}
+cache-hidden-states {experiment} --out {folder}/new --rows nosuch
 jobset v4-9 {experiment} --image I --run-dir gs://bucket/new --out {folder}/new
 jobset v4-8 {experiment} --image I --run-dir gs://bucket/new --out {no}
 pod v4-9 {experiment}

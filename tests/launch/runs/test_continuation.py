@@ -210,7 +210,10 @@ def test_the_newest_checkpoint_is_the_newest_that_is_intact(tmp_path):
     about.write_text("{")
     assert continuation.newest(str(tmp_path)) is None
     found = checked(tmp_path)
-    assert (found.ok, found.detail) == (False, "none of 2 is intact")
+    assert (found.ok, found.detail) == (
+        False,
+        "none of 2 is intact; launch/run checkpoints verify RUN lists what is damaged",
+    )
 
 
 def test_differences_of_configurations():

@@ -99,7 +99,7 @@ def test_experts_that_no_token_chooses_have_no_gradient(name):
 
 
 def test_a_capacity_of_positions_that_are_split_is_refused():
-    with pytest.raises(UserError, match=r"capacity = 1\.0 counts the tokens of whole rows.*sequence.*dropless"):
+    with pytest.raises(UserError, match=r"capacity_factor = 1\.0 counts the tokens of whole rows.*sequence.*dropless"):
         bind(MODELS["capacity"], Example("v4-8", STRATEGIES["context"]), data()[0])
 
 
