@@ -37,7 +37,7 @@ _OF_PARAMETER, _OF_CONSTRUCTOR, _OF_MACRO = 2, 1, 0  # components of a full name
 
 
 class Table(NamedTuple):
-    """What moved. Names are full names in the workspace, such as `models.decoder.transformer.Transformer.mixer`.
+    """Old names and values, and what replaces them. Names are full, such as `models.mixers.s5.S5.states`.
 
     Attributes:
       names: new names of modules, constructors, parameters and macros, by old names. No new name begins with an

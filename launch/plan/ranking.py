@@ -124,7 +124,7 @@ def outlook(question: Question, best: CandidateMetrics, *, price: float | None, 
 
 
 def against_pipelines(best: Option, options: Sequence[Option]) -> list[str]:
-    """Compares the winner with the fastest pipeline, or a pipeline with the fastest layout that is none.
+    """Compares the winner with the fastest pipeline; if it is a pipeline, with the fastest other layout.
 
     Args:
       best: the winner.

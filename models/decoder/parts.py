@@ -31,7 +31,7 @@ LOCAL, GLOBAL = "local", "global"
 
 
 class Decoder(Protocol):
-    """What a part may read of its decoder: fields and properties of `models.decoder.config.DecoderConfig`."""
+    """The fields and properties of `models.decoder.config.DecoderConfig` that a part may read."""
 
     num_layers: int
     embed_dim: int

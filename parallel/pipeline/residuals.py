@@ -29,7 +29,7 @@ Slots = tuple[jax.Array, ...]  # saved values of a layer
 
 
 class Residuals(NamedTuple):
-    """What a layer of each kind saves.
+    """The values that a layer of each kind saves.
 
     Attributes:
       fn: one layer, with the model's rematerialization.

@@ -24,7 +24,7 @@ OUT_OF_TIME = -signal.SIGXCPU  # how a process ends that exceeds its CPU time
 
 
 class Limit(enum.StrEnum):
-    """What a template can exceed."""
+    """A limit that a template can exceed."""
 
     TIME = enum.auto()
     MEMORY = enum.auto()

@@ -109,12 +109,14 @@ class SeqioCache(DocumentSource):
         *,
         processes: int | None = None,
         say: Callable[[str], None] = print,
+        report: Callable[[Counts], None] | None = None,
     ) -> None:
-        """Writes the cache, or the rest of it, with a line of progress every 10 s.
+        """Writes the cache, or the rest of it.
 
         Args:
           processes: that run the pipeline; default: one for each core.
           say: receives messages.
+          report: receives the progress; default: `say` gets a line every 10 s.
 
         Raises:
           UserError: the pipeline fails, or the folder is another command's.
@@ -127,7 +129,7 @@ class SeqioCache(DocumentSource):
             lock = run_lock.RunLock.acquire(self.path, say=say, words=_WORDS)
             try:
                 check = functools.partial(lock.check, now=True)
-                self._write(processes or len(os.sched_getaffinity(0)), say, Progress(say), check)
+                self._write(processes or len(os.sched_getaffinity(0)), say, report or Progress(say), check)
             finally:
                 lock.release()
                 seqio_pipeline.PROCESSES.close()
@@ -229,7 +231,7 @@ class SeqioCache(DocumentSource):
             for cache in self._opened
         ]
         rates = [about["rate"] for about in self.definition["tasks"].values()]
-        return hashlib.sha256(repr((self.asked.name, splits, rates, self.epochs)).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.asked.name, splits, rates, self.epochs]).encode()).hexdigest()
 
 
 @functools.cache

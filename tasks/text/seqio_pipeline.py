@@ -197,7 +197,7 @@ class _Examples(Iterator):
         vocabulary = task.output_features["targets"].vocabulary
         self.vocab_size, self._lowest = int(vocabulary.vocab_size), 1 if seqio_tasks.reserves_zero(vocabulary) else 0
         with self._failing():
-            _seed_tensorflow(lane.epoch)
+            _seed_tensorflow(None if _draws(task) else lane.epoch)
             dataset = task.get_dataset(
                 asked.lengths,
                 split=lane.split,
@@ -269,11 +269,11 @@ def _is_file(name: str) -> bool:
     return name.startswith("gs://") or os.path.isfile(name)  # noqa: PTH113 (a shard may be any text)
 
 
-def _seed_tensorflow(epoch: int) -> None:
-    """Makes random operations without a seed of their own repeatable, also in a cache that continues."""
+def _seed_tensorflow(seed: int | None) -> None:
+    """Makes random operations without a seed repeatable, so that a cache can continue; None where seqio gives seeds."""
     import tensorflow as tf
 
-    tf.random.set_seed(epoch)
+    tf.random.set_seed(seed)
 
 
 def _draws(task: Any) -> bool:

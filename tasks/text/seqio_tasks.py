@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,8 +97,8 @@ def described(name: str) -> dict[str, Any]:
         digest = Bytes().hash if size == Bytes.size else hashlib.sha256(f"bytes, {size} ids".encode()).hexdigest()
         return found | {"kind": "bytes", "hash": digest}
     texts = () if isinstance(vocabulary, seqio.PassThroughVocabulary) else _SAMPLES
-    what = (type(vocabulary).__name__, size, [list(map(int, vocabulary.encode(text))) for text in texts])
-    return found | {"hash": hashlib.sha256(repr(what).encode()).hexdigest()}
+    what = [type(vocabulary).__name__, size, [list(map(int, vocabulary.encode(text))) for text in texts]]
+    return found | {"hash": hashlib.sha256(json.dumps(what).encode()).hexdigest()}
 
 
 def reserves_zero(vocabulary: Any) -> bool:
@@ -131,7 +132,7 @@ class SeqioVocabulary(Vocabulary):
 
     @property
     def hash(self) -> str:
-        model = getattr(self._theirs, "sp_model", None) or repr((type(self._theirs).__name__, self.size)).encode()
+        model = getattr(self._theirs, "sp_model", None) or json.dumps([type(self._theirs).__name__, self.size]).encode()
         return hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> list[int]:

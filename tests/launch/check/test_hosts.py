@@ -19,7 +19,7 @@ TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Tr
 
 @pytest.fixture(scope="module")
 def simulated(launch, tmp_path_factory):
-    """What the check says of a slice that has nothing wrong: (text, rows)."""
+    """The output of the check of a slice without problems: (text, rows)."""
     folder = tmp_path_factory.mktemp("check")
     where = ["--simulate", "--run-dir", str(folder / "run"), "--json", str(folder / "rows.json")]
     strategy = ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2"]

@@ -1,4 +1,4 @@
-"""What layers save for a pipeline: gradients are those of `jax.vjp`, and no more bytes are kept than `remat` names."""
+"""Gradients from saved values are those of `jax.vjp`, and a pipeline keeps no more bytes than `remat` names."""
 
 import dataclasses
 import functools

@@ -117,6 +117,12 @@ add(
     preprocessors=[RENAME, TOKENIZE, EOS, masked],
     output_features=features("targets"),
 )
+add(
+    "without_seed",
+    source=source(text=TEXTS),
+    preprocessors=[RENAME, lambda dataset: dataset.filter(lambda _: tf.random.uniform([]) < 0.5), TOKENIZE, EOS],
+    output_features=features("targets"),
+)
 seqio.MixtureRegistry.add("mixed", [("empty", 3.0), ("long", lambda task: 1.0 + len(task.name) / 4)])
 
 

@@ -179,6 +179,12 @@ def test_epochs_of_a_random_task_are_those_of_seqio(files, tmp_path):
         assert collections.Counter(got) == collections.Counter({seg[1]: n for seg, n in wanted.items()})
 
 
+def test_random_numbers_without_a_seed_are_the_same_in_every_cache(files, tmp_path):
+    first, second = (filled("without_seed", tmp_path / name) for name in "ab")
+    assert 0 < sum(read(first).values()) < len(importlib.import_module(MODULE).TEXTS)
+    assert first.fingerprint() == second.fingerprint()
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_any_hosts_read_the_same_rows_and_continue_exactly(files, tmp_path_factory, hosts):
     folder = tmp_path_factory.getbasetemp() / "shared_mixed"
