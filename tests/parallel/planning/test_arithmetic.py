@@ -217,7 +217,7 @@ def test_a_pipeline_computes_its_layers_in_bubbles_and_again_as_remat_says(seven
 
 
 def test_a_pipeline_keeps_what_remat_saves_of_the_microbatches_in_flight(seven_b):
-    """MiB that 8 layers save for a row of 2,048 tokens: those of a layer (`models.decoder.config.REMAT`) times places."""
+    """MiB that 8 layers save for 2,048 tokens: those of a layer (`models.decoder.config.REMAT`) times the places."""
 
     def kept(schedule, remat):
         found = arithmetic.estimate(ShardedState(piped(schedule), seven_b), Step(remat, 32, 1))
