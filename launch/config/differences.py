@@ -9,6 +9,7 @@ from launch.config.names import OURS
 from launch.config.statements import render
 
 _MOST_CHARACTERS = 160  # of a value in a message
+_SPELLING = ("text.python_source", "text.seqio")
 
 
 class Difference(NamedTuple):
@@ -76,7 +77,12 @@ def _values(text: str) -> Mapping[str, str]:
 
 
 def _rendered(settings: Settings) -> dict[str, str]:
-    return {binding.name: render(binding.value) for binding in settings.bindings}
+    """Returns the values by name; the constructor of a task that has a name is spelled with the name."""
+    found = {binding.name: render(binding.value) for binding in settings.bindings}
+    if "text.seqio.name" not in found and any("text.python_source." in name for name in found):
+        found = {name.replace(*_SPELLING): value.replace(*_SPELLING) for name, value in found.items()}
+        found["text.seqio.name"] = "'renga.python_source'"
+    return found
 
 
 def shortened(value: str) -> str:

@@ -100,6 +100,11 @@ TABLE = Table(
 )
 
 
+# Gin files of this workspace name these tasks now; a file that includes one of them may still use the constructor.
+_TASKS = {"renga.python_source": "tasks.text.python_source"}
+_SEQIO = "tasks.text.seqio"
+
+
 class Current(NamedTuple):
     """Statements in the current spelling."""
 
@@ -122,7 +127,7 @@ class _Spelling:
         self._read = read
         self._written = {name: {i.bound_name(): _module(i) for i in source.imports} for name, source in read.items()}
         self._now = {
-            file: {symbol: _renamed(module) for symbol, module in symbols.items()}
+            file: {symbol: _renamed(module, TABLE.names) for symbol, module in symbols.items()}
             for file, symbols in self._written.items()
         }
         self._shared: dict[str, str] = {}  # symbols of all sources, which flags may use
@@ -136,7 +141,8 @@ class _Spelling:
     def current(self, bindings: Sequence[Binding]) -> Current:
         """Returns all statements in the current spelling."""
         written = [_mapped(b, functools.partial(self._full, file=b.file)) for b in bindings]
-        renamed = [_mapped(b, lambda name, _: _renamed(name)) for b in written]
+        names = _names(written)
+        renamed = [_mapped(b, lambda name, _: _renamed(name, names)) for b in written]
         renamed = [dataclasses.replace(b, order=order) for order, b in enumerate(renamed)]
         hooks, found, bound, changed = _hooks(renamed), [], {b.name for b in renamed}, []
         for old, was, now in zip(bindings, written, renamed, strict=True):
@@ -222,7 +228,7 @@ class _Spelling:
         found = []
         for statement in self._read[file].imports:
             symbol = statement.bound_name()
-            if _renamed(_module(statement)) != _module(statement):
+            if _renamed(_module(statement), TABLE.names) != _module(statement):
                 new = sources.imported(self._now[file][symbol], symbol, at=statement)
                 place = f"{file}:{statement.location.line_num}"
                 self._lines[file].append(f"{place}: write {new.format()} for {statement.format()}")
@@ -253,12 +259,22 @@ def _hooks(bindings: Sequence[Binding]) -> dict[str, Callable[[Binding], Sequenc
     return hooks
 
 
-def _renamed(name: str) -> str:
+def _names(bindings: Iterable[Binding]) -> Mapping[str, str]:
+    """Returns the new names, by old ones, also of the constructor of the task that `text.seqio` names at last."""
+    task = None
+    for b in bindings:
+        if (b.scope, b.selector, b.parameter) == ("", _SEQIO, "name"):
+            task = b.value
+    constructor = _TASKS.get(task) if isinstance(task, str) else None
+    return {**TABLE.names, constructor: _SEQIO} if constructor else TABLE.names
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
     """Returns a full name with the new name of its longest part that has one."""
     parts = name.split(".")
     for size in range(len(parts), 0, -1):
-        if new := TABLE.names.get(".".join(parts[:size])):
-            return _renamed(".".join([new, *parts[size:]]))
+        if new := names.get(".".join(parts[:size])):
+            return _renamed(".".join([new, *parts[size:]]), names)
     return name
 
 

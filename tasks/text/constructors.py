@@ -10,7 +10,7 @@ T: tokens per row. S: number of streams.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from core import units
@@ -26,6 +26,10 @@ from tasks.text.text_files import TextFiles, python_library
 
 if TYPE_CHECKING:
     from tasks.text.chat_files import ChatFiles
+
+PYTHON_SOURCE = "renga.python_source"
+# The sources of the seqio tasks of this workspace; `tasks.text.registered` registers the tasks with seqio.
+SHIPPED: Mapping[str, Callable[[], DocumentSource]] = {PYTHON_SOURCE: python_library}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,17 +179,17 @@ class ChatTask(TextTask):
 
 
 def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | None = None) -> TextTask:
-    """Returns a task that reads the source files of Python's standard library: real text without a download.
+    """Returns the task `renga.python_source`: the source files of Python's standard library, text without a download.
 
-    About 5 % of the files, chosen by the hash of their name, are the validation split. The library's tests are left
-    out, because some installations lack them.
+    `text.seqio` with this name returns the same task. About 5 % of the files, chosen by the hash of their name, are the
+    validation split. The library's tests are left out, because some installations lack them.
 
     Args:
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
     """
-    return _task("python_source", python_library(), (length, num_streams, vocabulary))
+    return _task("python_source", SHIPPED[PYTHON_SOURCE](), (length, num_streams, vocabulary))
 
 
 def files(
@@ -329,10 +333,11 @@ def seqio(
     inputs_length: int | None = None,
     epochs: int | None = None,
     live: bool = False,
+    vocabulary: Vocabulary | None = None,
     length: int,
     num_streams: int,
 ) -> TextTask:
-    """Returns a task or mixture of a decoder that your own module registered with seqio, with its own vocabulary.
+    """Returns a registered seqio task or mixture of a decoder: `renga.python_source`, or one of your own module.
 
     The task's own preprocessors make `targets`, or `inputs` and `targets`, from its source. Longer features are cut,
     as seqio cuts them, and several examples are packed into a row. Of a task with `inputs`, the targets follow the
@@ -340,10 +345,11 @@ def seqio(
 
     The first start of a run executes the task once, in other processes, and writes a token cache, as
     `launch/run tokenize --task NAME` does. A run whose cache is written imports neither seqio nor TensorFlow.
+    `renga.python_source` is read from its files, without a cache or seqio.
 
     Args:
       name: of the seqio task or mixture.
-      module: the Python module that registers it, such as `my_tasks`.
+      module: the Python module that registers it, such as `my_tasks`; None: a task of this workspace.
       cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the folder of the
         workspace, on each host unless they share it.
       inputs_length: for a task with `inputs`: the most ids of them in a row; the targets have the rest of `length`.
@@ -351,6 +357,7 @@ def seqio(
         cached; then they are repeated.
       live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the version
         of TensorFlow that began it, and the position of each stream holds its buffers.
+      vocabulary: for a task of this workspace, in place of bytes; your own task has the one of its features.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
     """
@@ -363,20 +370,13 @@ def seqio(
         check_integer(inputs_length, where="text.seqio.inputs_length", least=1)
         if inputs_length >= length:
             raise UserError(f"text.seqio.inputs_length is {inputs_length}, expected less than the length {length}")
-    from tasks.text.seqio_pipeline import Asked
-
-    asked = Asked(name, module, inputs_length, length - (inputs_length or 0))
-    if live:
-        from tasks.text.seqio_live import LiveSeqio
-        from tasks.text.seqio_tasks import SeqioVocabulary
-
-        if cache or epochs:
-            raise UserError("text.seqio: cache and epochs belong to a token cache, and live = True reads without one")
-        return _task("seqio", LiveSeqio(asked), (length, num_streams, SeqioVocabulary(name, module)))
-    from tasks.text.seqio_cache import DefinedVocabulary, SeqioCache
-
-    corpus = SeqioCache(asked, cache or asked.folder, epochs)
-    return _task("seqio", corpus, (length, num_streams, DefinedVocabulary(corpus)))
+    if name in SHIPPED and module is None:
+        if cache or inputs_length or epochs or live:
+            raise UserError(f"text.seqio: {name} needs no cache: leave out cache, inputs_length, epochs and live")
+        return _task("seqio", SHIPPED[name](), (length, num_streams, vocabulary))
+    if vocabulary is not None:
+        raise UserError(f"text.seqio.vocabulary: {name} has the vocabulary of its output features; leave it out")
+    return _registered(name, module, cache, inputs_length, epochs, (length, num_streams), live=live)
 
 
 def tokens(
@@ -405,6 +405,33 @@ def tokens(
 
     vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
     return _task("tokens", TokenCache(cache or "", vocabulary, concatenate), (length, num_streams, vocabulary))
+
+
+def _registered(
+    name: str,
+    module: str | None,
+    cache: str | None,
+    inputs_length: int | None,
+    epochs: int | None,
+    rows: tuple[int, int],
+    *,
+    live: bool,
+) -> TextTask:
+    """Returns the task that a module registers, for rows of a length in a number of streams."""
+    from tasks.text.seqio_pipeline import Asked
+
+    asked = Asked(name, module, inputs_length, rows[0] - (inputs_length or 0))
+    if live:
+        from tasks.text.seqio_live import LiveSeqio
+        from tasks.text.seqio_tasks import SeqioVocabulary
+
+        if cache or epochs:
+            raise UserError("text.seqio: cache and epochs belong to a token cache, and live = True reads without one")
+        return _task("seqio", LiveSeqio(asked), (*rows, SeqioVocabulary(name, module)))
+    from tasks.text.seqio_cache import DefinedVocabulary, SeqioCache
+
+    corpus = SeqioCache(asked, cache or asked.folder, epochs)
+    return _task("seqio", corpus, (*rows, DefinedVocabulary(corpus)))
 
 
 def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:

@@ -18,7 +18,7 @@ import numpy as np
 from core.errors import UserError
 from tasks import text
 from tasks.text import seqio_tasks, vocabularies
-from tasks.text.constructors import TextTask
+from tasks.text.constructors import SHIPPED, TextTask
 from tasks.text.document_streams import DocumentSource, with_end
 from tasks.text.ids import Vocabulary
 from tasks.text.tfds_source import tensorflow
@@ -128,4 +128,5 @@ def _vocabulary_class() -> type:
     return OwnVocabulary
 
 
-add("renga.python_source", text.python_source(length=2, num_streams=1))
+for _name in SHIPPED:
+    add(_name, text.seqio(name=_name, length=2, num_streams=1))

@@ -7,6 +7,7 @@ import pytest
 from launch.config import ConfigError, differences, loader, moved
 from launch.config.statements import render
 from launch.config.trust import Trust
+from tasks import text
 
 SAVED = Path(__file__).parent / "saved"  # of runs, as the first release wrote them; they are never written again
 FILES = {
@@ -73,6 +74,27 @@ def test_renamed_fields():
     assert built.checkpointing.checkpoint_mirror == "/mirror"
     experts = built.model.feed_forward
     assert (experts.num_experts, experts.capacity_factor, experts.load_balance_coef) == (6, 1.5, 0.25)
+
+
+def test_files_that_include_a_shipped_task_may_use_its_constructor():
+    """`gin/tasks/python_source.gin` names the registered task; before, it bound the constructor."""
+    phases = [
+        "PHASES = (@long/experiment.Phase(),)",
+        "long/experiment.Phase.after = 100",
+        "long/experiment.Phase.task = @long/text.python_source()",
+        "long/text.python_source.length = 512",
+        "text.python_source.num_streams = 4",
+    ]
+    loaded = loader.load("gin/quickstart.gin", bindings=phases)
+    assert sum("write" in note and "text.seqio" in note for note in loaded.notes) == 3
+    task, longer = loaded.build().task, loaded.build().phases[0].task
+    assert (task.length, task.num_streams, longer.length, longer.num_streams) == (128, 4, 512, 4)
+    assert task.corpus == longer.corpus == text.python_source(length=512, num_streams=4).corpus
+    mixed = ["TASK = @text.mixture()", "text.mixture.tasks = (@text.python_source(), @own/text.seqio())"]
+    mixed += ["text.mixture.weights = (1, 1)", "own/text.seqio.name = 'any'", "own/text.seqio.module = 'own_tasks'"]
+    first, second = loader.load("gin/quickstart.gin", bindings=mixed).build().task.corpus.sources
+    assert first == text.python_source(length=128, num_streams=8).corpus
+    assert second.asked.name == "any"
 
 
 def optimizer(old, bindings):

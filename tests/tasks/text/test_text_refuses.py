@@ -52,11 +52,20 @@ def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
         (lambda: text.tfds(name="", length=8, num_streams=1), "text.tfds.name"),
         (lambda: text.huggingface(name="a/b", streaming=1, length=8, num_streams=1), "streaming is 1"),
         (lambda: text.mixture(tasks=[], weights=[]), "0 tasks and 0 weights"),
+        (lambda: text.seqio(name="renga.python_source", epochs=2, length=8, num_streams=1), "needs no cache"),
+        (lambda: text.seqio(name="own", vocabulary=vocabularies.bytes(), length=8, num_streams=1), "output features"),
     ],
 )
 def test_wrong_arguments_are_named(make, reason):
     with pytest.raises(ValueError, match=reason):
         make()
+
+
+def test_a_task_of_this_workspace_is_that_of_its_constructor():
+    options = {"length": 8, "num_streams": 1}
+    for vocabulary in (vocabularies.bytes(), vocabularies.sentencepiece("own.model")):
+        made = text.seqio(name="renga.python_source", vocabulary=vocabulary, **options)
+        assert made == text.python_source(vocabulary=vocabulary, **options)
 
 
 def test_a_mixture_refuses_what_does_not_mix():
