@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from core import logical
-from core.errors import UserError
+from core import extras, logical
 
 CHOICES = ("none", "int8")
 
@@ -26,19 +24,7 @@ CHOICES = ("none", "int8")
 def check(choice: str) -> None:
     """Raises UserError if the library for quantized products is not installed."""
     if choice != "none":
-        _qwix()
-
-
-@functools.cache
-def _qwix() -> ModuleType:
-    try:
-        import qwix
-    except ImportError as error:
-        raise UserError(
-            f"Transformer.quantization = 'int8' needs the package qwix, which cannot be imported: {error}; "
-            f"install it with: pip install 'renga[int8]'"
-        ) from error
-    return qwix
+        extras.require("qwix", extra="int8", what=f"Transformer.quantization = {choice!r}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -60,7 +46,9 @@ def _forward(subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.A
     rounded = dataclasses.replace(
         rounded, qvalue=logical.constrain(jax.lax.optimization_barrier(rounded.qvalue), *axes)
     )
-    return _qwix().einsum(subscripts, _rounded(x, left, right), rounded).astype(x.dtype)
+    import qwix
+
+    return qwix.einsum(subscripts, _rounded(x, left, right), rounded).astype(x.dtype)
 
 
 def _parts(subscripts: str) -> tuple[str, str, str]:
@@ -72,7 +60,9 @@ def _parts(subscripts: str) -> tuple[str, str, str]:
 def _rounded(x: jax.Array, names: str, others: str) -> Any:
     """Returns x as integers with one scale for every index of the dimensions that the product does not sum over."""
     kept = [i for i, name in enumerate(names) if name not in others]
-    return _qwix().quantize(x.astype(jnp.float32), "int8", channelwise_axes=kept)
+    import qwix
+
+    return qwix.quantize(x.astype(jnp.float32), "int8", channelwise_axes=kept)
 
 
 def _back(

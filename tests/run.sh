@@ -16,7 +16,7 @@ while [[ ${1:-} == --all || ${1:-} == --newest ]]; do
 done
 python=.venv/bin/python
 [[ ${RENGA_NEWEST:-} != 1 ]] || python=.venv-newest/bin/python
-launch/setup.sh
+launch/setup.sh --extra dev
 
 if [[ ${1:-} == lab ]]; then
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1

@@ -8,7 +8,6 @@ bucket. A full disk or an unreachable bucket delays the writes and never ends a 
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from core.errors import UserError
+from core import extras
 from core.files import bookkeeping, foreign_json, paths
 from core.files.bookkeeping import Appender
 
@@ -236,11 +235,8 @@ def require_wandb(project: str) -> None:
     Raises:
       UserError: it is not installed; says what to do.
     """
-    if project and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            f"settings.Logging.wandb_project = {project!r}, but the package wandb is not installed: add wandb to "
-            "requirements.in and run launch/lock.sh, or remove the binding (TensorBoard has the same)"
-        )
+    if project:
+        extras.require("wandb", extra="wandb", what=f"settings.Logging.wandb_project = {project!r}")
 
 
 class WeightsAndBiases:

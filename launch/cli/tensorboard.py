@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from core import extras
 from core.errors import UserError
 from core.files import paths
 from core.hosts import exit_codes, log_filters
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs TensorBoard until it is stopped; its messages are printed without the known noise of TensorFlow."""
+    extras.require("tensorboard", extra="tensorboard", what="launch/run tensorboard")
     run_dir = paths.resolve(args.run_dir)
     _require_events(run_dir)
     with _labeled(run_dir) as folder:

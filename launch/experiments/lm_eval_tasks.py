@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core import extras
 from core.errors import UserError
 from launch.experiments.text_scores import TextScores
 from parallel.generation.sampling import GREEDY, Sampling
 
-INSTALL = ".venv/bin/python -m pip install 'lm_eval>=0.4.13'"
 USUAL_TOKENS = 256  # new tokens where a task names no number
 _SHOWN = 400  # characters of an error of lm_eval
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -46,10 +46,9 @@ def find(names: str, *, folder: str | None) -> Tasks:
       UserError: lm_eval is not installed, there is no such task or folder, its file is malformed, its data cannot be
         read, it runs programs that the model writes, or it asks for unknown options of generation.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f"--lm-eval needs the library lm_eval ({error}): {INSTALL}") from error
+    extras.require("lm_eval", extra="lm-eval", what="--lm-eval")
+    from lm_eval.tasks import TaskManager
+
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"--lm-eval-path {folder}: expected a folder of tasks (YAML files)")
     asked = [name.strip() for name in names.split(",") if name.strip()]

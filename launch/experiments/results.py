@@ -19,7 +19,7 @@ import jax
 from rich import box
 from rich.table import Table
 
-from core import logical, parameters, slices, units
+from core import extras, logical, parameters, slices, units
 from core.batches import Field, batch_shapes
 from core.errors import UserError
 from core.files import paths
@@ -221,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
     runs = not (args.analyze or args.list)
     if args.out and paths.is_remote(args.out):
         raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
+    if not (args.list or args.check):
+        extras.require("matplotlib", extra="plots", what="launch/run suite")
     if args.analyze and args.check:
         raise UserError("--analyze reads the scores of runs, and checks have none: remove --check")
     if args.check and args.steps:

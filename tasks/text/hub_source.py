@@ -7,10 +7,10 @@ gated datasets from HF_TOKEN; this code never handles it.
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from core import extras
 from core.errors import UserError
 from tasks.text import documents
 from tasks.text.document_streams import DocumentSource, Parts
@@ -40,10 +40,10 @@ class HuggingFace(DocumentSource):
           UserError: the package `datasets` is not installed, or the dataset cannot be loaded.
         """
         if split not in self._loaded:
-            try:
-                import datasets
-            except ImportError as error:
-                raise UserError(" ".join(self.problems())) from error
+            if found := self.problems():
+                raise UserError(*found)
+            import datasets
+
             name, _, config = self.name.partition(":")
             try:
                 found = datasets.load_dataset(name, config or None, split=split, streaming=self.streaming)
@@ -60,9 +60,8 @@ class HuggingFace(DocumentSource):
         return {}
 
     def problems(self) -> list[str]:
-        if importlib.util.find_spec("datasets") is None:
-            return ["text.huggingface needs the package datasets: pip install datasets"]
-        return []
+        found = extras.missing("datasets", extra="huggingface", what="text.huggingface")
+        return [found] if found else []
 
     def describe(self) -> str:
         how = "streamed" if self.streaming else "downloaded"

@@ -52,7 +52,7 @@ class Tfds(DocumentSource):
     def problems(self) -> list[str]:
         found = []
         if importlib.util.find_spec("tensorflow_datasets") is None:
-            found.append("text.tfds needs the package tensorflow-datasets: pip install tensorflow-datasets")
+            found.append("text.tfds needs the package tensorflow-datasets, which launch/setup.sh installs")
         if self.data_dir and not paths.is_remote(self.data_dir) and not paths.resolve(self.data_dir).is_dir():
             found.append(Problem(f"no folder {self.data_dir!r}", setting="text.tfds.data_dir", file=self.data_dir))
         return found

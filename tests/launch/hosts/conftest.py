@@ -23,7 +23,12 @@ ON_HOSTS += (
     "core/hosts/tied_process.py",
     "core/units.py",
 )  # what acts there, of what is shipped
-SETUP = '#!/bin/bash\n[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }\nmkdir -p .venv; echo set up "$HOME"\n'
+SETUP = """#!/bin/bash
+[ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }
+mkdir -p .venv
+echo "$*" >"$HOME/set_up"
+echo set up "$HOME"
+"""
 POD = """#!/bin/bash
 trap 'echo saved; exit 0' TERM
 echo "pod.sh got $*; token ${#HF_TOKEN}"

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 
@@ -42,6 +43,8 @@ def wait_for(path, text):
 @pytest.mark.covers("L01", "L03", "L04", "L08", "L09", "O11")
 def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setattr(sys, "prefix", str(workspace / "data"))
+    (workspace / "data/renga.extras").write_text("arc int8 dev\n")
     assert start(workspace, "gin/x.gin", "--gin", "A = 'it''s; $HOME'") == 0
     for worker in range(2):
         home = cloud / f"worker_{worker}"
@@ -62,6 +65,7 @@ def test_ship_set_up_start_follow_and_stop(cloud, workspace, monkeypatch, capfd)
             "pod.sh got v4-16 gin/x.gin --gin A = 'it''s; $HOME' --run-dir gs://b/run; token 15",
         )
         assert not (home / ".renga/HF_TOKEN").exists()
+        assert (home / "set_up").read_text() == "--extra arc --extra int8\n"  # those of this environment
         assert len((home / "renga/.revision").read_text().strip()) == 40
     assert SECRET not in (cloud / "calls.jsonl").read_text()
 

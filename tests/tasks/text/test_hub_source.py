@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from core import extras
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import text
@@ -148,15 +149,15 @@ def test_a_wrong_field_is_named(fake):
 
 def test_a_missing_package_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.setattr(
-        hub_source.HuggingFace, "problems", lambda self: ["text.huggingface needs the package datasets"]
-    )
-    with pytest.raises(ValueError, match="needs the package datasets"):
+    (problem,) = make(1).problems()
+    assert (problem.setting, problem.fix) == ("text.huggingface", extras.install("huggingface"))
+    with pytest.raises(UserError, match="needs the package datasets"):
         next(make(1).train(layout_of(1), seed=0))
 
 
 def plant(monkeypatch, texts):
     module = types.ModuleType("datasets")
+    module.__spec__ = types.SimpleNamespace(name="datasets")
     module.load_dataset = lambda *_, **__: FakeIterable([[{"text": text} for text in texts]])
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.setattr(document_streams, "WINDOW_IDS", 40)

@@ -1,0 +1,39 @@
+"""Packages that a run does not need unless a setting or a command asks for them: the extras of pyproject.toml."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from core.errors import Problem, UserError
+
+
+def missing(package: str, *, extra: str, what: str) -> Problem | None:
+    """Returns a finding if a package is not installed, with the command that installs its extra.
+
+    Args:
+      package: name that Python imports.
+      extra: name in pyproject.toml.
+      what: the setting or command that needs it.
+    """
+    if importlib.util.find_spec(package) is not None:
+        return None
+    return Problem(f"needs the package {package}", setting=what, fix=install(extra))
+
+
+def require(package: str, *, extra: str, what: str) -> None:
+    """Raises UserError, with the arguments of `missing`, if a package is not installed."""
+    if problem := missing(package, extra=extra, what=what):
+        raise UserError(problem)
+
+
+def install(extra: str) -> str:
+    """Returns the command line that adds an extra: of the workspace, or of the wheel."""
+    in_wheel = __name__ != "core.extras"
+    return f"pip install 'renga[{extra}]'" if in_wheel else f"launch/setup.sh --extra {extra}"
+
+
+def flags() -> list[str]:
+    """Returns the arguments with which `launch/setup.sh` gives a host the extras of this environment, without `dev`."""
+    kept = Path(sys.prefix, "renga.extras")
+    chosen = kept.read_text().split() if kept.exists() else []
+    return [word for extra in chosen if extra != "dev" for word in ("--extra", extra)]
