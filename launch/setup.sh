@@ -203,6 +203,7 @@ install_packages() {
       say "a package that has no wheel for this Python (such as editdistance, of seqio) needs a C++ compiler"
     fail "if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again; it resumes"
   fi
+  echo 'importing' >>"$log"
   # uv leaves modules uncompiled: hosts that start together, and users who cannot write here, would each compile them.
   env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import gin, haiku, optax, orbax.checkpoint' >>"$log" 2>&1 ||
     fail "the packages are installed, but cannot be imported: $(tail -n 3 "$log")"
