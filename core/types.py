@@ -55,7 +55,7 @@ class Model(Protocol):
     id may be a token. A puzzle task has `inputs`, `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B],
     int32. In `loss` a batch also has `row_ids` [B], int32, for `core.random_bits`.
 
-    Optional abilities are the Protocols below; WORKSPACE.md lists them.
+    Optional abilities are the Protocols below; docs/reference/abilities.md lists them.
     """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
@@ -114,7 +114,7 @@ class Task(Protocol):
       vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
         is not text.
 
-    Optional abilities are the Protocols below; WORKSPACE.md lists them.
+    Optional abilities are the Protocols below; docs/reference/abilities.md lists them.
     """
 
     num_streams: int

@@ -2,7 +2,7 @@
 
 The module has `COMMAND` (its family and name), `HELP`, both on one line, `EXAMPLE`, `add_arguments(parser)` and
 `run(args) -> int`. A `core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if gs://
-cannot be reached (launch/README.md has all exit codes).
+cannot be reached (docs/reference/exit-codes.md has all exit codes).
 Any other exception, including a plain ValueError, is printed with its traceback, and the exit code is 13; 1 is a
 regular result of some commands, such as "these checkpoints differ".
 """

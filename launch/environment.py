@@ -1,6 +1,7 @@
-"""Reads the environment variables of launch/README.md, and finds the modules of this package by what they declare.
+"""Reads environment variables, and finds the modules of this package by what they declare.
 
-An empty value counts as unset; a malformed one is an error that names its variable.
+An empty value counts as unset; a malformed one is an error that names its variable. docs/reference/environment.md lists
+the variables.
 """
 
 import ast

@@ -4,7 +4,7 @@
 # If the environment is already current, this takes well under a second and prints nothing.
 #
 # Usage: launch/setup.sh [--extra NAME]…   adds the packages of an extra of pyproject.toml, which later calls keep
-# Variables: launch/README.md (RENGA_PYTHON, RENGA_NEWEST, and those of uv and pip, such as PIP_INDEX_URL).
+# Variables: docs/reference/environment.md (RENGA_PYTHON, RENGA_NEWEST, and those of uv and pip, such as PIP_INDEX_URL).
 #
 # uv installs, or pip where uv cannot be had. The stamp file inside the environment (hash of the requirements, Python's
 # version, extras) is removed before anything is changed and written last, so the next set-up completes an interrupted

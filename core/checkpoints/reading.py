@@ -120,7 +120,7 @@ def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
     return [
         "its optimizer was applied to stacks as they are, and is now applied to each layer separately: set "
         "optimizers.from_optax.by_layer = False, with OPTIMIZER = @optimizers.from_optax() "
-        "(README.md, 'Your own optimizer')"
+        "(docs/how-to/own-optimizer.md)"
     ]
 
 

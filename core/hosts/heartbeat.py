@@ -357,7 +357,7 @@ def _hang_up(link: socket.socket) -> None:
 
 def _advice(verdict: Verdict, index: int) -> str:
     if verdict.code == exit_codes.DIVERGED:
-        return "Earlier checkpoints are intact; see launch/README.md, When a run ends."
+        return "Earlier checkpoints are intact; see docs/reference/messages.md."
     return "" if index in verdict.hosts else "Read the end of its log."
 
 

@@ -99,9 +99,9 @@ def _needs_layers(rule: optax.GradientTransformation, specs: Specs, shapes: Para
             f"from_optax: the transformation would update {', '.join(found.otherwise)} in another way than a single "
             "layer of them, because it looks at dimensions (as a mask `p.ndim > 1` does) and a stack has one more, for "
             "its layers. It also combines parameters, so it cannot be applied to each layer separately. Clip with "
-            "from_optax(clip_norm=…) in place of optax.clip_by_global_norm, or choose parameters by kind (README.md, "
-            "'Your own optimizer'). by_layer=False applies it to stacks as they are, by_layer=True to each layer, "
-            "where it combines the parameters of equally deep stacks only"
+            "from_optax(clip_norm=…) in place of optax.clip_by_global_norm, or choose parameters by kind "
+            "(docs/how-to/own-optimizer.md). by_layer=False applies it to stacks as they are, by_layer=True to each "
+            "layer, where it combines the parameters of equally deep stacks only"
         )
     return bool(found.otherwise)
 
@@ -122,9 +122,9 @@ def _check_muon(state: Any, specs: Specs, single: Params) -> None:
     if wrong:
         raise UserError(
             f"from_optax: optax.contrib.muon tells matrices by their two dimensions, which gives {'; '.join(wrong)}. "
-            "Use optimizers.muon (gin/optimizers/muon.gin), or a rule that tells them by kind (README.md, 'Your own "
-            "optimizer'). from_optax(…, by_layer=True) applies it to each layer as it is; by_layer=False applies it to "
-            "stacks, which continues a run that began so"
+            "Use optimizers.muon (gin/optimizers/muon.gin), or a rule that tells them by kind "
+            "(docs/how-to/own-optimizer.md). from_optax(…, by_layer=True) applies it to each layer as it is; "
+            "by_layer=False applies it to stacks, which continues a run that began so"
         )
 
 

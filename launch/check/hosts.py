@@ -49,7 +49,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[
         is_ours = name.startswith("RENGA_")
         nearest = difflib.get_close_matches(name, environment.NAMES, n=1, cutoff=0.6 if is_ours else _ALIKE)
         if is_ours:
-            hint = f"did you mean {nearest[0]}?" if nearest else "launch/README.md lists what is read"
+            hint = f"did you mean {nearest[0]}?" if nearest else "docs/reference/environment.md lists what is read"
             said = Problem(f"{name} is not read by anything; {hint}", fix=f"unset {name}")
             problems.append(Finding("environment", False, said))
         elif nearest and name.lower() not in jax.config.values:

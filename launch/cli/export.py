@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build()
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
-        raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder (models/README.md)")
+        raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder")
     shapes, specs = _shapes(model)
     saved = warm_start.SavedParameters(step)
     if differences := saved.problems(shapes, specs):

@@ -1,7 +1,7 @@
 """Compiler options for each chip generation and for GPUs. CPUs take none; initialization has a level of its own there.
 
 The compiler rejects unknown names, and tests compile with each table and check the compiler's warnings.
-parallel/README.md ("Compiler options") lists the measured effect of each option.
+docs/results/compiler-options.md lists the measured effect of each option.
 """
 
 import os

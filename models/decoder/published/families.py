@@ -3,7 +3,7 @@
 A family is a choice of fields of `transformer.Transformer`. `fields` reads a configuration in the format of
 published folders (transformers 4 and 5), and `config` writes one. `family_tensors` says where parameters are.
 
-models/README.md has a table of the families, and of their differences from Llama.
+docs/reference/published-families.md lists the families.
 """
 
 import json

@@ -1,18 +1,6 @@
-"""Exit codes: one meaning each, the table of the README, and signals."""
-
-import pathlib
+"""Exit codes: one meaning each, and signals."""
 
 from core.hosts import exit_codes
-
-SIGNAL = exit_codes._BY_SIGNAL.meaning.format("N")
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-
-
-def test_the_readme_has_the_table():
-    rows = ["| code | meaning | can a restart help? |", "|---|---|---|"]
-    listed = [*exit_codes.ENDINGS.items(), ("128 + N", exit_codes._BY_SIGNAL._replace(meaning=SIGNAL))]
-    rows += [f"| {code} | {said.meaning} | {'yes' if said.restart else 'no'} |" for code, said in listed]
-    assert "\n".join(rows) + "\n" in (ROOT / "launch" / "README.md").read_text()
 
 
 def test_every_code_has_a_name_of_its_own():

@@ -23,8 +23,8 @@ def piped(schedule):
     return strategies.pipeline_fsdp(stage=4, fsdp=4, schedule=schedule)
 
 
-# Peak GiB and GiB on the wire of Valkyrie-7B, 32 x 2048, full rematerialization, v4-32: parallel/README.md. After them
-# the ratio of arithmetic to each: the table of launch/plan/README.md. `context`, `mesh3d`, `tensor` and `hsdp` were
+# Peak GiB and GiB on the wire of Valkyrie-7B, 32 x 2048, full rematerialization, v4-32: docs/results/compiled-7b.md.
+# After them the ratio of arithmetic to each: docs/results/arithmetic.md. `context`, `mesh3d`, `tensor` and `hsdp` were
 # compiled while the gradient of the embedding was still reduced as a whole table.
 COMPILED = {
     "fsdp": (strategies.fsdp(), 8.41, 46.18, 1.11, 1.00),
@@ -104,7 +104,7 @@ def test_seconds_of_7b_are_near_the_compiled_ones(seven_b):
     assert seven_b.works["full"].flops > 1.2 * seven_b.works["none"].flops
 
 
-# Million cycles of Valkyrie-7B, compiled for v4-32 (parallel/README.md); stage 4, fsdp 4.
+# Million cycles of Valkyrie-7B, compiled for v4-32 (docs/results/pipelines.md); stage 4, fsdp 4.
 CYCLES = [
     (schedules.gpipe(num_microbatches=8), "full", 1411),
     (schedules.one_f_one_b(num_microbatches=8), "full", 1415),

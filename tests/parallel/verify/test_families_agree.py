@@ -1,6 +1,6 @@
 """Strategies do not change the numbers of any family of published models: tiny models on four devices and on one.
 
-The largest differences are in models/README.md; `-s` prints those of every case.
+The largest differences are in docs/results/agreement.md; `-s` prints those of every case.
 """
 
 import functools

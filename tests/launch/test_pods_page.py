@@ -1,4 +1,4 @@
-"""The code and the tables of launch/FROM_ONE_GPU.md, as they stand there."""
+"""The code and the tables of docs/explanation/pods.md, as they stand there."""
 
 import re
 
@@ -10,7 +10,7 @@ from launch import __main__ as command
 from launch import environment, scaling
 from launch.config import loader
 
-GUIDE = (environment.WORKSPACE / "launch" / "FROM_ONE_GPU.md").read_text()
+GUIDE = (environment.WORKSPACE / "docs" / "explanation" / "pods.md").read_text()
 PYTHON = re.findall(r"^```python\n(# .*?)\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -31,7 +31,7 @@ def test_the_table_of_slices_is_true():
 def test_tables_become_the_collectives_that_the_guide_shows():
     assert len(blocks("one process")) == 1
     for body in blocks("one process"):
-        exec(compile(body, "FROM_ONE_GPU.md", "exec"), {})
+        exec(compile(body, "pods.md", "exec"), {})
 
 
 @pytest.mark.slow  # two processes; a quick test of arrays over two hosts is tests/core/hosts/test_global_arrays.py

@@ -1,0 +1,261 @@
+"""`tests/run.sh lab reference`: makes the pages of docs/reference/ whose facts are in the code."""
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+
+from core import slices, types
+from core.hosts import exit_codes
+from launch import __main__ as cli
+from launch import environment, experiment, settings
+from launch.environment import WORKSPACE
+from parallel import strategies
+from parallel.pipeline import schedules
+from tests.lab import golden
+
+HELP = "make the generated pages of docs/reference/; --write updates those that are not current"
+EXAMPLE = "tests/run.sh lab reference --write"
+FOLDER = WORKSPACE / "docs" / "reference"
+GENERATED = "<!-- Made by tests/run.sh lab reference --write; not written by hand. -->"
+REQUIRED = {"Model", "Batches", "Task", "AnswerJudge"}  # Protocols of core.types that are not optional
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds --write."""
+    parser.add_argument("--write", action="store_true", help="update the pages")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists the pages that are not current, and writes them if asked; returns 1 if any were left as they are."""
+    stale = {name: page for name, page in pages().items() if page != _read(name)}
+    for name, page in stale.items():
+        if args.write:
+            (FOLDER / name).write_text(page)
+        print(f"docs/reference/{name}: {'written' if args.write else 'not current; add --write'}")
+    return int(bool(stale) and not args.write)
+
+
+def pages() -> dict[str, str]:
+    """Returns the text of each generated page, by file name."""
+    return {name: "\n".join([GENERATED, "", *make()]) + "\n" for name, make in MAKERS.items()}
+
+
+def _read(name: str) -> str:
+    path = FOLDER / name
+    return path.read_text() if path.exists() else ""
+
+
+def _table(head: list[str], rows: Iterator[list[str]] | list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def _sentence(text: str) -> str:
+    """Returns a text on one line, as a sentence."""
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) else ".")
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """Returns what the section `Attributes` of a class's docstring says, by field."""
+    section = inspect.getdoc(kind).partition("Attributes:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^  (\w[\w, ]*): (.*(?:\n    .*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+
+
+def _commands() -> Iterator[str]:
+    yield from ["# Commands", ""]
+    yield "`launch/run COMMAND --help` prints the same options. `launch/pod.sh` is the command that starts training."
+    helps = environment.declared("HELP")
+    for family, title in cli.FAMILIES.items():
+        yield from ["", f"## {title.partition(':')[0]}", ""]
+        for name, module in cli.commands().items():
+            if environment.declared("COMMAND")[module][0] == family:
+                command = importlib.import_module(module)
+                yield from [*_command(name, command, helps[module]), ""]
+
+
+def _command(name: str, command, help_text: str) -> Iterator[str]:
+    program = "launch/pod.sh" if name == "pod" else f"launch/run {name}"
+    parser = cli.parser(command, program)
+    example, _, more = command.EXAMPLE.partition("\n\n")
+    yield from [f"### `{program}`", "", _sentence(help_text), "", "```"]
+    yield from (re.sub(r" {2,}\((.*)\)$", r"    # \1", line.strip()) for line in example.splitlines())
+    yield from ["```", "", *([_sentence(more), ""] if more else [])]
+    yield from _options(parser)
+
+
+def _options(parser: argparse.ArgumentParser, of: str = "") -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from _options(child, f"{name} ")
+        elif action.help != argparse.SUPPRESS and "--help" not in action.option_strings:
+            shown = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+            value = f" {action.metavar or action.dest.upper()}" if action.option_strings and action.nargs != 0 else ""
+            if isinstance(action.metavar, tuple):
+                value = f" {' '.join(action.metavar)}"
+            said = (action.help or _choices(action)).replace("%(default)s", str(action.default)).replace("%%", "%")
+            yield f"* `{of}{shown}{value}`{': ' + _sentence(said) if said else ''}"
+
+
+def _choices(action: argparse.Action) -> str:
+    return f"one of {', '.join(map(str, action.choices))}" if action.choices else ""
+
+
+def _macros() -> Iterator[str]:
+    yield from ["# Macros of experiment files", ""]
+    yield "`gin/defaults.gin` defines these macros. An experiment file sets only what differs, such as"
+    yield '`BATCH_SIZE = 64`. `--gin "NAME = VALUE"` sets one on the command line.'
+    yield ""
+    text = (WORKSPACE / "gin" / "defaults.gin").read_text()
+    for name, value, said in re.findall(r"^([A-Z_]+) = (.+?)(?: +# (.+))?$", text, re.MULTILINE):
+        yield f"* `{name} = {value}`{': ' + _sentence(said) if said else ''}"
+
+
+def _settings() -> Iterator[str]:
+    yield from ["# Settings of an experiment", ""]
+    yield "A gin file binds these as written here. `renga.Trainer` takes them as arguments, by the name of the field."
+    yield "A setting without a default must be given; most have a [macro](gin-macros.md)."
+    homes = {"experiment.Experiment": experiment.Experiment}
+    homes |= {f"settings.{kind.__name__}": kind for kind in settings.GROUPS.values()}
+    for home, kind in homes.items():
+        said = attributes(kind)
+        yield from ["", f"## `{home}`", "", _sentence(inspect.getdoc(kind).partition("\n")[0]), ""]
+        for field in dataclasses.fields(kind):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if field.name in settings.GROUPS:
+                continue
+            value = "" if default is dataclasses.MISSING else f" = {default!r}"
+            yield f"* `{home}.{field.name}{value}`: {_sentence(said[field.name])}"
+
+
+def _strategies() -> Iterator[str]:
+    yield from ["# Strategies", ""]
+    yield "A strategy maps the logical axes of arrays to mesh axes. [Choose a strategy](../how-to/strategies.md) says"
+    yield "when to use which; [logical axes and tables](../explanation/logical-axes.md) explains the notation."
+    for name in strategies.__all__:
+        make = getattr(strategies, name)
+        if not inspect.isfunction(make) or name == "override":
+            continue
+        yield from ["", *_constructor(f"strategies.{name}", make)]
+        if (WORKSPACE / "gin" / "strategies" / f"{name}.gin").exists():
+            yield from ["", f"File: `gin/strategies/{name}.gin`."]
+    yield from ["", "## Schedules of pipelines", ""]
+    yield "S is the number of stages, M of microbatches, R of repeats."
+    for name in ("gpipe", "circular", "one_f_one_b", "interleaved", "zero_bubble"):
+        yield from ["", *_constructor(f"schedules.{name}", getattr(schedules, name), level=3)]
+
+
+def _constructor(name: str, make: Callable, level: int = 2) -> Iterator[str]:
+    """A heading, the arguments with their defaults, and the docstring, whose line of notation is shown as code."""
+    given = [
+        p.name if p.default is p.empty else f"{p.name}={_shown(p.default)}"
+        for p in inspect.signature(make).parameters.values()
+    ]
+    yield from [f"{'#' * level} `{name.rpartition('.')[2]}`", "", "```python", f"{name}({', '.join(given)})", "```", ""]
+    for paragraph in inspect.getdoc(make).partition("\nArgs:")[0].split("\n\n"):
+        if "→" in paragraph:
+            yield from ["```text", *re.split(r";\s+", paragraph), "```", ""]
+        else:
+            yield from [" ".join(paragraph.split()), ""]
+
+
+def _shown(value) -> str:
+    return "gpipe(8)" if isinstance(value, schedules.Schedule) else repr(value)
+
+
+def _slices() -> Iterator[str]:
+    yield from ["# Slices", ""]
+    yield "`launch/run slices` prints this table. `NxSLICE`, such as `2xv4-32`, is a job of several slices."
+    yield "`local` stands for the devices of this machine, and `h100:8x2` for 2 hosts with 8 GPUs each."
+    yield ""
+    rows = (
+        [f"`{s.name}`", str(s.chips), str(s.hosts), s.topology_name, f"{s.peak_flops / 1e15:.3g}", _memory(s.hbm_bytes)]
+        for s in slices.SLICES.values()
+    )
+    yield from _table(["slice", "JAX devices", "hosts", "topology", "peak, bf16 PFLOP/s", "HBM"], rows)
+
+
+def _memory(count: float) -> str:
+    return f"{count / GIB / 1024:.3g} TiB" if count >= 1024 * GIB else f"{count / GIB:.3g} GiB"
+
+
+def _exit_codes() -> Iterator[str]:
+    yield from ["# Exit codes", ""]
+    yield "`--restarts` starts a run again after the codes that are marked so."
+    yield ""
+    general = exit_codes._BY_SIGNAL._replace(meaning=exit_codes._BY_SIGNAL.meaning.format("N"))
+    for code, said in [*exit_codes.ENDINGS.items(), ("128 + N", general)]:
+        yield f"* **{code}**: {_sentence(said.meaning)}{' A restart can help.' if said.restart else ''}"
+
+
+def abilities() -> list[type]:
+    """Returns every Protocol of `core.types` that is optional."""
+    found = [value for value in vars(types).values() if getattr(value, "_is_protocol", False)]
+    return [value for value in found if value.__module__ == types.__name__ and value.__name__ not in REQUIRED]
+
+
+def enables(ability: type) -> str:
+    """Returns the paragraph of a docstring that says what an ability enables."""
+    found = re.search(r"^Enables: (.*)\.$", inspect.getdoc(ability), re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
+
+
+def _abilities() -> Iterator[str]:
+    yield from ["# Abilities of models and tasks", ""]
+    yield "A model needs `init`, `init_carry` and `loss`; a task needs what `core.types.Task` lists. More methods and"
+    yield "fields add abilities. A message names what is missing: `TokenModel lacks the ability Shrinks: add"
+    yield "shrink(multiples)`. The signatures are in `core/types.py`."
+    yield ""
+    for ability in abilities():
+        adds = ", ".join(f"`{name}`" for name in types.missing(object(), ability))
+        yield from [f"* **{ability.__name__}** enables {enables(ability)}. Add {adds}."]
+    yield ""
+    yield "An object that forwards unknown attributes (`__getattr__`) has the abilities of the object that it wraps."
+
+
+def _experiments() -> Iterator[str]:
+    yield from ["# Experiments", ""]
+    yield "The header of each file says what it trains and how to run it. The table has the experiments that were"
+    yield "compiled for their slice. **Times and MFU are predicted, never measured**: from all communication hidden behind"
+    yield "computation to none ([how, and how far off](../explanation/predictions.md))."
+    yield ""
+    records = {name: golden.read(name) for name in golden.files()}
+    rows = (_experiment(record) for record in records.values())
+    yield from _table(["experiment", "slice", "tokens a step", "GiB a chip", "s a step", "MFU, %"], rows)
+    yield from ["", "What each file trains:", ""]
+    named = {record["experiment"] for record in records.values()}
+    for path in sorted((WORKSPACE / "gin").rglob("*.gin")):
+        where = path.relative_to(WORKSPACE).as_posix()
+        if where in named:
+            head = re.match(r"(?:# .*\n)+", path.read_text())[0].replace("\n# ", " ").removeprefix("# ")
+            yield f"* `{where}`: {_sentence(re.split(r'(?<=[a-z)])[.](?: |$)', head)[0])}"
+
+
+def _experiment(record: dict) -> list[str]:
+    memory, predicted = record["memory"], record["predicted"]
+    times, shares = predicted["step_seconds"], predicted["mfu"]
+    return [
+        f"`{record['experiment']}`",
+        record["slice"],
+        f"{record['tokens_per_step']:,}",
+        f"{memory['peak_bytes'] / GIB:.1f} of {memory['usable_bytes'] / GIB:.1f}",
+        f"{times['hidden']:.3g} – {times['exposed']:.3g}",
+        f"{100 * shares['exposed']:.0f} – {100 * shares['hidden']:.0f}",
+    ]
+
+
+MAKERS = {
+    "commands.md": _commands,
+    "gin-macros.md": _macros,
+    "settings.md": _settings,
+    "strategies.md": _strategies,
+    "slices.md": _slices,
+    "exit-codes.md": _exit_codes,
+    "abilities.md": _abilities,
+    "experiments.md": _experiments,
+}
