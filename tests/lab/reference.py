@@ -165,7 +165,9 @@ def _constructor(name: str, make: Callable, level: int = 2) -> Iterator[str]:
 
 
 def _shown(value) -> str:
-    return "gpipe(8)" if isinstance(value, schedules.Schedule) else repr(value)
+    if isinstance(value, schedules.Schedule):
+        return "gpipe(8)"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _slices() -> Iterator[str]:
