@@ -24,6 +24,8 @@ _CLASSES = {
     "experts": _EXPERTS,
     "none": "",
 }
+_OF_ATTENTION = {"window": "window", "local_rope_theta": "rope_theta"}  # former fields of the decoder
+_LOCAL = "local"  # scope of the attention that has a window, where layers differ
 _NAMES = {
     "mixer": ("attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp"),
     "feed_forward": ("mlp", "experts", "s5", "none"),
@@ -45,7 +47,29 @@ def former(constructor: str) -> dict[str, Rewrite]:
     found: dict[str, Rewrite] = {
         f"{constructor}.{field}": lambda old, bindings: _Decoder(old, bindings).settings() for field in _FIELDS
     }
+    found |= {f"{constructor}.{field}": _of_attention for field in (*_OF_ATTENTION, "pattern")}
     return {**found, f"{constructor}.experts": lambda old, bindings: _Decoder(old, bindings).experts()}
+
+
+def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | ConfigProblem:
+    """Gives the window and rotary base to attention, which a pattern of layers with and without a window refers to."""
+    same = [b for b in bindings if (b.selector, b.scope) == (old.selector, old.scope)]
+    macros = {b.name: b for b in bindings if b.is_macro}
+    pattern = next((expand(b.value, macros) for b in reversed(same) if b.parameter == "pattern"), ())
+    mixers = [b.value for b in same if b.parameter == "mixer"]
+    mixer, attention = f"{old.selector}.mixer", _CLASSES["attention"]
+    usual, local = (scoped(scope, attention) for scope in (old.scope, scoped(old.scope, _LOCAL)))
+    if old.parameter == "pattern":
+        if mixers and pattern:
+            fix = "write the attention of each layer in mixer, such as (@local/layers.Attention(), @layers.Attention())"
+            return old.problem("pattern is an old name, and the layers have a mixer", fix=fix)
+        if unknown := [kind for kind in leaves(pattern) if kind not in ("local", "global")]:
+            return old.problem(f"{unknown[0]!r} is no kind of layer", expected="'local' or 'global'")
+        parts = (f"@{local}(), " if kind == "local" else f"@{attention}(), " for kind in pattern)
+        return [f"{scoped(old.scope, mixer)} = ({''.join(parts)})"] if pattern else []
+    home = local if pattern else usual
+    found = [f"{home}.{_OF_ATTENTION[old.parameter]} = {render(old.value)}"]
+    return found if pattern or mixers else [f"{scoped(old.scope, mixer)} = @{attention}()", *found]
 
 
 class _Decoder:

@@ -27,7 +27,7 @@ from core.errors import UserError
 from models.decoder import layers, rotary
 from models.decoder.block import Block
 from models.decoder.config import DecoderConfig
-from models.decoder.parts import GLOBAL, Call, Side
+from models.decoder.parts import Call, Side
 from models.decoder.planner_config import Planner
 
 
@@ -54,9 +54,6 @@ class Plans(hk.Module):
             mixer=layers.Attention(),
             attention="auto",
             feed_forward=layers.Mlp(),
-            window=None,
-            pattern=(),
-            local_rope_theta=None,
             positions="rotary",
             lora=None,
             planner=None,
@@ -98,7 +95,7 @@ class Plans(hk.Module):
         turns = rotary.tables(
             positions, config.head_width, length=config.score_scale**0.5, theta=config.rope_theta, scaling=None
         )
-        call = Call(Side(segment_ids, {GLOBAL: turns}), GLOBAL)
+        call = Call(Side(segment_ids, (turns,) * len(config.rotations)))
         kind = config.layer_kinds[0]
         low, high = (
             [Block(config, kind._replace(module=f"{name}_{i}")) for i in range(settings.layers)]
@@ -143,7 +140,7 @@ class Plans(hk.Module):
 
 def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
     """Returns training FLOPs per token, without attention among summaries: 6 per matrix entry with a gradient."""
-    layer = sum(part.work(config, GLOBAL, 0).matrices for part in (layers.Attention(), layers.Mlp()))
+    layer = sum(part.work(config, 0).matrices for part in (layers.Attention(), layers.Mlp()))
     low, high = settings.high_steps * settings.low_steps, settings.high_steps
     products = 2 * (low + high) * settings.layers + 4 * 2 * settings.layers
     return (products * layer + 6 * config.embed_dim**2) / settings.chunk

@@ -14,7 +14,7 @@ from models.decoder import chunked_loss, rotary
 from models.decoder.attention import attention
 from models.decoder.attention.splash_tiles import Tiles
 from models.decoder.layers import Attention, Mlp
-from models.decoder.parts import GLOBAL, LOCAL, Part, Sum
+from models.decoder.parts import Decoder, Part, Sum
 from models.decoder.planner_config import Planner
 from models.lora import Lora
 
@@ -55,28 +55,26 @@ _NOT_SETTINGS = {
     "attention_tiles",
 }
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
-_OPTIONAL_COUNTS = ("head_dim", "max_positions", "window")
-_POSITIVE = ("norm_eps", "rope_theta", "local_rope_theta", "query_scale", "attention_softcap", "logit_softcap")
+_OPTIONAL_COUNTS = ("head_dim", "max_positions")
+_POSITIVE = ("norm_eps", "rope_theta", "query_scale", "attention_softcap", "logit_softcap")
 
 
 class LayerKind(NamedTuple):
     """The static properties in which layers of a decoder can differ.
 
     Attributes:
-      span: LOCAL or GLOBAL.
       mixers: their outputs are added.
       feed_forward: None: the layer has none.
       module: name of the Haiku module of its parameters.
     """
 
-    span: str
     mixers: tuple[Part, ...]
     feed_forward: Part | None
     module: str = "block"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(Decoder):
     """The fields of `models.decoder.transformer.Transformer`; the defaults are Llama's.
 
     Attributes:
@@ -102,16 +100,11 @@ class DecoderConfig:
       positions: "rotary", or "learned": a vector for each of `max_positions` positions is added to the embedding.
       max_positions: the largest number of positions; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.decoder.rotary`.
-      local_rope_theta: base in layers with a window, without scaling; None: as in the others.
-      window: positions to which attention in a local layer reaches, including a query's own; None: all layers are
-        global. Mixers without attention have no window.
-      pattern: kinds of successive layers, "local" or "global", repeated as often as needed; (): all local if there is
-        a window.
       query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
       attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
       mixer: what mixes positions: a part (`parts.Part`), or `parts.Sum` of several; a tuple is repeated
-        over the layers.
+        over the layers, such as (Attention(window=512), Attention()).
       feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If parameters of layers
         differ, `num_layers` is a multiple of the number of layers after which they repeat, and those of the i-th of
         these layers are in a module `block_i`.
@@ -153,9 +146,6 @@ class DecoderConfig:
     max_positions: int | None = None
     rope_theta: float = 10000.0
     rope_scaling: rotary.Scaling | None = None
-    local_rope_theta: float | None = None
-    window: int | None = None
-    pattern: tuple[str, ...] = ()
     query_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -196,28 +186,10 @@ class DecoderConfig:
             raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary embeddings need an even size")
         if self.positions == "learned" and self.max_positions is None:
             raise UserError("Transformer: learned positions need max_positions, the number of vectors to learn")
-        if unknown := set(self.pattern) - {LOCAL, GLOBAL}:
-            raise UserError(
-                f"Transformer.pattern: {sorted(unknown)}: expected kinds of layers, {LOCAL!r} or {GLOBAL!r}"
-            )
         if self.lora is not None and not self.gated and "gate" in self.lora.targets:
             targets = tuple(target for target in self.lora.targets if target != "gate")
             raise UserError(f"lora.adapted.targets: this decoder has no matrix 'gate'; set targets = {targets}")
         self._check_parts()
-        if (self.window is None) == (LOCAL in self.kinds):
-            raise UserError(
-                f"Transformer: window = {self.window} and pattern = {self.pattern}: local layers need a window, and a "
-                "window needs local layers"
-            )
-        self._check_local_layers()
-
-    def _check_local_layers(self) -> None:
-        local = [kind.mixers for kind in self.layer_kinds if kind.span == LOCAL]
-        if local and not any(part.has_window for mixers in local for part in mixers):
-            raise UserError(
-                f"Transformer: window = {self.window}, pattern = {self.pattern}, and no local layer has a mixer "
-                "to which the window applies, such as @layers.Attention(); set window = None and pattern = ()"
-            )
 
     def _check_parts(self) -> None:
         for field, value, kinds, expected in (
@@ -253,21 +225,20 @@ class DecoderConfig:
         found |= {
             "head_dim": self.head_width,
             "query_scale": self.score_scale,
-            "pattern": tuple(self.kinds[i % len(self.kinds)] for i in range(self.num_layers)),
         }
         if (planner := found.pop("planner")) is not None:
             found |= {f"planner.{name}": value for name, value in dataclasses.asdict(planner).items()}
         layers = [self.layer_kind(layer) for layer in range(self.num_layers)]
         found["mixer"] = tuple("+".join(part.name for part in kind.mixers) for kind in layers)
         found["feed_forward"] = tuple("none" if (part := kind.feed_forward) is None else part.name for kind in layers)
-        every = list(dict.fromkeys(part for kind in layers for part in parts_of(kind).values()))
-        if not any(isinstance(part, Mlp) for part in every):
+        if not any(isinstance(part, Mlp) for kind in layers for part in parts_of(kind).values()):
             del found["mlp_dim"]  # nothing has this width
-        several: dict[str, list[Any]] = {}  # values of different parts of one name
-        for part in every:
-            for name, value in part.settings(self).items():
-                several.setdefault(name, []).append(value)
-        found |= {name: values[0] if len(values) == 1 else tuple(values) for name, values in several.items()}
+        several: dict[str, list[Any]] = {}  # the value of each layer that has it
+        for kind in layers:
+            for part in parts_of(kind).values():
+                for name, value in part.settings(self).items():
+                    several.setdefault(name, []).append(value)
+        found |= {name: values[0] if len(set(values)) == 1 else tuple(values) for name, values in several.items()}
         return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
 
     @property
@@ -286,34 +257,35 @@ class DecoderConfig:
         return chunked_loss.CHUNK_BYTES
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of successive layers, repeated over the stack: `pattern`, or the only kind."""
-        return self.pattern or ((GLOBAL,) if self.window is None else (LOCAL,))
-
-    @property
     def _mixers(self) -> tuple[tuple[Part, ...], ...]:
         return tuple(one.parts if isinstance(one, Sum) else (one,) for one in _tuple(self.mixer))
 
     @property
-    def group(self) -> int:
-        """The number of layers after which mixers and feed-forwards repeat."""
+    def _repeated(self) -> list[tuple[tuple[Part, ...], Part | None]]:
+        """Mixers and feed-forward of successive layers, repeated over the stack."""
         mixers, others = self._mixers, _tuple(self.feed_forward)
-        both = [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
-        return next(p for p in range(1, len(both) + 1) if len(both) % p == 0 and both == both[:p] * (len(both) // p))
+        return [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
+
+    @property
+    def group(self) -> int:
+        """The number of layers after which parameters repeat."""
+        return _period(
+            [tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in self._repeated]
+        )
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of successive layers, repeated over the stack."""
-        spans, mixers, others = self.kinds, self._mixers, _tuple(self.feed_forward)
-        return tuple(
-            LayerKind(
-                spans[i % len(spans)],
-                mixers[i % len(mixers)],
-                others[i % len(others)],
-                "block" if self.group == 1 else f"block_{i % self.group}",
-            )
-            for i in range(math.lcm(len(spans), self.group))
-        )
+        both, group = self._repeated, self.group
+        modules = ["block"] if group == 1 else [f"block_{i}" for i in range(group)]
+        return tuple(LayerKind(*both[i], modules[i % group]) for i in range(_period(both)))
+
+    @property
+    def rotations(self) -> tuple[rotary.Rotation, ...]:
+        """The different rotary embeddings of the mixers: the decoder's, if any has it, and others by layer."""
+        found = [part.rotation(self) for mixers, _ in self._repeated for part in mixers]
+        own = rotary.Rotation(self.rope_theta, self.rope_scaling)
+        return tuple(sorted(dict.fromkeys(one for one in found if one is not None), key=lambda one: one != own))
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer by its number."""
@@ -374,6 +346,12 @@ def _check_class(kind: type[Part]) -> None:
         raise UserError(f"{kind.__qualname__}: a part is a frozen dataclass: add @dataclasses.dataclass(frozen=True)")
     if kind.name == "":
         raise UserError(f"{kind.__qualname__}: a part has a name, for its state and sums: add `name = 'my_part'`")
+
+
+def _period(values: list[Any]) -> int:
+    """Returns after how many values they repeat: a divisor of their number."""
+    count = len(values)
+    return next(p for p in range(1, count + 1) if count % p == 0 and values == values[:p] * (count // p))
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

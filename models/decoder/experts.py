@@ -126,7 +126,7 @@ class Experts(Part):
             y += Mlp().products(c, x, call.side, prefix="shared_", width=width)
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
 
-    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, length: int) -> Work:
         """Counts the experts that a token passes through."""
         width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
         return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.num_experts))

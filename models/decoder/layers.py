@@ -6,6 +6,7 @@ B batch, T length, D embed, H query heads, N key/value heads, K head_dim, F mlp.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import haiku as hk
@@ -14,13 +15,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
+from core.errors import UserError, check_integer
 from models import derivatives, quantized
 from models.decoder import rotary
 from models.decoder.attention import attention, cudnn_attention
 from models.decoder.attention.attention import KeysAndValues
 from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
-from models.decoder.parts import GLOBAL, LOCAL, Call, Decoder, Part, Result, Side, Work
+from models.decoder.parts import Call, Decoder, Part, Result, Side, Work
 
 # Logical axes of the inputs and outputs of each matrix.
 _AXES = {
@@ -76,15 +78,13 @@ class Matrices:
         return self.decoder.lora.added(name, product, x, (inward, outward), rows=side.rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Attention(Part):
-    """Causal attention within segments, `attention`, with the decoder's heads, window and rotation."""
+class Heads(Part):
+    """The queries, keys, values and output of attention, with the decoder's heads; a subclass mixes the values."""
 
-    name = "attention"
-    norm = "attention"
-    has_window = True
-    sees_prefix = True
     matrices = ("query", "key", "value", "output")
+
+    def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
+        return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling)
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         c, side, of = decoder, call.side, Matrices(decoder)
@@ -109,7 +109,82 @@ class Attention(Part):
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the cache after."""
-        side, how = call.side, scores(c, call)
+        raise NotImplementedError
+
+    def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
+        """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.
+
+        They have the sharding of the strategy before and after. The constraint after is for the gradient: where keys
+        are gathered over positions, it is scattered before it is rotated.
+        """
+        x = of.biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
+        if of.decoder.qk_norm:
+            x = normalized(of.decoder, f"{name}_norm", x)
+        x = logical.constrain(x, "batch", "length", heads, "head_dim")
+        if not call.side.turns:
+            return x
+        turned = rotary.apply(x, call.side.turns[of.decoder.rotations.index(self.rotation(of.decoder))])
+        return logical.constrain(turned, "batch", "length", heads, "head_dim")
+
+    def work(self, decoder: Decoder, length: int) -> Work:
+        """Counts the matrices, and T H K for causal scores and as much for the mixing."""
+        c = decoder
+        inner, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
+        return Work(c.embed_dim * (2 * inner + 2 * kv), length * inner)
+
+    def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
+        """Returns empty keys and values of `length` slots."""
+        c = decoder
+        return KeysAndValues(*(jnp.zeros((rows, c.num_kv_heads, length, c.head_width), c.dtype) for _ in range(2)))
+
+    def laid_out(self, state: KeysAndValues) -> KeysAndValues:
+        return KeysAndValues(*(logical.constrain(a, "batch", "kv_heads", None, "head_dim") for a in state))
+
+    def on_gpus(self, decoder: Decoder, length: int) -> str | None:
+        c = decoder
+        if c.attention == "splash":
+            return "the splash kernel, which GPUs cannot run: set attention = 'auto'"
+        if c.attention == "plain":
+            return "plain products"
+        if c.attention == "none":
+            return "none: attention = 'none' mixes no positions"
+        problem = cudnn_attention.problem(length, c.head_width, c.dtype, softcap=c.attention_softcap)
+        return f"plain products: {problem}" if problem else "flash attention of cuDNN"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention(Heads):
+    """Causal attention within segments; layers with different values make a pattern, such as that of Gemma.
+
+    Attributes:
+      window: positions to which a query attends, its own being the last; None: all up to its own.
+      rope_theta: base of its rotary embedding, which is then not scaled; None: the decoder's base and scaling.
+
+    Raises:
+      UserError: a number out of range.
+    """
+
+    window: int | None = None
+    rope_theta: float | None = None
+
+    def __post_init__(self):
+        if self.window is not None:
+            check_integer(self.window, where="Attention.window", least=1)
+        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
+            raise UserError(f"Attention.rope_theta = {self.rope_theta}: expected a finite number above 0")
+
+    name = "attention"
+    norm = "attention"
+    sees_prefix = True
+
+    def with_same_parameters(self) -> Part:
+        return Attention()
+
+    def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
+        return super().rotation(decoder) if self.rope_theta is None else rotary.Rotation(self.rope_theta)
+
+    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
+        side, how = call.side, scores(c, call, window=self.window)
         if call.before is not None:
             assert side.padding is not None
             return attention.cached(q, key, value, *call.before, side.padding, how, choice=c.attention)
@@ -126,52 +201,19 @@ class Attention(Part):
         )
         return mixed, ()
 
-    def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
-        """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.
+    def work(self, decoder: Decoder, length: int) -> Work:
+        """Counts as without a window, but 2 W for T where a window of W positions is shorter."""
+        inner = decoder.num_heads * decoder.head_width
+        span = min(length, 2 * (self.window or length))  # twice the mean number attended to
+        return super().work(decoder, length)._replace(others=span * inner)
 
-        They have the sharding of the strategy before and after. The constraint after is for the gradient: where keys
-        are gathered over positions, it is scattered before it is rotated.
-        """
-        x = of.biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
-        if of.decoder.qk_norm:
-            x = normalized(of.decoder, f"{name}_norm", x)
-        x = logical.constrain(x, "batch", "length", heads, "head_dim")
-        if not (turns := call.side.turns):
-            return x
-        return logical.constrain(
-            rotary.apply(x, turns.get(call.kind, turns[GLOBAL])), "batch", "length", heads, "head_dim"
-        )
-
-    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
-        """Counts T H K for causal scores and as much for the mixing, W H K of a window of W positions."""
-        c = decoder
-        inner, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-        span = length if kind == GLOBAL else min(length, 2 * (c.window or length))  # twice the mean number attended to
-        return Work(c.embed_dim * (2 * inner + 2 * kv), span * inner)
-
-    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> KeysAndValues:
+    def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
         """Returns empty keys and values; of a layer with a window, with room for the window alone."""
-        c = decoder
-        entries = length if kind == GLOBAL else min(length, c.window or length)
-        shape = (rows, c.num_kv_heads, entries, c.head_width)
-        return KeysAndValues(*(jnp.zeros(shape, c.dtype) for _ in range(2)))
-
-    def laid_out(self, state: KeysAndValues) -> KeysAndValues:
-        return KeysAndValues(*(logical.constrain(a, "batch", "kv_heads", None, "head_dim") for a in state))
+        return super().empty_state(decoder, rows, min(length, self.window or length))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        return {}  # those of the decoder
-
-    def on_gpus(self, decoder: Decoder, length: int) -> str | None:
-        c = decoder
-        if c.attention == "splash":
-            return "the splash kernel, which GPUs cannot run: set attention = 'auto'"
-        if c.attention == "plain":
-            return "plain products"
-        if c.attention == "none":
-            return "none: attention = 'none' mixes no positions"
-        problem = cudnn_attention.problem(length, c.head_width, c.dtype, softcap=c.attention_softcap)
-        return f"plain products: {problem}" if problem else "flash attention of cuDNN"
+        own = None if self.rotation(decoder) == super().rotation(decoder) else self.rope_theta
+        return {"attention.window": self.window, "attention.rope_theta": own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +246,7 @@ class Mlp(Part):
         out = of.product(f"{prefix}down", "btf,fd->btd", hidden, down, side)
         return of.biased(f"{prefix}down", out, ("norm",), among=("all",))
 
-    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, length: int) -> Work:
         return Work(decoder.embed_dim * products_per_input(decoder, decoder.mlp_dim))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
@@ -220,10 +262,10 @@ def products_per_input(decoder: Decoder, width: int) -> int:
     return (3 if decoder.gated else 2) * width
 
 
-def scores(decoder: Decoder, call: Call) -> Scores:
-    """Returns the scores of a layer's attention."""
+def scores(decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
+    """Returns the scores of attention with a window, or None."""
     scale = 1.0 if call.side.turns else decoder.score_scale  # otherwise the rotary tables scale
-    return Scores(scale, decoder.attention_softcap, decoder.window if call.kind == LOCAL else None)
+    return Scores(scale, decoder.attention_softcap, window)
 
 
 def normalized(config: Decoder, name: str, x: jax.Array) -> jax.Array:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from models.decoder.attention.splash_tiles import Tiles
     from models.lora import Lora
 
-LOCAL, GLOBAL = "local", "global"
-
 
 class Decoder(Protocol):
     """The fields and properties of `models.decoder.config.DecoderConfig` that a part may read."""
@@ -38,8 +36,8 @@ class Decoder(Protocol):
     mlp_dim: int
     num_heads: int
     num_kv_heads: int
-    head_width: int
-    score_scale: float
+    rope_theta: float
+    rope_scaling: rotary.Scaling | None
     dtype: str
     quantization: str
     attention: str
@@ -51,10 +49,23 @@ class Decoder(Protocol):
     bias: str
     gated: bool
     activation: str
-    window: int | None
-    pattern: tuple[str, ...]
     lora: Lora | None
-    layer_kinds: tuple[Any, ...]
+
+    @property
+    def head_width(self) -> int:
+        """K: the size of a head."""
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+
+    @property
+    def rotations(self) -> tuple[rotary.Rotation, ...]:
+        """The different rotary embeddings of the mixers: the decoder's, if any has it, and others by layer."""
+
+    @property
+    def layer_kinds(self) -> tuple[Any, ...]:
+        """The kinds of successive layers, `config.LayerKind`, repeated over the stack."""
 
 
 class Side(NamedTuple):
@@ -62,7 +73,7 @@ class Side(NamedTuple):
 
     Attributes:
       segment_ids: [B, T], int32.
-      turns: rotary tables by kind of layer; only of GLOBAL if all kinds share one table; empty for learned positions.
+      turns: rotary tables, one for each of `Decoder.rotations`.
       rows: [B], int32, global row ids, if inputs of adapters are dropped; otherwise None.
       padding: [B], int32, the number of empty slots before a row, if earlier slots are cached; otherwise None.
       prefix: which positions attend both ways; None: attention is causal.
@@ -71,7 +82,7 @@ class Side(NamedTuple):
     """
 
     segment_ids: jax.Array
-    turns: dict[str, rotary.RotaryTables]
+    turns: tuple[rotary.RotaryTables, ...]
     padding: jax.Array | None = None
     rows: jax.Array | None = None
     prefix: Prefix | None = None
@@ -95,7 +106,6 @@ class Call(NamedTuple):
 
     Attributes:
       side: arrays that belong to rows.
-      kind: LOCAL or GLOBAL.
       before: earlier slots, whose state the part continues; None: rows are complete.
       weights: [B, T], of supervised positions; None if there are earlier slots.
       drops: whether the capacity of experts applies.
@@ -104,7 +114,6 @@ class Call(NamedTuple):
     """
 
     side: Side
-    kind: str
     before: Earlier | None = None
     weights: jax.Array | None = None
     drops: bool = False
@@ -150,7 +159,6 @@ class Part:
       norm: start of the name of the norm before it; None: `mixer_norm`, or `feed_forward_norm`.
       is_recurrent: whether it has a state of one size for rows of any length.
       keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
-      has_window: whether it reads `Decoder.window` in local layers.
       sees_prefix: whether it works where a part of a row attends both ways (`Side.prefix`).
       matrices: names of the matrices that low-rank adapters can change.
     """
@@ -159,24 +167,35 @@ class Part:
     norm: str | None = None
     is_recurrent = False
     keeps_state = False
-    has_window = False
     sees_prefix = False
     matrices: tuple[str, ...] = ()
 
     def check(self, decoder: Decoder) -> None:
         """Checks the decoder's fields that concern the part; raises UserError."""
 
+    def with_same_parameters(self) -> Part:
+        """Returns the part without settings on which its parameters do not depend.
+
+        Layers whose parts are equal without them are stacked in the same arrays.
+        """
+        return self
+
+    def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
+        """Returns by how much it rotates queries and keys; None: it does not."""
+        del decoder
+        return None
+
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         """Runs the part on the normalized stream [B, T, D], in the Haiku module of its layer."""
         raise NotImplementedError
 
-    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, length: int) -> Work:
         """Returns the multiplications of a token in rows of `length` positions."""
         raise NotImplementedError
 
-    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> Any:
+    def empty_state(self, decoder: Decoder, rows: int, length: int) -> Any:
         """Returns the state before the first of at most `length` slots, leaves [rows, ...]."""
-        del decoder, kind, rows, length
+        del decoder, rows, length
         return ()
 
     def laid_out(self, state: Any) -> Any:

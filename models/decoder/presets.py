@@ -12,6 +12,7 @@ from typing import Any
 
 from models.decoder import rotary
 from models.decoder.experts import Experts
+from models.decoder.layers import Attention
 
 Fields = Mapping[str, Any]
 
@@ -83,8 +84,7 @@ def _gemma2(*sizes: int, **other: Any) -> Fields:
     return _gemma(
         *sizes,
         vocab_size=256000,
-        window=4096,
-        pattern=("local", "global"),
+        mixer=(Attention(window=4096), Attention()),
         attention_softcap=50.0,
         logit_softcap=30.0,
         max_positions=8192,
@@ -92,11 +92,10 @@ def _gemma2(*sizes: int, **other: Any) -> Fields:
     )
 
 
-def _gemma3(*sizes: int, **other: Any) -> Fields:
+def _gemma3(*sizes: int, window: int, **other: Any) -> Fields:
     """Gemma team 2025 (Gemma 3): norms of queries and keys, five layers with a window to one without."""
-    return _gemma(
-        *sizes, qk_norm=True, rope_theta=1e6, local_rope_theta=10000.0, pattern=("local",) * 5 + ("global",), **other
-    )
+    mixer = (Attention(window=window, rope_theta=10000.0),) * 5 + (Attention(),)
+    return _gemma(*sizes, qk_norm=True, rope_theta=1e6, mixer=mixer, **other)
 
 
 _LINEAR = {"rope_scaling": rotary.Linear(factor=8.0), "vocab_size": 262208, "window": 1024, "max_positions": 131072}
@@ -131,7 +130,7 @@ FIELDS: Mapping[str, Fields | Callable[[], Fields]] = {
     "llama-3.1-70b": _llama3(80, 8192, 28672, 64, 8),
     "llama-3.2-1b": _llama3(16, 2048, 8192, 32, 8, factor=32.0, tied=True),
     "llama-3.2-3b": _llama3(28, 3072, 8192, 24, 8, factor=32.0, tied=True),
-    "mistral-7b-v0.1": _sizes(32, 4096, 14336, 32, 8, window=4096, max_positions=32768),
+    "mistral-7b-v0.1": _sizes(32, 4096, 14336, 32, 8, mixer=Attention(window=4096), max_positions=32768),
     "mistral-7b-v0.3": _sizes(32, 4096, 14336, 32, 8, vocab_size=32768, rope_theta=1e6, max_positions=32768),
     "mixtral-8x7b": _sizes(
         32, 4096, 14336, 32, 8, rope_theta=1e6, max_positions=32768, feed_forward=Experts(num_experts=8, top_k=2)

@@ -102,6 +102,19 @@ class Yarn:
         return frequency / self.factor * divided + frequency * (1 - divided)
 
 
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """A rotary embedding.
+
+    Attributes:
+      theta: base of the geometric series of wavelengths.
+      scaling: changes the frequencies.
+    """
+
+    theta: float
+    scaling: Scaling | None = None
+
+
 class RotaryTables(NamedTuple):
     """Cosines and sines of the rotary angles, repeated for both halves of a head; [B, T, 1, K] float32 each."""
 

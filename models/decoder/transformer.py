@@ -30,7 +30,7 @@ from models.decoder import block, chunked_loss, layers, rotary
 from models.decoder.attention import ring_attention
 from models.decoder.block import Block
 from models.decoder.config import REMAT, DecoderConfig, LayerKind, parts_of
-from models.decoder.parts import GLOBAL, LOCAL, Call, Earlier, Part, Side
+from models.decoder.parts import Call, Earlier, Part, Side
 from models.decoder.prefix import Prefix
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Transformer(DecoderConfig):
         if not self.keeps_states:
             return ()
         rows, length = batch["inputs"].shape
-        of_layer = {n: p.empty_state(self, GLOBAL, rows, length) for n, p in self._parts.items() if p.keeps_state}
+        of_layer = {n: p.empty_state(self, rows, length) for n, p in self._parts.items() if p.keeps_state}
         return jax.tree.map(lambda a: jnp.zeros((rows, self.num_layers, *a.shape[1:]), a.dtype), of_layer)
 
     def loss(
@@ -269,7 +269,7 @@ class Transformer(DecoderConfig):
             carried: Any = None,
             kind: LayerKind = self.layer_kinds[0],
         ) -> Any:
-            call = Call(side[0], kind.span, weights=side[2], drops=drops, carried=carried)
+            call = Call(side[0], weights=side[2], drops=drops, carried=carried)
             x, states, sums = Block(self, kind)(x, call)
             sums = {name: sums.get(name, part.empty_sums()) for name, part in summed.items()}
             if carried is not None:
@@ -296,7 +296,7 @@ class Transformer(DecoderConfig):
         """
 
         def state(kind: LayerKind) -> block.State:
-            found = {name: part.empty_state(self, kind.span, rows, length) for name, part in parts_of(kind).items()}
+            found = {name: part.empty_state(self, rows, length) for name, part in parts_of(kind).items()}
             return {name: state for name, state in found.items() if jax.tree.leaves(state)}
 
         layers = self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
@@ -377,7 +377,7 @@ class Transformer(DecoderConfig):
 
         def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
             (stream, cache), (at, of_layer) = x, kind
-            call = Call(side, of_layer.span, Earlier(cache[at], start))
+            call = Call(side, Earlier(cache[at], start))
             stream, after, _ = Block(self, of_layer)(stream, call)
             return stream, (*cache[:at], after, *cache[at + 1 :])
 
@@ -421,15 +421,15 @@ class Transformer(DecoderConfig):
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per token without recomputation.
 
-        6 per parameter of a matrix product, and 6 L T H K for causal attention; in a local layer 12 W H K for a window
-        of W positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
+        6 per parameter of a matrix product, and 6 L T H K for causal attention; 12 W H K with a window of W
+        positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
         that a token passes through.
         """
         matrices, others = self.embed_dim * self.stored_vocab_size, 0.0
         for layer in range(self.num_layers):
             kind = self.layer_kind(layer)
             for part in parts_of(kind).values():
-                work = part.work(self, kind.span, length)
+                work = part.work(self, length)
                 matrices, others = matrices + work.matrices, others + work.others
         found = (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
         if self.planner is None:
@@ -450,17 +450,15 @@ class Transformer(DecoderConfig):
             x += derivatives.embedded(table, batch["positions"], rows, self.dtype, None)
         return logical.constrain(x, *rows, "embed")
 
-    def _rotary_tables(self, positions: jax.Array) -> dict[str, rotary.RotaryTables]:
-        """Returns the rotary tables of layers: under GLOBAL, and under LOCAL if those of local layers differ.
+    def _rotary_tables(self, positions: jax.Array) -> tuple[rotary.RotaryTables, ...]:
+        """Returns the tables of `rotations`; they also scale queries and keys, each by the root of the scores' factor.
 
-        They also scale queries and keys, each by the root of the factor of the scores.
+        There are none for learned positions.
         """
         if self.positions == "learned":
-            return {}
+            return ()
         make = functools.partial(rotary.tables, positions, self.head_width, length=self.score_scale**0.5)
-        tables = {GLOBAL: make(theta=self.rope_theta, scaling=self.rope_scaling)}
-        if self.local_rope_theta is not None:
-            tables[LOCAL] = make(theta=self.local_rope_theta)
+        tables = tuple(make(theta=one.theta, scaling=one.scaling) for one in self.rotations)
         return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
 
     def _embedding(self) -> jax.Array:

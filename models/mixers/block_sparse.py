@@ -32,14 +32,14 @@ from models.decoder.attention import attention, ring_attention
 from models.decoder.attention.attention import KeysAndValues
 from models.decoder.attention.scores import USUAL, Scores
 from models.decoder.attention.splash_tiles import LANES, Tiles, largest
-from models.decoder.layers import Attention, scores
-from models.decoder.parts import GLOBAL, LOCAL, Call, Decoder, Part, Work
+from models.decoder.layers import Heads, scores
+from models.decoder.parts import Call, Decoder, Work
 
 _SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockSparse(Attention):
+class BlockSparse(Heads):
     """A mixer: attention to global, near and drawn blocks, with the decoder's heads and rotation.
 
     Attributes:
@@ -67,21 +67,12 @@ class BlockSparse(Attention):
             raise UserError(f"BlockSparse.seed = {self.seed}: expected an integer below 2**63")
 
     name = "block_sparse"
-    norm = None
-    has_window = False
-    sees_prefix = False
 
     def check(self, decoder: Decoder) -> None:
         if decoder.attention == "none":
             raise UserError("Transformer.attention = 'none' mixes no positions: expected another with 'block_sparse'")
         if decoder.attention == "cudnn":
             raise UserError("Transformer.attention = 'cudnn' cannot skip blocks: expected another with 'block_sparse'")
-        if any(self in kind.mixers and kind.span == LOCAL for kind in decoder.layer_kinds):
-            raise UserError(
-                f"Transformer: window = {decoder.window}, pattern = {decoder.pattern}: a local layer has the mixer "
-                "'block_sparse', whose blocks may lie outside of the window (BlockSparse.window limits them); name "
-                "these layers 'global' in the pattern"
-            )
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         if call.side.prefix is not None:
@@ -91,21 +82,14 @@ class BlockSparse(Attention):
             return attend(q, key, value, call.side.segment_ids, how, settings=self, choice=c.attention), ()
         return cached(q, key, value, *call.before, call.side.padding, how, settings=self)
 
-    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, length: int) -> Work:
         """Counts whole blocks."""
         inner = decoder.num_heads * decoder.head_width
-        return Work(super().work(decoder, GLOBAL, length).matrices, 2 * self.attended(length) * inner)
-
-    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> KeysAndValues:
-        """Returns room for all positions, because a drawn block may be any of the row."""
-        return super().empty_state(decoder, GLOBAL, rows, length)
+        return Work(super().work(decoder, length).matrices, 2 * self.attended(length) * inner)
 
     def shrink(self, multiples: Mapping[str, int]) -> "BlockSparse":
         """Returns blocks for the short rows of rehearsals."""
         return dataclasses.replace(self, block=8)
-
-    def settings(self, decoder: Decoder) -> dict[str, Any]:
-        return Part.settings(self, decoder)
 
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:
         return super().on_gpus(decoder, length) if decoder.attention == "splash" else "plain products"

@@ -94,11 +94,11 @@ class S5(Part):
         y, state = _Layer(self, decoder.dtype, call.name)(x, segment_ids, call)
         return Result(ring_attention.arrange(y, *names), state)
 
-    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, length: int) -> Work:
         """Counts four products of the recurrence for each state."""
         return Work(2 * decoder.embed_dim * self.states, 2 * self.states)
 
-    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> Complex:
+    def empty_state(self, decoder: Decoder, rows: int, length: int) -> Complex:
         """Returns zeros [rows, P]."""
         return Complex(*(jnp.zeros((rows, self.states // 2)) for _ in range(2)))
 

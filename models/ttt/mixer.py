@@ -66,10 +66,10 @@ class TTTMixer(Part):
         y = ring_attention.arrange(found.output, "batch", "length", "embed")
         return Result(y, (), () if call.weights is None else self._sums(found.errors, segments))
 
-    def work(self, decoder: Decoder, kind: str, length: int) -> Work:
+    def work(self, decoder: Decoder, length: int) -> Work:
         return Work(*layer.multiplications(self.config, decoder.embed_dim))
 
-    def empty_state(self, decoder: Decoder, kind: str, rows: int, length: int) -> layer.State:
+    def empty_state(self, decoder: Decoder, rows: int, length: int) -> layer.State:
         """Returns states without weights; rows get the initial weights with their first token."""
         c = self.config
         pairs = zip(c.sizes, c.sizes[1:], strict=False)

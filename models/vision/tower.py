@@ -27,7 +27,7 @@ from models import derivatives
 from models.decoder import layers, rotary
 from models.decoder.block import Block
 from models.decoder.config import REMAT, DecoderConfig
-from models.decoder.parts import GLOBAL, Call, Side
+from models.decoder.parts import Call, Side
 from models.decoder.prefix import Prefix
 
 logical.declare("pixel_rows", "rows of pixels of a patch")
@@ -174,14 +174,14 @@ class VisionTower:
     def _layers(self, x: jax.Array, config: DecoderConfig) -> jax.Array:
         length = x.shape[1]
         everywhere = jnp.ones(x.shape[:2], jnp.int32)
-        turns = {}
+        turns: tuple[rotary.RotaryTables, ...] = ()
         if self.positions == "rotary":
             tables = rotary_2d(self.side, config.head_width, theta=100.0, length=config.score_scale**0.5)
-            turns[GLOBAL] = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), tables)
+            turns = (jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), tables),)
         side = Side(everywhere, turns, prefix=Prefix(everywhere * (length - 1)))
 
         def layer(x: jax.Array, side: Side) -> jax.Array:
-            return Block(config, config.layer_kinds[0])(x, Call(side, GLOBAL))[0]
+            return Block(config, config.layer_kinds[0])(x, Call(side))[0]
 
         return stack.layer_stack(layer, self.num_layers, name=f"{NAME}_layers", remat=REMAT[config.remat])(x, side)
 

@@ -44,7 +44,7 @@ def models() -> dict[str, Transformer]:
     reach = preset.mixer.block * (preset.mixer.window + 1)
     return {
         "S5": dataclasses.replace(preset, mixer=preset.feed_forward, feed_forward=Mlp()),
-        "window": dataclasses.replace(dense, window=reach),
+        "window": dataclasses.replace(dense, mixer=Attention(window=reach)),
         "BigBird": sparse,
         "preset": preset,
         "dense": dense,

@@ -36,8 +36,8 @@ def models(vocab_size: int, length: int = LENGTH) -> dict[str, Transformer]:
     states = S5(states=64, blocks=32, min_dt=0.1 / length, max_dt=0.1, activation=None, chunk=length // 4)
     return {
         "S5": dataclasses.replace(dense, mixer=states),
-        "window": dataclasses.replace(dense, window=WINDOW),
-        "window + S5": dataclasses.replace(dense, window=WINDOW, mixer=Sum((Attention(), states))),
+        "window": dataclasses.replace(dense, mixer=Attention(window=WINDOW)),
+        "window + S5": dataclasses.replace(dense, mixer=Sum((Attention(window=WINDOW), states))),
         "dense": dense,
     }
 

@@ -68,11 +68,11 @@ class LinearAttention(Part):
         y = jnp.einsum("bthk,hkd->btd", mixed, param("output", (h, k, d), (*IN[1:], "embed"), h * k, in_dims=2))
         return Result(ring_attention.arrange(y, "batch", "length", "embed"), after)
 
-    def work(self, decoder, kind, length):
+    def work(self, decoder, length):
         width = self.heads * self.head_dim
         return Work(4 * decoder.embed_dim * width, length * width)  # half of the pairs, twice
 
-    def empty_state(self, decoder, kind, rows, length):
+    def empty_state(self, decoder, rows, length):
         return State(
             jnp.zeros((rows, self.heads, self.head_dim, self.head_dim)), jnp.zeros((rows, self.heads, self.head_dim))
         )

@@ -16,6 +16,7 @@ from core.stack import layer_stack
 from core.types import LossOutput
 from models import agreement_subjects
 from models.decoder import experts
+from models.decoder.layers import Attention
 from parallel import ring_reduction, strategies
 from parallel.partitioner import Partitioner
 from tasks import streams
@@ -153,7 +154,7 @@ def test_stacks_that_it_cannot_differentiate_are_refused(model, message):
 
 def test_layers_of_several_kinds_are_refused():
     with pytest.raises(UserError, match="overlap_reduction: the layers are of 2 kinds, expected one"):
-        bind(LATE, dataclasses.replace(MODEL, pattern=("local", "global"), window=8))
+        bind(LATE, dataclasses.replace(MODEL, mixer=(Attention(window=8), Attention())))
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ EXPERTS, LORA = (
 )
 STATES = S5(states=8, chunk=4)
 GROUP = {"mixer": (STATES, Attention()), "feed_forward": (Mlp(), STATES)}
-KINDS = {"window": 4, "pattern": ("local", "local", "global")}
+KINDS = {"mixer": (Attention(window=4), Attention(window=4), Attention())}
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 
 

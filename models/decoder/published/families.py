@@ -18,10 +18,10 @@ from core.files import paths
 from core.model_settings import differing_settings
 from models.decoder.config import DecoderConfig
 from models.decoder.experts import Experts, experts_of
-from models.decoder.layers import Mlp
-from models.decoder.parts import GLOBAL, LOCAL
+from models.decoder.layers import Attention, Mlp
+from models.decoder.parts import Part
 from models.decoder.published import published_keys, rope_settings
-from models.decoder.published.rope_settings import LAYER_TYPES
+from models.decoder.published.rope_settings import FULL, LAYER_TYPES, SLIDING
 
 Config = Mapping[str, Any]
 _ACTIVATIONS = {
@@ -174,28 +174,31 @@ def _check_heads(config: Config) -> None:
 
 def _without_windows(config: Config, **other: Any) -> dict[str, Any]:
     """Reads a family whose windows, if it has any, do not follow `layer_types`."""
-    if LOCAL in (_kinds(config) or ()):
+    if SLIDING in (_layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return _llama(config, **other)
 
 
 def _mistral(config: Config) -> dict[str, Any]:
-    kinds = _kinds(config) or [GLOBAL if config["sliding_window"] is None else LOCAL] * config["num_hidden_layers"]
-    return _llama(config, **_windows(config, kinds))
+    usual = FULL if config["sliding_window"] is None else SLIDING
+    types = _layer_types(config) or [usual] * config["num_hidden_layers"]
+    return _llama(config, mixer=_attention(config, types))
 
 
-def _windows(config: Config, kinds: list[str]) -> dict[str, Any]:
-    """Returns the fields of a decoder whose layers are of these kinds."""
-    if LOCAL not in kinds:
-        return {}
+def _attention(config: Config, types: list[str], *, local_theta: float | None = None) -> Attention | tuple[Part, ...]:
+    """Returns the mixers of layers of these types; those with a window may have a rotary base of their own."""
+    if SLIDING not in types:
+        return Attention()
     if (window := config["sliding_window"]) is None:
         raise UserError("sliding_window = null, but there are layers of the type sliding_attention: expected a number")
-    return {"window": window, "pattern": _shortest(kinds) if GLOBAL in kinds else ()}
+    parts = {FULL: Attention(), SLIDING: Attention(window=window, rope_theta=local_theta)}
+    found = tuple(parts[kind] for kind in _shortest(types))
+    return found if len(found) > 1 else found[0]
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
     experts = Experts(num_experts=config["num_local_experts"], top_k=_choices(config, "num_local_experts"))
-    return _without_windows(config, window=config["sliding_window"], feed_forward=experts)
+    return _without_windows(config, mixer=Attention(window=config["sliding_window"]), feed_forward=experts)
 
 
 def _qwen3_moe(config: Config) -> dict[str, Any]:
@@ -232,9 +235,9 @@ def _layers_with_experts(config: Config) -> tuple[bool, ...]:
     return tuple(kinds[:group])
 
 
-def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
+def _gemma(config: Config, *, period: int, local_theta: float | None = None, **other: Any) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
-    kinds = _kinds(config) or [LOCAL if (layer + 1) % period else GLOBAL for layer in range(layers)]
+    types = _layer_types(config) or [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]
     return _llama(
         config,
         activation="hidden_activation",
@@ -243,30 +246,29 @@ def _gemma(config: Config, *, period: int, **other: Any) -> dict[str, Any]:
         scaled_embedding=True,
         query_scale=config["query_pre_attn_scalar"] ** -0.5,
         logit_softcap=config["final_logit_softcapping"],
-        **_windows(config, kinds),
+        mixer=_attention(config, types, local_theta=local_theta),
         **other,
     )
 
 
-def _kinds(config: Config) -> list[str] | None:
-    """Returns the kind of each layer that `layer_types` names; None if the file leaves it out."""
+def _layer_types(config: Config) -> list[str] | None:
+    """Returns the type of each layer by `layer_types`; None if the file leaves it out."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if types is None:
         return None
-    kinds = {name: kind for kind, name in LAYER_TYPES.items()}
     if not (isinstance(types, list) and all(isinstance(name, str) for name in types)):
-        raise UserError(f"layer_types = {json.dumps(types)}: expected a list of {' or '.join(kinds)}")
-    if unknown := sorted(set(types) - set(kinds)):
-        raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(kinds)}")
+        raise UserError(f"layer_types = {json.dumps(types)}: expected a list of {' or '.join(LAYER_TYPES)}")
+    if unknown := sorted(set(types) - set(LAYER_TYPES)):
+        raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(LAYER_TYPES)}")
     if len(types) != layers:
         raise UserError(f"layer_types has {len(types)} entries, and num_hidden_layers = {layers}")
-    return [kinds[name] for name in types]
+    return types
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
     rope, local_theta = rope_settings.of_each_type(config)
-    found = _gemma(config, period=config["sliding_window_pattern"], rope=rope, qk_norm=True)
-    return {**found, "local_rope_theta": local_theta} if "window" in found else found
+    period = config["sliding_window_pattern"]
+    return _gemma(config, period=period, local_theta=local_theta, rope=rope, qk_norm=True)
 
 
 class _Family(NamedTuple):
@@ -433,7 +435,7 @@ def family(model: DecoderConfig) -> str:
     elif model.qk_norm:
         found = "qwen3"
     else:
-        found = "llama" if model.window is None else "mistral"
+        found = "llama" if _windowed(model) is None else "mistral"
     again = DecoderConfig(**fields(config(model, found)))
     wrong = differing_settings(again, model)
     if model.attention == "none":
@@ -478,24 +480,37 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
     }
     if model.max_positions is not None:
         result["max_position_embeddings"] = model.max_positions
+    layers = [model.layer_kind(layer).mixers for layer in range(model.num_layers)]
+    types = [SLIDING if any(map(_has_window, mixers)) else FULL for mixers in layers]
+    local = _windowed(model)
+    window = None if local is None else local.window
     if kind in ("mistral", "mixtral"):
-        result["sliding_window"] = model.window
-    if kind.startswith("gemma") or (kind == "mistral" and GLOBAL in model.kinds):
-        result["layer_types"] = [LAYER_TYPES[model.kinds[i % len(model.kinds)]] for i in range(model.num_layers)]
+        result["sliding_window"] = window
+    if kind.startswith("gemma") or (kind == "mistral" and FULL in types):
+        result["layer_types"] = types
     if (experts := experts_of(model)) is not None:
         result |= _experts_config(model, experts, kind)
     if kind.startswith("gemma"):
         result |= {
             "hidden_activation": _published(model.activation),
             "query_pre_attn_scalar": _whole(model.score_scale**-2),
-            "sliding_window": model.window or 4096,  # without a window in any layer: transformers needs a number
+            "sliding_window": window or 4096,  # without a window in any layer: transformers needs a number
             "final_logit_softcapping": model.logit_softcap,
         }
     if kind == "gemma2":
         result["attn_logit_softcapping"] = model.attention_softcap
-    if kind == "gemma3_text" and model.local_rope_theta is not None:
-        result["rope_local_base_freq"] = model.local_rope_theta
+    if kind == "gemma3_text" and local is not None:
+        result["rope_local_base_freq"] = local.rope_theta or model.rope_theta
     return result
+
+
+def _has_window(part: Part) -> bool:
+    return isinstance(part, Attention) and part.window is not None
+
+
+def _windowed(model: DecoderConfig) -> Attention | None:
+    """Returns the first attention with a window."""
+    return next((part for kind in model.layer_kinds for part in kind.mixers if _has_window(part)), None)
 
 
 def _experts_config(model: DecoderConfig, experts: Experts, kind: str) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from core.errors import UserError
 from models.decoder import rotary
-from models.decoder.config import GLOBAL, LOCAL
 
 Config = Mapping[str, Any]
-LAYER_TYPES = {GLOBAL: "full_attention", LOCAL: "sliding_attention"}
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 _SCALINGS = {  # with the keys that they need
     "default": (),
     "linear": ("factor",),
@@ -55,12 +54,12 @@ def of_each_type(config: Config) -> tuple[Rope, float]:
     `rope_parameters` has an object for each type of layer; `rope_scaling` is added to that of full attention.
     """
     found = _settings(config, "rope_parameters")
-    if other := sorted(found.keys() - LAYER_TYPES.values()):
+    if other := sorted(found.keys() - set(LAYER_TYPES)):
         raise UserError(
             f"rope_parameters has {', '.join(f'{key} = {json.dumps(found[key])}' for key in other)}: expected an "
-            f"object for each of {' and '.join(LAYER_TYPES.values())}"
+            f"object for each of {' and '.join(LAYER_TYPES)}"
         )
-    full, local = (_settings(found, LAYER_TYPES[kind], "rope_parameters.") for kind in (GLOBAL, LOCAL))
+    full, local = (_settings(found, kind, "rope_parameters.") for kind in LAYER_TYPES)
     full = {**full, **_settings(config, "rope_scaling")}
     if full.get("truncate", True) is not True:
         raise UserError(f"truncate = {json.dumps(full['truncate'])} is not supported for Gemma 3 (expected true)")

@@ -46,9 +46,18 @@ SPELLINGS = {
     ),
     "ttt": ({"mixer": "'ttt_linear'", "ttt": "@config.TTTConfig()"}, {"mixer": "@mixer.TTTMixer()"}),
     "ttt_mlp": ({"mixer": "'ttt_mlp'", "ttt": "@config.TTTConfig()"}, {"mixer": "@mixer.TTTMixer()"}),
+    "a window": ({"window": "16"}, {"mixer": "@layers.Attention()"}),
+    "a window beside": ({"window": "16", "mixer": "'attention+s5'", "s5": "@s5.S5()"}, {"mixer": "@parts.Sum()"}),
+    "windows": (
+        {"window": "16", "pattern": "('local', 'global')", "local_rope_theta": "100.0"},
+        {"mixer": "(@local/layers.Attention(), @layers.Attention())"},
+    ),
     "nothing": ({"experts": "None", "mixer": "'attention'"}, {}),
 }
 MORE = {
+    "a window": "layers.Attention.window = 16\n",
+    "a window beside": "parts.Sum.parts = (@layers.Attention(), @s5.S5())\nlayers.Attention.window = 16\n",
+    "windows": "local/layers.Attention.window = 16\nlocal/layers.Attention.rope_theta = 100.0\n",
     "a sum": "parts.Sum.parts = (@layers.Attention(), @s5.S5())\n",
     "ttt_mlp": "config.TTTConfig.inner = 'mlp'\n",
 }  # fmt: skip
@@ -271,6 +280,29 @@ def test_what_has_no_new_spelling_is_a_mistake_that_says_what_to_write(name, tmp
     for problem, fix in zip(error.value.problems, expected.values(), strict=True):
         assert problem.actual in (flags or OWN[base])
         assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong"),
+    [
+        (
+            [
+                "from models.decoder import layers",
+                f"{T}.mixer = @layers.Attention()",
+                f"{T}.pattern = ('local', 'global')",
+            ],
+            "@local/layers.Attention()",
+        ),
+        ([f"{T}.pattern = ('near',)"], "'local' or 'global'"),
+    ],
+)
+def test_a_pattern_that_cannot_be_replaced_is_a_mistake(flags, wrong):
+    with pytest.raises(ConfigError) as error:
+        loader.load("gin/quickstart.gin", bindings=flags)
+    (problem,) = error.value.problems
+    assert problem.place == f"--gin #{len(flags)}"
+    assert problem.actual == flags[-1]
+    assert wrong in problem.fix + problem.expected
 
 
 def test_a_note_says_the_imports_that_the_new_spelling_needs(tmp_path):

@@ -1,18 +1,19 @@
 """Decoders whose layers have different mixers and feed-forwards."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from models.agreement_subjects import random_batches
 from models.decoder import transformer
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.parts import Part, Sum
-from models.mixers.block_sparse import BlockSparse
 from models.mixers.s5 import S5
 
 VOCAB = 59
@@ -22,8 +23,7 @@ PLAIN = transformer.Transformer(
 )
 ALTERNATING = dataclasses.replace(
     PLAIN,
-    window=8,
-    pattern=("local", "local", "local", "global"),
+    mixer=(*[Attention(window=8)] * 3, Attention()),
     feed_forward=(Mlp(), Experts(num_experts=4, top_k=2, load_balance_coef=0.1)),
 )
 
@@ -67,31 +67,35 @@ def test_layers_that_alternate_generate_what_the_full_pass_says():
     check_generation(ALTERNATING, params_of(ALTERNATING))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"mixer": BlockSparse()}, "no local layer has a mixer to which the window applies"),
-        (
-            {"mixer": (Attention(), Sum((Attention(), BlockSparse())))},
-            "a local layer has the mixer 'block_sparse'",
-        ),
-        ({"mixer": S5(states=8)}, "no local layer has a mixer to which the window applies"),
-        (
-            {"mixer": (S5(states=8), Attention()), "pattern": ("local", "global")},
-            "no local layer has a mixer to which the window applies",
-        ),
-    ],
-)
-def test_a_window_that_applies_to_nothing_is_refused(changes, says):
-    with pytest.raises(ValueError, match=f"window = 8, pattern = .*{says}"):
-        dataclasses.replace(PLAIN, window=8, **changes)
+def test_layers_with_different_windows_have_their_parameters_in_the_same_arrays():
+    near, far = Attention(window=8, rope_theta=100.0), Attention()
+    made = dataclasses.replace(PLAIN, mixer=(near, near, far))
+    assert (made.group, len(made.layer_kinds)) == (1, 3)
+    assert [kind.mixers for kind in made.layer_kinds] == [(near,), (near,), (far,)]
+    assert [one.theta for one in made.rotations] == [PLAIN.rope_theta, 100.0]
+    assert jax.eval_shape(made.init, jax.random.key(0), BATCH) == jax.eval_shape(PLAIN.init, jax.random.key(0), BATCH)
+    mixed = dataclasses.replace(PLAIN, mixer=(near, S5(states=8), far, S5(states=8)))
+    assert (mixed.group, len(mixed.layer_kinds)) == (2, 4)
+    assert [kind.module for kind in mixed.layer_kinds] == ["block_0", "block_1"] * 2
 
 
-def test_a_window_applies_to_the_attention_of_local_layers():
-    made = dataclasses.replace(PLAIN, window=8, mixer=(S5(states=8), Attention()))
-    assert {kind.span for kind in made.layer_kinds} == {"local"}
-    sparse = {"mixer": (Attention(), BlockSparse()), "pattern": ("local", "global")}
-    assert dataclasses.replace(PLAIN, window=8, **sparse).kinds == ("local", "global")
+def test_each_layer_attends_through_its_own_window():
+    params = params_of(PLAIN)
+    found = {
+        name: dataclasses.replace(PLAIN, mixer=mixer).logits(params, BATCH)
+        for name, mixer in {
+            "all": Attention(),
+            "wide": Attention(window=BATCH["inputs"].shape[1]),
+            "local": Attention(window=2),
+            "first": (Attention(window=2), Attention(), Attention(), Attention()),
+            "last": (Attention(), Attention(), Attention(), Attention(window=2)),
+        }.items()
+    }
+    np.testing.assert_allclose(found["wide"], found["all"], atol=1e-5)
+    names = [name for name in found if name != "wide"]
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            assert np.abs(found[one] - found[other]).max() > 1e-3, (one, other)
 
 
 def test_a_layer_without_feed_forward():
@@ -146,6 +150,12 @@ def test_wrong_patterns_are_refused(changes, says):
         dataclasses.replace(PLAIN, **changes)
 
 
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": 2.5}, {"rope_theta": math.inf}, {"rope_theta": -1.0}])
+def test_wrong_values_of_attention_are_errors(wrong):
+    with pytest.raises(UserError, match=rf"Attention\.{next(iter(wrong))} = "):
+        Attention(**wrong)
+
+
 class Nameless(Part):
     pass
 
@@ -173,7 +183,7 @@ def test_a_part_is_a_value_with_a_name(part, says):
         dataclasses.replace(PLAIN, mixer=part())
 
 
-def test_settings_of_parts_of_one_name_are_listed_by_part():
+def test_settings_of_parts_of_one_name_are_listed_by_layer():
     layers = tuple(S5(states=states) for states in (8, 16, 8, 32))
-    assert dataclasses.replace(PLAIN, mixer=layers).settings()["s5.states"] == (8, 16, 32)
+    assert dataclasses.replace(PLAIN, mixer=layers).settings()["s5.states"] == (8, 16, 8, 32)
     assert dataclasses.replace(PLAIN, mixer=layers[:1]).settings()["s5.states"] == 8

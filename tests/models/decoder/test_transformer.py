@@ -296,7 +296,6 @@ def test_flops_of_the_7b():
         ({"num_kv_heads": 3}, "not a multiple of num_kv_heads = 3"),
         ({"head_dim": -8}, r"Transformer.head_dim = -8: expected at least 1"),
         ({"head_dim": 0}, r"Transformer.head_dim = 0: expected at least 1"),
-        ({"window": 0}, r"Transformer.window = 0: expected at least 1"),
         ({"max_positions": 0}, r"Transformer.max_positions = 0: expected at least 1"),
         ({"attention_softcap": 0.0}, r"Transformer.attention_softcap = 0.0: expected a finite number above 0"),
         ({"query_scale": -0.125}, r"Transformer.query_scale = -0.125: expected a finite number above 0"),

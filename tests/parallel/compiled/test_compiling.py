@@ -13,6 +13,7 @@ from launch import environment
 from launch.config import loader
 from launch.runs import smoke
 from models.decoder import transformer
+from models.decoder.layers import Attention
 from parallel import partitioner, strategies
 from parallel.compiled import analysis, compiling, report
 from parallel.verify.agreement import EXAMPLES
@@ -54,15 +55,16 @@ def test_a_step_compiles_with_splash_inside(name):
     assert result.argument_bytes == pytest.approx(sizes.everything + batch, rel=0.02)
 
 
+NEAR = Attention(window=256)
 FAMILIES = {  # with few layers, short windows and small vocabularies
     "gpt2": {"max_positions": 2048},
     "llama-2-7b": {},
     "llama-3.2-1b": {},
-    "mistral-7b-v0.1": {"window": 256},
+    "mistral-7b-v0.1": {"mixer": NEAR},
     "qwen2.5-0.5b": {},
     "qwen3-0.6b": {},
-    "gemma-2-2b": {"window": 256},
-    "gemma-3-1b": {"window": 256},
+    "gemma-2-2b": {"mixer": (NEAR, Attention())},
+    "gemma-3-1b": {"mixer": (*[NEAR] * 5, Attention())},
     "smollm2-135m": {},
 }
 
@@ -74,10 +76,10 @@ FAMILIES = {  # with few layers, short windows and small vocabularies
 def test_every_family_compiles_with_splash_inside(name):
     """2,048 positions are four blocks of keys, of which a layer with a window of 256 visits two for each of queries."""
     model = transformer.preset(name, **{"remat": "full", "vocab_size": 1024, "mlp_dim": 1024, **FAMILIES[name]})
-    model = dataclasses.replace(model, num_layers=len(model.kinds) + 1)
+    model = dataclasses.replace(model, num_layers=len(model.layer_kinds) + 1)
     found = analysis.analyze(program(model, strategies.fsdp(), "v4-8", rows=4, length=2048))
     forward = {kernel.operands[0] for kernel in found.costs.kernels if "splash_mha_fwd" in kernel.op_name}
-    assert forward == {{"global": "s8[1,4,4]", "local": "s8[1,4,2]"}[kind] for kind in model.kinds}
+    assert forward == {"s8[1,4,2]" if kind.mixers == (NEAR,) else "s8[1,4,4]" for kind in model.layer_kinds}
 
 
 def dimensions(hlo):

@@ -12,6 +12,7 @@ import pytest
 from core import stack
 from models.agreement_subjects import random_batches
 from models.decoder import transformer
+from models.decoder.layers import Attention
 from models.decoder.transformer import REMAT
 from parallel import derivative_rules
 from parallel.derivative_rules import Trained
@@ -20,7 +21,7 @@ from parallel.pipeline import deferred, residuals
 MODEL = transformer.Transformer(
     vocab_size=50, num_layers=2, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=6, dtype="float32"
 )
-WINDOWS = dataclasses.replace(MODEL, window=5, pattern=("local", "global"))
+WINDOWS = dataclasses.replace(MODEL, mixer=(Attention(window=5), Attention()))
 ROWS, LENGTH = 2, 24
 # In a position of one layer, by checkpoint name. Attention without a kernel does not save its weighted values.
 NUMBERS = {"x": 16, "norm": 2, "query": 24, "key": 12, "value": 12, "attended": 16, "gate": 24, "up": 24}

@@ -6,6 +6,7 @@ import pytest
 
 from core import optimizers, slices
 from models.decoder import experts, transformer
+from models.decoder.layers import Attention
 from parallel.planning import model_trace
 from tasks import streams
 
@@ -52,9 +53,9 @@ def test_attention_kernels_are_counted_apart(seven_b):
 def test_kernels_of_layers_with_a_window_are_short():
     """Of three layers two attend to 512 of 4,096 positions, in blocks of 512."""
     sizes = {"num_layers": 3, "embed_dim": 256, "mlp_dim": 512, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 512}
-    model = transformer.Transformer(**sizes, window=512, pattern=("local", "local", "global"), attention="splash")
+    model = transformer.Transformer(**sizes, mixer=(*[Attention(window=512)] * 2, Attention()), attention="splash")
     spec = streams.batch_spec(8, length=4096)
-    without = dataclasses.replace(model, window=None, pattern=())
+    without = dataclasses.replace(model, mixer=Attention())
     flops = [
         model_trace.trace(
             one,

@@ -33,10 +33,8 @@ MODELS = {
     "hybrid": transformer.Transformer(
         **SIZES,
         num_layers=4,
-        mixer=(STATES, Attention()),
+        mixer=(STATES, Attention(window=8), STATES, Attention()),
         feed_forward=(Experts(num_experts=4, top_k=2, load_balance_coef=0.05), STATES),
-        window=8,
-        pattern=("local", "local", "local", "global"),
         remat="full",
     ),
     "preset": transformer.preset("valkyrie-long", vocab_size=203, dtype="float32").shrink(

@@ -15,7 +15,7 @@ from core.errors import UserError
 from models import pretrained
 from models.decoder import presets, transformer
 from models.decoder.experts import Experts
-from models.decoder.layers import Mlp
+from models.decoder.layers import Attention, Mlp
 from models.decoder.published import families, family_tensors
 
 HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
@@ -104,7 +104,7 @@ MUTATIONS = {
     ],
     "llama2": [{"rope_theta": 5e5}, {"norm_eps": 1e-3}, {"activation": "gelu"}],
     "llama3": [{"rope_scaling": None}, {"rope_theta": 1e4}],
-    "mistral": [{"window": None}, {"window": 6}],
+    "mistral": [{"mixer": Attention()}, {"mixer": Attention(window=6)}],
     "qwen2": [{"rope_scaling": None}],
     "qwen3": [{"norm_eps": 1e-3}],
     "gemma2": [
@@ -112,17 +112,17 @@ MUTATIONS = {
         {"logit_softcap": None},
         {"query_scale": None},
         {"scaled_embedding": False},
-        {"window": 6},
-        {"pattern": ("global", "local")},
+        {"mixer": (Attention(window=6), Attention())},
+        {"mixer": (Attention(), Attention(window=5))},
         {"norm": "rms"},
         {"activation": "gelu"},
     ],
     "gemma3": [
-        {"local_rope_theta": None},
-        {"local_rope_theta": 1e4},
+        {"mixer": (*[Attention(window=5)] * 2, Attention())},
+        {"mixer": (*[Attention(window=5, rope_theta=1e4)] * 2, Attention())},
         {"rope_scaling": None},
         {"rope_theta": 1e4},
-        {"pattern": ("local", "global")},
+        {"mixer": (Attention(window=5, rope_theta=1e4), Attention())},
         {"query_scale": None},
     ],
 }
@@ -289,7 +289,7 @@ def test_a_configuration_is_written_as_it_was_read(name):
         ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
         ("llama2", {"scaled_embedding": True}, "scaled_embedding = False (here True)"),
         ("mistral", {"rope_theta": 5.0, "logit_softcap": 3.0}, "the nearest is mistral, which needs logit_softcap"),
-        ("qwen3", {"window": 5}, "nearest is qwen3, which needs window = None (here 5)"),
+        ("qwen3", {"mixer": Attention(window=5)}, "nearest is qwen3, which needs attention.window = None (here 5)"),
         ("gpt2", {"head_dim": 8}, "nearest is gpt2, which needs head_dim = None (here 8)"),
         ("llama2", {"attention": "none"}, "needs attention = 'auto' (here 'none')"),
     ],
