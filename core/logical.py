@@ -343,8 +343,8 @@ def param(
     in_dims: int = 1,
     stacked: int = 0,
     trainable: bool = True,
-    dtype: jnp.dtype = jnp.float32,
-    compute_dtype: jnp.dtype | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    compute_dtype: jax.typing.DTypeLike | None = None,
     as_stored: bool = False,
 ) -> jax.Array:
     """Creates a Haiku parameter with named axes.

@@ -52,7 +52,7 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
         }
 
 
-def batches_for(model: Model, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
+def batches_for(model: Any, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
     """Returns batches for a model: packed documents, or those of its kind."""
     if other := _other(model):
         return other.batches_for(model, steps=steps, rows=rows)

@@ -93,7 +93,7 @@ class Lora:
         fan_in = math.prod(x.shape[2:])
         init = hk.initializers.RandomUniform(-(fan_in**-0.5), fan_in**-0.5)
         shapes = (*x.shape[2:], self.rank), (self.rank, *product.shape[2:])
-        options = {"compute_dtype": x.dtype}
+        options: dict[str, Any] = {"compute_dtype": x.dtype}
         a = logical.param(f"{name}_lora_a", shapes[0], (*inner, _RANK), init, in_dims=len(inner), **options)
         b = logical.param(f"{name}_lora_b", shapes[1], (_RANK, *outer), jnp.zeros, in_dims=1, **options)
         if rows is not None:

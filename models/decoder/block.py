@@ -3,6 +3,9 @@
 B batch, T length, D embed.
 """
 
+import functools
+import operator
+
 import haiku as hk
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -39,12 +42,13 @@ class Block(hk.Module):
         x = logical.constrain(x, "batch", "residual_length", "embed")
         for slot, norm, parts in slots(self.kind):
             normed = layers.normalized(self.config, f"{norm}_norm", x)
-            added = None
+            outputs = []
             for name, part in parts.items():
                 y, state, found = part(self.config, normed, _of_part(call, name))
-                added = y if added is None else added + y
+                outputs.append(y)
                 states |= {name: state} if jax.tree.leaves(state) else {}
                 sums |= {name: found} if jax.tree.leaves(found) else {}
+            added = functools.reduce(operator.add, outputs)
             if self.config.post_norm:
                 added = layers.normalized(self.config, f"{norm}_post_norm", added)
             x = logical.constrain(x + added, "batch", "residual_length", "embed")

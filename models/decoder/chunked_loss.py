@@ -104,7 +104,7 @@ def total(fn: Sums, params: Any, x: jax.Array, side: Any, *, positions: int) -> 
             g if g is None else _over_chips((g * scale).astype(a.dtype)) for g, a in zip(grads, leaves, strict=True)
         ]
         dx = (dx.astype(jnp.float32) * scale).astype(dx.dtype)
-        return structure.unflatten(d_params), logical.constrain(dx, "batch", "residual_length", "embed"), None
+        return jax.tree.unflatten(structure, d_params), logical.constrain(dx, "batch", "residual_length", "embed"), None
 
     run.defvjp(forward, back, symbolic_zeros=True)
     return run(params, x, side)
@@ -116,7 +116,9 @@ def _layout() -> _Layout:
         return _Layout(PartitionSpec(), (), 1)
     entries = [tuple(axis for axis in logical.mesh_axes(entry) if sizes[axis] > 1) for entry in spec]
     manual = tuple(axis for entry in entries for axis in entry)
-    between = logical.mesh_axes(logical.activation_spec("residual_length")[0])
+    residual = logical.activation_spec("residual_length")
+    assert residual is not None
+    between = logical.mesh_axes(residual[0])
     pieces = logical.shards(tuple(axis for axis in between if axis not in manual), sizes)
     return _Layout(PartitionSpec(*(entry or None for entry in entries)), manual, pieces)
 
@@ -142,7 +144,7 @@ def _with_gradients(
 
     def loss_sum(learned: list[jax.Array], x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:
         given = [a if b is None else b for a, b in zip(leaves, _placed(learned, trained), strict=True)]
-        out = fn(structure.unflatten(given), x, side)
+        out = fn(jax.tree.unflatten(structure, given), x, side)
         return out.loss_sum, out
 
     learned = [a for a, is_trained in zip(leaves, trained, strict=True) if is_trained]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from core import stack
 from core.errors import UserError
@@ -305,7 +305,7 @@ class DecoderConfig(Decoder):
             return next(iter(found.values()), "none: no mixer of this decoder is attention")
         return "; ".join(f"{name}: {how}" for name, how in found.items())
 
-    def shrink(self, multiples: Mapping[str, int]) -> DecoderConfig:
+    def shrink(self, multiples: Mapping[str, int]) -> Self:
         """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         kv_heads = multiples["kv_heads"]
         group = 1 if self.num_heads == self.num_kv_heads else 2

@@ -177,7 +177,10 @@ def _layout() -> _Layout:
     spec = logical.activation_spec("expert", None, "mlp")
     if spec is None:
         return _Layout()
-    (rows, residual), (_, length) = (logical.activation_spec("batch", name) for name in ("residual_length", "length"))
+    of_residual, of_length = (logical.activation_spec("batch", name) for name in ("residual_length", "length"))
+    assert of_residual is not None
+    assert of_length is not None
+    (rows, residual), length = of_residual, of_length[1]
     experts, _, hidden = map(logical.mesh_axes, spec)
     residual, length = map(logical.mesh_axes, (residual, length))
     shards_tokens = {*logical.mesh_axes(rows), *length}
@@ -232,12 +235,12 @@ def mixture(
     tokens, hidden = PartitionSpec(at.rows, at.residual or None), at.hidden or None
     inward = PartitionSpec(at.experts or None, None, hidden)
     outward = PartitionSpec(at.experts or None, hidden, None)
-    specs = Weights(PartitionSpec(), None if weights.gate is None else inward, inward, outward)
+    specs: Any = Weights._make((PartitionSpec(), None if weights.gate is None else inward, inward, outward))
     rows = PartitionSpec(at.rows)
     return jax.shard_map(
         local,
         in_specs=(tokens, specs, PartitionSpec(at.rows, at.positions or None)),
-        out_specs=(tokens, Routing(*[rows] * len(Routing._fields))),
+        out_specs=(tokens, Routing._make([rows] * len(Routing._fields))),
         axis_names=automatic,
         check_vma=False,  # kernels do not declare over which mesh axes their results vary
     )(x, weights, real)

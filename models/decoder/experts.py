@@ -25,7 +25,7 @@ SCORES = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts(Part):
+class Experts(Part, expert_routing.Choices):
     """A mixture of experts, in place of a feed-forward layer.
 
     Attributes:
@@ -183,7 +183,7 @@ def trained(
         raise UserError(
             f"experts.trained.model is {type(model).__name__} without experts: expected a decoder with some"
         )
-    how = {"capacity_factor": capacity_factor, "load_balance_coef": load_balance_coef, "z_loss": z_loss}
+    how: dict[str, Any] = {"capacity_factor": capacity_factor, "load_balance_coef": load_balance_coef, "z_loss": z_loss}
     changed = (dataclasses.replace(part, **how) if isinstance(part, Experts) else part for part in parts)
     made = tuple(changed)
     return wrappers.with_field(model, "feed_forward", made if isinstance(owner.feed_forward, tuple) else made[0])

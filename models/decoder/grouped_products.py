@@ -45,7 +45,7 @@ def _tiling(rows: int, inner: int, outer: int, itemsize: int) -> tuple[int, int,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _by_kernel(x: jax.Array, matrices: jax.Array, sizes: jax.Array, interpret: bool) -> jax.Array:
-    tiling = _tiling(*x.shape, matrices.shape[-1], x.dtype.itemsize)
+    tiling = _tiling(len(x), x.shape[1], matrices.shape[-1], x.dtype.itemsize)
     return gmm(x, matrices, sizes, x.dtype, tiling, interpret=interpret)
 
 

@@ -54,7 +54,7 @@ class Matrices:
     ) -> jax.Array:
         """Returns a parameter in the compute dtype; arguments as of `core.logical.param`."""
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
-        how = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
+        how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
         if self.decoder.quantization != "none" and not stacked:  # laid out for computation after it is rounded
             return logical.param(name, shape, axes, init, **how, as_stored=True).astype(self.decoder.dtype)
         return logical.param(name, shape, axes, init, **how)

@@ -17,7 +17,7 @@ from models.decoder.layers import Attention
 Fields = Mapping[str, Any]
 
 
-def _sizes(layers: int, embed: int, mlp: int, heads: int, kv_heads: int, **other: Any) -> Fields:
+def _sizes(layers: int, embed: int, mlp: int, heads: int, kv_heads: int, /, **other: Any) -> Fields:
     return {
         "num_layers": layers,
         "embed_dim": embed,
@@ -55,14 +55,14 @@ def _llama3(*sizes: int, factor: float = 8.0, **other: Any) -> Fields:
 
 def _qwen2(*sizes: int, vocab_size: int = 151936, max_positions: int = 131072, **other: Any) -> Fields:
     """Qwen team 2024 (Qwen 2.5): biases of queries, keys and values."""
-    fields = {"vocab_size": vocab_size, "max_positions": max_positions, "bias": "qkv", "rope_theta": 1e6}
-    return _sizes(*sizes, norm_eps=1e-6, **fields, **other)
+    sizing = {"vocab_size": vocab_size, "max_positions": max_positions}
+    return _sizes(*sizes, norm_eps=1e-6, bias="qkv", rope_theta=1e6, **sizing, **other)
 
 
 def _qwen3(*sizes: int, **other: Any) -> Fields:
     """Qwen team 2025 (Qwen 3): norms of queries and keys."""
-    fields = {"vocab_size": 151936, "head_dim": 128, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6}
-    return _sizes(*sizes, max_positions=40960, **fields, **other)
+    sizing = {"vocab_size": 151936, "head_dim": 128, "max_positions": 40960}
+    return _sizes(*sizes, qk_norm=True, rope_theta=1e6, norm_eps=1e-6, **sizing, **other)
 
 
 def _gemma(*sizes: int, **other: Any) -> Fields:
@@ -98,7 +98,12 @@ def _gemma3(*sizes: int, window: int, **other: Any) -> Fields:
     return _gemma(*sizes, qk_norm=True, rope_theta=1e6, mixer=mixer, **other)
 
 
-_LINEAR = {"rope_scaling": rotary.Linear(factor=8.0), "vocab_size": 262208, "window": 1024, "max_positions": 131072}
+_LINEAR: dict[str, Any] = {
+    "rope_scaling": rotary.Linear(factor=8.0),
+    "vocab_size": 262208,
+    "window": 1024,
+    "max_positions": 131072,
+}
 
 
 def _needing_parts() -> dict[str, Callable[[], Fields]]:

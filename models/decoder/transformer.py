@@ -214,7 +214,7 @@ class Transformer(DecoderConfig):
 
         chunk = self.loss_chunk
         if chunk is None:
-            chunk = chunked_loss.default_positions(*x.shape[:2], self.stored_vocab_size)
+            chunk = chunked_loss.default_positions(x.shape[0], x.shape[1], self.stored_vocab_size)
         return chunked_loss.total(sums, head, x, side, positions=chunk) if chunk else sums(head, x, side)
 
     def all_logits(self, batch: Batch, *, inserted: Inserted | None = None) -> jax.Array:
@@ -425,7 +425,7 @@ class Transformer(DecoderConfig):
         positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
         that a token passes through.
         """
-        matrices, others = self.embed_dim * self.stored_vocab_size, 0.0
+        matrices, others = float(self.embed_dim * self.stored_vocab_size), 0.0
         for layer in range(self.num_layers):
             kind = self.layer_kind(layer)
             for part in parts_of(kind).values():
@@ -445,6 +445,7 @@ class Transformer(DecoderConfig):
         if self.scaled_embedding:
             x *= jnp.asarray(self.embed_dim**0.5, self.dtype)
         if self.positions == "learned":
+            assert self.max_positions is not None
             shape, init = (self.max_positions, self.embed_dim), hk.initializers.TruncatedNormal(0.02)
             table = logical.param("position_embedding", shape, (None, "embed"), init, kind="embedding", as_stored=True)
             x += derivatives.embedded(table, batch["positions"], rows, self.dtype, None)

@@ -80,6 +80,7 @@ class BlockSparse(Heads):
         how = scores(c, call)
         if call.before is None:
             return attend(q, key, value, call.side.segment_ids, how, settings=self, choice=c.attention), ()
+        assert call.side.padding is not None
         return cached(q, key, value, *call.before, call.side.padding, how, settings=self)
 
     def work(self, decoder: Decoder, length: int) -> Work:
@@ -211,12 +212,14 @@ def attend(
     k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
     by_products = functools.partial(plain, scores=scores, settings=settings)
 
-    def by_kernel(*operands: jax.Array) -> jax.Array:
+    def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         c = settings.block
         masks = [BlockMask(of_head, c) for of_head in block_mask(settings, q.shape[2], q.shape[1] // c)]
         tile = largest(Tiles().queries, c)  # tiles divide blocks
         tiles = Tiles(queries=tile, keys=tile)
-        return attention.splash_attention(*operands, scores=scores, masks=masks, tiles=tiles, interpret=interpret)
+        return attention.splash_attention(
+            q, k, v, segment_ids, scores=scores, masks=masks, tiles=tiles, interpret=interpret
+        )
 
     operands = (q, k, v, segment_ids)
     if choice == "splash":
@@ -325,14 +328,12 @@ def plain(
     blocks, valid = table(settings, q.shape[0], q.shape[2])
     form = functools.partial(_gathered, scores=scores)
     places = np.arange(q.shape[2], dtype=np.int32)
-    operands = (q, k, v, segment_ids.reshape(-1, places.size, c), jnp.asarray(places), blocks, valid)
-    if logical.activation_spec("batch") is not None:
-        batch, heads, kv_heads = (
-            logical.mesh_axes(logical.activation_spec(name)[0]) or None for name in ("batch", "heads", "kv_heads")
-        )
+    others: tuple[Any, ...] = (segment_ids.reshape(-1, places.size, c), jnp.asarray(places), blocks, valid)
+    specs = [logical.activation_spec(name) for name in ("batch", "heads", "kv_heads")]
+    if specs[0] is not None:
+        batch, heads, kv_heads = (spec and (logical.mesh_axes(spec[0]) or None) for spec in specs)
         if heads != kv_heads:
             k, v = (jnp.repeat(a, q.shape[0] // a.shape[0], axis=0) for a in (k, v))
-            operands = (q, k, v, *operands[3:])
         of_head = PartitionSpec(heads, batch)
         form = jax.shard_map(
             form,
@@ -341,7 +342,7 @@ def plain(
             axis_names=logical.automatic_axes(),
             check_vma=False,  # arrays that all chips have in equal form are not declared as such
         )
-    mixed = jnp.moveaxis(form(*operands), 0, 3)  # [B, n, c, H, K]
+    mixed = jnp.moveaxis(form(q, k, v, *others), 0, 3)  # [B, n, c, H, K]
     return mixed.reshape(mixed.shape[0], -1, *mixed.shape[3:])[:, :length]
 
 

@@ -314,6 +314,7 @@ def states_of_rows(
     if logical.shards(axes, sizes) == 1:
         how = {"chunk": chunk, "continues": continues, "dtype": dtype}
         return scan(system, inputs, segment_ids, before, **how)  # type: ignore[return-value]
+    assert spec is not None
     of_states, rows = PartitionSpec(spec[0], spec[2]), PartitionSpec(spec[0], spec[1])
     local = functools.partial(_scan_on_chip, axes=axes, chunk=chunk, dtype=dtype)
     return jax.shard_map(

@@ -90,7 +90,8 @@ class Config:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise UserError(f"TRM.{field} = {getattr(self, field)!r}: expected one of {', '.join(allowed)}")
-        ends = (self.exploration.start, self.exploration.end) if self.anneals else (self.exploration,)
+        p = self.exploration
+        ends = (p.start, p.end) if isinstance(p, Linear) else (p,)
         if not all(0 <= p <= 1 for p in ends):
             raise UserError(f"TRM.exploration = {self.exploration}: expected a probability in [0, 1]")
         if not self.expansion > 0:

@@ -185,4 +185,4 @@ def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array
         "lm_loss": token,
         "q_halt_loss": halt,
     }
-    return LossOutput(token.total + 0.5 * halt.total, weight, metrics)
+    return LossOutput(token.total + 0.5 * halt.total, weight, metrics)  # type: ignore[arg-type]  # traced

@@ -28,6 +28,7 @@ from models.trm import halting, net, weights
 from models.trm.config import Config
 from models.trm.halting import Carry, Outputs
 from models.trm.net import States
+from models.trm.schedules import Linear
 from models.trm.weights import Weights
 
 _LOG_PROBABILITIES = {"stablemax": losses.log_stablemax, "softmax": losses.log_softmax}
@@ -67,7 +68,8 @@ class TRM(Config):
         outputs = self._heads(w, states)
         steps = carry.steps + 1
         rows = random_bits.row_ids(batch)
-        exploration = self.exploration.at(carry.trained) if self.anneals else self.exploration
+        p = self.exploration
+        exploration = p.at(carry.trained) if isinstance(p, Linear) else p
         halted = halting.halts(outputs.q_halt, steps, rng, rows, most=self.halt_max_steps, exploration=exploration)
         scores = self._score(outputs, carry.data["labels"])
         out = halting.sums(scores, outputs.q_halt, steps, rows=jnp.ones_like(halted), counted=halted & scores.labelled)
@@ -184,6 +186,7 @@ class TRM(Config):
         """Returns the puzzle embedding and the cells, times sqrt(D); [B, T, D]."""
         x = derivatives.embedded(w.embedding, data["inputs"], ("batch", None), self.dtype)  # [B, S, D]
         if self.prefix_length:
+            assert w.puzzle_table is not None
             rows = w.puzzle_table[data["puzzle_ids"]].astype(self.dtype)  # [B, puzzle_dim]
             flat = jnp.pad(rows, ((0, 0), (0, self.prefix_length * self.embed_dim - self.puzzle_width)))
             x = jnp.concatenate([flat.reshape(-1, self.prefix_length, self.embed_dim), x], axis=1)  # [B, T, D]

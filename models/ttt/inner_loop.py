@@ -143,7 +143,8 @@ def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tu
 
 def _gradients(apply: Apply, depth: int, tokens: Tokens, norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the input of every layer and the gradient of its output, [B, H, b, ...], at the keys."""
-    inputs, outputs = [tokens.key], []
+    inputs: list[jax.Array] = [tokens.key]
+    outputs: list[jax.Array] = []
     for n in range(depth):
         inputs += [_gelu(outputs[-1])] if n else []
         outputs.append(apply(_applied, n, inputs[n]))
@@ -217,6 +218,7 @@ def mini_batch(
         last_rate = last_rate * (segment == segment[:, -1:])[:, None]
         fresh, initial = is_new[:, -1], start(learned, segment.shape[0], segments=True).fast
         before = Memory(_chosen(fresh, initial, memory.fast), memory.sums, segment[:, -1])
+        assert first.segment is not None
         fresh_since = segment[:, -1] != first.segment
         first = first._replace(fast=_chosen(fresh_since, initial, first.fast))
     sums = _summed(inputs, gradients, last_rate)
@@ -312,7 +314,7 @@ def run(config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens) -> 
 def _range(tokens: Tokens, begin: int, end: int) -> Tokens:
     """Returns the tokens of a range of positions."""
     segment = None if tokens.segment is None else tokens.segment[:, begin:end]
-    return Tokens(*(a[:, :, begin:end] for a in tokens[:4]), segment)
+    return Tokens._make((*(a[:, :, begin:end] for a in tokens[:4]), segment))
 
 
 def _divided(tokens: Tokens, count: int) -> Tokens:
@@ -323,7 +325,7 @@ def _divided(tokens: Tokens, count: int) -> Tokens:
         return jnp.moveaxis(a, axis, 0) if count else a
 
     segment = None if tokens.segment is None else one(tokens.segment, 1)
-    return Tokens(*(one(a, 2) for a in tokens[:4]), segment)
+    return Tokens._make((*(one(a, 2) for a in tokens[:4]), segment))
 
 
 def _joined(found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

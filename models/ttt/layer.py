@@ -233,6 +233,7 @@ def _tokens(
     seen = jnp.concatenate([state.recent.astype(wide), shared], axis=1)  # [B, reach + T, H, K]
     seen_segments = None
     if segments is not None:
+        assert state.recent_segment is not None
         seen_segments = jnp.concatenate([state.recent_segment, segments], axis=1)
     angles = _angles(config, places, wide)
     turned = [
@@ -251,7 +252,7 @@ def _tokens(
     reach = config.conv_reach
     recent = seen[:, seen.shape[1] - reach :]
     recent_segment = None if seen_segments is None else seen_segments[:, seen_segments.shape[1] - reach :]
-    return Tokens(*by_head, jnp.swapaxes(rate, 1, 2), segments), recent, recent_segment
+    return Tokens._make((*by_head, jnp.swapaxes(rate, 1, 2), segments)), recent, recent_segment
 
 
 def _rates(config: TTTConfig, weights: Weights, x: jax.Array, places: jax.Array) -> jax.Array:

@@ -17,8 +17,15 @@ from models.vision.tower import NAME, VisionTower
 FAMILIES = ("siglip", "siglip_vision_model", "clip", "clip_vision_model")
 _PREFIXES = ("vision_model.", "model.vision_tower.vision_model.", "vision_tower.vision_model.", "")
 # Tensors that hold no parameter of the tower: the text model, and what turns features into one vector for an image.
-_IGNORED = ("*text_model.*", "*logit_*", "*vision_model.head.*", "head.*", "*text_projection*", "*visual_projection*")
-_IGNORED += ("*.position_ids",)
+_IGNORED = (
+    "*text_model.*",
+    "*logit_*",
+    "*vision_model.head.*",
+    "head.*",
+    "*text_projection*",
+    "*visual_projection*",
+    "*.position_ids",
+)
 _DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,

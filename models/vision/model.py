@@ -145,8 +145,8 @@ class VisionLanguageModel:
             read, inserted, chosen = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
             return self.decoder.all_logits(read, inserted=inserted), chosen.hard
 
-        rng = rng if self._draws(is_training=False) else None
-        logits, hard = hk.transform(run).apply(params, rng, batch)
+        drawn = rng if self._draws(is_training=False) else None
+        logits, hard = hk.transform(run).apply(params, drawn, batch)
         size = self.decoder.vocab_size
         out = losses.cross_entropy(logits, batch["targets"], batch["weights"], vocab_size=size)
         answers = jnp.argmax(logits[..., :size], axis=-1)
@@ -202,7 +202,7 @@ class VisionLanguageModel:
         )
         features = self.vision.encoded(patches, self.decoder)
         if s < n:  # a product with ones and zeros is exact, and every strategy can partition it
-            taken = jax.nn.one_hot(chosen.index, n, dtype=features.dtype)
+            taken = jax.nn.one_hot(chosen.indices, n, dtype=features.dtype)
             features = jnp.einsum("bsn,bnv->bsv", taken, features)
         visual = self._connected(features).reshape(rows, number * s, -1)
         return at.decoded(batch, visual, chosen, shift=n - s)
@@ -227,7 +227,7 @@ class VisionLanguageModel:
 
     def _matrix(self, name: str, x: jax.Array, shape: tuple[int, int], axes: tuple[str | None, ...]) -> jax.Array:
         init = hk.initializers.TruncatedNormal(shape[0] ** -0.5)
-        how = {"compute_dtype": self.decoder.dtype}
+        how: dict[str, Any] = {"compute_dtype": self.decoder.dtype}
         y = x @ logical.param(f"{_CONNECTOR}_{name}", shape, axes, init, **how)
         bias = logical.param(f"{_CONNECTOR}_{name}_bias", shape[1:], ("norm",), jnp.zeros, kind="bias", **how)
         return y + bias
@@ -323,7 +323,7 @@ class Placed:
           shift: by how many positions text is moved.
         """
         rows = len(visual)
-        index = chosen.index.reshape(rows, -1).astype(jnp.float32)
+        index = chosen.indices.reshape(rows, -1).astype(jnp.float32)
         patch = jnp.einsum("bst,bs->bt", self.slots, index).astype(jnp.int32)
         is_slot = jnp.sum(self.slots, axis=1) > 0
         text = batch["positions"] + shift * jnp.any(self.image, axis=1)

@@ -51,12 +51,12 @@ class Chosen(NamedTuple):
     """The patches that take the slots of an image.
 
     Attributes:
-      index: [B, S], int32, in ascending order.
+      indices: [B, S], int32, in ascending order.
       bias: [B, S], float32, of the keys; None: nothing.
       hard: [B, N], float32: 1 at the K chosen patches.
     """
 
-    index: jax.Array
+    indices: jax.Array
     bias: jax.Array | None
     hard: jax.Array
 

@@ -141,7 +141,7 @@ class VisionTower:
         if self.positions == "learned":
             shape = (self.num_patches + self.class_token, d)
             init = hk.initializers.TruncatedNormal(d**-0.5)
-            how = {"kind": "embedding", "compute_dtype": dtype}
+            how: dict[str, Any] = {"kind": "embedding", "compute_dtype": dtype}
             table = logical.param(f"{NAME}_positions", shape, (None, "embed"), init, **how)
             x += table[self.class_token :]
         return logical.constrain(x, "batch", "residual_length", "embed")

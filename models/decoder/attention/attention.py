@@ -14,7 +14,7 @@ B batch, T length, H query heads, N key/value heads, G = H / N query heads per k
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ def on_gpus(
     prefix: Prefix | None = None,
     scores: Scores = USUAL,
     *,
-    implementation: str = "cudnn",
+    implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
     """Runs cuDNN's kernel on each device's rows and heads; shapes as in `attend`, each device with whole rows.
 
@@ -453,6 +453,8 @@ def _matching_heads(
     """
     q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
     kv_spec = logical.activation_spec("batch", positions, "kv_heads", "head_dim")
+    assert q_spec is not None
+    assert kv_spec is not None
     if kv_spec[2] != q_spec[2]:  # key heads are sharded differently from query heads: repeat them for every query head
         k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
         kv_spec = PartitionSpec(*kv_spec[:2], *q_spec[2:])
@@ -474,6 +476,7 @@ def _kernel(
 ):
     """Returns the kernel for all positions; over chips it is sharded like its queries."""
     shape = (length, length)
+    mask: Any
     if prefix:
         mask = prefixes.PrefixMask(length, window=scores.window, shard_count=length_shards)
     elif scores.window is None:

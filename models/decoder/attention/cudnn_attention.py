@@ -6,6 +6,8 @@ for every head as plain scores do. What the kernel cannot compute is left to pla
 `problem` returns.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -62,7 +64,7 @@ def attend(
     until: jax.Array | None = None,
     *,
     scores: Scores,
-    implementation: str = "cudnn",
+    implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
     """Computes attention of whole rows; arguments and result as in `models.decoder.attention.attention.plain`.
 
@@ -74,7 +76,7 @@ def attend(
     seen = segment_ids[:, :, None] == kv_segment_ids[:, None, :]  # [B, T, S]
     if until is not None:
         seen &= prefixes.visible(until, window=scores.window)
-    is_local = until is None and scores.window is not None and scores.window < q.shape[1]
+    local = (scores.window - 1, 0) if scores.window is not None and scores.window < q.shape[1] else None
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -83,5 +85,5 @@ def attend(
         scale=scores.scale,
         implementation=implementation,
         is_causal=until is None,
-        local_window_size=(scores.window - 1, 0) if is_local else None,
+        local_window_size=local if until is None else None,
     )

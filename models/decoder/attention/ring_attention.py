@@ -67,6 +67,8 @@ def order(length: int) -> np.ndarray:
             f"lengths that do: {', '.join(map(str, logical.nearest_multiples(length, 2 * count)))}"
         )
     queries, keys = (logical.activation_spec(name) for name in ("length", "kv_length"))
+    assert queries is not None
+    assert keys is not None
     if queries != keys:
         raise UserError(
             f"ring attention: the activation table shards kv_length over {keys[0]!r} and length over {queries[0]!r}; "
@@ -372,4 +374,4 @@ def _added(one: Mixed, other: Mixed) -> Mixed:
     """Returns the attention of the same queries to the keys of both."""
     total = jnp.logaddexp(one.log_total, other.log_total)
     parts = (each.means * jnp.exp(each.log_total - total)[..., None] for each in (one, other))
-    return Mixed(sum(parts), total)
+    return Mixed(sum(parts), total)  # type: ignore[arg-type]  # a sum that starts at 0

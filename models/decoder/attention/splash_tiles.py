@@ -1,6 +1,7 @@
 """Sizes of the tiles in which the splash kernel computes attention; they change speed and memory, never results."""
 
 import dataclasses
+from typing import Any
 
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -38,7 +39,7 @@ class Tiles:
     def block_sizes(self, length: int) -> splash.BlockSizes:
         """Returns the tiles for queries and keys of `length` positions, a multiple of 128."""
         q, kv = (largest(most, length) for most in (self.queries, self.keys))
-        own = {} if self.fused_backward else {"block_q_dq": q, "block_kv_dq": kv}
+        own: dict[str, Any] = {} if self.fused_backward else {"block_q_dq": q, "block_kv_dq": kv}
         return splash.BlockSizes(
             block_q=q,
             block_kv=kv,

@@ -51,7 +51,8 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise UserError(f"{where}: model_type = {kind!r} is not known; known are {', '.join(_FAMILIES)}")
-    family, text, problems = _FAMILIES[kind], config, []
+    family, problems = _FAMILIES[kind], []
+    text: Any = config
     if kind == "gemma3":
         text = config.get("text_config")
         if not isinstance(text, Mapping):
@@ -342,7 +343,7 @@ _MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-_QWEN3_MOE = {
+_QWEN3_MOE: dict[str, Any] = {
     **_LLAMA,
     "num_key_value_heads": 4,
     "num_experts": 128,
@@ -510,7 +511,8 @@ def _has_window(part: Part) -> bool:
 
 def _windowed(model: DecoderConfig) -> Attention | None:
     """Returns the first attention with a window."""
-    return next((part for kind in model.layer_kinds for part in kind.mixers if _has_window(part)), None)
+    found = [part for kind in model.layer_kinds for part in kind.mixers if isinstance(part, Attention)]
+    return next((part for part in found if part.window is not None), None)
 
 
 def _experts_config(model: DecoderConfig, experts: Experts, kind: str) -> dict[str, Any]:
@@ -519,7 +521,7 @@ def _experts_config(model: DecoderConfig, experts: Experts, kind: str) -> dict[s
         "output_router_logits": experts.load_balance_coef > 0,
     }
     if kind == "mixtral":
-        sizes = {"intermediate_size": experts.width(model), "num_local_experts": experts.num_experts}
+        sizes: dict[str, Any] = {"intermediate_size": experts.width(model), "num_local_experts": experts.num_experts}
     else:
         sizes = {"moe_intermediate_size": experts.width(model), "num_experts": experts.num_experts}
         with_experts = {i for i in range(model.num_layers) if model.layer_kind(i).feed_forward == experts}

@@ -132,7 +132,9 @@ def adapter_sources(model: DecoderConfig) -> dict[str, Source]:
     Raises:
       UserError: an adapter belongs to a part of a matrix (GPT-2's queries, keys and values), which PEFT cannot express.
     """
-    result = {}
+    result: dict[str, Source] = {}
+    if model.lora is None:
+        return result
     for path, source in named_sources(model).items():
         if path.rpartition("/")[2] not in model.lora.targets:
             continue
@@ -158,6 +160,7 @@ def adapter_config(model: DecoderConfig, base: str) -> dict[str, Any]:
       base: the published model, a folder or hf://OWNER/NAME[@REVISION].
     """
     name, _, revision = base.removeprefix("hf://").partition("@") if base.startswith("hf://") else (base, "", "")
+    assert model.lora is not None
     tensors = [source.name for path, source in adapter_sources(model).items() if path.endswith("_lora_a")]
     return {
         "peft_type": "LORA",

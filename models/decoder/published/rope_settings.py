@@ -137,10 +137,10 @@ def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
 
 def _sharpening(rope: Mapping[str, Any]) -> float | None:
     """Returns the factor of cosines and sines that YaRN's settings give; None if they leave it to `factor`."""
-    given, scales = rope.get("attention_factor"), (rope.get("mscale"), rope.get("mscale_all_dim"))
-    if given is not None or not all(scales):
+    given, scale, of_all = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None or not scale or not of_all:
         return given
-    above, below = (1.0 + 0.1 * scale * math.log(max(rope["factor"], 1.0)) for scale in scales)
+    above, below = (1.0 + 0.1 * one * math.log(max(rope["factor"], 1.0)) for one in (scale, of_all))
     return above / below
 
 

@@ -55,7 +55,7 @@ def test_the_temperature_falls_geometrically_and_stays():
 def test_center_takes_the_patches_next_to_the_middle():
     made = Selector(num_chosen=4, method="center")
     how = {"rows": jnp.arange(2), "num_patches": 16, "step": jnp.zeros(()), "is_training": True}
-    assert made.choose(None, slots=4, **how).index.tolist() == [[5, 6, 9, 10]] * 2
+    assert made.choose(None, slots=4, **how).indices.tolist() == [[5, 6, 9, 10]] * 2
 
 
 def test_a_blind_selector_hides_every_patch():
