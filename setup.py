@@ -1,7 +1,8 @@
 """Builds the wheel: the packages of this workspace, and its gin files, below the one package `renga`.
 
 `core`, `parallel`, `models`, `tasks` and `launch` are names that other distributions use, too. In the wheel they are
-`renga.core` and so on, and `renga_names` rewrites their import statements. WORKSPACE.md has the reasons.
+`renga.core` and so on, and `renga_names` rewrites their import statements. WORKSPACE.md has the reasons. An editable
+installation adds the workspace itself to Python's path, so its modules have the names that they have there.
 """
 
 import ast
@@ -56,9 +57,9 @@ class BuildUnderRenga(build_py):
 
     def run(self) -> None:
         """Builds the tree of the wheel."""
-        if self.editable_mode:
-            raise SetupError("pip install --editable is not supported: use the workspace itself (launch/run, .venv)")
         super().run()
+        if self.editable_mode:
+            return
         folder = pathlib.Path(self.build_lib) / "renga"
         (folder / "requirements.txt").write_bytes((ROOT / "requirements.txt").read_bytes())
         sys.path.insert(0, str(ROOT))
@@ -84,10 +85,11 @@ def packages() -> dict[str, str]:
 if __name__ == "__main__":
     # A build/ in the workspace would keep modules that are gone.
     with tempfile.TemporaryDirectory(prefix="renga-build-") as scratch:
+        editable = "editable_wheel" in sys.argv
         setup(
-            packages=list(packages()),
-            package_dir=packages(),
-            package_data=DATA,
+            packages=[*OURS, "renga"] if editable else list(packages()),
+            package_dir={"": "."} if editable else packages(),
+            package_data={} if editable else DATA,
             cmdclass={"build_py": BuildUnderRenga},
             options={"build": {"build_base": scratch}, "egg_info": {"egg_base": scratch}},
         )

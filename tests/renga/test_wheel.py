@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 
 import pytest
 from setuptools.errors import SetupError
@@ -181,6 +182,30 @@ def run(program, site, folder):
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_an_editable_installation_is_the_workspace(tmp_path):
+    """One line of a .pth file, which editors, mypy and debuggers follow; nothing is written into the workspace."""
+    source = tmp_path / "source"
+    for name in (*BUILD["OURS"], "renga", "gin"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    before = {path.name for path in source.iterdir()}
+    program = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+    assert {path.name for path in source.iterdir()} == before
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (path,) = (tmp_path / "site").glob("*.pth")
+    assert path.read_text().split() == [str(source)]
+    program = (
+        f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import core.errors, launch.environment as e, renga"
+    )
+    names = "print(renga.__file__, core.errors.__file__, e.COMMAND[-1])"
+    said = run(f"{program}; {names}", tmp_path / "nothing", tmp_path)
+    assert said.split() == [str(source / "renga" / "__init__.py"), str(source / "core" / "errors.py"), "launch"]
 
 
 @pytest.mark.slow
