@@ -107,7 +107,14 @@ def check_integer(value: Any, *, where: str, least: int) -> None:
 def check_number(
     value: Any, *, where: str, least: float = -math.inf, most: float = math.inf, is_positive: bool = False
 ) -> None:
-    """Raises UserError unless `value` is a finite number (not a bool) from `least` to `most`, and above 0 if asked."""
+    """Raises UserError unless `value` is a finite number (not a bool) from `least` to `most`, and above 0 if asked.
+
+    Args:
+      value: what a user gave.
+      where: its name, for the message.
+      least, most: the range, both included.
+      is_positive: whether 0 is out of range.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if is_number and least <= value <= most and (value > 0 or not is_positive):
         return

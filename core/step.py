@@ -73,12 +73,26 @@ class TrainState(NamedTuple):
 
 
 def create(model: Model, optimizer: Optimizer, params: Params, batch: Batch) -> TrainState:
-    """Returns the state before the first step, with the given parameters."""
+    """Returns the state before the first step, with the given parameters.
+
+    Args:
+      model: the model.
+      optimizer: the optimizer.
+      params: the parameters.
+      batch: a batch, or its shapes, from which the model's carry follows.
+    """
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model.init_carry(batch))
 
 
 def sum_gradients(grad: Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
-    """Adds gradients and sums over `accum_steps` microbatches, one after the other."""
+    """Adds gradients and sums over `accum_steps` microbatches, one after the other.
+
+    Args:
+      grad: `grad(params, microbatch)` returns gradients and sums.
+      params: the parameters.
+      batch: {name: [B, ...]}; B is divisible by `accum_steps`.
+      accum_steps: the number of microbatches.
+    """
     if accum_steps == 1:
         return grad(params, batch)
     microbatches = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)

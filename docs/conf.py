@@ -21,6 +21,7 @@ html_show_sphinx = False
 
 myst_heading_anchors = 4  # of the same names as GitHub's
 myst_enable_extensions = ["colon_fence"]
+highlight_language = "text"  # of blocks without a language: commands
 default_role = "literal"  # docstrings write `code` as Markdown does
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # a docstring says what a type does not

@@ -9,7 +9,7 @@ and a tokenizer with an id for each word. The package is by Victor Zhou, 5,000 i
 Three quarters of the answers are yes or no, and the words of a question alone predict four of five of them. The weights
 make yes and no equally frequent for each question, and draw questions about shapes more often. The weights of the
 curriculum, in curriculum.jsonl, also leave out most negated questions, from which little can be learned before shapes
-and colours are known.
+and colors are known.
 """
 
 import argparse

@@ -161,6 +161,12 @@ def run_directory(
 
     An experiment file that is not directly in the workspace's `gin/` adds its folder: `runs/trm/sudoku4-v4-8`. The file
     is searched for as the loader does. The runs of a check at `level` smoke or slice have directories of their own.
+
+    Args:
+      experiment: the experiment file.
+      slice_name: the slice.
+      level: a check of this level adds its ending.
+      environ: variables; None: those of this process.
     """
     file = _found(experiment)
     group = "" if file.parent == WORKSPACE / "gin" else file.parent.name
@@ -189,7 +195,7 @@ def _found(experiment: str | Path) -> Path:
 
 
 def require_named(run_dir: str | None, slice_: "Slice") -> None:
-    """Requires that a place that lasts was named for the run of a slice with several hosts, unless it is simulated.
+    """Checks that a run on several hosts has a shared run directory; simulated slices are exempt.
 
     Raises:
       UserError: there is neither --run-dir nor RENGA_RUN_ROOT, so each host would write to its own disk.

@@ -51,7 +51,14 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
 def markdown(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[str] = (), title: str | None = None
 ) -> Table:
-    """Formats a table as Markdown. Columns with headings in `text` are left-aligned, and their long cells wrap."""
+    """Formats a table as Markdown. Columns with headings in `text` are left-aligned, and their long cells wrap.
+
+    Args:
+      headings: of the columns.
+      rows: cells of each row.
+      text: headings of columns of text.
+      title: a line above the table.
+    """
     from rich import box
     from rich.table import Table
 

@@ -43,7 +43,14 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_back)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Returns (x - mean) / sqrt(variance + eps) * scale + bias over the last dimension, in float32 (Ba et al. 2016)."""
+    """Returns (x - mean) / sqrt(variance + eps) * scale + bias over the last dimension, in float32 (Ba et al. 2016).
+
+    Args:
+      x: [..., D].
+      scale: [D].
+      bias: [D].
+      eps: added to the variance.
+    """
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     per_length = checkpoint_name(jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps), "norm")

@@ -39,7 +39,15 @@ class HaikuModel(abc.ABC):
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool
     ) -> tuple[Carry, LossOutput]:
-        """Returns the carry and `sums`."""
+        """Returns the carry and `sums`.
+
+        Args:
+          params: the parameters.
+          carry: returned as it is.
+          rng: the key of the step.
+          batch: {field: [B, ...]}.
+          is_training: passed to `sums`.
+        """
         return carry, self._transformed(is_training=is_training).apply(params, rng, batch)
 
     def _transformed(self, **options: Any) -> hk.Transformed:

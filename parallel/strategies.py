@@ -224,6 +224,12 @@ def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Sche
     """Stages across slices (`stage` of them in each slice), replicas inside: only activations cross slices.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, over the data-center network
+
+    Args:
+      slices: number of slices.
+      stage: stages in each slice.
+      data: replicas of the pipeline; -1: all other chips.
+      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_data",
@@ -239,6 +245,12 @@ def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Sche
     """pipeline with the weights of a stage sharded over fsdp and gathered once per step; stages may span `slices`.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F]) → Out[B_fm, D] → stage s + 1;   dWin → scatter_f, once
+
+    Args:
+      stage: stages in each slice.
+      fsdp: chips that share the weights of a stage; -1: all others.
+      slices: number of slices over which stages extend.
+      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_fsdp",
@@ -256,6 +268,13 @@ def pipeline_fsdp_tensor(
     """pipeline_fsdp with the weights of a stage also sharded over tensor, and the vocabulary over stage and tensor.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F_t]) → H[B_fm, F_t] → Out[B_fm, D] → stage s + 1;   logits[B_f, V_pt]
+
+    Args:
+      stage: stages in each slice.
+      tensor: chips that share each matrix product.
+      fsdp: chips that share the weights of a stage; -1: all others.
+      slices: number of slices over which stages extend.
+      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_fsdp_tensor",
@@ -273,6 +292,14 @@ def pipeline_experts(
     """experts inside the stages of a pipeline.
 
     stage s: exchange_e(In[E, B_efm, C, D]) · gather_f(Win[E_e, D_f, F_t]) → Out → exchange_e → stage s + 1
+
+    Args:
+      stage: stages in each slice.
+      expert: chips over which experts are distributed.
+      fsdp: chips that share the weights of a stage; -1: all others.
+      tensor: chips that share each matrix product.
+      slices: number of slices over which stages extend.
+      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_experts",

@@ -366,6 +366,12 @@ def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapp
 
     Layers that do not divide over the stages of a pipeline are not sharded. Instead `stage` shards the first other
     dimension that divides, so that a chip stores as much as if they did.
+
+    Args:
+      shape: the global shape.
+      axes: the logical axis of each dimension.
+      rules: a table: mesh axes by logical axis.
+      mesh_shape: the size of each mesh axis.
     """
     spec = logical.partition_spec(axes, rules)
     if axes.names[:1] != ("layers",) or spec[0] != "stage" or shape[0] % mesh_shape["stage"] == 0:

@@ -334,7 +334,15 @@ def sealed(
     streams: Mapping[str, str],
     left_out: LeftOut | None = None,
 ) -> dict[str, Any]:
-    """Returns the caller's metadata with the fields of `Description` and a checksum, converted to JSON types."""
+    """Returns the caller's metadata with the fields of `Description` and a checksum, converted to JSON types.
+
+    Args:
+      meta: the caller's metadata.
+      step: the step of the checkpoint.
+      content: the fingerprints of its arrays.
+      streams: the checksums of its data positions.
+      left_out: the frozen arrays that it leaves out.
+    """
     own = {_STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}
     if left_out:
         own[_LEFT_OUT] = {**left_out._asdict(), "hash": content_hash({n: content[n] for n in left_out.arrays})}

@@ -65,7 +65,14 @@ def place() -> Place:
 
 
 def at(activity: str, *, step: int | None = None, limit_seconds: float = 0.0, part: str = "") -> None:
-    """Records the start of an activity or a part of it, with its step (None: unchanged) and its own limit (0: none)."""
+    """Records the start of an activity or a part of it, with its step (None: unchanged) and its own limit (0: none).
+
+    Args:
+      activity: what this host does.
+      step: the step of it; None leaves it unchanged.
+      limit_seconds: how long it may take; 0: it has no limit of its own.
+      part: a part of the activity, for messages.
+    """
     global _now
     _now = _Record(_now.step if step is None else step, activity, time.monotonic(), limit_seconds, part)
 

@@ -89,6 +89,12 @@ def send(connection: socket.socket, message: Mapping[str, Any], key: bytes, *, s
     """Sends a message; returns False if the connection is closed, or blocked for `seconds`.
 
     The connection is then shut down, because part of the message may have been sent.
+
+    Args:
+      connection: a connected socket.
+      message: what to send.
+      key: the secret with which it is authenticated.
+      seconds: how long the other side may block.
     """
     packed = pack(message, key)
     try:

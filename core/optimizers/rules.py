@@ -131,8 +131,8 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
     """Adam with atan2 instead of division (Everett et al. 2024): no epsilon, and invariant to the gradient's scale.
 
     The bias of the first moment is corrected outside the arctangent, and there is no scale constant, as in the
-    adam-atan2 package that the Tiny Recursive Model uses. A constant gradient gives pi/4, not 1. By default all
-    parameters are decayed and gradients are not clipped.
+    adam-atan2 package that the Tiny Recursive Model uses. With a constant gradient the direction falls from
+    about 1 at the first step to pi/4. By default all parameters are decayed and gradients are not clipped.
 
         direction = atan2(m, sqrt(v / (1 - b2^t))) / (1 - b1^t)
 

@@ -52,12 +52,26 @@ def constant(value: float) -> Schedule:
 
 
 def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.0) -> Schedule:
-    """Linear warm-up to `peak`, then linear decay to `peak * final_fraction` at the last step."""
+    """Linear warm-up to `peak`, then linear decay to `peak * final_fraction` at the last step.
+
+    Args:
+      peak: the highest rate.
+      warmup_steps: steps to reach it, from 0.
+      total_steps: the last step of the decay.
+      final_fraction: the rate at the last step, as a fraction of the peak.
+    """
     return _warmup_then(lambda progress: 1 - progress, peak, warmup_steps, total_steps, final_fraction)
 
 
 def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.1) -> Schedule:
-    """Linear warm-up to `peak`, then cosine decay to `peak * final_fraction` (Loshchilov & Hutter 2017, eq. 5)."""
+    """Linear warm-up to `peak`, then cosine decay to `peak * final_fraction` (Loshchilov & Hutter 2017, eq. 5).
+
+    Args:
+      peak: the highest rate.
+      warmup_steps: steps to reach it, from 0.
+      total_steps: the last step of the decay.
+      final_fraction: the rate at the last step, as a fraction of the peak.
+    """
     return _warmup_then(_half_cosine, peak, warmup_steps, total_steps, final_fraction)
 
 

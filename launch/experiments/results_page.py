@@ -73,7 +73,7 @@ def _charts(table: Sequence[ResultRow], score: str) -> list[str]:
 def varying(rows: Sequence[ResultRow], column: str) -> list[ResultRow]:
     """Returns the rows of groups in which a column has more than one value; rows of the same run appear once.
 
-    Other groups would be a column of points at the value of the baseline.
+    Groups in which the column is constant are dropped: they would plot as a vertical line.
     """
     once: dict[str, ResultRow] = {}
     for group in dict.fromkeys(row["group"] for row in rows):

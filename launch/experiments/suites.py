@@ -122,6 +122,15 @@ def load(
     Runs are in `root`, by default RENGA_RUN_ROOT. A check at `level` looks for the data itself, and has directories of
     its own for its runs.
 
+    Args:
+      paths: experiment files.
+      bindings: gin bindings for all of them.
+      slice_name: the slice; None: that of each file.
+      seeds: number of seeds.
+      root: the root of the run directories.
+      level: a check to make in place of a run.
+      check_data: whether the data must be there.
+
     Raises:
       UserError: lists every mistake in every file.
     """

@@ -76,7 +76,14 @@ def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple
 
 
 def command(tpu: Tpu, verb: str, *flags: str, group: str = "tpu-vm", target: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns `gcloud compute tpus GROUP VERB TARGET … FLAGS`; the target is the name of the TPU unless given."""
+    """Returns `gcloud compute tpus GROUP VERB TARGET … FLAGS`; the target is the name of the TPU unless given.
+
+    Args:
+      tpu: the TPU.
+      verb: such as `create`.
+      group: such as `tpu-vm`.
+      target: what the verb applies to; empty: the name of the TPU.
+    """
     where = (f"--zone={tpu.zone}", *((f"--project={tpu.project}",) if tpu.project else ()))
     return ("gcloud", "compute", "tpus", group, verb, *(target or (tpu.name,)), *where, *flags)
 

@@ -41,6 +41,14 @@ def manifest(
 
     Every pod runs `launch/pod.sh` with `arguments` in `image`, whose working directory is the workspace, set up.
 
+    Args:
+      name: name of the JobSet.
+      slice_: the slice.
+      image: the container image.
+      arguments: those of launch/pod.sh.
+      restarts: restarts of the whole set.
+      environment: variables of the containers.
+
     Raises:
       UserError: `name` is not allowed by Kubernetes.
     """

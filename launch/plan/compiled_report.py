@@ -114,7 +114,7 @@ class StrategyResult(NamedTuple):
 
     @property
     def peak_bytes(self) -> float:
-        """HBM that it has or needs; infinite if it was refused."""
+        """Peak HBM per chip in bytes; what it would need if it does not fit; infinite if it could not be built."""
         return self.found.compiled.peak_bytes if self.found else float(self.needed or "inf") * GIB
 
     def cells(self) -> list[str]:

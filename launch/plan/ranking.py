@@ -33,6 +33,12 @@ def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool
 
     Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. The
     table has as many columns as the width allows, and with `wide` all.
+
+    Args:
+      rows: candidates, the best first.
+      title: a line above the table.
+      label: what follows a prediction (`calibration.label`).
+      wide: whether to show all columns.
     """
     console, wanted = terminal.console(PIPED_WIDTH), _HEADINGS if wide else _NARROW
     for heading in () if wide else _WIDER:
@@ -110,7 +116,14 @@ def _with_rows(option: Option) -> str:
 
 
 def outlook(question: Question, best: CandidateMetrics, *, price: float | None, now: datetime.datetime) -> list[str]:
-    """Describes the cost of training with the winner: hours, chip-hours, end date and US dollars."""
+    """Describes the cost of training with the winner: hours, chip-hours, end date and US dollars.
+
+    Args:
+      question: the experiment and its slice.
+      best: the winner.
+      price: US dollars per chip and hour, or None.
+      now: the time at which the run would start.
+    """
     tokens = question.total_tokens
     chip_hours = (best.hours[0] * question.slice.chips, best.hours[1] * question.slice.chips)
     ends = [(now + datetime.timedelta(hours=h)).strftime("%Y-%m-%d %H:%M") for h in best.hours]

@@ -61,6 +61,12 @@ class PhaseSetsLayoutError(UserError):
 def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes: Sequence[int] = ()) -> Question:
     """Loads the experiment that a plan is for.
 
+    Args:
+      path: the experiment file.
+      slice_name: the slice.
+      bindings: gin bindings.
+      batch_sizes: rows to compare; empty: those of the experiment.
+
     Raises:
       UserError: an unknown slice, a mistake in the configuration, a batch size that is too large.
       PhaseSetsLayoutError: PHASE names a phase with a strategy or accumulation of its own.

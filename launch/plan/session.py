@@ -23,7 +23,7 @@ from parallel.planning.candidate_metrics import CandidateMetrics
 from parallel.planning.records import Record, Store
 
 COMMAND = ("layouts", "plan")
-HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyses one"
+HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyzes one"
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --batch-size 32 64 --write mine.gin
   launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic

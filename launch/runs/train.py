@@ -148,7 +148,15 @@ def run_phases(
     last_step: int,
     lock: RunLock | None,
 ) -> dict[str, float]:
-    """Trains the phases that are left, up to a step; returns the last validation means, such as `validation/loss`."""
+    """Trains the phases that are left, up to a step; returns the last validation means, such as `validation/loss`.
+
+    Args:
+      spans: the phases, with their first and last steps.
+      prepare: makes a run of a phase.
+      run_dir: the run directory.
+      last_step: the step at which to end.
+      lock: the lock of the run directory, or None.
+    """
     validation: dict[str, float] = {}
     while (span := _next(spans, run_dir)).first_step < last_step:
         with contextlib.suppress(EarlierPhaseError):  # the phase before is trained again

@@ -27,7 +27,7 @@ class Initial(NamedTuple):
 
     Attributes:
       source: where they are: one step of a run, or a published folder.
-      notes: how the model that they belong to differs, and whether they have an average, which is not taken.
+      notes: differences in model settings, and whether the source has averaged weights, which are ignored.
       left_out: the frozen ones of a published folder, which checkpoints leave out; None: there are none.
       layers: the layers of the source that they start from.
     """

@@ -104,7 +104,14 @@ def measure_played(
 
 
 def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
-    """Trains on the batches in `into` as one process of a simulated slice; host 0 writes the results there."""
+    """Trains on the batches in `into` as one process of a simulated slice; host 0 writes the results there.
+
+    Args:
+      subject: model, optimizer and seed.
+      examples: strategies to train under.
+      steps: number of steps.
+      into: the folder of the batches and the results.
+    """
     data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}
     host = cluster.join(slices.get(slice_name))

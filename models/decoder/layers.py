@@ -60,14 +60,29 @@ class Matrices:
         return logical.param(name, shape, axes, init, **how)
 
     def biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
-        """Adds a bias with these axes, the last ones of x, if the decoder has it."""
+        """Adds a bias with these axes, the last ones of x, if the decoder has it.
+
+        Args:
+          name: name of the matrix.
+          x: [..., *axes].
+          axes: logical axes of the bias.
+          among: the choices of `bias` under which it exists.
+        """
         if self.decoder.bias not in among:
             return x
         shape = x.shape[-len(axes) :]
         return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.decoder.dtype)
 
     def product(self, name: str, subscripts: str, x: jax.Array, weight: jax.Array, side: Side) -> jax.Array:
-        """Multiplies activations and a matrix, and adds the output of the matrix's adapter if the decoder has one."""
+        """Multiplies activations and a matrix, and adds the output of the matrix's adapter if the decoder has one.
+
+        Args:
+          name: name of the matrix.
+          subscripts: those of an einsum of x and the matrix.
+          x: activations [B, T, ...].
+          weight: the matrix, in the compute dtype.
+          side: what belongs to rows.
+        """
         inward, outward = _AXES[name.removeprefix("shared_")]
         if self.decoder.quantization == "none":
             product = jnp.einsum(subscripts, x, weight)
@@ -283,7 +298,14 @@ def norm_params(config: Decoder, name: str, width: int) -> tuple[jax.Array, ...]
 
 
 def normalize(config: Decoder, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Normalizes the last dimension of x, in float32."""
+    """Normalizes the last dimension of x, in float32.
+
+    Args:
+      config: the decoder, for the kind of norm and epsilon.
+      x: [..., D].
+      scale: [D].
+      bias: [D] of a LayerNorm; None: RMSNorm.
+    """
     if bias is not None:
         return derivatives.layer_norm(x, scale, bias, config.norm_eps)
     return derivatives.rms_norm(x, 1.0 + scale if config.norm == "rms_offset" else scale, config.norm_eps)

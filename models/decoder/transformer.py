@@ -129,6 +129,13 @@ class Transformer(DecoderConfig):
 
         In training the losses of experts are added; the metric `cross_entropy` is then without them. The carry becomes
         the states after these rows, if the model keeps them.
+
+        Args:
+          params: the parameters.
+          carry: states of layers from the step before, or ().
+          rng: the key of the step.
+          batch: {field: [B, T]}, as the class describes.
+          is_training: whether dropout is drawn, and the losses of experts are added.
         """
         drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
         rows = random_bits.row_ids(batch) if drops else None

@@ -120,7 +120,7 @@ class Scores(NamedTuple):
       halt_loss: binary cross-entropy of q_halt with target `right`.
       accuracy: fraction of labeled positions that are right.
       right: whether all labeled positions are right.
-      labelled: whether the row has a labeled position.
+      labeled: whether the row has a labeled position.
     """
 
     token_loss: jax.Array

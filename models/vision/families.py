@@ -40,7 +40,7 @@ _CLIP_COLOURS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954
 
 
 def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
-    """Returns the fields of `VisionTower` that a `config.json` describes; the colours are those of the family.
+    """Returns the fields of `VisionTower` that a `config.json` describes; the colors are those of the family.
 
     Raises:
       UserError: an unknown `model_type`, or a value that the tower cannot express.

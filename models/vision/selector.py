@@ -241,7 +241,7 @@ def standardized(x: jax.Array) -> jax.Array:
 def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
     """Returns the maps of an image [B, H, W, 3] uint8 that need no parameters: entropy and edges, [B, N] each.
 
-    The channels of a patch are its mean colours, two opponent colours (red-green, blue-yellow), Sobel's filters, its
+    The channels of a patch are its mean colors, two opponent colors (red-green, blue-yellow), Sobel's filters, its
     row, column and distance from the center. Edges of the image repeat the pixels at its border.
     """
     pixels = images.astype(jnp.float32) / 255

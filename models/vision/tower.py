@@ -57,7 +57,7 @@ class VisionTower:
       class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
       input_norm: whether patches are normalized before the first layer.
       output_norm: whether features are normalized after the last layer.
-      mean, std: of the colours, from 0 to 1; pixels become (pixel / 255 - mean) / std.
+      mean, std: of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
 
     Raises:
       UserError: sizes that do not fit together.
@@ -227,7 +227,14 @@ class VisionTower:
 
 
 def rotary_2d(side: int, head_dim: int, *, theta: float, length: float) -> rotary.RotaryTables:
-    """Returns rotary tables of a square of patches, [1, N, 1, K]: half of the frequencies by row, half by column."""
+    """Returns rotary tables of a square of patches, [1, N, 1, K]: half of the frequencies by row, half by column.
+
+    Args:
+      side: patches along a side of the square.
+      head_dim: K, the width of a head.
+      theta: the base of the frequencies.
+      length: a factor of every entry.
+    """
     place = np.arange(side * side)
     quarter = head_dim // 4
     frequency = theta ** (-np.arange(quarter) / quarter)

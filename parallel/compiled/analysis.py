@@ -34,7 +34,7 @@ class Analysis(NamedTuple):
 
 
 def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
-    """Compiles the training step of a program whose devices are `compiling.devices_of(slice)`, and analyses it.
+    """Compiles the training step of a program whose devices are `compiling.devices_of(slice)`, and analyzes it.
 
     Args:
       bound: the program.

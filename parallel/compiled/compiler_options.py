@@ -22,7 +22,7 @@ _EVERYWHERE: Options = {
     "xla_enable_async_all_gather": True,
 }
 
-# Fusing all-gathers with neighbouring computation is supported only on v5e: elsewhere the compiler warns of wrong
+# Fusing all-gathers with neighboring computation is supported only on v5e: elsewhere the compiler warns of wrong
 # results and hangs, and a newer one refuses to compile.
 _FUSED_GATHERS: Options = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
 

@@ -122,7 +122,7 @@ class Weights:
 
 
 def _forms(dims: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the sorted dimensions without 1s, and variants with two neighbours merged (often heads and head_dim)."""
+    """Returns the sorted dimensions without 1s, and variants with two neighbors merged (often heads and head_dim)."""
     bare = [d for d in dims if d > 1]
     merged = [[*bare[:i], bare[i] * bare[i + 1], *bare[i + 2 :]] for i in range(len(bare) - 1)] if len(bare) > 2 else []
     return [tuple(sorted(form)) for form in (bare, *merged) if len(form) > 1]

@@ -137,7 +137,15 @@ class Decoder:
     def prefill(
         self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache."""
+        """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
+
+        Args:
+          params: the parameters.
+          cache: the cache before the chunk.
+          ids: [B, T] int32: the ids of the chunk.
+          start: scalar: the slot of its first id.
+          padding: [B]: the number of empty slots at the left of each row.
+        """
         with self.tracing():
             return self._prefill(params, cache, ids, start, padding)
 

@@ -92,7 +92,15 @@ class LayerwiseDecoder:
     def prefill(
         self, params: Held, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache."""
+        """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
+
+        Args:
+          params: the parameters.
+          cache: the cache before the chunk.
+          ids: [B, T] int32: the ids of the chunk.
+          start: scalar: the slot of its first id.
+          padding: [B]: the number of empty slots at the left of each row.
+        """
         with self.tracing():
             before = self._before(params.others, cache[self.model.num_layers :], ids, start, padding)
             return self._through_layers(params, cache, start, *before)

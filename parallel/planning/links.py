@@ -1,6 +1,6 @@
 """Bandwidth of collectives on a slice, from the positions of the chips of a group.
 
-Chips form a grid with a link between neighbours along every dimension. In a gather or a reduction, a group of chips
+Chips form a grid with a link between neighbors along every dimension. In a gather or a reduction, a group of chips
 has one link's bandwidth for each dimension that it spans, or two where wraparound links close the dimension into a
 ring, so that each chip sends in both directions. On an open line the chips at the ends have only one link, and all
 data must cross it; therefore a v4-32 (2x2x4, no wraparound) has 3 links for a group of all its chips, not 6. A group
@@ -35,7 +35,7 @@ class Extent(NamedTuple):
 
     Attributes:
       chips: number of coordinates that the group occupies.
-      stride: distance between neighbours; interleaved groups share the same links.
+      stride: distance between neighbors; interleaved groups share the same links.
       is_ring: whether wraparound links close it.
     """
 
@@ -50,7 +50,7 @@ class Extent(NamedTuple):
 
 
 class Links:
-    """The links of one mesh on one slice."""
+    """Bandwidth model (bytes/s) of ICI, DCN and PCIe for one mesh on one slice."""
 
     def __init__(self, mesh: jax.sharding.Mesh, slice: Slice):
         """Takes a mesh over the chips of `slice`, or over CPU devices that simulate them."""

@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 def step_of(program: Program) -> Step:
-    """Returns the step of a bound program."""
+    """Returns a program's rematerialization policy, batch size and accumulation steps."""
     return Step(candidates.remat_of(program.model), batch_size(program.spec), program.accum_steps)
 
 
@@ -192,7 +192,7 @@ class ShardedState:
 
     @functools.cached_property
     def links(self) -> Links:
-        """The links of the mesh."""
+        """The bandwidth model of this mesh."""
         chips = _chips(self.trace.slice)
         made = mesh.make_mesh(self.shape, slice=self.trace.slice, devices=chips, dcn_shape=self.tables.dcn_shape)
         return Links(made, self.trace.slice)

@@ -36,7 +36,14 @@ START = "start"  # the phase of the state before step 1
 
 
 def key(step: int, phase: str, place: str, tensor: str = "") -> str:
-    """Returns the name of an array in a recording."""
+    """Returns the name of an array in a recording.
+
+    Args:
+      step: the step, from 1.
+      phase: the part of the step, such as `forward`.
+      place: a place in the model, such as `layer 0`.
+      tensor: what was recorded there.
+    """
     return f"{step}|{phase}|{place}|{tensor}"
 
 

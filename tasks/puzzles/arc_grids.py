@@ -1,13 +1,13 @@
 """Encodes ARC grids as tokens, and augments puzzles by rotating, mirroring and permuting colours.
 
-A grid of up to 30 x 30 colours 0 to 9 is placed in a frame of 30 x 30 tokens: 0 outside the grid, colour + 2 inside,
+A grid of up to 30 x 30 colors 0 to 9 is placed in a frame of 30 x 30 tokens: 0 outside the grid, color + 2 inside,
 and 1 (END) in the row below it and the column to its right if the frame has room, which marks the size of the grid.
 
-A variant of a puzzle is an orientation and a permutation of colours 1 to 9. Both are part of its name, so an answer to
+A variant of a puzzle is an orientation and a permutation of colors 1 to 9. Both are part of its name, so an answer to
 the variant can be converted back to an answer to the puzzle:
 
     007bbfb7                        the puzzle itself
-    007bbfb7|||t3|||0768314952      orientation 3; colour 1 becomes 7, 2 becomes 6, …
+    007bbfb7|||t3|||0768314952      orientation 3; color 1 becomes 7, 2 becomes 6, …
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ IDENTITY = tuple(range(COLOURS))
 
 
 class Variant(NamedTuple):
-    """An augmentation of a puzzle: a colour permutation, then a rotation or reflection.
+    """An augmentation of a puzzle: a color permutation, then a rotation or reflection.
 
     Attributes:
       orientation: 0 to 7, see `symmetries.orient`.
-      colours: `colours[c]` replaces colour c; colour 0 is unchanged.
+      colors: `colours[c]` replaces color c; color 0 is unchanged.
     """
 
     orientation: int = 0
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 
 
 def random_variant(rng: np.random.Generator) -> Variant:
-    """Draws a random orientation and a random permutation of colours 1 to 9."""
+    """Draws a random orientation and a random permutation of colors 1 to 9."""
     return Variant(int(rng.integers(8)), (0, *(1 + rng.permutation(COLOURS - 1)).tolist()))
 
 
@@ -103,7 +103,7 @@ def frame(grid: np.ndarray, *, at: tuple[int, int] = (0, 0)) -> np.ndarray:
 
 
 def crop(tokens: np.ndarray) -> np.ndarray:
-    """Decodes [900] tokens to the largest rectangle [H, W] of colours at the upper left corner; [0, 0] if none.
+    """Decodes [900] tokens to the largest rectangle [H, W] of colors at the upper left corner; [0, 0] if none.
 
     Of equally large rectangles it returns the one with the fewest rows. A model's answer need not be a valid grid.
     """

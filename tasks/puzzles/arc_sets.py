@@ -112,7 +112,7 @@ class ArcSet:
         return out.extra[writing.BUILD]
 
     def draw(self, tokens: np.ndarray) -> str:
-        """Renders [900] tokens as text: digits are colours, | marks the end of the grid, . is padding."""
+        """Renders [900] tokens as text: digits are colors, | marks the end of the grid, . is padding."""
         rows = np.asarray(tokens).reshape(arc_grids.FRAME, arc_grids.FRAME).tolist()
         text = [" ".join(".|0123456789"[t] for t in row) for row in rows]
         while len(text) > 1 and not text[-1].strip(". "):

@@ -183,7 +183,7 @@ def _place(candidates: Mapping[Grid, Support], right: Grid) -> float:
 
 
 def submission(votes: Votes, puzzles: Mapping[str, Any]) -> dict[str, list[dict[str, list[list[int]]]]]:
-    """Returns two attempts per test in the competition's format; a missing attempt is a single cell of colour 0."""
+    """Returns two attempts per test in the competition's format; a missing attempt is a single cell of color 0."""
     attempts = {}
     for name, puzzle in puzzles.items():
         tests = [ranked(votes.get((name, as_grid(test["input"])), {}))[:2] for test in puzzle["test"]]

@@ -2,7 +2,7 @@
 
 A maze starts as a random tree of corridors between rooms on every other cell. Then a few walls between corridors are
 removed, so that there is more than one path. Among equally short paths, the label is the one that a breadth-first
-search from S finds when it visits neighbours in the order down, left, right, up: a rule that a model can learn. (A
+search from S finds when it visits neighbors in the order down, left, right, up: a rule that a model can learn. (A
 rotated or mirrored maze keeps its path, which may then break the rule.)
 
 Tokens: 0 padding (never used), 1 wall "#", 2 open " ", 3 start "S", 4 goal "G", 5 path "o". N rows and columns.
@@ -32,7 +32,7 @@ class Maze(NamedTuple):
 
 
 def search(is_open: np.ndarray, start: Cell) -> tuple[np.ndarray, dict[Cell, Cell]]:
-    """Runs breadth-first search over open cells [N, M], visiting neighbours in the order down, left, right, up.
+    """Runs breadth-first search over open cells [N, M], visiting neighbors in the order down, left, right, up.
 
     Returns:
       Steps from `start`, [N, M], -1 for unreachable cells; and the predecessor of each reached cell.

@@ -113,7 +113,7 @@ def _may_go(grid: list[int], cell: int, size: int) -> bool:
 def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
     """Returns numbers [n] of grids [n, C] that are equal for symmetric copies.
 
-    This is colour refinement: each round recomputes the colour of a cell from the sums of the colours in its row,
+    This is color refinement: each round recomputes the color of a cell from the sums of the colors in its row,
     column and box and of the clues with its digit, which depend neither on the names of digits nor on any order. The
     signature is the sum of all colours. If boxes are square, rows and columns are treated alike.
     """
@@ -132,7 +132,7 @@ def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
 
 
 def _sum_by_digit(colours: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Returns, at each clue, the sum of the colours of all clues with its digit, [n, N, N]; 0 at blanks."""
+    """Returns, at each clue, the sum of the colors of all clues with its digit, [n, N, N]; 0 at blanks."""
     total = np.zeros_like(colours)
     for digit in range(1, colours.shape[1] + 1):
         here = given == digit

@@ -172,7 +172,7 @@ class ChatFiles(Corpus):
         return hashlib.sha256(repr(listing).encode()).hexdigest()
 
     def content_hash(self) -> str:
-        """See `documents.HashesContent`."""
+        """Returns a hash of the content of the files."""
         return content_hash.of_files([f for patterns in (self.train, self.validation) for f in list_files(patterns)])
 
 

@@ -89,7 +89,7 @@ class TextTask:
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def example_problems(self) -> list[str]:
-        """See `core.types.TriesExamples`; empty where no code of the user makes examples."""
+        """Makes one example of each source that code of the user makes; returns a problem for each that fails."""
         return self.corpus.example_problems(self.length) if can(self.corpus, TriesExamples) else []
 
     def named_files(self) -> tuple[str, ...]:
@@ -105,11 +105,11 @@ class TextTask:
         )
 
     def begins_with_bos(self) -> bool:
-        """See `core.types.FramesTexts`."""
+        """Returns whether a text begins with the begin-of-text id."""
         return True
 
     def stop_ids(self) -> tuple[int, ...]:
-        """See `core.types.FramesTexts`."""
+        """Returns the ids that end a text."""
         return (self.vocabulary.eos_id,)
 
     def train_tokens(self) -> int | None:
@@ -150,7 +150,7 @@ class ChatTask(TextTask):
     vocabulary: ChatVocabulary
 
     def example_problems(self) -> list[str]:
-        """See `core.types.TriesExamples`: the chat template is tried on the first conversation."""
+        """Formats the first conversation with the chat template; returns a problem if that fails."""
         from tasks.text import chat_files
 
         if chat := self.corpus.first_conversation():
@@ -170,11 +170,11 @@ class ChatTask(TextTask):
         return f"{super().describe()}; answers end with {ends or none}"
 
     def begins_with_bos(self) -> bool:
-        """See `core.types.FramesTexts`: a chat template writes the begin-of-text id itself."""
+        """Returns whether a text begins with the begin-of-text id, which a chat template may write itself."""
         return self.vocabulary.begins_with_bos
 
     def stop_ids(self) -> tuple[int, ...]:
-        """See `core.types.FramesTexts`: also the ids that end an answer in the chat template."""
+        """Returns the ids that end a text, or an answer in the chat template."""
         return tuple(dict.fromkeys([self.vocabulary.eos_id, *self.vocabulary.turn_ends]))
 
 

@@ -134,6 +134,11 @@ class FormatsChats(Protocol):
     ) -> tuple[str, list[tuple[int, int]]] | None:
         """Formats a conversation as `chat` does, without a prompt for an answer.
 
+        Args:
+          messages: the conversation, oldest message first.
+          date: the date that the template may print.
+          tools, documents: lists of objects that the template gets, or None.
+
         Returns:
           The text and the ranges of characters that the template marks as answers; None if it does not mark them.
         """

@@ -52,12 +52,12 @@ class Mixture(Corpus):
         return found
 
     def example_problems(self, length: int) -> list[str]:
-        """See `documents.TriesExamples`."""
+        """Makes one example of each source and split; returns a problem for each that fails."""
         tried = (source.example_problems(length) for source in self.sources if can(source, TriesExamples))
         return [problem for found in tried for problem in found]
 
     def fill(self) -> None:
-        """See `documents.FillsCache`."""
+        """Writes the caches that are not written yet."""
         for source in self.sources:
             if can(source, FillsCache):
                 source.fill()
@@ -74,7 +74,7 @@ class Mixture(Corpus):
         return hashlib.sha256(repr((self.weights, [s.fingerprint() for s in self.sources])).encode()).hexdigest()
 
     def content_hash(self) -> str:
-        """See `documents.HashesContent`; sources that are not files have no part in it."""
+        """Returns a hash of the content of the files; sources that are not files have no part in it."""
         found = [source.content_hash() for source in self.sources if can(source, HashesContent)]
         kinds = "+".join(one.partition(":")[0] for one in found)
         return f"{kinds}:{hashlib.sha256(repr(found).encode()).hexdigest()}"

@@ -101,7 +101,7 @@ class SeqioCache(DocumentSource):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """See `documents.TriesExamples`."""
+        """Makes one example of each source and split; returns a problem for each that fails."""
         return [] if self.saved else self.definition["problems"]
 
     def fill(
@@ -221,7 +221,7 @@ class SeqioCache(DocumentSource):
         return f"text.seqio: {self.asked.name}{inputs} ({examples:,} examples, {tokens:,} tokens in {self.path})"
 
     def train_tokens(self) -> int | None:
-        """See `core.types.CountsTokens`; None for a mixture."""
+        """Returns the number of tokens of the training split; None for a mixture."""
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def fingerprint(self) -> str:

@@ -72,7 +72,7 @@ class LiveSeqio(Corpus):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """See `documents.TriesExamples`."""
+        """Makes one example of each source and split; returns a problem for each that fails."""
         return self._definition["problems"]
 
     def lengths(self, length: int) -> dict[str, int]:

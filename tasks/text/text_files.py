@@ -78,7 +78,7 @@ class FileSource(DocumentSource):
         return hashlib.sha256(repr(listing).encode()).hexdigest()
 
     def content_hash(self) -> str:
-        """See `documents.HashesContent`."""
+        """Returns a hash of the content of the files."""
         return content_hash.of_files(dict.fromkeys(f for split in ("train", "validation") for f in self.files(split)))
 
 

@@ -17,7 +17,7 @@ from tasks.text.document_streams import DocumentSource, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Tfds(DocumentSource):
-    """A dataset of the TensorFlow Datasets catalogue that `tfds build` has prepared."""
+    """A dataset of the TensorFlow Datasets catalog that `tfds build` has prepared."""
 
     name: str
     split: str

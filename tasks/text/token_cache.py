@@ -210,7 +210,7 @@ class TokenCache(DocumentSource):
         return f"text.tokens: {self.path} ({counts} documents (train + validation), {tokens:,} tokens){how}"
 
     def train_tokens(self) -> int:
-        """See `core.types.CountsTokens`."""
+        """Returns the number of tokens of the training split."""
         return self.split("train").tokens
 
     def fingerprint(self) -> str:

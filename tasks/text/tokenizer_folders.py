@@ -183,7 +183,7 @@ class FolderTokenizer(ChatVocabulary):
         return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `EncodesBatches`."""
+        """Returns the ids of each text."""
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._embedded(each.ids) for each in found]
 

@@ -125,13 +125,13 @@ class ImageQuestions:
         return self._batches(layout, "validation", None)
 
     def evaluated_on(self, most: int | None = None) -> str:
-        """See `core.types.DescribesEvaluation`."""
+        """Describes the questions that an evaluation scores."""
         count = len(self.questions("validation"))
         taken = min(n for n in (count, self.evaluated, most) if n is not None)
         return f"all {count:,} held-out questions" if taken == count else f"{taken:,} of {count:,} held-out questions"
 
     def evaluating(self, rows: int | None) -> ImageQuestions:
-        """See `core.types.SizesEvaluation`."""
+        """Returns a copy whose evaluations score the same `rows` questions each time."""
         return dataclasses.replace(self, evaluated=rows)
 
     def problems(self) -> list[str]:
@@ -148,7 +148,7 @@ class ImageQuestions:
         return [*found, *self.vocabulary.problems()]
 
     def named_files(self) -> tuple[str, ...]:
-        """See `core.types.NamesFiles`."""
+        """Returns the files of questions."""
         return (*self.train_files, *self.validation_files)
 
     def describe(self) -> str:
@@ -344,7 +344,15 @@ class RandomQuestions(SampledTask):
 def random_questions(
     *, image_size: int, image_tokens: int, length: int, num_streams: int, vocab_size: int
 ) -> RandomQuestions:
-    """Returns random images with questions; rows have `length` positions, `image_tokens` of them for the image."""
+    """Returns random images with questions; rows have `length` positions, `image_tokens` of them for the image.
+
+    Args:
+      image_size: pixels along a side.
+      image_tokens: positions of an image in a row.
+      length: positions of a row.
+      num_streams: streams of the input.
+      vocab_size: ids to draw from.
+    """
     if image_tokens + 2 > length:
         raise UserError(
             f"vision.random_questions: length = {length} has no room for a question and an answer after image_tokens = "
@@ -357,7 +365,15 @@ def random_questions(
 def batch_spec(
     batch_size: int, *, image_size: int, image_tokens: int, length: int, has_kinds: bool
 ) -> dict[str, Field]:
-    """Returns the fields of a global batch of questions about images."""
+    """Returns the fields of a global batch of questions about images.
+
+    Args:
+      batch_size: rows of the global batch.
+      image_size: pixels along a side.
+      image_tokens: positions of an image in a row.
+      length: positions of a row.
+      has_kinds: whether rows have the kind of their question.
+    """
     pixels = Field((batch_size, image_size, image_size, 3), np.uint8, ("batch", None, None, None))
     found = {
         "images": pixels,

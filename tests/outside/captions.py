@@ -20,7 +20,7 @@ INIT = hk.initializers.VarianceScaling()
 
 @dataclasses.dataclass(frozen=True)
 class Squares(SampledTask):
-    """Pictures of a coloured square, with captions: red square is left."""
+    """Pictures of a colored square, with captions: red square is left."""
 
     num_streams: int
 

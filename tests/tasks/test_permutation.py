@@ -23,7 +23,7 @@ def test_the_order_depends_on_the_key_alone():
 
 
 def test_orders_look_random():
-    """No place prefers a number, and neighbours are far apart, over 400 keys."""
+    """No place prefers a number, and neighbors are far apart, over 400 keys."""
     count = 64
     orders = np.array([permutation.permuted(range(count), count, key=(key,)) for key in range(400)])
     seen = np.zeros((count, count))

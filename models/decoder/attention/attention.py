@@ -130,7 +130,12 @@ def on_gpus(
 ) -> jax.Array:
     """Runs cuDNN's kernel on each device's rows and heads; shapes as in `attend`, each device with whole rows.
 
-    `implementation` is that of `jax.nn.dot_product_attention`.
+    Args:
+      q, k, v: queries [B, T, H, K], keys and values [B, S, N, K].
+      segment_ids, kv_segment_ids: [B, T] and [B, S].
+      prefix: what attends both ways.
+      scores: how scores are scaled and bounded.
+      implementation: the implementation of `jax.nn.dot_product_attention`.
     """
     form = functools.partial(cudnn_attention.attend, scores=scores, implementation=implementation)
     queries = () if prefix is None else (prefix.until,)

@@ -12,11 +12,11 @@ _DIRECTIONS = {"copy": None, "dynamic-slice": "from host", "dynamic-update-slice
 
 
 class HostCopy(NamedTuple):
-    """A copy between the memories.
+    """A transfer between HBM and host memory.
 
     Attributes:
       direction: `to host` or `from host`.
-      array: the array that is copied; of a slice or an update, that part.
+      array: the array that is moved; for a dynamic slice or update only the slice.
     """
 
     direction: str

@@ -1,7 +1,7 @@
 """The manifest for GKE: its fields are documented ones of JobSet v1alpha2 and batch/v1, and match the slice.
 
 What we know is written down by hand in jobset.schema.json, from the reference pages. It catches a field that is
-misspelt, misplaced or of another kind; no API server has seen the manifest.
+misspelled, misplaced or of another kind; no API server has seen the manifest.
 """
 
 import json

@@ -114,7 +114,7 @@ def test_every_host_is_seen_in_the_figures_of_host_0_and_writes_its_own(lived):
         parts = ("input_wait_seconds", "device_seconds", "host_seconds")
         ratios = [sum(line[part] for part in parts) / line["step_seconds"] for line in lines]
         assert min(ratios) > 0.999
-        assert statistics.median(ratios) < 1.1  # a wait at a line's edge may count to its neighbour
+        assert statistics.median(ratios) < 1.1  # a wait at a line's edge may count to its neighbor
     seen = [row for row in rows(lived.run_dir / "metrics.jsonl") if "hosts/step_seconds/host_1" in row]
     told = [{line["step"]: line["step_seconds"] for line in own[index]} for index in (0, 1)]
     assert len(seen) > 3
