@@ -1,6 +1,7 @@
-"""`tests/run.sh lab pictures`: draws the pictures of docs/ that need no run."""
+"""`tests/run.sh lab pictures`: draws pictures of docs/: those that need no run, and with --run the scalars of a run."""
 
 import argparse
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from launch.environment import WORKSPACE
 from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule
 
-HELP = "draw the pictures of docs/pictures that need no run"
-EXAMPLE = "tests/run.sh lab pictures"
+HELP = "draw the pictures of docs/pictures that need no run; --run draws the scalars of a run"
+EXAMPLE = """tests/run.sh lab pictures
+  tests/run.sh lab pictures --run runs/quickstart-v4-16"""
 FOLDER = WORKSPACE / "docs" / "pictures"
 STAGES = 4
 SHOWN: Mapping[str, Schedule] = {
@@ -28,11 +30,14 @@ IDLE = "#e3e3e3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: all pictures are drawn."""
+    """Adds --run."""
+    parser.add_argument("--run", type=Path, metavar="RUN", help="a run of several simulated hosts")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws every picture."""
+    if args.run:
+        save(scalars_picture(args.run), FOLDER / "scalars.svg")
     for name, draw in PICTURES.items():
         print(f"docs/pictures/{name}")
         save(draw(), FOLDER / name)
@@ -75,6 +80,34 @@ def _draw(panel, title: str, schedule: Schedule) -> None:
     panel.tick_params(length=0)
     for side in panel.spines.values():
         side.set_visible(False)
+
+
+def scalars_picture(run_dir: Path) -> Figure:
+    """The loss of a run, and the own work of each of its hosts, on one scale."""
+    figure = Figure(figsize=(9.5, 3.2), layout="constrained")
+    loss, work = figure.subplots(1, 2)
+    metrics = _lines(run_dir / "metrics.jsonl")
+    for name, label, style in (("loss", "training", "-"), ("validation/loss", "validation", "o")):
+        loss.plot(*_curve(metrics, name), style, label=label)
+    for file in sorted((run_dir / "metrics").glob("host_*.jsonl")):
+        steps, seconds = _curve(_lines(file), "host_seconds", "input_wait_seconds")
+        work.plot(steps, [1000 * each for each in seconds], label=file.stem.replace("_", " "), linewidth=1.2)
+    loss.set(title="loss, nats per byte", xlabel="step", ylim=(0, None))
+    work.set(title="own work of each host, ms a step", xlabel="step", ylim=(0, None))
+    for panel in (loss, work):
+        panel.grid(visible=True, color="#e4e4e4")
+        panel.legend(frameon=False)
+    return figure
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _curve(lines: list[dict[str, float]], *names: str) -> tuple[list[float], list[float]]:
+    """Steps, and sums of metrics, of the lines that have all of them."""
+    found = [line for line in lines if all(name in line for name in names)]
+    return [line["step"] for line in found], [sum(line[name] for name in names) for line in found]
 
 
 PICTURES: Mapping[str, Callable[[], Figure]] = {"schedules.svg": schedules_picture}
