@@ -260,19 +260,23 @@ def _read_header(file: paths.Path, stream: BinaryIO) -> tuple[tuple[int, ...], b
         raise UserError(f"{file} is not a .npy file: {error}") from error
 
 
+_AGAIN = "make the dataset again with launch/run make-dataset"
+
+
 def _check_offsets(split: Split, folder: paths.Path) -> None:
     examples, puzzles = len(split.inputs), len(split.puzzle_identifiers)
     for name, last in (("puzzle_indices", examples), ("group_indices", puzzles)):
         offsets = getattr(split, name)
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != last:
             ends = f"{offsets.ravel()[:1]} to {offsets.ravel()[-1:]}"
-            raise UserError(f"{folder}/{SET}__{name}.npy runs from {ends}, expected from 0 to {last}")
+            raise UserError(f"{folder}/{SET}__{name}.npy runs from {ends}, expected from 0 to {last}; {_AGAIN}")
         if np.any(np.diff(offsets) < 1):
             at = np.argmax(np.diff(offsets) < 1) + 1
-            raise UserError(f"{folder}/{SET}__{name}.npy does not increase at entry {at}")
+            raise UserError(f"{folder}/{SET}__{name}.npy does not increase at entry {at}: offsets must; {_AGAIN}")
     if len(split.puzzle_indices) != puzzles + 1:
         raise UserError(
-            f"{folder}: {puzzles} puzzle_identifiers and {len(split.puzzle_indices)} puzzle_indices, expected one more"
+            f"{folder} has {len(split.puzzle_indices)} puzzle_indices, expected {puzzles + 1}: one more than "
+            f"puzzle_identifiers; {_AGAIN}"
         )
     if split.metadata.total_groups != len(split.group_indices) - 1:
         raise UserError(

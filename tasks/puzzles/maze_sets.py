@@ -51,7 +51,9 @@ class MazeSet:
         if not 5 <= self.size <= 100:
             raise UserError(f"maze: size {self.size}, expected 5 to 100")
         if not self.csv and None in (self.num_train, self.num_test):
-            raise UserError("maze: num_train or num_test is None, expected numbers where mazes are generated")
+            raise UserError(
+                "maze: num_train or num_test is None; set both, or give csv to read mazes instead of generating them"
+            )
 
     @property
     def seq_len(self) -> int:

@@ -97,7 +97,9 @@ class Shuffled:
             self._rng.bit_generator.state = _arrays(found["generator"])
             self._visit = found["visit"]
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise UserError(f"{state[:60]!r}... is not a position in a puzzle dataset: {error}") from error
+            raise UserError(
+                f"the saved position is not a position in a puzzle dataset ({error}); start in a new run directory"
+            ) from error
 
     def _start(self, iteration: int) -> None:
         self._iteration, self._visit = iteration, 0

@@ -480,7 +480,8 @@ def _check_mixes(task: TextTask, first: TextTask) -> None:
     for name in ("length", "num_streams"):
         ours, theirs = getattr(task, name), getattr(first, name)
         if ours != theirs:
-            raise UserError(f"text.mixture: {name} is {ours} in one task and {theirs} in the first; expected equal")
+            what = f"{name} is {ours} in a task of {type(task.corpus).__name__}"
+            raise UserError(f"text.mixture: {what} and {theirs} in the first task; expected equal")
     if any(can(each.vocabulary, IsDefinedByTask) for each in (task, first)):
         return  # `Mixture.problems` compares them
     same_class = type(task.vocabulary) is type(first.vocabulary)

@@ -70,7 +70,7 @@ def test_a_task_of_this_workspace_is_that_of_its_constructor():
 
 def test_a_mixture_refuses_what_does_not_mix():
     one = text.files(train="a*.txt", length=8, num_streams=1)
-    with pytest.raises(ValueError, match="length is 9 in one task and 8"):
+    with pytest.raises(ValueError, match="length is 9 in a task of TextFiles and 8"):
         text.mixture(tasks=[one, text.files(train="b*.txt", length=9, num_streams=1)], weights=[1, 1])
     with pytest.raises(ValueError, match=r"expected positive numbers"):
         text.mixture(tasks=[one], weights=[0])
