@@ -23,6 +23,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         **dict.fromkeys(("eps", "rms", "decay_rate", "clip_update"), (lambda v: 0 < v < math.inf, "above 0")),
         "clip_norm": (lambda v: v is None or v > 0, "above 0, or None for no clipping"),
         "min_factored": (lambda v: v >= 1, "at least 1"),
+        "learning_rate": (callable, "a schedule, such as optimizers.constant(1e-3)"),
     }
 )
 RANGED = frozenset(_RANGES)

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from core import logical, optimizers
+from core.errors import UserError
 from core.logical import Axes
 from core.parameters import ParamSpec
 
@@ -83,6 +84,13 @@ def test_numbers_out_of_range_are_refused(make, name, values, expected):
         for value in values:
             with pytest.raises(ValueError, match=rf"{optimizer}: {name} = {value}: expected {expected}"):
                 getattr(optimizers, optimizer)(learning_rate=optimizers.constant(1.0), **{name: value})
+
+
+def test_a_number_is_no_learning_rate():
+    with pytest.raises(
+        UserError, match=r"adamw: learning_rate = 0.1: expected a schedule, such as optimizers.constant"
+    ):
+        optimizers.adamw(learning_rate=0.1)
 
 
 def update(optimizer, grads, specs=SPECS):

@@ -226,6 +226,14 @@ def test_every_module_of_the_wheel_imports_and_no_other_name_is_touched(site, tm
 
 
 @pytest.mark.slow
+def test_the_program_of_readme_runs(site, tmp_path):
+    (program,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    said = run(program, site, tmp_path)
+    (loss,) = (float(found) for found in re.findall(r"^\{.*loss': ([\d.]+)", said, re.MULTILINE))
+    assert loss < 3.2  # 5.6 before training
+
+
+@pytest.mark.slow
 @pytest.mark.covers("R12")
 def test_the_page_runs_as_printed_with_the_packages_of_the_base_alone(site, tmp_path):
     said = run("\n".join([BLOCK, *PAGE, "trainer.fit(100)"]), site, tmp_path)
