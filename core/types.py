@@ -434,6 +434,26 @@ class Judges(Protocol):
         """Returns the judge, or None if the data has none. The task must be prepared."""
 
 
+class OwnMetrics(Protocol):
+    """Metrics that a task defines, of predictions and scores by a model; values are of JSON types."""
+
+    def questions(self) -> dict[str, Any]:
+        """Returns what a model is asked. Raises UserError if that, or the metrics, cannot be read."""
+
+    def computed(self, outputs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """Returns the metrics of the outputs of a model, of each task. Raises UserError if a metric fails."""
+
+
+class DefinesMetrics(Protocol):
+    """A task that may define metrics of its own.
+
+    Enables: these metrics at every evaluation of a run (METRIC_EXAMPLES).
+    """
+
+    def own_metrics(self, most: int) -> OwnMetrics | None:
+        """Returns the metrics of at most so many examples, or None if the task has no such definition."""
+
+
 class KeepsStates(Protocol):
     """A model that can continue from the states of the training step before.
 

@@ -24,6 +24,8 @@ from core.types import (
     ChecksModel,
     CountsTokens,
     CouplesRows,
+    DefinesMetrics,
+    Generates,
     HasVocabulary,
     KeepsStates,
     LimitsPositions,
@@ -279,6 +281,13 @@ class Experiment:
             )
         elif prepared and prompt:
             problems += _refusal(f"PROMPT = {prompt!r}", lambda: vocabulary.encode(prompt))
+        if (most := self.evaluation.metric_examples) and not (
+            can(self.task, DefinesMetrics) and self.task.own_metrics(most) and can(self.model, Generates)
+        ):
+            problems.append(
+                f"METRIC_EXAMPLES = {most}: only a task of text.seqio, with a model that generates text, has own "
+                "metrics; set METRIC_EXAMPLES = 0"
+            )
         return problems
 
     def bind(self, devices: Sequence[jax.Device]) -> Program:

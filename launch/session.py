@@ -7,7 +7,7 @@ What it starts from is a `Run`, which `launch.runs.prepared_run` has prepared an
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core import slices
 from core.checkpoints import best, steps
@@ -18,7 +18,7 @@ from core.hosts import activity, distributed, heartbeat
 from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, metrics, profiling, run_lock, trainer
 from core.training.trainer import Hook, StatisticsStep, TrainStep
-from core.types import EndsEvaluation, Params, can
+from core.types import DefinesMetrics, EndsEvaluation, Params, can
 from launch import environment
 from launch.config import Settings
 from launch.config.differences import Difference
@@ -26,6 +26,10 @@ from launch.runs import continuation, progress
 from launch.runs.prepared_run import INIT_FROM, Run
 from parallel.compiled import report
 from parallel.prediction import PredictionCheck
+from tasks.text.ids import stop_ids
+
+if TYPE_CHECKING:
+    from launch.runs.task_metrics import TaskMetrics
 
 
 class EarlierPhaseError(RuntimeError):
@@ -136,6 +140,8 @@ class Session:
             self._batches = self._stack.enter_context(run.open_batches(start.position))
             self._begin(start)
             train_step, statistics = compile_together(run, self._first_step)
+            if self._metrics:
+                self._metrics.ready()
             state = trainer.train(
                 train_step,
                 self._batches,
@@ -202,6 +208,7 @@ class Session:
             wandb_project=settings.logging.wandb_project,
         )
         self._stack.callback(self._writers.close)
+        self._metrics = self._own_metrics()
         self._evaluate = self._evaluation()
         if run.host.is_zero:
             measured, left_out = self._predictions.rows(), self._checkpoints.left_out
@@ -286,6 +293,18 @@ class Session:
         items, every = run.experiment.items_per_step, run.experiment.logging.log_interval
         return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
 
+    def _own_metrics(self) -> "TaskMetrics | None":
+        """Returns the metrics that the task defines, if each evaluation computes them."""
+        task, most = self._run.experiment.task, self._run.experiment.evaluation.metric_examples
+        own = task.own_metrics(most) if most and can(task, DefinesMetrics) else None
+        if own is None:
+            return None
+        from launch.runs.task_metrics import TaskMetrics
+
+        found = TaskMetrics(self._run.program, own, stop_ids=stop_ids(task.vocabulary), num_ids=task.vocabulary.size)
+        self._stack.callback(found.close)
+        return found
+
     def _evaluation(self) -> evaluation.Evaluate | None:
         """Returns the hook that evaluates every `eval_interval` steps; None without validation batches."""
         run, task = self._run, self._run.experiment.task
@@ -306,7 +325,8 @@ class Session:
             self._writers.flush()
 
         every, last = run.experiment.evaluation.eval_interval, run.last_step
-        hook = evaluation.Evaluate(run.program, batches, write, every=every, last_step=last)
+        also = {"also": self._metrics.values} if self._metrics else {}
+        hook = evaluation.Evaluate(run.program, batches, write, every=every, last_step=last, **also)
         return hook
 
     def _saving(self, preemption: hooks.StopWhenPreempted) -> list[Hook]:

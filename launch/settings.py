@@ -159,13 +159,25 @@ class Evaluation(_Group):
       eval_interval: steps between evaluations.
       eval_batches: the most validation batches per evaluation; 0: no evaluation.
       prompt: text that the model continues at the end of the run.
+      metric_examples: the most examples of each seqio task for the task's own metrics, which every evaluation then
+        computes, also for `keep_best`; 0: none.
     """
 
     eval_interval: int = 1000
     eval_batches: int = 8
     prompt: str = ""
+    metric_examples: int = 0
 
-    _checks: ClassVar = {"eval_interval": count(1), "eval_batches": count(0), "prompt": TEXT}
+    _checks: ClassVar = {
+        "eval_interval": count(1),
+        "eval_batches": count(0),
+        "prompt": TEXT,
+        "metric_examples": count(0),
+    }
+
+    def _disagreements(self) -> Iterator[str]:
+        if self.metric_examples and not self.eval_batches:
+            yield f"metric_examples = {self.metric_examples}: there are no evaluations; set eval_batches above 0"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

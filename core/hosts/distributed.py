@@ -254,7 +254,13 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
 
 def from_host_zero(text: str) -> str:
     """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order."""
-    return _shared("from_host_zero", text if is_host_zero() else None, sources=[0])[0]
+    size, is_zero = _MAX_TEXT_BYTES // 8, is_host_zero()  # characters of a message
+    parts = [text[begin : begin + size] for begin in range(0, len(text), size)] if is_zero else []
+    begin = f"{max(len(parts), 1)} {parts[0] if parts else ''}"
+    count, _, found = _shared("from_host_zero", begin if is_zero else None, sources=[0])[0].partition(" ")
+    for part in range(1, int(count)):
+        found += _shared("from_host_zero", parts[part] if is_zero else None, sources=[0])[0]
+    return found
 
 
 def decided_by_host_zero(decide: Callable[[], Any]) -> Any:

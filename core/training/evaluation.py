@@ -142,10 +142,14 @@ class Evaluate(Hook):
         *,
         every: int,
         last_step: int,
+        also: Callable[[TrainState], Mapping[str, float]] = lambda state: {},
     ):
-        """Takes `open_batches()`, which is called once, and `write(step, values)`, which gets `latest`."""
+        """Takes `open_batches()`, which is called once, and `write(step, values)`, which gets `latest`.
+
+        `also(state)` returns further values, by name.
+        """
         self._program, self._open_batches, self._write = program, open_batches, write
-        self._every, self._last_step = every, last_step
+        self._every, self._last_step, self._also = every, last_step, also
         self._batches: list[Mapping[str, np.ndarray]] | None = None
         self._share: float | None = None
         self.latest: dict[str, float] = {}
@@ -163,7 +167,8 @@ class Evaluate(Hook):
                 opened = self._open_batches()
                 self._batches, self._share = list(opened), opened.share
             sums = _sums(self._program, state, self._batches)
-        self.latest = {f"validation/{name}": value for name, value in trainer.means(sums).items()}
+            means = {**trainer.means(sums), **self._also(state)}
+        self.latest = {f"validation/{name}": value for name, value in means.items()}
         self.step = step
         self.scored = Scored(float(sums["loss"].weight) if sums else 0.0, self._share)
         self._write(step, self.latest)

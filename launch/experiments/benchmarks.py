@@ -1,22 +1,28 @@
 """`launch/run evaluate --lm-eval` and `--task`: scores a run or a published model on benchmarks.
 
-Unlike the evaluation on a run's own held-out data, it runs in one process, like `launch/run generate`.
+`--lm-eval` runs in one process, like `launch/run generate`; `--task` also on all hosts of a slice.
 """
 
 import argparse
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from core import slices
+from core.checkpoints import published_files
 from core.errors import UserError
 from core.files import paths
-from launch import flags, loaded_model, terminal
-from launch.experiments import lm_eval_tasks, text_scores
+from core.hosts import distributed
+from launch import environment, flags, loaded_model, terminal
+from launch.experiments import lm_eval_tasks
 from launch.experiments.text_scores import TextScores
+from launch.hosts import cluster, simulate, tpu_host
+from launch.loaded_model import LoadedModel
 
 EVALUATION = {"lm_eval": ("lm_eval_path", "json"), "task": ("json", "module")}
 EXAMPLE = "launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200"
@@ -38,14 +44,32 @@ def run(args: argparse.Namespace) -> int:
     """Finds the tasks, loads the model, computes the scores, and prints them."""
     limit = require_benchmark(args)
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
+    if args.task is not None and args.slice and slices.get(args.slice).hosts > 1:
+        if args.simulate:
+            return _simulate(args)
+        if environment.read("RENGA_SIMULATE") or tpu_host.look().on_tpu_host:
+            cluster.join(slices.get(args.slice))
     scores = load(args, check=functools.partial(_require_metrics, args.task))
     if tasks is not None:
         found = lm_eval_tasks.evaluate(tasks, scores, limit=limit)
     else:
-        found = seqio_metrics(args.task, scores, limit=limit)
-    _show(found)
-    write(args, scores, {"tasks": found})
+        found = seqio_metrics(args.task, scores.model, limit=limit)
+    if distributed.is_host_zero():
+        _show(found)
+        write(args, scores, {"tasks": found})
+    distributed.barrier("evaluate/end")
     return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    """Runs the command on every simulated host of the slice."""
+    command = [*environment.COMMAND, "evaluate", str(args.run_dir)]
+    command += flags.passed_on(args, "--slice", "--gin", "--step", "--num-examples", "--task", "--module", "--json")
+    slice_, folder = slices.get(args.slice), Path(args.run_dir)
+    is_elsewhere = paths.is_remote(args.run_dir) or published_files.is_published(args.run_dir)
+    logs = (Path("runs", folder.name) if is_elsewhere else folder) / "logs"
+    simulate.announce(slice_, logs)
+    return simulate.run(slice_, command=command, log_directory=logs)
 
 
 def require_benchmark(args: argparse.Namespace) -> int | None:
@@ -61,7 +85,8 @@ def load(args: argparse.Namespace, **options: Any) -> TextScores:
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     bindings = [*(args.gin or ()), *([f"import {args.module}"] if args.module else [])]
     scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=bindings, **options))
-    print(scores.model.where)
+    if distributed.is_host_zero():
+        print(scores.model.where)
     return scores
 
 
@@ -72,33 +97,36 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
         paths.write_text_atomically(paths.resolve(args.json), text + "\n")
 
 
-def seqio_metrics(name: str, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of a registered task or mixture of seqio; see `seqio_tasks.evaluate`."""
-    from tasks.text import seqio_tasks
+def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
+    """Returns the metrics of a registered task or mixture of seqio; all hosts call it, and host 0 alone reads it."""
+    from launch.runs.task_metrics import Answers
+    from tasks.text import seqio_metrics, seqio_tasks
 
-    vocabulary = scores.model.vocabulary
-    if not seqio_tasks.has_ids_of(name, vocabulary):
-        raise UserError(
-            f"--task {name}: its vocabulary is not that of {scores.model.where}; expected a model that was trained "
-            "with the same one"
-        )
+    vocabulary, measured = model.vocabulary, seqio_metrics.Measured(name, most=limit)
+    if vocabulary is None:
+        raise UserError(f"{model.where} has no vocabulary: it cannot be evaluated on texts")
 
-    def score(pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-        return [one.log_likelihood for one in scores.likelihoods(pairs)]
+    def questions() -> dict[str, Any]:
+        if not seqio_tasks.has_ids_of(name, vocabulary):
+            raise UserError(
+                f"--task {name}: its vocabulary is not that of {model.where}; expected a model that was trained with "
+                "the same one"
+            )
+        return measured.questions()
 
-    def predict(prompts: Sequence[list[int]], most: int) -> list[list[int]]:
-        batches = scores.model.batches(prompts, rows=text_scores.ROWS, max_tokens=most)
-        return [one.ids for batch in batches for one in batch]
-
-    return seqio_tasks.evaluate(name, most=limit, score=score, predict=predict)
+    answers = Answers(model.program, model.params, stop_ids=model.stop_ids, num_ids=vocabulary.size)
+    outputs = seqio_metrics.answered(
+        distributed.decided_by_host_zero(questions), score=answers.score, predict=answers.predict
+    )
+    return distributed.decided_by_host_zero(lambda: measured.computed(outputs))
 
 
 def _require_metrics(name: str | None) -> None:
     """Checks that a registered task or mixture of seqio, if one is named, has metrics that can be computed."""
     if name is not None:
-        from tasks.text import seqio_tasks
+        from tasks.text import seqio_metrics
 
-        seqio_tasks.require_metrics(name)
+        distributed.decided_by_host_zero(lambda: seqio_metrics.require_metrics(name) and None)
 
 
 def _show(found: Mapping[str, Mapping[str, float]]) -> None:

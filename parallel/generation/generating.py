@@ -54,9 +54,13 @@ class Generator:
         """
         self._program = program
         self._decoder = LayerwiseDecoder(program) if layerwise.suits(program) else Decoder(program)
-        self._params: Any = self._decoder.laid_out(params)
+        self.update(params)
         size = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(self._params))
         self._steps = max(1, min(self._decoder.most_tokens, _BYTES_PER_CALL // size))
+
+    def update(self, params: Params | None) -> None:
+        """Takes other parameters of the same layout; None frees the memory of the last ones."""
+        self._params: Any = None if params is None else self._decoder.laid_out(params)
 
     def generate(
         self,

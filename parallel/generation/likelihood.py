@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from core import stack
 from core.batches import row_length
@@ -62,11 +63,17 @@ class Scorer:
         if not can(model, Generates):
             lacks = ", ".join(missing(model, Generates))
             raise UserError(f"{type(model).__name__} lacks the ability Generates: add {lacks}")
-        self._program, self._params, self._model = program, params, model
+        self._program, self._model = program, model
+        self._params: Any = params
         self._fixed = None if can(model, ExtendsCache) else row_length(program.spec)
         limit = model.max_positions if can(model, LimitsPositions) else None
         self.max_length = self._fixed or limit or USUAL_LENGTH
-        self._sums = jax.jit(self._scored_sums)
+        everywhere = NamedSharding(program.partitioner.mesh, PartitionSpec())  # each host reads all rows
+        self._sums = jax.jit(self._scored_sums, out_shardings=everywhere)
+
+    def update(self, params: Params | None) -> None:
+        """Takes other parameters of the same layout; None leaves none."""
+        self._params = params
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
         """Returns the likelihood of each continuation.

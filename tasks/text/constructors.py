@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from core import units
 from core.batches import BatchSpec, fingerprint_of
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, CountsTokens, DataLayout, can
+from core.types import Batches, CountsTokens, DataLayout, OwnMetrics, can
 from tasks import streams
 from tasks.text import vocabularies
 from tasks.text.document_streams import DocumentSource
-from tasks.text.documents import Corpus, FillsCache, HashesContent, StreamSpec, TriesExamples
+from tasks.text.documents import Corpus, DefinesMetrics, FillsCache, HashesContent, StreamSpec, TriesExamples
 from tasks.text.ids import ChatVocabulary, Encodes, FormatsChats, IsDefinedByTask, ReadsFile, Vocabulary
 from tasks.text.text_files import TextFiles, python_library
 
@@ -111,6 +111,10 @@ class TextTask:
     def stop_ids(self) -> tuple[int, ...]:
         """Returns the ids that end a text."""
         return (self.vocabulary.eos_id,)
+
+    def own_metrics(self, most: int) -> OwnMetrics | None:
+        """See `core.types.DefinesMetrics`: those of a seqio task."""
+        return self.corpus.own_metrics(most) if can(self.corpus, DefinesMetrics) else None
 
     def train_tokens(self) -> int | None:
         """Returns the number of tokens of the training split of a token cache; None for other sources."""

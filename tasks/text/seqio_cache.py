@@ -27,6 +27,7 @@ from core import units
 from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from core.training import run_lock
+from core.types import OwnMetrics
 from tasks.streams import Stream
 from tasks.text import document_streams, seqio_pipeline
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
@@ -75,6 +76,11 @@ class SeqioCache(DocumentSource):
         except foreign_json.MalformedError as error:
             raise UserError(f"{file} is damaged: {error}; remove {self.path}, and start again") from error
         self._require_same(found["asked"], f"{self.path} was written")
+        if self._is_changed(found["asked"]) and (changed := self._changed(found)):
+            raise UserError(
+                f"{self.path} was written before the module {self.asked.module} was changed, and {changed}: remove it, "
+                "or give another text.seqio.cache, so that the changed tasks are cached; or restore the module"
+            )
         return found
 
     @functools.cached_property
@@ -163,19 +169,37 @@ class SeqioCache(DocumentSource):
 
     def _require_same(self, saved: Mapping[str, Any], what: str) -> None:
         """Raises UserError if a cache was written for something else."""
-        now = self._identity()
-        if now["module_hash"] is None or saved.get("module") != now["module"]:  # a host without the module
-            now["module_hash"] = saved.get("module_hash")
-        for key, value in now.items():
-            if key == "module" or saved.get(key) == value:
+        for key, value in self._identity().items():
+            if key in ("module", "module_hash") or saved.get(key) == value:  # `_changed` compares what modules register
                 continue
-            if key == "module_hash":
-                raise UserError(
-                    f"{what} before the module {self.asked.module} was changed: remove it, or give another "
-                    "text.seqio.cache, so that the changed tasks are cached; or restore the module"
-                )
             setting = {"inputs": "inputs_length", "targets": "the length of targets"}.get(key, key)
             raise UserError(f"{what} with {setting} = {saved.get(key)}, now {value}: give another text.seqio.cache")
+
+    def _is_changed(self, saved: Mapping[str, Any]) -> bool:
+        """Returns whether the file of the module differs from that which wrote the cache, if it is on this host."""
+        is_same_module = saved.get("module") == self.asked.module
+        return is_same_module and _module_hash(self.asked.module) not in (None, saved.get("module_hash"))
+
+    def _changed(self, saved: Mapping[str, Any]) -> str:
+        """Returns in what the definition differs from a written one; "" if it and the first examples are the same."""
+        try:
+            now = _definition(self.asked)
+        finally:
+            seqio_pipeline.PROCESSES.close()
+        if now["problems"]:
+            return now["problems"][0]
+        if now["vocabulary"] != saved["vocabulary"]:
+            return "its vocabulary is another"
+        if now["tasks"].keys() != saved["tasks"].keys():
+            return f"{self.asked.name} has the tasks {', '.join(now['tasks'])}, not {', '.join(saved['tasks'])}"
+        said = {"rate": "another rate", "first": "other first examples"}
+        for name, about in now["tasks"].items():
+            if "first" not in saved["tasks"][name]:
+                return "it has no record of its first examples"
+            for key, value in about.items():
+                if saved["tasks"][name].get(key) != value:
+                    return f"{name} has {said.get(key, f'other {key}')}"
+        return ""
 
     def _caches(self, definition: Mapping[str, Any]) -> list[TokenCache]:
         folder = paths.resolve(self.path)
@@ -218,11 +242,19 @@ class SeqioCache(DocumentSource):
             return f"text.seqio: {self.asked.name}"
         splits = [cache.about["splits"] for cache in self._opened]
         examples, tokens = (sum(each[s][kind] for each in splits for s in SPLITS) for kind in ("documents", "tokens"))
-        return f"text.seqio: {self.asked.name}{inputs} ({examples:,} examples, {tokens:,} tokens in {self.path})"
+        changed = f", whose module was changed since: its first {seqio_pipeline.FIRST} examples are the same"
+        return (
+            f"text.seqio: {self.asked.name}{inputs} ({examples:,} examples, {tokens:,} tokens in {self.path}"
+            f"{changed if self._is_changed(self.saved['asked']) else ''})"
+        )
 
     def train_tokens(self) -> int | None:
         """Returns the number of tokens of the training split; None for a mixture."""
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
+
+    def own_metrics(self, most: int) -> OwnMetrics:
+        """See `documents.DefinesMetrics`."""
+        return self.asked.measured(most)
 
     def fingerprint(self) -> str:
         """Depends on the examples of the cache, their order and the mixing rates."""

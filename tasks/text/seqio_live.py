@@ -21,6 +21,7 @@ import numpy as np
 
 from core.errors import UserError
 from core.hosts import log_filters
+from core.types import OwnMetrics
 from tasks.streams import Stream
 from tasks.text import seqio_pipeline, seqio_tasks
 from tasks.text.documents import Corpus, StreamSpec
@@ -87,6 +88,10 @@ class LiveSeqio(Corpus):
             f"{self._named()}, read live: each start imports TensorFlow, and a resume needs TensorFlow "
             f"{importlib.metadata.version('tensorflow')}"
         )
+
+    def own_metrics(self, most: int) -> OwnMetrics:
+        """See `documents.DefinesMetrics`."""
+        return self.asked.measured(most)
 
     def _named(self) -> str:
         inputs = f", inputs of up to {self.asked.inputs} ids" if self.asked.inputs else ""

@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -24,10 +26,12 @@ import numpy as np
 
 from core.errors import UserError
 from tasks.text import seqio_tasks
+from tasks.text.seqio_metrics import Measured
 from tasks.text.token_cache import SPLITS
 from tasks.text.token_writer import Converted
 
 _SHOWN = 400  # characters of an error
+FIRST = 64  # examples that are tried before a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,10 @@ class Asked:
     def lengths(self) -> dict[str, int]:
         """The most ids of each feature, by name, as seqio's `sequence_length`."""
         return ({} if self.inputs is None else {"inputs": self.inputs}) | {"targets": self.targets}
+
+    def measured(self, most: int) -> Measured:
+        """Returns its own metrics, of at most so many examples of each task, cut as in training."""
+        return Measured(self.name, self.module, most, tuple(self.lengths.items()))
 
     @property
     def folder(self) -> str:
@@ -86,8 +94,8 @@ def definition(asked: Asked) -> dict[str, Any]:
 
     Returns:
       `vocabulary` (see `seqio_tasks.described`); of each task its mixing `rate`, the number of `shards` of its splits,
-      the `files` of its source that are on a disk or in a bucket, and `draws`: whether its preprocessors draw random
-      numbers; and `problems` of its first examples.
+      the `files` of its source that are on a disk or in a bucket, `draws`: whether its preprocessors draw random
+      numbers, and the checksum of its `first` examples by split; and `problems` of these examples.
 
     Raises:
       UserError: the module cannot be imported, or the task is not one that a decoder can read.
@@ -111,8 +119,10 @@ def _definition(asked: Asked) -> dict[str, Any]:
             "shards": {split: len(each) for split, each in shards.items()},
             "files": sorted(names),
             "draws": _draws(task),
+            "first": {},
         }
-    return {"vocabulary": seqio_tasks.described(asked.name), "tasks": tasks, "problems": _example_problems(asked)}
+    problems = [problem for name, about in tasks.items() for problem in _first_examples(asked, name, about)]
+    return {"vocabulary": seqio_tasks.described(asked.name), "tasks": tasks, "problems": problems}
 
 
 def _rate(mixture: Any, task: Any) -> float:
@@ -126,23 +136,20 @@ def _rate(mixture: Any, task: Any) -> float:
     return rate
 
 
-def _example_problems(asked: Asked) -> list[str]:
-    """Makes the first example of each task and split; returns a problem for each that fails."""
-    problems = []
-    for task in _tasks(_registered(asked)):
-        for split in SPLITS:
-            if split not in task.splits:
-                continue  # a mixture leaves out the tasks without the split
-            lane = Lane(task.name, split, 0, 0, 1)
-            try:
-                if next(iter(_Examples(asked, lane, 0)), None) is None:
-                    problems.append(
-                        f"task {task.name} has no example in its {split} split: its source is empty, or its "
-                        "preprocessors leave none"
-                    )
-            except UserError as error:
-                problems.append(str(error))
-    return problems
+def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[str]:
+    """Makes the first examples of each split of a task, and keeps their checksum; yields a problem for each failure."""
+    for split in about["shards"]:  # a mixture leaves out the tasks without the split
+        try:
+            found = list(itertools.islice(_Examples(asked, Lane(name, split, 0, 0, 1), 0), FIRST))
+        except UserError as error:
+            yield str(error)
+            continue
+        if not found:
+            yield (
+                f"task {name} has no example in its {split} split: its source is empty, or its preprocessors leave none"
+            )
+        lines = json.dumps([[ids.tolist(), inputs] for ids, inputs in found])
+        about["first"][split] = zlib.crc32(lines.encode())
 
 
 _open: dict[Lane, "_Examples"] = {}  # the lanes that this process reads

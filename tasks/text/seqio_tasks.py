@@ -1,4 +1,4 @@
-"""Finds tasks and mixtures that a module of the user registered with seqio, and computes their metrics.
+"""Finds tasks and mixtures that a module of the user registered with seqio, and describes their vocabulary.
 
 A task has `targets`, or `inputs` and `targets`: then the targets follow the inputs in a row, and only they have weight
 1.
@@ -12,10 +12,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import numpy as np
 
 from core.errors import UserError
 from tasks.text.ids import Vocabulary, before_end
@@ -152,105 +150,9 @@ class SeqioVocabulary(Vocabulary):
         return f"the vocabulary of {self.name}"
 
 
-def require_metrics(name: str) -> Any:
-    """Returns a registered task or mixture with metrics of predictions or scores.
-
-    Raises:
-      UserError: there is no such task, or none of its metrics can be computed here.
-    """
-    seqio, found = library(), registered(name, "--task")
-    kinds = seqio.metrics.ModelOutputType
-    wanted = {metric.model_output_type for task in seqio.get_subtasks(found) for metric in task.metric_objs}
-    if not wanted or wanted - {kinds.PREDICTION, kinds.PREDICTION_WITH_AUX, kinds.SCORE}:
-        has = ", ".join(sorted(kind.name for kind in wanted)) or "no metrics"
-        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
-    return found
-
-
 def has_ids_of(name: str, vocabulary: Any) -> bool:
     """Returns whether a registered task has the ids of a vocabulary, as far as a few texts show."""
     theirs = SeqioVocabulary(name)
     if vocabulary is None or theirs.hash == vocabulary.hash:
         return vocabulary is not None
     return theirs.size == vocabulary.size and all(theirs.encode(text) == vocabulary.encode(text) for text in _SAMPLES)
-
-
-def evaluate(
-    name: str,
-    *,
-    most: int | None,
-    score: Callable[[Sequence[tuple[list[int], list[int]]]], Sequence[float]],
-    predict: Callable[[Sequence[list[int]], int], Sequence[list[int]]],
-) -> dict[str, dict[str, float]]:
-    """Computes the metrics of a registered task, or of each task of a mixture, on its validation split.
-
-    Args:
-      name: of the task or mixture.
-      most: the most examples of each task; None: all.
-      score: returns the log-likelihood of each continuation, given as pairs of ids (context, continuation).
-      predict: returns the continuation of each prompt, given as ids, of at most so many ids.
-
-    Returns:
-      The scalar metrics of each task that has any.
-
-    Raises:
-      UserError: there is no such task, none of its metrics can be computed here, or one of them fails.
-    """
-    seqio, found = library(), require_metrics(name)
-    kinds = seqio.metrics.ModelOutputType
-    eos_id = int(found.output_features["targets"].vocabulary.eos_id)
-    evaluator = seqio.Evaluator(
-        name,
-        seqio.DecoderFeatureConverter(pack=False),
-        eval_split="validation",
-        num_examples=most,
-        async_compute_metrics=False,
-    )
-
-    def scores(dataset: Any) -> list[tuple[int, float]]:
-        return list(enumerate(score(_pairs(dataset))))
-
-    def predicted(dataset: Any) -> list[list[int]]:
-        known = _pairs(dataset)
-        return list(predict([context for context, _ in known], max(len(targets) for _, targets in known)))
-
-    def predictions(dataset: Any) -> list[tuple[int, list[int]]]:
-        return list(enumerate(_padded(predicted(dataset), eos_id)))
-
-    def with_scores(dataset: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
-        answers = predicted(dataset)
-        given = [(context, [*ids, eos_id]) for (context, _), ids in zip(_pairs(dataset), answers, strict=True)]
-        return list(enumerate(_padded(answers, eos_id))), {"scores": list(score(given))}
-
-    outputs = {kinds.SCORE: scores, kinds.PREDICTION: predictions, kinds.PREDICTION_WITH_AUX: with_scores}
-    try:
-        metrics, _ = evaluator.evaluate(compute_metrics=True, model_fns=outputs)
-        values = metrics.result()
-    except UserError:  # of the model, such as a prompt that is too long
-        raise
-    except Exception as error:  # a metric is a function of the user
-        raise UserError(f"the metrics of {name} fail: {type(error).__name__}: {error}") from error
-    return {task: dict(_scalars(each)) for task, each in values.items()}
-
-
-def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
-    """Returns, of each example, the ids before the targets, beginning with the begin-of-text id 0, and the targets."""
-    examples = [example for _, example in dataset.as_numpy_iterator()]
-    if not examples:
-        raise UserError("the validation split of the task has no examples")
-    rows = [(each["decoder_target_tokens"], each["decoder_loss_weights"] > 0) for each in examples]
-    return [([0, *ids[: np.argmax(is_target)].tolist()], ids[is_target].tolist()) for ids, is_target in rows]
-
-
-def _padded(answers: Sequence[list[int]], eos_id: int) -> list[list[int]]:
-    """Returns answers of equal lengths, as seqio expects: each ends with the end-of-document id, then zeros follow."""
-    longest = max(map(len, answers))
-    return [[*ids, eos_id, *[0] * (longest - len(ids))] for ids in answers]
-
-
-def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the metrics that are numbers; others are texts, images or histograms for TensorBoard."""
-    for name, metric in metrics.items():
-        value = getattr(metric, "value", metric)
-        if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():
-            yield name, float(value)

@@ -20,7 +20,7 @@ HELP = "make the generated pages of docs/reference/; --write updates those that 
 EXAMPLE = "tests/run.sh lab reference --write"
 FOLDER = WORKSPACE / "docs" / "reference"
 GENERATED = "<!-- Made by tests/run.sh lab reference --write; not written by hand. -->"
-REQUIRED = {"Model", "Batches", "Task", "AnswerJudge"}  # Protocols of core.types that are not optional
+REQUIRED = {"Model", "Batches", "Task", "AnswerJudge", "OwnMetrics"}  # Protocols of core.types that are not optional
 GIB = 2**30
 
 

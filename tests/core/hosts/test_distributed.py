@@ -36,6 +36,8 @@ for turn in range(2):
     assert distributed.all_gather_text("versions", f"{PROCESS}/{turn}") == [f"{i}/{turn}" for i in range(HOSTS)]
     distributed.barrier("again", timeout_seconds=10)
 assert distributed.decided_by_host_zero(lambda: [PROCESS, "ü"]) == [0, "ü"]
+long = "0 ü" * 2**20  # more than one message
+assert distributed.from_host_zero(long if PROCESS == 0 else "") == long
 def refuse():
     raise UserError(f"refused by {PROCESS}")
 try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 
 import numpy as np
@@ -12,7 +13,7 @@ from core.types import DataLayout
 from launch import __main__ as command
 from launch import environment
 from tasks import text
-from tasks.text import seqio_tasks, tfds_source
+from tasks.text import seqio_metrics, tfds_source
 
 MODULE = """
 import seqio, tensorflow as tf
@@ -47,6 +48,9 @@ add("sums", ("inputs", "targets"), metric_fns=[same, mean])
 add("surely", ("inputs", "targets"), metric_fns=[best])
 add("numbers", ("targets",), metric_fns=[mean])
 add("bare", ("targets",))
+add("likely", ("inputs", "targets"), metric_fns=[mean])
+add("silent", ("inputs", "targets"))
+seqio.MixtureRegistry.add("together", [("sums", 1.0), ("likely", 1.0), ("silent", 1.0)])
 """
 
 
@@ -83,6 +87,13 @@ def test_targets_follow_inputs_and_only_they_are_learned(registered):
         text.seqio(name="sums", inputs_length=8, length=8, num_streams=1)
 
 
+def evaluated(name, *, most, score, predict):
+    """What host 0 computes, from what all hosts answer; both are sent as JSON."""
+    measured = seqio_metrics.Measured(name, most=most)
+    questions = json.loads(json.dumps(measured.questions()))
+    return measured.computed(seqio_metrics.answered(questions, score=score, predict=predict))
+
+
 @pytest.mark.slow
 def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered):
     vocabulary, asked = registered.vocabulary, {}
@@ -96,33 +107,37 @@ def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered
         answers = [str(int(vocabulary.decode(ids[1:]).split()[0]) + 1) for ids in prompts]
         return [vocabulary.encode(answer if n % 4 else "x") for n, answer in enumerate(answers)]
 
-    assert seqio_tasks.evaluate("sums", most=12, score=score, predict=predict) == {
+    assert evaluated("sums", most=12, score=score, predict=predict) == {
         "sums": {"equal": 0.75, "likelihood": pytest.approx(-np.mean([2] * 9 + [3] * 3))}
     }
     assert asked["prompts"][3] == [0, *vocabulary.encode("3 + 1 =")]
     assert asked["pairs"][3] == (asked["prompts"][3], [*vocabulary.encode("4"), 1])
     assert asked["most"] == 3
-    found = seqio_tasks.evaluate("surely", most=12, score=score, predict=predict)
+    found = evaluated("surely", most=12, score=score, predict=predict)
     assert found == {"surely": {"surest": 0.0, "aux": -sum(len(targets) for _, targets in asked["pairs"])}}
     assert [vocabulary.decode(targets) for _, targets in asked["pairs"][:3]] == ["x", "2", "3"]
     assert {targets[-1] for _, targets in asked["pairs"]} == {1}
-    seqio_tasks.evaluate("numbers", most=None, score=score, predict=predict)
+    evaluated("numbers", most=None, score=score, predict=predict)
     assert asked["pairs"][9] == ([0], [*vocabulary.encode("10"), 1])
     assert len(asked["pairs"]) == 40
     with pytest.raises(UserError, match="bare has no metrics: expected metrics of predictions or scores"):
-        seqio_tasks.evaluate("bare", most=None, score=score, predict=predict)
+        evaluated("bare", most=None, score=score, predict=predict)
     with pytest.raises(UserError, match="no seqio task or mixture 'sum'; did you mean 'sums'"):
-        seqio_tasks.evaluate("sum", most=None, score=score, predict=predict)
+        evaluated("sum", most=None, score=score, predict=predict)
 
 
 @pytest.mark.slow
 def test_a_run_is_scored_by_the_metrics_of_its_task(tmp_path):
-    """Each command is a process: the module is on PYTHONPATH, and the run's gin file names it."""
+    """During a run on two hosts, afterwards in one process, and on two hosts with another strategy.
+
+    Each command is a process: the module is on PYTHONPATH, and the run's gin file names it.
+    """
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "own_sums.py").write_text(MODULE)
     gin = tmp_path / "sums.gin"
     gin.write_text(
         f"""from __gin__ import dynamic_registration
+from models.decoder import transformer
 from tasks import text
 include '{environment.WORKSPACE}/gin/quickstart.gin'
 TASK = @text.seqio()
@@ -135,10 +150,15 @@ text.seqio.num_streams = %NUM_STREAMS
 LENGTH = 32
 NUM_STREAMS = 1
 VOCAB_SIZE = 384
+BATCH_SIZE = 8
 TOTAL_STEPS = 2
 WARMUP_STEPS = 1
-EVAL_BATCHES = 0
+EVAL_INTERVAL = 1
+EVAL_BATCHES = 1
+METRIC_EXAMPLES = 11
 PROMPT = ''
+transformer.Transformer.num_layers = 1
+transformer.Transformer.dtype = 'float32'
 """
     )
 
@@ -148,18 +168,50 @@ PROMPT = ''
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
 
     run_dir, out, trusted = tmp_path / "run", tmp_path / "scores.json", ("--module", "own_sums")
-    trained = launch("pod", "v5e-1", gin, "--simulate", "--run-dir", run_dir)
+    trained = launch("pod", "v4-16", gin, "--simulate", "--run-dir", run_dir)
     assert trained.returncode == 0, trained.stderr
-    scored = launch("evaluate", run_dir, "--task", "sums", "--rows", "8", "--json", out, *trusted)
-    assert scored.returncode == 0, scored.stderr
-    found = json.loads(out.read_text())["tasks"]["sums"]
-    assert 0 <= found["equal"] <= 1
-    assert -50 < found["likelihood"] < 0
-    assert "likelihood" in scored.stdout
+    said = re.findall(r"validation: .*sums/equal (\S+) .*sums/likelihood (\S+)", trained.stdout)
+    assert len(said) == 2  # one for each step
+    for how in ((), ("--slice", "v4-16", "--simulate", "--gin", "STRATEGY = @strategies.data_parallel()")):
+        scored = launch("evaluate", run_dir, "--task", "sums", "--num-examples", "11", "--json", out, *trusted, *how)
+        assert scored.returncode == 0, scored.stderr + scored.stdout
+        found = json.loads(out.read_text())["tasks"]["sums"]
+        assert 0 <= found["equal"] <= 1
+        assert [found["equal"], found["likelihood"]] == pytest.approx(list(map(float, said[-1])), abs=1e-3)
+        assert scored.stdout.count("likelihood") == 1  # of host 0
+        out.unlink()
     assert launch("evaluate", run_dir, "--task", "nosuch", *trusted).returncode == 2
 
     without = launch("generate", run_dir, "--prompt", "1 + 1 =", "--max-tokens", "2")  # the cache has the vocabulary
     assert without.returncode == 0, without.stderr
+
+
+@pytest.mark.slow
+def test_the_metrics_of_a_mixture_are_those_of_seqio(registered):
+    import seqio
+
+    def answer(context):
+        number = int(registered.vocabulary.decode(context[1:]).split()[0])
+        return registered.vocabulary.encode(str(number + 1) if number % 3 else "x")
+
+    def predicted(dataset):
+        answers = [[*answer(context), 1] for context, _ in seqio_metrics._pairs(dataset)]
+        return [(n, ids + [0] * (4 - len(ids))) for n, ids in enumerate(answers)]
+
+    def scored(dataset):
+        return [(n, -float(len(targets))) for n, (_, targets) in enumerate(seqio_metrics._pairs(dataset))]
+
+    evaluator = seqio.Evaluator("together", seqio.DecoderFeatureConverter(pack=False), num_examples=12)
+    values, _ = evaluator.evaluate(compute_metrics=True, predict_fn=predicted, score_fn=scored)
+    wanted = {task: {name: found[name] for name in found if name != "all"} for task, found in values.result().items()}
+    assert wanted.keys() == {"sums", "likely"}
+    found = evaluated(
+        "together",
+        most=12,
+        score=lambda pairs: [-float(len(targets)) for _, targets in pairs],
+        predict=lambda prompts, most: list(map(answer, prompts)),
+    )
+    assert found == wanted
 
 
 def test_samples_belong_to_other_benchmarks(capsys):

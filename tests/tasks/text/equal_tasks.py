@@ -137,7 +137,7 @@ def fails(example):
 NUMBERS = [str(i) for i in range(9)]
 add(
     "fails_later",
-    source=source(text=[*NUMBERS[:5], "text", *NUMBERS]),
+    source=source(text=[*(NUMBERS * 8)[:70], "text", *NUMBERS]),
     preprocessors=[fails, TOKENIZE],
     output_features=features("targets"),
 )

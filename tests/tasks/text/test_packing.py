@@ -8,7 +8,7 @@ import pytest
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import text
-from tasks.text import packing, seqio_live, seqio_tasks, tfds_source
+from tasks.text import packing, seqio_live, seqio_metrics, tfds_source
 
 LENGTH = 9
 
@@ -84,7 +84,7 @@ def test_without_seqio_the_error_says_how_to_install_it(monkeypatch):
     (problem,) = text.seqio(name="own", length=32, num_streams=2, live=True).problems()
     assert "text.seqio and --task need the package seqio: .venv/bin/python -m pip install seqio" in problem
     with pytest.raises(UserError, match="need the package seqio"):
-        seqio_tasks.require_metrics("own")
+        seqio_metrics.require_metrics("own")
 
 
 @pytest.mark.slow

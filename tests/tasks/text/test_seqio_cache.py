@@ -259,12 +259,40 @@ def test_a_cache_of_another_definition_is_an_error(files, tmp_path, monkeypatch)
     ):
         (problem,) = changed.problems()
         assert all(words in problem for words in ("text.seqio.cache", " now "))
-    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: "another")
-    (problem,) = make("prefix", tmp_path / "cache", inputs=True).problems()
-    assert all(words in problem for words in (MODULE, "was changed"))
     monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: None)  # a host without the module
     assert make("prefix", tmp_path / "cache", inputs=True).problems() == []
     assert task.problems() == []
+
+
+def test_a_changed_module_is_read_again_and_compared(files, tmp_path, monkeypatch):
+    """The file of the module differs: the cache is used if definition and first examples are the same."""
+    import seqio
+
+    def again():
+        seqio_cache._asked.cache_clear()
+        task = make("prefix", tmp_path / "cache", inputs=True)
+        return task.problems(), task.describe()
+
+    written = filled("prefix", tmp_path / "cache", inputs=True)
+    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: "another")
+    problems, described = again()
+    assert problems == []
+    assert "module was changed since" in described
+    task = seqio.TaskRegistry.get("prefix")
+    with monkeypatch.context() as patch:
+        upper, *others = task.preprocessors
+
+        def changed(dataset):
+            return upper(dataset).map(lambda example: example | {"targets": example["inputs"]})
+
+        patch.setitem(vars(task), "preprocessors", (changed, *others))
+        (problem,), _ = again()
+        assert all(words in problem for words in (MODULE, "was changed", "prefix has other first examples"))
+    monkeypatch.setattr(
+        seqio_cache, "_definition", lambda asked: written.corpus.saved | {"problems": [], "vocabulary": {}}
+    )
+    (problem,), _ = again()
+    assert "its vocabulary is another" in problem
 
 
 def test_a_folder_of_something_else_is_an_error(files, tmp_path):
@@ -300,7 +328,7 @@ def test_wrong_tasks_are_found_before_a_run(files, tmp_path, name, inputs, words
 def test_a_preprocessor_that_fails_later_is_named_with_its_example(files, tmp_path):
     task = make("fails_later", tmp_path / "cache")
     assert [*task.problems(), *task.example_problems()] == []
-    with pytest.raises(UserError, match=r"task fails_later, train split, example 5: .*could not correctly convert"):
+    with pytest.raises(UserError, match=r"task fails_later, train split, example 70: .*could not correctly convert"):
         task.prepare("unused", is_host_zero=True)
 
 

@@ -1,0 +1,155 @@
+"""Metrics that a registered seqio task defines, computed by `seqio.Evaluator` on its validation split.
+
+`Measured.questions` and `Measured.computed` import seqio: a run calls them in a process of its own. Between the two,
+`answered` asks the model, without seqio.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from core.errors import UserError
+from tasks.text import seqio_tasks
+
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, which begins with id 0, and of the targets
+_PREDICTION, _WITH_SCORES, _SCORE = "PREDICTION", "PREDICTION_WITH_AUX", "SCORE"  # of seqio.metrics.ModelOutputType
+
+
+class Measured(NamedTuple):
+    """The metrics of a registered task, or of each task of a mixture.
+
+    Attributes:
+      name: of the task or mixture.
+      module: the module that registers it; None: it is imported.
+      most: the most examples of each task; None: all.
+      lengths: the most ids of each feature, by name; empty: examples are not cut.
+    """
+
+    name: str
+    module: str | None = None
+    most: int | None = None
+    lengths: tuple[tuple[str, int], ...] = ()
+
+    def questions(self) -> dict[str, Any]:
+        """Returns what the model is asked, as JSON: `eos_id`, and of each task in `tasks` its `kinds` and `pairs`.
+
+        Raises:
+          UserError: there is no such task, none of its metrics can be computed here, or there are no examples.
+        """
+        found, evaluator = require_metrics(self.name, self.module), _evaluator(self)
+        asked = {}
+        for task in evaluator.eval_tasks:
+            kinds = sorted({metric.model_output_type.name for metric in task.metric_objs})
+            asked[task.name] = {"kinds": kinds, "pairs": _pairs(evaluator.cached_model_datasets[task.name])}
+        return {"eos_id": int(found.output_features["targets"].vocabulary.eos_id), "tasks": asked}
+
+    def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+        """Returns the scalar metrics of each task that has any, from what `answered` returns.
+
+        Raises:
+          UserError: a metric fails.
+        """
+        evaluator, kinds = _evaluator(self), seqio_tasks.library().metrics.ModelOutputType
+        of = {id(dataset): outputs[name] for name, dataset in evaluator.cached_model_datasets.items()}
+
+        def scores(dataset: Any) -> list[tuple[int, float]]:
+            return list(enumerate(of[id(dataset)]["scores"]))
+
+        def predictions(dataset: Any) -> list[tuple[int, list[int]]]:
+            return list(enumerate(of[id(dataset)]["answers"]))
+
+        def with_scores(dataset: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
+            return predictions(dataset), {"scores": of[id(dataset)]["answer_scores"]}
+
+        functions = {kinds.SCORE: scores, kinds.PREDICTION: predictions, kinds.PREDICTION_WITH_AUX: with_scores}
+        try:
+            values = evaluator.evaluate(compute_metrics=True, model_fns=functions)[0].result()
+        except Exception as error:  # a metric is a function of the user
+            raise UserError(f"the metrics of {self.name} fail: {type(error).__name__}: {error}") from error
+        return {task: dict(_scalars(each)) for task, each in values.items()}
+
+
+def require_metrics(name: str, module: str | None = None) -> Any:
+    """Returns a registered task or mixture with metrics of predictions or scores.
+
+    Raises:
+      UserError: there is no such task, or none of its metrics can be computed here.
+    """
+    seqio, found = seqio_tasks.library(), seqio_tasks.registered(name, "--task", module=module)
+    wanted = {metric.model_output_type.name for task in seqio.get_subtasks(found) for metric in task.metric_objs}
+    if not wanted or wanted - {_PREDICTION, _WITH_SCORES, _SCORE}:
+        has = ", ".join(sorted(wanted)) or "no metrics"
+        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
+    return found
+
+
+def answered(
+    questions: Mapping[str, Any],
+    *,
+    score: Callable[[Sequence[Pair]], Sequence[float]],
+    predict: Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[int]]],
+) -> dict[str, dict[str, Any]]:
+    """Returns the outputs of a model for `Measured.computed`.
+
+    Args:
+      questions: from `Measured.questions`.
+      score: returns the log-likelihood of each continuation, given as pairs of ids (context, continuation).
+      predict: returns the continuation of each prompt, given as ids, of at most so many ids.
+    """
+    eos_id, outputs = questions["eos_id"], {}
+    for name, asked in questions["tasks"].items():
+        pairs = [(context, targets) for context, targets in asked["pairs"]]
+        kinds, found = asked["kinds"], {}
+        if _SCORE in kinds:
+            found["scores"] = list(score(pairs))
+        if _PREDICTION in kinds or _WITH_SCORES in kinds:
+            contexts = [context for context, _ in pairs]
+            answers = predict(contexts, max(len(targets) for _, targets in pairs))
+            found["answers"] = _padded(answers, eos_id)
+        if _WITH_SCORES in kinds:
+            given = [(context, [*ids, eos_id]) for context, ids in zip(contexts, answers, strict=True)]
+            found["answer_scores"] = list(score(given))
+        outputs[name] = found
+    return outputs
+
+
+@functools.lru_cache(maxsize=1)
+def _evaluator(measured: Measured) -> Any:
+    """Returns the evaluator, which reads the examples once."""
+    seqio = seqio_tasks.library()
+    try:
+        return seqio.Evaluator(
+            measured.name,
+            seqio.DecoderFeatureConverter(pack=False),
+            eval_split="validation",
+            num_examples=measured.most,
+            sequence_length=dict(measured.lengths) or None,
+            async_compute_metrics=False,
+        )
+    except Exception as error:  # sources and preprocessors are code of the user
+        raise UserError(f"the examples of {measured.name} fail: {type(error).__name__}: {error}") from error
+
+
+def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
+    """Returns, of each example, the ids before the targets, beginning with the begin-of-text id 0, and the targets."""
+    examples = [example for _, example in dataset.as_numpy_iterator()]
+    if not examples:
+        raise UserError("the validation split of the task has no examples")
+    rows = [(each["decoder_target_tokens"], each["decoder_loss_weights"] > 0) for each in examples]
+    return [([0, *ids[: np.argmax(is_target)].tolist()], ids[is_target].tolist()) for ids, is_target in rows]
+
+
+def _padded(answers: Sequence[Sequence[int]], eos_id: int) -> list[list[int]]:
+    """Returns answers of equal lengths, as seqio expects: each ends with the end-of-document id, then zeros follow."""
+    longest = max(map(len, answers))
+    return [[*ids, eos_id, *[0] * (longest - len(ids))] for ids in answers]
+
+
+def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the metrics that are numbers; others are texts, images or histograms for TensorBoard."""
+    for name, metric in metrics.items():
+        value = getattr(metric, "value", metric)
+        if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():
+            yield name, float(value)
