@@ -144,10 +144,9 @@ def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[
         except UserError as error:
             yield str(error)
             continue
-        if not found:
-            yield (
-                f"task {name} has no example in its {split} split: its source is empty, or its preprocessors leave none"
-            )
+        if len(found) < FIRST and not any(len(ids) > inputs for ids, inputs in found):
+            of = f"none of {len(found)} has ids" if found else "its source is empty, or its preprocessors leave none"
+            yield f"task {name} has no example in its {split} split: {of}"
         lines = json.dumps([[ids.tolist(), inputs] for ids, inputs in found])
         about["first"][split] = zlib.crc32(lines.encode())
 

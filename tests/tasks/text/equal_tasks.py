@@ -148,6 +148,12 @@ add(
     output_features=features("targets", vocabulary=seqio.PassThroughVocabulary(9, eos_id=1)),
 )
 add(
+    "all_empty",
+    source=source(text=["" for _ in TEXTS]),
+    preprocessors=[RENAME, TOKENIZE],
+    output_features=features("targets", add_eos=False),
+)
+add(
     "no_validation",
     source=seqio.TextLineDataSource({"train": f"{FILES}/part-*.txt"}),
     preprocessors=[line, TOKENIZE],

@@ -141,6 +141,23 @@ def test_segments_equal_those_of_seqio(files, tmp_path, name, converter, split):
     assert read(task, split) == wanted
 
 
+def test_trimmed_and_padded_rows_are_the_segments(files, tmp_path):
+    """seqio's rows of one example each, without their padding."""
+    import seqio
+
+    task = filled("trimmed", tmp_path / "cache", inputs=True)
+    lengths = task.corpus.asked.lengths
+    examples = seqio.TaskRegistry.get("trimmed").get_dataset(lengths, split="train", shuffle=False, num_epochs=1)
+    rows = list(seqio.PrefixLMFeatureConverter(pack=False)(examples, lengths).as_numpy_iterator())
+    names = [f"decoder_{name}" for name in ("input_tokens", "target_tokens", "loss_weights")]
+    wanted = [[row[name][: np.count_nonzero(row["decoder_target_tokens"])].tolist() for name in names] for row in rows]
+    assert {len(row["decoder_target_tokens"]) for row in rows} == {LENGTH}
+    found = read(task)
+    assert collections.Counter(tuple(map(tuple, each)) for each in wanted) == collections.Counter(
+        {each[:3]: sum(n for other, n in found.items() if other[:3] == each[:3]) for each in found}
+    )
+
+
 def test_a_mixture_has_the_rates_of_seqio_in_every_window(files, tmp_path):
     import seqio
 
@@ -315,6 +332,7 @@ def test_a_folder_of_something_else_is_an_error(files, tmp_path):
         ("two_vocabularies", True, ("different vocabularies",)),
         ("no_files", False, ("task no_files", "No file is found", "absent-*.txt")),
         ("no_validation", False, ("no split validation", "['train']")),
+        ("all_empty", False, ("task all_empty", "no example in its train split: none of 60 has ids")),
         ("outside", False, ("task outside, train split, example 0", "expected 0 to 8", "another vocabulary")),
     ],
 )
