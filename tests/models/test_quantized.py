@@ -98,10 +98,11 @@ def test_training_follows_the_usual_products(on_one_device):
     np.testing.assert_allclose(on_one_device, usual, rtol=0.01)
 
 
+# test_training_follows_the_usual_products is quick: a whole run in float32.
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param({"remat": "dots"}, marks=pytest.mark.slow),
         pytest.param({"lora": lora.Lora(rank=2, alpha=4.0, targets=("query", "down"))}, marks=pytest.mark.slow),
     ],

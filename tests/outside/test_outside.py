@@ -179,6 +179,7 @@ def test_fine_tuning_under_three_strategies_trains_all_but_the_embeddings(train)
         assert new["params/tail/tag/w"][0] == "float32[64, 2]"
 
 
+@pytest.mark.slow  # tests/models/mixers/test_s5.py has a quick one, of a mixer that keeps a state
 def test_a_mixer_of_one_s_own_generates_from_its_state():
     from tests.models.decoder.test_layers import BATCH, PLAIN, check_generation, params_of
 

@@ -34,6 +34,7 @@ SLOW = {  # by what is quick and splits in the same way
     "hsdp": "mesh3d",
     "fsdp_tensor": "mesh3d",
     "tensor": "mesh3d",
+    "sequence_tensor": "mesh3d, which splits by tensor, and context, which splits rows",
     "context_ring": "tests/models/decoder/attention/test_ring_attention.py",
     "multislice": "mesh3d, which splits rows over two axes too",
     "experts": "test_experts_agree.py, whose model has experts",
