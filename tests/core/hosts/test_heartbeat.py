@@ -325,6 +325,12 @@ def test_the_stacks_of_a_thousand_hosts_fit_into_a_message():
     assert len(host_messages.pack({"stacks of": found}, b"")) < host_messages.MAX_BYTES
 
 
+def test_stacks_are_of_the_hosts_that_sent_them():
+    """Only some hosts hang, so their indices have gaps, and they are not told in order."""
+    stacks = {12: "waits 0x2", 3: "waits 0x1", 7: "reads", 21: "reads"}
+    assert heartbeat.grouped_by_text(stacks) == [([3, 12], "waits 0x1"), ([7, 21], "reads")]
+
+
 def test_a_fault_of_the_watch_ends_the_process(run_hosts):
     story = (
         WATCHED.replace("heartbeat.start(roll", "roll.close(); heartbeat.start(None") + "heartbeat._watch.tell(None)\n"

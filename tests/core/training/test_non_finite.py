@@ -80,7 +80,7 @@ class Line:
 
 
 @pytest.mark.covers("T10")
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])  # of the last, only the gradient overflows its square
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30, 1e10])  # of the last, only the gradient's norm overflows
 def test_a_skipped_step_keeps_everything_but_its_number(bad):
     optimizer = optimizers.adamw(learning_rate=optimizers.constant(0.1), no_decay=()).bound(SPECS)
     params = {"~": {"w": jnp.float32(2.0)}}
@@ -92,6 +92,7 @@ def test_a_skipped_step_keeps_everything_but_its_number(bad):
     assert float(good.params["~"]["w"]) < 2.0
     after, metrics = run(good, {"x": jnp.array([1.0, bad, 1.0], jnp.float32)})
     assert metrics["skipped_updates"] == 1
+    assert np.isfinite(metrics["loss"]) == (bad == 1e10)
     assert int(after.step) == 6
     for kept, was in zip(jax.tree.leaves(after._replace(step=0)), jax.tree.leaves(good._replace(step=0)), strict=True):
         np.testing.assert_array_equal(kept, was)

@@ -54,6 +54,26 @@ def test_substrings_are_found_as_by_comparing_each_with_each():
     assert any(found[20:]) or sum(found) >= 5
 
 
+WORDS = "one two three four five six seven eight nine ten".split()
+
+
+@pytest.mark.parametrize(
+    ("text", "by", "length"),
+    [(" ".join(WORDS), {"words": 4, "characters": None}, 4), ("".join(WORDS), {"words": None, "characters": 16}, 16)],
+    ids=["words", "characters"],
+)
+def test_the_first_and_the_last_part_count_in_the_excluded_text_and_in_the_document(text, by, length):
+    units = text.split() if by["words"] else list(text)
+    glue = " " if by["words"] else ""
+    excluded = Excluded([text], **by)
+    for at in range(len(units) - length + 1):
+        shared = glue.join(units[at : at + length])
+        assert excluded.shares_text(shared)
+        for document in (f"{shared} other words 123", f"other words 123 {shared}"):
+            assert excluded.shares_text(document), (at, document)
+        assert not excluded.shares_text(glue.join(units[at : at + length - 1]))
+
+
 @pytest.mark.parametrize(
     ("texts", "lengths", "message"),
     [
