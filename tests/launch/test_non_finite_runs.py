@@ -90,7 +90,7 @@ def losses(tmp_path, kept_programs, monkeypatch):
     return run
 
 
-@pytest.mark.slow  # tests/core/training/test_rolling_back.py is quick: the loop drops the bad batch and the one after it
+@pytest.mark.slow  # tests/core/training/test_rolling_back.py is quick: the loop drops the bad batch and the next
 @pytest.mark.covers("T10")
 def test_after_a_roll_back_the_run_is_the_one_that_never_saw_those_batches(losses, capsys):
     task = experiment().task

@@ -222,6 +222,25 @@ def test_another_model_in_a_run_directory_is_refused(tmp_path):
         trainer(tmp_path, task=Points(dims=3)).fit(2)
 
 
+def test_steps_marked_as_averaged_hold_the_average_and_readers_that_announce_it_use_it(tmp_path):
+    saves = {"checkpoint_interval": 4, "params_checkpoint_interval": 1, "keep_params_checkpoints": 3}
+    plain = renga.optimizers.adamw(learning_rate=renga.optimizers.constant(0.1))
+    raw = trainer(tmp_path / "raw", optimizer=plain, **saves)
+    averaging = trainer(tmp_path / "mean", optimizer=renga.optimizers.averaged(optimizer=plain, decay=0.75), **saves)
+    for run in (raw, averaging):
+        run.fit(4)
+    of_raw, of_mean = (
+        [run.loaded(step=step).params["linear"]["w"] for step in (1, 2, 3, 4)] for run in (raw, averaging)
+    )
+    for before, newest, mean in zip(of_mean, of_raw[1:], of_mean[1:], strict=False):  # the last is of a whole state
+        np.testing.assert_allclose(mean, 0.75 * before + 0.25 * newest, rtol=1e-6)
+    marks = [steps.read(steps.find(f"{tmp_path}/mean@{step}")).meta.get(steps.AVERAGED) for step in (1, 2, 3, 4)]
+    assert marks == [True, True, True, None]
+    assert "averaged by its optimizer" in averaging.loaded().where
+    scores = [run.evaluate(rows=64)["loss"] for run in (raw, averaging)]
+    assert abs(scores[0] - scores[1]) > 1e-3  # their trained parameters are the same
+
+
 def test_the_best_checkpoint_is_kept(tmp_path):
     """The loss rises from step to step, also after a restart."""
     often = {"eval_interval": 2, "checkpoint_interval": 2, "keep_checkpoints": 1, "keep_best": "validation/loss"}

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from core.errors import Problem, UserError
@@ -13,6 +14,7 @@ from launch import findings
 from launch.check import hosts
 from launch.findings import Finding
 from launch.hosts import cluster, tpu_host
+from parallel import collectives
 
 TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
 
@@ -71,6 +73,21 @@ def test_a_look_that_does_not_end_ends_the_check(run_hosts):
     (result,) = run_hosts(story, hosts=1)
     assert result.returncode == exit_codes.HUNG, result.output
     assert "host 0 has been at step 0, collectives for" in result.output
+
+
+def test_a_collective_with_wrong_numbers_fails_its_axis_and_is_named(monkeypatch):
+    trips = [
+        collectives.Trip("all-reduce", "fsdp", True, 3e9),
+        collectives.Trip("all-gather", "fsdp", False, 2e9),
+        collectives.Trip("permute", "fsdp", False, 1e9),
+        collectives.Trip("all-reduce", "tensor", True, 4e9),
+    ]
+    monkeypatch.setattr(collectives, "trips", lambda *_, **__: trips)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    wrong, right = hosts.links(mesh, cluster.Host(0, 1, simulated=False))
+    assert (wrong.name, wrong.ok, right.name, right.ok) == ("axis fsdp", False, "axis tensor", True)
+    assert wrong.detail.startswith("wrong numbers from all-gather, permute; 4 chips: all-reduce 3, all-gather 2")
+    assert "another slice" in wrong.detail.fix
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_substrings_are_found_as_by_comparing_each_with_each():
     assert any(found[20:]) or sum(found) >= 5
 
 
-WORDS = "one two three four five six seven eight nine ten".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 @pytest.mark.parametrize(
