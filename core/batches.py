@@ -6,16 +6,17 @@ derived from the axes of its fields, so a task may have fields of any rank besid
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from core.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Field:
     """Describes one array of a batch.
 
@@ -36,10 +37,10 @@ class Field:
     dtype: np.dtype
     axes: tuple[str | None, ...]
 
-    def __post_init__(self):
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        object.__setattr__(self, "axes", tuple(self.axes))
+    def __init__(self, shape: Sequence[int], dtype: npt.DTypeLike, axes: Sequence[str | None]):
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "dtype", np.dtype(dtype))
+        object.__setattr__(self, "axes", tuple(axes))
         if len(self.axes) != len(self.shape):
             raise UserError(f"{self}: {len(self.axes)} axes for {len(self.shape)} dimensions; expected one for each")
         if self.axes[:1] != ("batch",):

@@ -537,8 +537,10 @@ def missing(value: Any, protocol: type) -> list[str]:
     A method that does not accept all keyword arguments of the Protocol's counts as missing.
     """
     bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
-    attributes = [name for base in bases for name in inspect.get_annotations(base) if not hasattr(value, name)]
     members = [member for base in bases for member in vars(base).items()]
+    declared = [name for base in bases for name in inspect.get_annotations(base)]
+    declared += [name for name, member in members if isinstance(member, property)]
+    attributes = [name for name in declared if not hasattr(value, name)]
     methods = {name: m for name, m in members if inspect.isfunction(m) and not name.startswith("_")}
     lacking = [name for name, method in methods.items() if not _takes_keywords(getattr(value, name, None), method)]
     return [*attributes, *(f"{name}({_parameters(methods[name])})" for name in lacking)]

@@ -10,9 +10,10 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
 from core.hosts import rendezvous
@@ -42,7 +43,8 @@ COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # change a compiled program, be
 ON_CPUS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
-OF_CHECKS = {"smoke": "-smoke", "slice": "-check"}  # ends of the names of run directories, by level
+# Ends of the names of run directories, by the level of a check.
+OF_CHECKS: dict[str | None, str] = {"smoke": "-smoke", "slice": "-check"}
 MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
 
 
@@ -59,7 +61,8 @@ def declared(constant: str) -> Mapping[str, Any]:
     return MappingProxyType(found)
 
 
-class ProcessLayout(NamedTuple):
+@dataclass(frozen=True)
+class ProcessLayout:
     """The values of JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; None if unset."""
 
     coordinator: str | None
@@ -82,9 +85,11 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
     if not _are_set(names, "all three, or none (on a TPU, JAX finds the hosts)", environ):
         return ProcessLayout(None, None, None)
-    coordinator = read("JAX_COORDINATOR_ADDRESS", environ=environ)
+    coordinator = read("JAX_COORDINATOR_ADDRESS", environ=environ) or ""
     index = _integer("JAX_PROCESS_INDEX", minimum=0, environ=environ)
     count = _integer("JAX_PROCESS_COUNT", minimum=1, environ=environ)
+    assert index is not None
+    assert count is not None
     if index >= count:
         raise UserError(f"JAX_PROCESS_INDEX={index} but JAX_PROCESS_COUNT={count}: expected 0 to {count - 1}")
     try:
@@ -116,7 +121,7 @@ def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...
     example = "TPU_MESH_CONFIG=4,2,2 TPU_AXIS_NAMES=data,fsdp,tensor"
     if not _are_set(("TPU_MESH_CONFIG", "TPU_AXIS_NAMES"), f"both, such as {example}, or neither", environ):
         return ()
-    config, axes = read("TPU_MESH_CONFIG", environ=environ), read("TPU_AXIS_NAMES", environ=environ)
+    config, axes = (read(name, environ=environ) or "" for name in ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES"))
     degrees, names = ([part.strip() for part in text.split(",")] for text in (config, axes))
     problems = _mesh_problems(degrees, names)
     if problems:

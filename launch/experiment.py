@@ -259,9 +259,8 @@ class Experiment:
             return problems
         vocabulary = self.task.vocabulary
         if can(self.model, HasVocabulary) and vocabulary is not None:
-            problems += _refusal(
-                "VOCAB_SIZE", lambda: vocabularies.check_fits(vocabulary, vocab_size=self.model.vocab_size)
-            )
+            rows = self.model.vocab_size
+            problems += _refusal("VOCAB_SIZE", lambda: vocabularies.check_fits(vocabulary, vocab_size=rows))
         most = self.model.max_positions if can(self.model, LimitsPositions) else None
         if most is not None and self.row_length > most:
             problems.append(
@@ -323,7 +322,7 @@ class Span(NamedTuple):
     """
 
     number: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     first_step: int
     last_step: int
     experiment: Experiment

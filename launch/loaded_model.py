@@ -11,7 +11,7 @@ be simulated.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -20,7 +20,7 @@ from core.checkpoints import published_files, reading, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.warm_start import Origin, SavedParameters
 from core.errors import UserError
-from core.types import FramesTexts, Generates, Model, Params, can, missing
+from core.types import FramesTexts, Generates, Model, can, missing
 from launch import terminal
 from launch.config import loader
 from launch.experiment import Experiment
@@ -57,7 +57,7 @@ class LoadedModel:
     """A model with its parameters on devices."""
 
     program: Program  # model and layout
-    params: Params  # laid out as `program.abstract_state.params`; None before they are read
+    params: Any  # `Params`, laid out as `program.abstract_state.params`; None before they are read
     vocabulary: Any  # vocabulary of the run or folder; None for data that is not text
     where: str  # one line that says what was loaded
     begins_with_bos: bool = True  # whether texts begin with the begin-of-text id
@@ -172,7 +172,7 @@ def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
     if not is_simulated and slice_name and not slices.get(slice_name).is_tpu:
         jax.config.update("jax_platforms", slices.get(slice_name).chip.platform)
         return
-    if is_simulated or not (jax.config.jax_platforms or tpu_host.chips()):
+    if is_simulated or not (jax.config.values["jax_platforms"] or tpu_host.chips()):
         jax.config.update("jax_platforms", "cpu")  # without chips, libtpu would print errors
     if is_simulated:
         jax.config.update("jax_num_cpu_devices", slices.get(slice_name or ONE_CHIP).chips)
@@ -299,9 +299,9 @@ def _published(
 
 def in_compute_dtype(program: Program) -> Any:
     """Returns abstract parameters for generation: matrices and embeddings have the compute dtype."""
-    products = ("matrix", "embedding")
+    products, model = ("matrix", "embedding"), cast(Any, program.model)  # one that generates has a dtype
     return jax.tree.map(
-        lambda leaf, spec: leaf.update(dtype=program.model.dtype) if spec.kind in products else leaf,
+        lambda leaf, spec: leaf.update(dtype=model.dtype) if spec.kind in products else leaf,
         program.abstract_state.params,
         program.param_specs,
     )

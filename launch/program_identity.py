@@ -104,7 +104,8 @@ def _optimizer(settings: Settings) -> list[Binding]:
 
 def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
     """Returns the constructors and the macros of the user's own that bindings refer to, directly or through others."""
-    found, shared = set(), declared_macros()
+    found: set[str] = set()
+    shared = declared_macros()
     while pending:
         named = [leaf for binding in pending for leaf in leaves(binding.value)]
         new = {leaf.selector for leaf in named if isinstance(leaf, Reference)} - found

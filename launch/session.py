@@ -238,7 +238,7 @@ class Session:
         run, settings, lines = self._run, self._run.experiment, self._lines
         preemption = hooks.StopWhenPreempted(distributed.preempted)
         saved = paths.resolve(run.checkpoint_dir)
-        about = {
+        about: dict[str, Any] = {
             "warn": lines.warning,
             "writers": self._writers,
             "newest": lambda: max(steps.complete(saved), default=None),
@@ -351,8 +351,8 @@ class Session:
                 lock.check(now=True)
 
         costs = SaveCosts(say=self._lines.note, write=self._writers.scalars)
-        how = {"due": due, "costs": costs, "check": check, "say": self._lines.note, "evaluated": validated}
-        save = hooks.Save(self._checkpoints, self._batches.position, run.meta, **how)
+        how: dict[str, Any] = {"due": due, "costs": costs, "check": check, "evaluated": validated}
+        save = hooks.Save(self._checkpoints, self._batches.position, run.meta, say=self._lines.note, **how)
         if not (every := run.experiment.checkpointing.params_checkpoint_interval):
             return [save]
         optimizer, abstract = run.program.optimizer, run.program.abstract_state

@@ -14,7 +14,7 @@ from core.checkpoints import best
 from core.errors import UserError, check_integer, check_number
 from core.hosts.failure_diagnosis import USUAL_LIMITS, Limits
 
-_Check = Callable[[str, Any], None]  # of a field's name and value; raises UserError
+_Check = Callable[[str, Any], object]  # of a field's name and value; raises UserError
 
 
 def count(least: int) -> _Check:

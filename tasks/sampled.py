@@ -14,21 +14,15 @@ import numpy as np
 
 from core.batches import BatchSpec
 from core.errors import UserError
-from core.types import Batches, DataLayout
+from core.types import Batches, DataLayout, Task
 from tasks import streams
 
 _TRAIN, _VALIDATION = 0, 1
 
 
-class SampledTask(abc.ABC):
-    """A `core.types.Task` whose subclass defines `spec` and `row`; usually a frozen dataclass.
+class SampledTask(Task, abc.ABC):
+    """A task whose subclass defines `spec` and `row`; usually a frozen dataclass."""
 
-    Attributes:
-      num_streams: number of data streams; divides the batch size.
-      vocabulary: see `core.types.Task`; None for data that is not text.
-    """
-
-    num_streams: int
     vocabulary: Any = None
 
     @abc.abstractmethod

@@ -53,12 +53,12 @@ def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[
             said = Problem(f"{name} is not read by anything; {hint}", fix=f"unset {name}")
             problems.append(Finding("environment", False, said))
         elif nearest and name.lower() not in jax.config.values:
-            said = f"{name} is not read by anything here; did you mean {nearest[0]}?"
-            problems.append(Finding("environment", True, said, is_note=True))
+            guess = f"{name} is not read by anything here; did you mean {nearest[0]}?"
+            problems.append(Finding("environment", True, guess, is_note=True))
     platforms = environment.read("JAX_PLATFORMS", environ=environ)
     if platforms and is_tpu and "tpu" not in platforms.split(","):
-        said = f"JAX_PLATFORMS={platforms} hides the TPU from JAX"
-        problems.append(Finding("environment", False, Problem(said, fix="unset JAX_PLATFORMS")))
+        said = Problem(f"JAX_PLATFORMS={platforms} hides the TPU from JAX", fix="unset JAX_PLATFORMS")
+        problems.append(Finding("environment", False, said))
     return problems or [Finding("environment", True, "no contradiction, no unknown RENGA_ variable")]
 
 
@@ -87,6 +87,12 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
         distributed.require_shared(run_dir, is_host_zero=host.is_zero)
         return [Finding("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
 
+    def collectives(part: Experiment) -> list[Finding]:
+        return links(part.bind(jax.devices()).partitioner.mesh, host)
+
+    def memory(part: Experiment, name: str) -> list[Finding]:
+        return [hbm(config, part, limit_bytes=limit)._replace(name=name)]
+
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     checks: dict[str, Callable[[], list[Finding]]] = {
         "clocks": lambda: [cluster.check_clocks()],
@@ -98,10 +104,10 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
             f"data on hosts{of}": functools.partial(
                 preflight.data, own_part, smoked=False, hosts="here", name=f"data on hosts{of}"
             ),
-            f"collectives{of}": lambda e=own_part: links(e.bind(jax.devices()).partitioner.mesh, host),
+            f"collectives{of}": functools.partial(collectives, own_part),
         }
         if slices.get(own_part.slice).is_tpu:  # predictions are for TPUs alone
-            checks[f"HBM{of}"] = lambda e=own_part, of=of: [hbm(config, e, limit_bytes=limit)._replace(name=f"HBM{of}")]
+            checks[f"HBM{of}"] = functools.partial(memory, own_part, f"HBM{of}")
     found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
     activity.at("findings of all hosts")
     every = distributed.all_gather_text("check/findings", to_json(found))

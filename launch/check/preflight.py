@@ -74,26 +74,29 @@ def check(
     config, experiment = built or (None, None)
     if experiment is not None:
         if project := experiment.logging.wandb_project:
-            _attempt("metrics", lambda: (metrics.require_wandb(project), f"and in {project}"), findings)
+            _attempt("metrics", _passed(f"and in {project}", metrics.require_wandb, project), findings)
         first, *later = experiment.spans()
         bound = _phase(first, findings, smoked=smoked, hosts=hosts)
         if later or experiment.is_one_phase:
-            _attempt("phases", lambda: (experiment.require_trainable(), f"{len(later) + 1}"), findings)
+            _attempt("phases", _passed(f"{len(later) + 1}", experiment.require_trainable), findings)
         for span in later:
             _phase(span, findings, smoked=smoked, hosts=hosts)
         if (place := experiment.checkpointing.checkpoint_mirror) and not smoked and hosts not in _AWAY:
-            _attempt("copies", lambda: (_check_copies(run_dir, place, experiment), place), findings)
+            _attempt("copies", _passed(place, _check_copies, run_dir, place, experiment), findings)
     if hosts in _AWAY:
         _attempt(
             "files", lambda: ((shipment := workstation.require_small(environment.WORKSPACE)), str(shipment)), findings
         )
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if bound is not None:
+        assert config is not None
+        assert experiment is not None
         meant, program = bound
         if not smoked and _sees_run(run_dir, hosts):
             findings.append(_checkpoint(path, config, experiment, program, run_dir, hosts))
         if not smoked and (hosts == "simulated" or (hosts == "here" and not slices.get(experiment.slice).is_tpu)):
-            _attempt("disk", lambda: (continuation.require_space(run_dir, experiment, program), "enough"), findings)
+            enough = _passed("enough", continuation.require_space, run_dir, experiment, program)
+            _attempt("disk", enough, findings)
         if initial := _initial_parameters(meant, program, run_dir, hosts):
             findings.append(initial)
     return Checked(tuple(findings), config, experiment, bound and bound[1])
@@ -141,6 +144,11 @@ def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Findi
         return None
     findings.append(Finding(name, True, detail))
     return result
+
+
+def _passed(detail: str, require: Callable[..., object], *arguments: Any) -> Callable[[], tuple[object, str]]:
+    """Returns a `look` for `_attempt` that calls a function that returns nothing, but may raise."""
+    return lambda: (require(*arguments), detail)
 
 
 def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[tuple[LoadedConfig, Experiment], str]:
@@ -197,8 +205,7 @@ def _checkpoint(
             now = prepared_run.metadata(span, config=config, revision="")
     except (UserError, OSError) as error:
         return Finding.failed(name, error)
-    like = {"span": span, "abstract_state": program.abstract_state}
-    if problems := continuation.problems(found, now, **like):
+    if problems := continuation.problems(found, now, span=span, abstract_state=program.abstract_state):
         said = "\n  ".join([f"the run cannot continue from step {found.step} with this configuration:", *problems])
         return Finding(name, False, Problem(said, fix=continuation.FIX))
     return Finding(name, True, f"a start continues from step {found.step}{what and '; '}{what}", is_note=bool(what))

@@ -105,9 +105,10 @@ def _judged(name: str, argv: Sequence[str]) -> Finding:
 def _run(argv: Sequence[str]) -> tuple[int | None, str]:
     """Returns the exit code (None: not within PART_SECONDS) and the output of a command of `launch/run`."""
     command = [*environment.COMMAND, *argv]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        done = subprocess.run(command, **output, check=False, timeout=PART_SECONDS)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=PART_SECONDS
+        )
     except subprocess.TimeoutExpired as error:
         return None, (error.stdout or b"").decode(errors="replace")
     return done.returncode, done.stdout.decode(errors="replace")

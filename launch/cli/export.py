@@ -87,10 +87,11 @@ def run(args: argparse.Namespace) -> int:
     read, (ids, generation) = _reader(step, experiment), _generation(experiment)
     is_whole = model.lora is None or args.merge
     dtype = args.dtype or ("bfloat16" if is_whole else "float32")
+    options: dict[str, Any] = {}
     if is_whole:
         name, adds = published_files.CONFIG, {"torch_dtype": dtype, **ids}
         config = {**families.config(base, kind), **adds}
-        sources, options = family_tensors.named_sources(base), {}
+        sources = family_tensors.named_sources(base)
         read, program = family_tensors.merged(read, model), _shapes(base)
     else:
         name, config = family_tensors.ADAPTER_CONFIG, family_tensors.adapter_config(model, _base(step, experiment))
@@ -127,8 +128,9 @@ def _is_published(base: str) -> bool:
 def _base(step: paths.Path, experiment: Experiment) -> str:
     """Returns the published model that a run's adapters belong to; of the hub, with the revision that was read."""
     left_out = steps.read(step).left_out
-    is_of_hub = left_out is not None and left_out.source.startswith(published_files.HUB)
-    return left_out.source if is_of_hub else experiment.initialization.init_from
+    if left_out is not None and left_out.source.startswith(published_files.HUB):
+        return left_out.source
+    return experiment.initialization.init_from
 
 
 def _free_folder(text: str) -> paths.Path:

@@ -120,7 +120,7 @@ def _answer(
 ) -> int:
     answers = _Answers(args.out, len(prompts), _inputs(model, ids, options)) if args.out else None
     live = None if args.json or args.out or len(prompts) > 1 else LiveText(model, ids[0])
-    watched = {} if live is None else {"on_tokens": live.add}
+    watched: dict[str, Any] = {} if live is None else {"on_tokens": live.add}
     done, count, began = answers.done if answers else 0, 0, time.monotonic()
     for found in model.batches(ids, rows=args.batch_size, skip=done, **watched, **options):
         lines = [_line(model, prompt, one) for prompt, one in zip(prompts[done:], found, strict=False)]

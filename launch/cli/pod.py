@@ -298,7 +298,11 @@ def _is_finished(
     """Returns whether nothing is left to train, and prints it; smoke runs never resume, tuning trains nothing."""
     from launch.runs import continuation
 
-    return not (args.check or args.tune) and continuation.has_ended(
+    if args.check or args.tune:
+        return False
+    assert checked.config is not None
+    assert checked.experiment is not None
+    return continuation.has_ended(
         run_directory, checked.config, checked.experiment.spans(), steps=args.steps, is_elsewhere=is_elsewhere
     )
 

@@ -71,6 +71,7 @@ def _serve(folder: str, port: int) -> int:
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both processes
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: running.send_signal(number))
+    assert running.stderr is not None
     for line in running.stderr:
         sys.stderr.buffer.write(log_filters.without(line))
         sys.stderr.buffer.flush()

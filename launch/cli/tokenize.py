@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from core import units
 from core.errors import UserError
@@ -128,10 +130,14 @@ def _run_task(args: argparse.Namespace) -> int:
         raise UserError(f"{' and '.join(alone)} cannot be given with --task, which defines its own sources and ids")
     if args.length is None:
         raise UserError("--length must be given with --task: the tokens per row of the runs, at which features are cut")
+    from tasks.text.seqio_cache import SeqioCache
+
     named = {"name": args.task, "module": args.module, "inputs_length": args.inputs_length, "epochs": args.epochs}
     task = text.seqio(**named, cache=args.out, length=args.length, num_streams=1)
     if problems := [*task.problems(), *task.example_problems()]:
         raise UserError("\n".join(problems))
+    if not isinstance(task.corpus, SeqioCache):
+        raise UserError(f"--task {args.task} needs no cache: runs read its files, with text.seqio.name = {args.task!r}")
     is_complete = task.corpus.saved is not None
     try:
         task.corpus.fill(processes=args.processes, say=_say)
@@ -169,7 +175,7 @@ def _require_free(out: str) -> None:
         raise UserError(f"--out {out} has other files ({found}): give a new folder")
 
 
-def _summarize(out: str, about: dict) -> None:
+def _summarize(out: str, about: Mapping[str, Any]) -> None:
     """Prints documents, tokens and bytes before and after the filters, and what each left out."""
     left_out = {_LEFT_OUT[key]: counts for key, counts in about["left_out"].items() if counts["documents"]}
     rows = {"read": [*about["splits"].values(), *left_out.values()]}

@@ -134,7 +134,7 @@ class LoadedConfig(Settings):
 def _named(binding: Binding) -> list[Binding | Reference]:
     """Returns what names constructors in a binding: references, and the binding itself if it is of a parameter."""
     references = [leaf for leaf in leaves(binding.value) if isinstance(leaf, Reference)]
-    return references if binding.is_macro else [binding, *references]
+    return [*references] if binding.is_macro else [binding, *references]
 
 
 def _as_gin_has_it(leaf: Any) -> Any:

@@ -53,6 +53,7 @@ class Table(NamedTuple):
     needs: Mapping[str, str] = MappingProxyType({})
 
 
+_Hook = Callable[[Binding], Sequence[str] | ConfigProblem | None]
 _EXPERIMENT, _SETTINGS = "launch.experiment.Experiment", "launch.settings"
 _DECODERS = ("models.decoder.transformer.Transformer", "models.decoder.transformer.preset")
 MODULES = {  # also those of parts that other modules import
@@ -239,10 +240,10 @@ class _Spelling:
         return [*found, *(sources.imported(module, symbol) for symbol, module in added.items())]
 
 
-def _hooks(bindings: Sequence[Binding]) -> dict[str, Callable[[Binding], Sequence[str] | ConfigProblem | None]]:
+def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
     """Returns what rewrites bindings, by their names, or by those of the macros that are the whole values of others."""
     macros = {b.name: b for b in bindings if b.is_macro}
-    hooks = {}
+    hooks: dict[str, _Hook] = {}
     for b in bindings:
         name, at = f"{b.selector}.{b.parameter}", b
         if name in TABLE.values:
@@ -250,13 +251,17 @@ def _hooks(bindings: Sequence[Binding]) -> dict[str, Callable[[Binding], Sequenc
                 at = macros.get(at.value.name, at) if isinstance(at.value, Macro) else at
         rewrite = TABLE.values.get(name) or TABLE.former.get(name)
         if rewrite:
-            hooks[at.name] = lambda now, b=b, rewrite=rewrite: rewrite(
-                dataclasses.replace(now, scope=b.scope, selector=b.selector, parameter=b.parameter)
-                if now.is_macro
-                else now,
-                bindings,
-            )
+            hooks[at.name] = functools.partial(_rewritten, b, rewrite, bindings)
     return hooks
+
+
+def _rewritten(
+    of: Binding, rewrite: Rewrite, bindings: Sequence[Binding], now: Binding
+) -> Sequence[str] | ConfigProblem | None:
+    """Calls `rewrite` with `now`, the binding `of` or the macro that is its value, under the name of the parameter."""
+    if now.is_macro:
+        now = dataclasses.replace(now, scope=of.scope, selector=of.selector, parameter=of.parameter)
+    return rewrite(now, bindings)
 
 
 def _names(bindings: Iterable[Binding]) -> Mapping[str, str]:

@@ -203,9 +203,9 @@ class Names:
                 self._import(ImportStatement(self._public[symbol], True, None, Location(None, 0, None, "")), file)
             if unknown:
                 raise unknown
-        if symbols[symbol] is None:
+        if (module := symbols[symbol]) is None:
             raise _UnresolvedError
-        found = self._member(symbols[symbol], rest, selector=selector)
+        found = self._member(module, rest, selector=selector)
         if (trust := self._trust.get(file)) and not trust.allows(found):
             raise _UntrustedError(found.module, constructor=f"{found.module}.{found.name}")
         return found
@@ -240,7 +240,7 @@ class Names:
         if len(rest) > 1:
             fix = f"name a function or class of {module.__name__}"
             raise _UnresolvedError(f"'{selector}' is not a constructor of a module", fix=fix)
-        target = getattr(module, name) if name else module
+        target: Any = getattr(module, name) if name else module
         if reason := why_not_a_constructor(target):
             raise _UnresolvedError(f"'{selector}' {reason}", expected=did_you_mean(name, _public_members(module)))
         return self._constructors.setdefault(target, Constructor(target, module.__name__, name))
@@ -278,5 +278,7 @@ def make_importable(folders: Iterable[Path]) -> None:
 def where_it_failed(error: Exception) -> str:
     """Returns the error with its file and line: `NameError: name 'x' is not defined (my_strategy.py:3)`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    at = error if isinstance(error, SyntaxError) else frames[-1]
-    return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+    file, line = frames[-1].filename, frames[-1].lineno
+    if isinstance(error, SyntaxError) and error.filename:  # of a file, unless code raised it itself
+        file, line = error.filename, error.lineno
+    return f"{type(error).__name__}: {error} ({Path(file).name}:{line})"

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ UNKNOWN = Any  # for a missing annotation, or one that only a static type checke
 _UNIONS = (typing.Union, types.UnionType)
 _SEQUENCES = tuple(getattr(collections.abc, name) for name in ("Sequence", "Collection", "Iterable", "Reversible"))
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_LITERALS = {bool: bool, int: int, float: (int, float), complex: (int, float, complex), str: str, bytes: bytes}
+_LITERALS: dict = {bool: bool, int: int, float: (int, float), complex: (int, float, complex), str: str, bytes: bytes}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Misfit(NamedTuple):
             return f"write it without quotes: {value}"
         if isinstance(value, int | float) and misfit("", self.hint) is None:
             return f"write it in quotes: '{value}'"
-        others = [("write", (value,)), ("write", [value])]
+        others: list[tuple[str, Any]] = [("write", (value,)), ("write", [value])]
         if isinstance(value, float) and value.is_integer():
             others.insert(0, ("write", int(value)))
         if isinstance(value, list | tuple):
@@ -153,6 +153,7 @@ def misfit(value: Any, hint: Any) -> Misfit | None:
         return wrong
     if isinstance(value, dict):
         keys, items = arguments or (UNKNOWN, UNKNOWN)
+        pairs: Iterable[tuple[Any, Misfit | None]]
         pairs = ((key, misfit(key, keys) or misfit(item, items)) for key, item in value.items())
     elif origin is tuple and arguments and arguments[-1] is not ...:
         if len(arguments) != len(value):

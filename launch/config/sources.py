@@ -13,7 +13,7 @@ import re
 import tokenize
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from gin.config_parser import ImportStatement, IncludeStatement
 
@@ -22,7 +22,7 @@ from launch.config.statements import Binding, ConfigProblem, Macro, Reference, n
 from launch.environment import PACKAGE, WORKSPACE
 
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
-Statement = Binding | ImportStatement | IncludeStatement
+Statement: TypeAlias = Binding | ImportStatement | IncludeStatement
 
 _ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhashable key of a dictionary: TypeError
 _FEW_ERRORS = 3  # syntax errors that gin text may have, even if they are most of its statements
@@ -98,8 +98,11 @@ class Reader:
         """Returns the statements without imports that this installation cannot have, which become problems."""
         found = []
         for each in statements:
-            is_import = isinstance(each, ImportStatement)
-            if is_import and not (each.is_from or each.alias) and each.module != _installed_name(each.module):
+            if (
+                isinstance(each, ImportStatement)
+                and not (each.is_from or each.alias)
+                and each.module != _installed_name(each.module)
+            ):
                 self.problems.append(_bound_elsewhere(each, file=file))
                 self.unclear.add(each.bound_name())
             else:
@@ -204,7 +207,8 @@ class _Delegate(config_parser.ParserDelegate):
     """Keeps references unresolved, so that `launch.config.names` can report all unknown names at once."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
-        return Reference(*config_parser.parse_scoped_selector(scoped_configurable_name), evaluate)
+        scope, selector = config_parser.parse_scoped_selector(scoped_configurable_name)
+        return Reference(scope, selector, evaluate)
 
     def macro(self, macro_name: str) -> Macro:
         return Macro(macro_name)

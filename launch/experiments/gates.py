@@ -106,7 +106,8 @@ class _Report:
     """The results of one evaluation."""
 
     def __init__(self, loaded: LoadedModel, batches: Sequence[Any], chosen: Mapping[str, Any]):
-        self._loaded, self._batches, self._gates = loaded, batches, chosen
+        assert isinstance(loaded.model, AdaptedDecoder)
+        self._loaded, self._model, self._batches, self._gates = loaded, loaded.model, batches, chosen
         self.chunks = _evaluated(loaded, loaded.model, batches, "skip and update")
         self.decided = {name: evaluation.decide(gate, self.chunks) for name, gate in chosen.items()}
         self.rows = {name: self._row(decided.updates) for name, decided in self.decided.items()}
@@ -125,8 +126,7 @@ class _Report:
 
     def add_control(self, name: str) -> None:
         """Evaluates UPDATE under a control."""
-        model = self._loaded.model
-        batches = self._batches
+        model, batches = self._model, self._batches
         if name == SHUFFLED:
             draw = np.random.default_rng(0)
             batches = [_shuffled(batch, model.chunk, draw) for batch in batches]
@@ -165,7 +165,7 @@ class _Report:
         """Returns the time of a batch under a gate, per chunk; NaN for gates that must know all chunks."""
         if hasattr(gate, "decide_all"):
             return float("nan")
-        model = dataclasses.replace(self._loaded.model, gate=gate)
+        model = dataclasses.replace(self._model, gate=gate)
         state, key = gate.init(), jax.random.key(0)
         with self._loaded.program.partitioner.tracing():
             step = jax.jit(model.decided)
@@ -182,7 +182,7 @@ class _Report:
 
     def _gflops(self, rate: float, gate: Any) -> float:
         """Returns the forward GFLOPs of a chunk, if single rows could be skipped."""
-        model = self._loaded.model
+        model = self._model
         reads = getattr(gate, "reads", "")
         runs = 1.0 if reads == "reconstruction" or hasattr(gate, "decide_all") else rate
         head = 2.0 * model.base.embed_dim * model.stored_vocab_size * (rate if reads == "loss" else 0.0)

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
             "processes or use the network: give --allow-code to run them"
         )
     scores = benchmarks.load(args)
-    sampling = {"samples": args.samples or 1, "temperature": args.temperature or USUAL_TEMPERATURE}
-    found = solve(problems, scores, **sampling)
+    temperature = args.temperature or USUAL_TEMPERATURE
+    found = solve(problems, scores, samples=args.samples or 1, temperature=temperature)
     print(found["evaluated_on"], *(f"pass@{k} {value:.4f}" for k, value in found["pass_at"].items()), sep="; ")
     benchmarks.write(args, scores, found)
     return 0

@@ -131,7 +131,8 @@ def adapter(scores: TextScores) -> Any:
             return scores.encoded(string, with_bos=add_special_tokens)
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-            return [tuple(one) for one in scores.likelihoods([(context, text) for _, context, text in requests])]
+            found = scores.likelihoods([(context, text) for _, context, text in requests])
+            return [(one.log_likelihood, one.is_greedy) for one in found]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             del disable_tqdm

@@ -78,7 +78,7 @@ class _CutsPuzzles(Protocol):
 
 def rows(
     entries: Sequence[Entry], *, status: Mapping[str, Status], run_dirs: Mapping[str, str]
-) -> list[Mapping[str, Any]]:
+) -> list[dict[str, Any]]:
     """Returns a row for each entry, in order; a duplicate has the run directory of the other entry."""
     told = settings(entries)
     found = [_row(entry, told[entry.id], status[entry.id].text, run_dirs[entry.id]) for entry in entries]
@@ -137,7 +137,7 @@ def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[s
         "cell_accuracy": found.last("validation/accuracy"),
         "q_halt_accuracy": found.last("validation/q_halt_accuracy"),
         "train_exact_accuracy": in_training,
-        "gap": None if None in (exact, in_training) else in_training - exact,
+        "gap": None if exact is None or in_training is None else in_training - exact,
         "train_steps_per_puzzle": found.last("steps"),
         "step_seconds": found.median("step_seconds"),
         "evaluated": found.texts.get(metrics.EVALUATED_ON, evaluated_on(run)),
@@ -148,7 +148,8 @@ def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[s
 
 def trained_parameters(run: Experiment) -> int:
     """Counts trained parameters, without constants and without tables of which a step uses a few rows."""
-    return _trained_parameters(run.model, tuple(run.task.spec(run.task.num_streams).items()), tuple(run.frozen))
+    model: Any = run.model  # a frozen dataclass, which can be hashed
+    return _trained_parameters(model, tuple(run.task.spec(run.task.num_streams).items()), tuple(run.frozen))
 
 
 @functools.cache
@@ -175,10 +176,9 @@ def _eflop(run: Experiment, steps: int) -> float | None:
 def evaluated_on(run: Experiment) -> str:
     """Describes the rows of the run's evaluations from the configuration; the run's own record is more exact."""
     most = run.evaluation.eval_batches * run.batch_size
-    count = run.task.eval_puzzles if can(run.task, _CutsPuzzles) else None
-    if count is None:
-        return f"at most {most:,} held-out rows"
-    return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"
+    if can(run.task, _CutsPuzzles) and (count := run.task.eval_puzzles) is not None:
+        return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"
+    return f"at most {most:,} held-out rows"
 
 
 def as_csv(table: Sequence[Mapping[str, Any]]) -> str:

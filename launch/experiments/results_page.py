@@ -56,7 +56,8 @@ def _charts(table: Sequence[ResultRow], score: str) -> list[str]:
             axes.set_xscale(scale)
             for group in dict.fromkeys(row["group"] for row in rows):
                 points = [(row[column], row[score]) for row in rows if row["group"] == group]
-                axes.scatter(*zip(*points, strict=True), s=24, label=group)
+                across, up = zip(*points, strict=True)
+                axes.scatter(across, up, s=24, label=group)
             for row in rows:
                 at = (row[column], row[score])
                 axes.annotate(row["experiment"], at, xytext=(4, 4), textcoords="offset points", fontsize=6)

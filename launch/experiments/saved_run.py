@@ -102,9 +102,8 @@ def _unusual(part: Any) -> Iterator[tuple[str, Any]]:
     """Yields the settings of an experiment, or of a group, that are required or differ from their defaults."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
-        is_required = field.default is field.default_factory is dataclasses.MISSING
-        usual = field.default_factory() if field.default is dataclasses.MISSING and not is_required else field.default
-        if field.name not in GROUPS and (is_required or value != usual):
+        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.name not in GROUPS and (usual is dataclasses.MISSING or value != usual):
             yield field.name, value
 
 

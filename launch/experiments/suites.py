@@ -248,12 +248,13 @@ class Suite:
         found = saved_run.find_runs(self._root, [e.text for e in self.entries], ignoring=LOCATION)
         for number, entry in enumerate(self.entries):
             places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *found[entry.text])
-            run_dir = next((place for place in places if saved_run.config(place) is not None), None)
-            if run_dir is None:
+            texts = ((place, saved_run.config(place)) for place in places)
+            run_dir, saved = next(((place, text) for place, text in texts if text is not None), ("", ""))
+            if not run_dir:
                 self.status[entry.id] = Status(State.MISSING, State.MISSING.value)
                 continue
             self.run_dirs[entry.id] = run_dir
-            self.entries[number] = ran = as_run(entry, text=saved_run.config(run_dir))
+            self.entries[number] = ran = as_run(entry, text=saved)
             step, last = metrics.read(run_dir).step, ran.experiment.total_steps
             text = "done" if run_dir == entry.run_dir else f"done in {run_dir}"
             text = text if step >= last else f"step {step:,} of {last:,}"
@@ -300,7 +301,7 @@ class Suite:
 
     def failed(self, entry: Entry) -> bool:
         """Returns whether the experiment, or the one run instead of it, is not done."""
-        return self.status.get(entry.same_as, self.status[entry.id]).state != State.DONE
+        return self.status.get(entry.same_as or entry.id, self.status[entry.id]).state != State.DONE
 
     def last_lines(self, entry: Entry) -> list[str]:
         """Returns the end of the process's output."""

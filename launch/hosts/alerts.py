@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
     return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()
 
 
-def _alert(code: int, first: dict[str, Any], run_dir: str) -> dict[str, Any]:
+def _alert(code: int, first: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
     step = first["step"]
     if not step and not paths.is_remote(run_dir):
         with contextlib.suppress(OSError):  # an alert without a step is better than none
@@ -101,8 +101,8 @@ def _alert(code: int, first: dict[str, Any], run_dir: str) -> dict[str, Any]:
 def _send(target: str, alert: dict[str, Any]) -> None:
     """Sends within SEND_SECONDS, and prints whether that succeeded."""
     command = [sys.executable, "-c", _POST] if target.startswith(_ADDRESSES) else ["bash", "-c", target]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, **silent)
+    no = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=no, stderr=no, text=True, start_new_session=True)
     try:
         process.communicate(json.dumps(alert), timeout=SEND_SECONDS)
         why = f"exit code {process.returncode}" if process.returncode else ""

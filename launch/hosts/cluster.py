@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 from packaging.version import Version
@@ -32,7 +32,8 @@ _ABOUT = "hosts/about"
 SKEW_SECONDS = 5.0  # logs are merged by time, and credentials with a wrong time are refused
 
 
-class Host(NamedTuple):
+@dataclass(frozen=True)
+class Host:
     """The host of this process: its index, and the number of hosts."""
 
     index: int

@@ -52,6 +52,7 @@ class Order(NamedTuple):
 
 def create_step(tpu: Tpu, order: Order) -> Step:
     """Creates a TPU, or queues a request for one."""
+    assert order.slice_ is not None
     slice_, runtime = order.slice_.single, RUNTIMES[order.slice_.generation]
     flags = [f"--accelerator-type={slice_.name.replace('v5e-', 'v5litepod-')}", *(["--spot"] if order.is_spot else [])]
     what = f"{'spot ' if order.is_spot else ''}{slice_.name} as {tpu.name}"

@@ -49,6 +49,7 @@ def follow(
     numbers = itertools.count()  # lines of the same time keep their order
 
     def read(process: subprocess.Popen) -> None:
+        assert process.stdout is not None
         for timed, line in _timed(line.rstrip("\n") for line in process.stdout):
             arrived.put((timed, next(numbers), time.monotonic(), line))
 

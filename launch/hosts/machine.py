@@ -132,7 +132,7 @@ def of_this_process() -> slices.Slice:
 def _prepare_platform(*, on_tpu_host: bool) -> None:
     """Prepares the GPUs if JAX may use them; chooses the CPU if nothing else is there or was asked for."""
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
-    asked = jax.config.jax_platforms
+    asked = jax.config.values["jax_platforms"]
     if not (asked or on_tpu_host or plugins):
         jax.config.update("jax_platforms", "cpu")  # neither TPU nor GPU: an installed libtpu would print errors
     if any("cuda" in name for name in plugins) and (not asked or {"cuda", "gpu"} & set(asked.split(","))):

@@ -186,12 +186,14 @@ def _report(host: HostProcess) -> int:
 def _guard(scratch: str) -> Iterator[Callable[[object], None]]:
     """Context with a helper process that ends the registered sessions if this process is killed."""
     command = ["bash", "-c", _GUARD, "guard", scratch]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, **silent, start_new_session=True, text=True)
+    no = subprocess.DEVNULL
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=no, stderr=no, start_new_session=True, text=True)
+    assert guard.stdin is not None
+    stdin = guard.stdin
 
     def tell(line: object) -> None:
-        guard.stdin.write(f"{line}\n")
-        guard.stdin.flush()
+        stdin.write(f"{line}\n")
+        stdin.flush()
 
     try:
         yield tell

@@ -85,8 +85,8 @@ def _print_traffic(collectives: Sequence[Collective]) -> None:
         table.add_row(*labels, str(row.count), str(row.times), *sizes)
     terminal.console(140).print(table)
     totals = traffic.wire_bytes_by_axes(collectives).items()
-    sizes = ", ".join(f"{' '.join(axes) or '-'} {units.size(size, digits=4)}" for axes, size in totals)
-    print(f"wire by mesh axes: {sizes or 'none'}")
+    wire = ", ".join(f"{' '.join(axes) or '-'} {units.size(size, digits=4)}" for axes, size in totals)
+    print(f"wire by mesh axes: {wire or 'none'}")
 
 
 def print_warnings(warnings: Sequence[str]) -> None:

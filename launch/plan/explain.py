@@ -128,6 +128,7 @@ def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, fold
     print("by arithmetic: " + ", ".join(f"{name} {_gib(count)}" for name, count in parts if count >= 2**20))
     print("\nnearest that may fit, by arithmetic (launch/run plan without --explain finds the fastest)")
     for one in selection.nearest(search.options(question), bound)[:NEAREST]:
+        assert one.estimate is not None
         print(f"  {one.name}: {_gib(one.estimate.peak_bytes)} GiB\n    " + "; ".join(one.bindings))
 
 

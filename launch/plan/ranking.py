@@ -19,9 +19,9 @@ _NO_LIMIT = 10_000  # columns, for measuring a table
 _SENT_WIDTH = 20
 _LAYOUT_WIDTH = 44  # to which layouts may be broken to show more columns
 _LEAST_GIB_SENT = 0.005
-_HEADINGS = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %", "bubble")
 _SENT = "sent, GiB a step"
-_HEADINGS += (_SENT, "hours", "compiled in s")
+_HEADINGS: tuple[str, ...] = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %")
+_HEADINGS += ("bubble", _SENT, "hours", "compiled in s")
 _TEXT = ("layout", _SENT)
 _NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # in 80 columns
 _WIDER = ("MFU %", "bubble", _SENT, "free", "hours")  # in this order where the width allows
@@ -56,7 +56,7 @@ def _table(
 ) -> Table:
     compiled = any(row.compile_seconds is not None for row in rows)
     shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
-    lines = [itertools.compress([str(number), *cells(row)], shown) for number, row in enumerate(rows, 1)]
+    lines = [list(itertools.compress([str(number), *cells(row)], shown)) for number, row in enumerate(rows, 1)]
     table = terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
     for column in table.columns if wanted != _HEADINGS else ():  # longer cells wrap
         column.max_width = {"layout": layout_width, _SENT: _SENT_WIDTH}.get(str(column.header))

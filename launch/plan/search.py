@@ -152,8 +152,8 @@ def _option(question: Question, writer: Writer, judged: JudgedCandidate) -> Opti
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
     """Sorts compiled candidates by seconds per row, counting as hidden the traffic that the compiler overlapped."""
-    fit = [(one, record) for one, record in found if record.time]
-    return sorted(fit, key=lambda pair: pair[1].time.scheduled / pair[0].candidate.batch_size)
+    fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
+    return [(one, record) for _, one, record in sorted(fit, key=lambda each: each[0])]
 
 
 def metrics(question: Question, option: Option, record: Record | None = None) -> CandidateMetrics:

@@ -9,6 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +50,10 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
       UserError: the model cannot shrink (it has no `shrink(multiples)`), the task cannot, or the mesh does not fit the
         slice.
     """
-    shrinks = can(experiment.model, Shrinks)
+    model, shrinks = experiment.model, can(experiment.model, Shrinks)
     if not (shrinks or partly):
         raise UserError(
-            f"--check smoke: {lacking(experiment.model, Shrinks)} -> Model, which returns the model with the smallest "
+            f"--check smoke: {lacking(model, Shrinks)} -> Model, which returns the model with the smallest "
             "sizes that are multiples of these, by logical axis"
         )
     every = (experiment, *beside)
@@ -62,10 +63,10 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     }
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
     length = math.lcm(LENGTH, multiples["length"]) if shrinks else experiment.row_length
-    task = _small_task(experiment.task, experiment.model, streams=rows, length=length, partly=partly)
+    task = _small_task(experiment.task, model, streams=rows, length=length, partly=partly)
     return dataclasses.replace(
         experiment,
-        model=wrappers.shrunk(experiment.model, multiples) if shrinks else experiment.model,
+        model=wrappers.shrunk(model, multiples) if can(model, Shrinks) else model,
         task=task,
         batch_size=math.lcm(rows, task.num_streams) if partly else rows,
         total_steps=STEPS,
@@ -141,7 +142,7 @@ def _says_what_it_couples(model: Model) -> bool:
     return can(model, CouplesRows) and not any(wrappers.is_outside(model, name, "couples_rows") for name in losses)
 
 
-def _random_batch(task: Task, model: Model) -> dict[str, jax.Array]:
+def _random_batch(task: Task, model: Model) -> dict[str, Any]:
     """Returns a few rows of a task that draws or rehearses them; otherwise random values of the same shapes."""
     spec = task.spec(_ROWS)
     if spec.keys() == BATCH_DTYPES.keys() and can(model, HasVocabulary):
@@ -151,7 +152,7 @@ def _random_batch(task: Task, model: Model) -> dict[str, jax.Array]:
         rows = tuple(range(_ROWS))
         return dict(next(task.train(DataLayout(_ROWS, rows, rows), seed=0)))
     rng = np.random.default_rng(0)
-    values = {name: rng.integers(0, 2, field.shape) for name, field in spec.items()}
+    values: dict[str, np.ndarray] = {name: rng.integers(0, 2, field.shape) for name, field in spec.items()}
     values |= {n: rng.normal(size=f.shape) for n, f in spec.items() if jnp.issubdtype(f.dtype, jnp.floating)}
     return {name: jnp.asarray(values[name], field.dtype) for name, field in spec.items()}
 
@@ -175,9 +176,9 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
         rows = 1 + sorted({other.batch_size for other in wholes}).index(whole.batch_size)
         each = dataclasses.replace(each, batch_size=rows * each.batch_size, total_steps=total)
         length = 1 + sorted({other.row_length for other in wholes}).index(whole.row_length)
-        fields = dataclasses.fields(each.task) if dataclasses.is_dataclass(each.task) else ()
-        if length > 1 and any(field.name == "length" for field in fields):
-            each = dataclasses.replace(each, task=dataclasses.replace(each.task, length=length * each.row_length))
+        task: Any = each.task
+        if length > 1 and "length" in _field_names(task):
+            each = dataclasses.replace(each, task=dataclasses.replace(task, length=length * each.row_length))
         first = STEPS * (span.number - 1)
         found.append(Span(span.number, span.count, first, first + STEPS, each))
     return tuple(found)
@@ -257,18 +258,21 @@ def _small_task(task: Task, model: Model, *, streams: int, length: int, partly: 
     if can(task, Rehearses):
         return task.rehearsal()
     spec = task.spec(task.num_streams)
-    is_text = can(model, HasVocabulary) and spec.keys() == BATCH_DTYPES.keys()
-    if task.problems() and is_text:
+    if task.problems() and can(model, HasVocabulary) and spec.keys() == BATCH_DTYPES.keys():
         return synthetic.random_tokens(vocab_size=model.vocab_size, length=length, num_streams=streams)
-    fields = {f.name for f in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else ()
     sizes = {"num_streams": streams}
     if has_tokens(spec):
         sizes = {"length": length, **sizes}
-    if not sizes.keys() <= set(fields):
+    if not sizes.keys() <= _field_names(task):
         if partly:
             return task
         raise UserError(
             f"--check smoke: {lacking(task, Rehearses)} -> Task, which returns a small task of the same shapes "
             f"that needs no files; or make it a dataclass with {' and '.join(sizes)}"
         )
-    return dataclasses.replace(task, **sizes)
+    small: Any = task
+    return dataclasses.replace(small, **sizes)
+
+
+def _field_names(task: Task) -> set[str]:
+    return {field.name for field in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else set()

@@ -24,7 +24,7 @@ class Answers:
     def __init__(self, program: Program, params: Params, *, stop_ids: Sequence[int], num_ids: int | None):
         """Takes the model, its parameters, the ids that end a continuation, and the size of the vocabulary."""
         self._generator, self._scorer = Generator(program, params), Scorer(program, params)
-        self._ends = {"stop_ids": stop_ids, "num_ids": num_ids}
+        self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
 
     def update(self, params: Params | None) -> None:
         """Takes other parameters of the same layout; None frees the memory of the last ones."""
@@ -59,9 +59,11 @@ class TaskMetrics:
 
     def __init__(self, program: Program, own: OwnMetrics, *, stop_ids: Sequence[int], num_ids: int | None):
         """Begins to read the examples."""
-        self._program, self._own, self._ends = program, own, {"stop_ids": stop_ids, "num_ids": num_ids}
-        self._processes, self._answers = seqio_pipeline.Processes(), None
-        self._asked = self._processes.submit(0, own.questions) if distributed.is_host_zero() else None
+        self._program, self._own = program, own
+        self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
+        self._processes = seqio_pipeline.Processes()
+        self._answers: Answers | None = None
+        self._asked: Any = self._processes.submit(0, own.questions) if distributed.is_host_zero() else None
 
     def ready(self) -> None:
         """Waits for the examples. Raises UserError on every host if they, or the metrics, cannot be read."""

@@ -57,8 +57,8 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
     Raises:
       UserError: the data is missing, does not fit the model, or differs from the task's spec.
     """
-    layout = {"slice": ONE_DEVICE.slice, "strategy": ONE_DEVICE.strategy, "accum_steps": 1, "gather_once": False}
-    alone = dataclasses.replace(experiment, **layout)
+    one = ONE_DEVICE
+    alone = dataclasses.replace(experiment, slice=one.slice, strategy=one.strategy, accum_steps=1, gather_once=False)
     program = alone.bind(jax.devices())
     with tempfile.TemporaryDirectory(prefix="renga-agreement-") as folder:
         if not (problems := alone.data_problems(prepared=False)):
@@ -85,11 +85,11 @@ def measure_played(
       UserError: the processes could not be run.
     """
     want = agreement.run(subject.alone(data[0], dtype="float32"), data)
-    found = {}
+    found: dict[str, Apart] = {}
     with tempfile.TemporaryDirectory(prefix="renga-agreement-") as name:
         folder = Path(name)
         for step, batch in enumerate(data):
-            np.savez(folder / f"batch_{step}.npz", **batch)
+            np.savez(folder / f"batch_{step}.npz", allow_pickle=False, **batch)
         for slice_name in dict.fromkeys(example.slice for example in examples.values()):
             names = [name for name, example in examples.items() if example.slice == slice_name]
             argv = [*command, "--into", str(folder), "--record", *names]
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.only and args.slice:
         raise UserError(f"--slice {args.slice} is not valid with --only, whose strategies have slices of their own")
-    examples = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
+    examples: Mapping[str, Example] = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
     _provide_devices(examples.values())
     subject, experiment, examples, optimizer, modules = _compared(args, examples)
     if args.into:
@@ -268,7 +268,7 @@ def _provide_devices(examples: Iterable[Example]) -> None:
     """
     needed = max(slices.get(example.slice).chips for example in examples)
     try:
-        if jax.config.jax_num_cpu_devices < needed:
+        if jax.config.values["jax_num_cpu_devices"] < needed:
             jax.config.update("jax_num_cpu_devices", needed)
     except RuntimeError as error:
         raise UserError(

@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         for side in "AB" if args.full else "":  # every step of a side is kept in memory
             variant, name = variants[side], experiments[side].slice
             checked = preflight.require(variant.config, bindings=variant.bindings, slice_name=name, run_dir=folder)
+            assert checked.program is not None
+            assert checked.experiment is not None
             need = host_memory.simulated(checked.program, checked.experiment.task, eval_batches=0)
             state_bytes = need["state and gradients"]
             host_memory.require_simulated(state_bytes * (args.steps + 2), slice_name=name)
@@ -147,7 +149,7 @@ def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments:
         run.program, experiment.task, steps=args.steps, checkpoint=start, origin=run.origin, data_of=theirs
     )
     if host.is_zero:
-        np.savez(f"{args.into}/{args.record}.npz", **recording)
+        np.savez(f"{args.into}/{args.record}.npz", allow_pickle=False, **recording)
     return 0
 
 

@@ -49,6 +49,8 @@ class CachedHidden(chunks.ChunkTask):
 
     folder: str
 
+    vocabulary = None
+
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Checks that the rows have the length of the task. Raises UserError if they do not."""
         del run_dir, is_host_zero
@@ -190,7 +192,7 @@ def _write_rows(
     """Writes rows with their hidden states to a new folder; yields their number after every batch."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.memmap] = {}
     for begin in range(0, len(order), rows):
         found = [source.row(number) for number in order[begin : begin + rows]]
         count = len(found)

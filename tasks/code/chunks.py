@@ -63,11 +63,15 @@ class ChunkTask(abc.ABC):
     held_out: str = "validation"
     eval_rows: int | None = None
 
-    vocabulary = None
-
     def __post_init__(self):
         if self.held_out not in SPLITS[1:]:
             raise UserError(f"{type(self).__name__}.held_out = {self.held_out!r}: expected 'validation' or 'test'")
+
+    @abc.abstractmethod
+    def prepare(self, run_dir: str, *, is_host_zero: bool) -> None: ...
+
+    @abc.abstractmethod
+    def describe(self) -> str: ...
 
     @abc.abstractmethod
     def rows(self, split: str) -> Rows:
@@ -158,7 +162,7 @@ class _Stream(Stream):
     def _row(self, number: int) -> Mapping[str, np.ndarray]:
         if self._most is not None and number >= self._most:
             empty = {name: np.zeros(field.shape[1:], field.dtype) for name, field in self._spec.items()}
-            return {**empty, DOCUMENTS: np.int32(-1)}
+            return {**empty, DOCUMENTS: np.array(-1, np.int32)}
         count = len(self._rows)
         epoch, place = divmod(number, count)
         key: tuple[int, ...] = _IN_ORDER_OF if self._seed is None else (self._seed, epoch)

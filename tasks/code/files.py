@@ -160,8 +160,11 @@ class CodeFiles(chunks.ChunkTask):
             if split == "train" and self._excluded and self._excluded.shares_text(text):
                 self._left_out[split] += 1
                 continue
-            found[file.name] = with_end(self.vocabulary.encode(text), self.vocabulary, where=lambda f=file: f.path)
+            found[file.name] = self._encoded(text, file)
         return found
+
+    def _encoded(self, text: str, file: File) -> np.ndarray:
+        return with_end(self.vocabulary.encode(text), self.vocabulary, where=lambda: file.path)
 
     def _text(self, file: File) -> str:
         """Returns the text of a file; empty if it is not UTF-8."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core.errors import UserError
 from tasks.code import confined
@@ -57,12 +57,14 @@ def run(code: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 (immutab
     """
     token = secrets.token_hex(16)  # a program that ends this process early, or writes to the pipe, has not passed
     command = [sys.executable, "-I", "-B", _SCRIPT]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+    pipe = subprocess.PIPE
+    pipes: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "bufsize": 0}
     try:
         started = subprocess.Popen(command, **pipes, env=_ENVIRONMENT, cwd="/", start_new_session=True)
     except OSError as error:
         raise _unconfined(str(error)) from error
     with started as process:
+        assert process.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):  # it has ended; `_require_start` says how
                 process.stdin.write(f"{json.dumps({'code': code, **limits._asdict()})}\n{token}".encode())
@@ -88,6 +90,7 @@ def _unconfined(reason: str) -> UserError:
 
 def _require_start(process: subprocess.Popen) -> None:
     """Waits until the process is confined."""
+    assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
     if not ready:
         raise _unconfined(f"not ready after {_START_SECONDS:.0f} s")
@@ -99,6 +102,7 @@ def _require_start(process: subprocess.Popen) -> None:
 
 def _answer(process: subprocess.Popen, seconds: float) -> str | None:
     """Returns what a program answers, at most 200 bytes; None if it does not answer and end in time."""
+    assert process.stdout is not None
     end, said = time.monotonic() + seconds, b""
     while len(said) <= 200:
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))

@@ -6,6 +6,7 @@ puzzles.maze(size, …)             generates mazes before the first step
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 from tasks.puzzles.files import Cut
 from tasks.puzzles.maze_sets import MazeSet
@@ -82,7 +83,7 @@ def sudoku(
         num_train=num_train,
         num_test=num_test,
         num_aug=num_aug,
-        clues=tuple(clues) if clues else None,
+        clues=cast(tuple[int, int], tuple(clues)) if clues else None,
         seed=seed,
     )
     source = Built(recipe, directory=directory)

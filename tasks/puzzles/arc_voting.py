@@ -48,7 +48,7 @@ class Support(NamedTuple):
     votes: int
     confidence: float
 
-    def __add__(self, other: Support) -> Support:
+    def __add__(self, other: Support) -> Support:  # type: ignore[override]  # the sum of counts, not of tuples
         return Support(self.votes + other.votes, self.confidence + other.confidence)
 
 

@@ -154,7 +154,7 @@ def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]
         with file.open("rb") as stream:
             dims, _, dtype = _read_header(file, stream)
             rows.append(np.frombuffer(stream.read(dims[1] * dtype.itemsize), dtype))
-    return *rows, dims[0]
+    return rows[0], rows[1], dims[0]
 
 
 class Cut(NamedTuple):
@@ -318,5 +318,5 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
 
 def as_json(value: Any) -> str:
     """Serializes a value of the dataset as JSON; equal values give equal bytes."""
-    plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     return json.dumps(plain, indent=1, sort_keys=isinstance(plain, Mapping)) + "\n"

@@ -99,7 +99,8 @@ class MazeSet:
         text = ["".join((" " + CHARACTERS)[t] for t in row) for row in rows]
         return "\n".join(["+" + "-" * self.size + "+", *(f"|{line}|" for line in text), "+" + "-" * self.size + "+"])
 
-    def _generated(self, key: int, count: int, seen: set[bytes]) -> Iterator[Maze]:
+    def _generated(self, key: int, count: int | None, seen: set[bytes]) -> Iterator[Maze]:
+        assert count is not None
         rng = np.random.default_rng((self.seed, key))
         for _ in range(count):
             drawn = (mazes.generate(rng, size=self.size, min_path=self.exceeds) for _ in range(_DRAWS_PER_MAZE))

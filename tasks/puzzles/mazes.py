@@ -55,6 +55,10 @@ def search(is_open: np.ndarray, start: Cell) -> tuple[np.ndarray, dict[Cell, Cel
     return steps, found_from
 
 
+def _cell(place: np.ndarray) -> Cell:
+    return int(place[0]), int(place[1])
+
+
 def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
     """Returns the maze with its shortest path marked, and the number of steps of the path.
 
@@ -64,7 +68,7 @@ def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
     places = [np.argwhere(grid == token) for token in (START, GOAL)]
     if any(len(found) != 1 for found in places):
         raise UserError(f"a maze has {len(places[0])} S and {len(places[1])} G, expected one of each")
-    start, goal = (tuple(map(int, found[0])) for found in places)
+    start, goal = (_cell(found[0]) for found in places)
     steps, found_from = search(grid != WALL, start)
     if goal not in found_from:
         raise UserError(f"no path connects S at {start} and G at {goal}")
@@ -82,7 +86,7 @@ def generate(rng: np.random.Generator, *, size: int, min_path: int) -> Maze | No
     removed = rng.random(len(walls)) < rng.uniform(0, _MOST_REMOVED)
     is_open[tuple(walls[removed].T)] = True
     cells = np.argwhere(is_open)
-    start = tuple(map(int, cells[rng.integers(len(cells))]))
+    start = _cell(cells[rng.integers(len(cells))])
     far = np.argwhere(search(is_open, start)[0] > min_path)
     if not len(far):
         return None
@@ -96,7 +100,7 @@ def _carved(rng: np.random.Generator, size: int) -> np.ndarray:
     """Returns open cells [N, N] of a random tree of corridors, grown depth first; randomly shifted if N is even."""
     rooms = (size + 1) // 2
     is_open = np.zeros((2 * rooms - 1, 2 * rooms - 1), bool)
-    way: list[Cell] = [tuple(map(int, rng.integers(rooms, size=2)))]
+    way = [_cell(rng.integers(rooms, size=2))]
     is_open[way[0][0] * 2, way[0][1] * 2] = True
     while way:
         y, x = way[-1]

@@ -103,7 +103,7 @@ class Shuffled:
 
     def _start(self, iteration: int) -> None:
         self._iteration, self._visit = iteration, 0
-        self._rng = np.random.Generator(np.random.Philox(seed=self._seed + iteration))
+        self._rng: np.random.Generator = np.random.Generator(np.random.Philox(seed=self._seed + iteration))
         self._order = np.concatenate([self._rng.permutation(self._num_groups) for _ in range(self._epochs)])
 
     def _pick(self) -> Picked | None:

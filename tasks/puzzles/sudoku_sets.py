@@ -91,7 +91,7 @@ class SudokuSet:
           UserError: the directory is not empty, a CSV file is invalid, or there are not enough different puzzles.
         """
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
-            found = 0 if self.csv else self.num_test + self.num_train
+            found = 0 if self.csv else (self.num_test or 0) + self.num_train
             steps = found + self.num_train
             test, train = self._puzzles(lambda done: report(done, None if self.csv else steps))
             for puzzle in test:
@@ -128,7 +128,7 @@ class SudokuSet:
         if self.csv:
             test = self._from_csv("test", self.num_test, taken=np.zeros(0, np.uint64), report=report)
             return test, self._from_csv("train", self.num_train, taken=_signed(test, self.size), report=report)
-        test = self._generated(self._rng(_TEST), self.num_test, taken=set(), report=report)
+        test = self._generated(self._rng(_TEST), self.num_test or 0, taken=set(), report=report)
         taken = set(_signed(test, self.size).tolist())
         train_rng, held_out = self._rng(_TRAIN), len(test)
         return test, self._generated(train_rng, self.num_train, taken=taken, report=lambda n: report(held_out + n))

@@ -12,10 +12,12 @@ def orient(grid: np.ndarray, orientation: int) -> np.ndarray:
     0: unchanged. 1, 2, 3: rotated counterclockwise by 90, 180, 270 degrees. 4: flipped left to right. 5: flipped
     upside down. 6: transposed. 7: rotated by 90 degrees, then flipped left to right.
     """
-    turned = np.rot90(grid, orientation) if orientation < 4 else grid
-    return {4: np.fliplr, 5: np.flipud, 6: np.transpose, 7: lambda g: np.fliplr(np.rot90(g))}.get(
-        orientation, lambda _: turned
-    )(grid)
+    if orientation == 6:
+        return np.transpose(grid)
+    if orientation == 5:
+        return np.flipud(grid)
+    turned = np.rot90(grid, {4: 0, 7: 1}.get(orientation, orientation))
+    return np.fliplr(turned) if orientation in (4, 7) else turned
 
 
 def restore(grid: np.ndarray, orientation: int) -> np.ndarray:

@@ -36,8 +36,17 @@ class _HasPuzzles(Protocol):
 class Recipe(Protocol):
     """The parameters of a dataset that can be built: a frozen dataclass whose fields are JSON."""
 
-    seq_len: int
-    vocab_size: int
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a puzzle."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens with padding."""
+
+    @property
+    def num_train(self) -> int | None:
+        """Number of training puzzles; None: all that there are."""
 
     def about(self) -> dict[str, Any]:
         """Returns the parameters as JSON; equal parameters build the same bytes."""
@@ -151,7 +160,8 @@ class Built(Stored):
     def rehearsal(self) -> Built:
         """Returns a small dataset of the same kind: at most 8 puzzles per split."""
         few = {name: min(8, getattr(self.recipe, name)) for name in ("num_train", "num_test")}
-        return Built(dataclasses.replace(self.recipe, **few))
+        recipe: Any = self.recipe
+        return Built(dataclasses.replace(recipe, **few))
 
     def describe(self) -> str:
         """Returns a short description for the run summary."""
@@ -165,7 +175,7 @@ class Built(Stored):
         return split  # the recipe builds exactly the requested part
 
     def _differences(self) -> str:
-        file = paths.resolve(self.directory or self._named) / writing.BUILD
+        file = paths.resolve(self.directory or self._named or "") / writing.BUILD
         saved = json.loads(file.read_text()) if file.exists() else {}
         now = json.loads(json.dumps(self.recipe.about()))
         return ", ".join(f"{k}: saved {saved.get(k)!r}, now {v!r}" for k, v in now.items() if saved.get(k) != v)
@@ -309,8 +319,8 @@ class PuzzleTask:
         """Returns a problem for each split whose length or vocabulary size differs from the task's."""
         found = []
         for split, meta in of.items():
-            wanted = (("seq_len", "length", meta.seq_len, self.length),)
-            wanted += (("vocab_size", "vocab_size", meta.vocab_size, self.vocab_size),)
+            wanted = [("seq_len", "length", meta.seq_len, self.length)]
+            wanted += [("vocab_size", "vocab_size", meta.vocab_size, self.vocab_size)]
             found += [
                 f"{self.source.directory!r}, {split}: {theirs} is {actual}, but the task's {ours} is {expected}; "
                 f"set it to {actual}"

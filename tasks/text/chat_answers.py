@@ -34,7 +34,7 @@ def formatted(
       UserError: the template refuses the conversation, shows no roles, or formats an answer in a way that depends on
         later messages.
     """
-    given = {"date": DATE, "tools": tools, "documents": documents}
+    given: dict[str, Any] = {"date": DATE, "tools": tools, "documents": documents}
     if (marked := vocabulary.marked_chat(messages, **given)) is not None:
         text, answers = marked
         if not any(first < last for first, last in answers):

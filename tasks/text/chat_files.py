@@ -21,7 +21,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -121,14 +121,13 @@ class ChatFiles(Corpus):
         """Files on gs:// are not looked up."""
         if not self.train:
             return ["DATA is not set: bind it to your conversations, e.g. --gin \"DATA = '/data/chats.jsonl'\""]
-        found = []
+        found: list[str] = []
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
             wrong = pattern_problems(f"text.chats.{name}", local, kinds=(".jsonl",))
             files = () if wrong else list_files(tuple(local))
-            found += wrong + documents.first_problems(
-                files, first=functools.partial(documents.first_lines, read_chat), where=f"text.chats.{name}"
-            )
+            first = functools.partial(documents.first_lines, read_chat)
+            found += [*wrong, *documents.first_problems(files, first=first, where=f"text.chats.{name}")]
         if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
             least = {"train": self.num_streams, "validation": 1}  # validation is read as one stream
             found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < least[split]]
@@ -235,18 +234,15 @@ class ChatStream(packing.PackedStream):
         self._next += 1
         cut = packing.Segment(*(values[:length] for values in found))
         is_empty = not cut.weights.any()
-        if is_empty:
-            note = f"skipped because no answer begins within {length} tokens"
-        else:
-            note = f"cut to {length} tokens" if len(found.targets) > length else None
-        self._intake.count(note)
+        note = f"cut to {length} tokens" if len(found.targets) > length else None
+        self._intake.count(f"skipped because no answer begins within {length} tokens" if is_empty else note)
         return None if is_empty else cut
 
     def _converted(self, number: int) -> packing.Segment:
         """Returns a line as ids and weights. A window of few conversations repeats them."""
         if (known := self._segments.get(number)) is not None:
             return known
-        found = segment(self._lines[number].chat(), self._spec.vocabulary)
+        found = segment(self._lines[number].chat(), cast(ChatVocabulary, self._spec.vocabulary))
         if len(found.targets) <= self._room:
             self._segments[number] = found
             self._room -= len(found.targets)
@@ -271,8 +267,8 @@ def read_chat(path: str, number: int, line: bytes) -> Chat | None:
         return None
     keys = set(record) if isinstance(record, dict) else set()
     if "messages" in keys:
-        given = {key: _objects(record.get(key), f"{where}: {key}") for key in ("tools", "documents")}
-        return Chat(where, _messages(record["messages"], where), **given)
+        tools, told = (_objects(record.get(key), f"{where}: {key}") for key in ("tools", "documents"))
+        return Chat(where, _messages(record["messages"], where), tools=tools, documents=told)
     if {"prompt", "completion"} <= keys:
         for key in ("prompt", "completion"):
             if not isinstance(record[key], str) or (key == "completion" and not record[key].strip()):

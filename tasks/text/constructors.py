@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from core import units
 from core.batches import BatchSpec, fingerprint_of
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, CountsTokens, DataLayout, OwnMetrics, can
+from core.types import Batches, CountsTokens, DataLayout, OwnMetrics, can, missing
 from tasks import streams
 from tasks.text import vocabularies
 from tasks.text.document_streams import DocumentSource
@@ -320,11 +320,11 @@ def huggingface(
         raise UserError(f"text.huggingface.streaming is {streaming!r}, expected True or False")
     from tasks.text.hub_source import HuggingFace
 
-    chosen = tuple((c, (v,) if isinstance(v, str) else v) for c, v in (where or {}).items())
-    for column, values in chosen:
+    asked = tuple((c, (v,) if isinstance(v, str) else v) for c, v in (where or {}).items())
+    for column, values in asked:
         if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
             raise UserError(f"text.huggingface.where: {column!r}: {values!r}: expected a text, or several")
-    chosen = tuple((column, tuple(values)) for column, values in chosen)
+    chosen = tuple((column, tuple(values)) for column, values in asked)
     corpus = HuggingFace(name, split, validation_split, field, streaming, chosen)
     return _task("huggingface", corpus, (length, num_streams, vocabulary))
 
@@ -468,7 +468,7 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
 
     defined = any(can(task.vocabulary, IsDefinedByTask) for task in tasks)
     corpus = Mixture(
-        tuple(task.corpus for task in tasks),
+        tuple(task.corpus for task in tasks if isinstance(task.corpus, DocumentSource)),  # all are: `_check_mixes`
         tuple(map(float, weights)),
         tuple(task.vocabulary for task in tasks) if defined else (),
     )
@@ -504,14 +504,12 @@ def _patterns(value: Any, name: str) -> tuple[str, ...]:
     return patterns
 
 
-def _task(
-    name: str, corpus: Corpus, common: tuple[int, int, Vocabulary | None], *, kind: type[TextTask] = TextTask
-) -> TextTask:
+def _task(name: str, corpus: Corpus, common: tuple[int, int, Any], *, kind: type[TextTask] = TextTask) -> TextTask:
     length, num_streams, vocabulary = common
     check_integer(length, where=f"text.{name}.length", least=2)
     check_integer(num_streams, where=f"text.{name}.num_streams", least=1)
     vocabulary = vocabularies.bytes() if vocabulary is None else vocabulary
-    if not can(vocabulary, Encodes):
+    if missing(vocabulary, Encodes):
         raise UserError(
             f"text.{name}.vocabulary is {vocabulary!r}, expected one of vocabularies, e.g. @vocabularies.bytes()"
         )

@@ -21,7 +21,6 @@ import numpy as np
 from core.errors import UserError
 from core.types import can
 from tasks import permutation
-from tasks.streams import Stream
 from tasks.text import packing
 from tasks.text.documents import Corpus, StreamSpec
 from tasks.text.ids import Vocabulary, lowest_id, with_bos, with_eos
@@ -92,7 +91,7 @@ class DocumentSource(Corpus):
         key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory holds the vocabulary
         return self._memories.setdefault(key, _Memory(spec.vocabulary))
 
-    def open_stream(self, spec: StreamSpec) -> Stream:
+    def open_stream(self, spec: StreamSpec) -> packing.PackedStream:
         return DocumentStream(_Chunks(self, spec), spec)
 
     def sample_texts(self) -> Iterator[str]:
@@ -260,6 +259,7 @@ class _Chunks(Chunks):
         return min(1.0, (self._part + begun) / len(self._parts))
 
     def next_segment(self, most: int) -> packing.Segment | None:
+        assert self._spec.vocabulary is not None
         chunk = self.take(most)
         return None if chunk is None else packing.text_segment(chunk, bos_id=self._spec.vocabulary.bos_id)
 
@@ -380,5 +380,6 @@ class _Chunks(Chunks):
     def _chunks(self, document: _Document) -> list[np.ndarray]:
         vocabulary, length = self._spec.vocabulary, self._spec.length
         if document.ids is None:
+            assert vocabulary is not None
             document.ids = with_end(vocabulary.encode(document.text.decode()), vocabulary, where=self._source.describe)
         return [document.ids[start : start + length] for start in range(0, len(document.ids), length)]

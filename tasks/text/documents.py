@@ -157,7 +157,7 @@ class StreamSpec(NamedTuple):
     """
 
     split: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     num_streams: int
     rows: int
     length: int

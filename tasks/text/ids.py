@@ -15,15 +15,16 @@ _CONTEXT_IDS = 16  # of a prompt, which are decoded with its continuation
 class Vocabulary(Protocol):
     """Converts text to ids and back.
 
-    Attributes:
-      size: number of ids, including special ids.
-      pad_id: 0 if the vocabulary reserves id 0 for padding, so that no document may contain it; any other value or
-        None: id 0 is an ordinary token. Rows are padded with 0 in either case: `segment_ids` and `weights` tell what is
-        padding.
+    Rows are padded with 0 whatever `pad_id` is: `segment_ids` and `weights` tell what is padding.
     """
 
-    size: int
-    pad_id: int | None
+    @property
+    def size(self) -> int:
+        """The number of ids, including special ids."""
+
+    @property
+    def pad_id(self) -> int | None:
+        """0 if id 0 is reserved for padding, so that no document may contain it; otherwise it is an ordinary token."""
 
     @property
     def eos_id(self) -> int:
@@ -79,7 +80,7 @@ class EncodesBatches(Protocol):
 class ReadsFile(Protocol):
     """A vocabulary that is read from a file."""
 
-    path: str | None
+    path: str  # "" if it is not known
 
 
 class IsDefinedByTask(Protocol):
@@ -148,23 +149,19 @@ class FormatsChats(Protocol):
 
 
 class ReadsSpecials(Protocol):
-    """A vocabulary that converts special tokens which are written in a text, such as <s>, to their ids.
+    """A vocabulary that converts special tokens which are written in a text, such as <s>, to their ids."""
 
-    Attributes:
-      added_ids: special and added tokens, which a text has only where they are written in it.
-    """
-
-    added_ids: frozenset[int]
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Special and added tokens, which a text has only where they are written in it."""
 
 
 class ChatVocabulary(Vocabulary, FormatsChats, ReadsSpecials, Protocol):
-    """The vocabulary methods that convert a conversation to ids.
+    """The vocabulary methods that convert a conversation to ids."""
 
-    Attributes:
-      turn_ends: the ids that end an answer in the format of the chat template; may be empty.
-    """
-
-    turn_ends: tuple[int, ...]
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The ids that end an answer in the format of the chat template; may be empty."""
 
     def token_of(self, token_id: int) -> str:
         """Returns a token as it is written, such as <|im_end|>."""

@@ -112,7 +112,7 @@ class PackedStream(Stream):
         self._rows_before = 0  # rows of earlier windows
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        rows = []
+        rows: list[Row] = []
         while len(rows) < self._spec.rows and (row := self.next_row()):
             rows.append(row)
         if not rows:

@@ -75,6 +75,7 @@ def _documents(task: TextTask, split: str, shuffle_files: bool, seed: int | None
 
     def documents() -> Iterator[Mapping[str, np.ndarray]]:
         task.vocabulary.prepare("", is_host_zero=False, sample=lambda: ())
+        assert isinstance(task.corpus, DocumentSource)
         for part in task.corpus.parts(split, 1).parts:
             reader = part.open(None)
             while (content := next(reader, None)) is not None:
@@ -90,7 +91,7 @@ def _vocabulary_class() -> type:
     """Returns the class of vocabularies of this workspace for seqio, which is imported first."""
     seqio, tf = seqio_tasks.library(), tensorflow()
 
-    class OwnVocabulary(seqio.Vocabulary):
+    class OwnVocabulary(seqio.Vocabulary):  # type: ignore[name-defined]  # of a library that is imported late
         """A seqio Vocabulary that converts with one of this workspace."""
 
         def __init__(self, ours: Vocabulary) -> None:

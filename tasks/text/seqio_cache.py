@@ -28,7 +28,6 @@ from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from core.training import run_lock
 from core.types import OwnMetrics
-from tasks.streams import Stream
 from tasks.text import document_streams, seqio_pipeline
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
 from tasks.text.documents import StreamSpec
@@ -212,7 +211,7 @@ class SeqioCache(DocumentSource):
             raise UserError(f"no token cache at {self.path!r} (no {FILE}): the start of a run on this host writes it")
         return self._caches(self.saved)
 
-    def open_stream(self, spec: StreamSpec) -> Stream:
+    def open_stream(self, spec: StreamSpec) -> DocumentStream:
         # Windows of a small task have its ids once, so that the first batch does not wait for many epochs.
         ids = sum(cache.about["splits"][spec.split]["tokens"] for cache in self._opened) // spec.num_streams
         return DocumentStream(self.chunks(spec), spec, window_ids=min(document_streams.WINDOW_IDS, ids + 1))

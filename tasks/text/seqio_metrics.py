@@ -101,7 +101,8 @@ def answered(
     eos_id, outputs = questions["eos_id"], {}
     for name, asked in questions["tasks"].items():
         pairs = [(context, targets) for context, targets in asked["pairs"]]
-        kinds, found = asked["kinds"], {}
+        kinds = asked["kinds"]
+        found: dict[str, Any] = {}
         if _SCORE in kinds:
             found["scores"] = list(score(pairs))
         if _PREDICTION in kinds or _WITH_SCORES in kinds:

@@ -71,8 +71,8 @@ class Lane(NamedTuple):
     task: str
     split: str
     epoch: int
-    index: int
-    count: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    count: int  # type: ignore[assignment]  # hides tuple.count
 
 
 class Found(NamedTuple):
@@ -179,7 +179,7 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int) -> Found:
         ids=np.concatenate([np.empty(0, dtype), *arrays]),
         sizes=np.array([len(ids) for ids in arrays], np.int64),
         text_bytes=np.zeros(count, np.int64),
-        checks=np.array([zlib.crc32(ids) for ids in arrays], np.uint32),
+        checks=np.array([zlib.crc32(ids.data) for ids in arrays], np.uint32),
         is_validation=np.full(count, lane.split == "validation"),
         shares_text=np.zeros(count, bool),
         prompts=None if asked.inputs is None else np.array([prompt for _, prompt in found], np.int32),
@@ -338,5 +338,7 @@ def _prepare() -> None:
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)  # it was killed: nobody takes what this process reads

@@ -64,11 +64,11 @@ class FileSource(DocumentSource):
         take, kind = documents.intake_of(self).take, text_formats.kind(file.path)
         if kind == ".parquet":
             ranges = text_formats.row_groups(file.path, self.field) if num_streams > 1 else [(0, None)]
-            return [_Rows(file, *found, self.field, kept, take) for found in ranges]
+            return [_Rows(file, first, end, self.field, kept, take) for first, end in ranges]
         if kind == ".jsonl":
             whole = num_streams == 1 or text_formats.is_compressed(file.path)
             ranges = [(0, None)] if whole else _ranges(file, num_streams)
-            return [_Lines(file, *found, self.field, kept, take) for found in ranges]
+            return [_Lines(file, first, end, self.field, kept, take) for first, end in ranges]
         return [_WholeFile(file, take)]
 
     def fingerprint(self) -> str:
@@ -167,7 +167,7 @@ class TextFiles(FileSource):
 
     def pattern_problems(self) -> list[str]:
         """Returns the problems of the patterns of local files, without those of documents."""
-        found = []
+        found: list[str] = []
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
             found += pattern_problems(f"text.files.{name}", local)

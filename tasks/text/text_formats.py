@@ -60,7 +60,7 @@ class _Stream(io.BufferedReader):
 
     def __init__(self, raw: Any, file: BinaryIO) -> None:
         super().__init__(raw, _BUFFER_BYTES)
-        self._file = file
+        self._file: Any = file
         at = file.tell()
         self._size = file.seek(0, io.SEEK_END)
         file.seek(at)

@@ -30,7 +30,6 @@ import numpy as np
 from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from tasks import permutation
-from tasks.streams import Stream
 from tasks.text import packing
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
 from tasks.text.documents import StreamSpec
@@ -173,7 +172,7 @@ class TokenCache(DocumentSource):
                 }
         return self._opened[split]
 
-    def open_stream(self, spec: StreamSpec) -> Stream:
+    def open_stream(self, spec: StreamSpec) -> DocumentStream:
         return DocumentStream(self.chunks(spec), spec, concatenates=self.concatenates)
 
     def chunks(self, spec: StreamSpec) -> Chunks:
@@ -266,6 +265,7 @@ class _Documents(Chunks):
         return min(1.0, self._number * self._spec.num_streams / self._split.documents)
 
     def next_segment(self, most: int) -> packing.Segment | None:
+        assert self._spec.vocabulary is not None
         before, chunk = self._id, self.take(most)
         if chunk is None:
             return None
@@ -322,7 +322,7 @@ class _Documents(Chunks):
         return found
 
     def _verify(self, piece: _Piece, ids: np.ndarray) -> None:
-        self._crc = zlib.crc32(np.ascontiguousarray(ids), self._crc)
+        self._crc = zlib.crc32(np.ascontiguousarray(ids).data, self._crc)
         if piece.check is None:
             return
         if self._crc != piece.check:

@@ -74,7 +74,7 @@ class Counts:
       fraction: share of the bytes of the sources that were read.
     """
 
-    splits: dict[str, dict[str, int]] = dataclasses.field(
+    splits: dict[str, dict[str, Any]] = dataclasses.field(
         default_factory=lambda: {name: dict.fromkeys((*_AMOUNTS, "digest"), 0) for name in SPLITS}
     )
     left_out: dict[str, dict[str, int]] = dataclasses.field(
@@ -172,6 +172,7 @@ class Writer:
         counts.left_out["blank"]["documents"] += batch.blank
         repeats = np.zeros(len(converted.sizes), bool)
         if self._seen and self._signatures and batch.split != "validation":
+            assert converted.signatures is not None
             compared = np.flatnonzero(~converted.shares_text)
             repeats[compared] = self._seen.repeats(converted.signatures[compared])
             self._signatures.add(converted.signatures[~repeats & ~converted.shares_text].ravel())

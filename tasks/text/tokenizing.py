@@ -18,7 +18,7 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -311,7 +311,7 @@ def _batches(
         for part in source.parts(split, 1).parts
     ]
     bytes_of = {entry["path"]: entry["bytes"] for entry in files}
-    names = [part.path if isinstance(source, TextFiles) else source.describe() for _, part in parts]
+    names = [cast(Any, part).path if isinstance(source, TextFiles) else source.describe() for _, part in parts]
     sizes = [bytes_of[name] or 1 for name in names]
     texts: list[bytes] = []
     read: set[str] = set()
@@ -374,7 +374,9 @@ def _open(vocabulary: str, excluded: Excluded | None, signs: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)  # it was killed: nobody takes what this process converts
 
 
@@ -396,7 +398,7 @@ def _convert(texts: list[bytes], split: str | None) -> Converted:
         ids=np.concatenate([np.empty(0, dtype), *arrays]),
         sizes=np.array([len(ids) for ids in arrays], np.int64),
         text_bytes=np.array([len(text) for text in texts], np.int64),
-        checks=np.array([zlib.crc32(ids) for ids in arrays], np.uint32),
+        checks=np.array([zlib.crc32(ids.data) for ids in arrays], np.uint32),
         is_validation=np.array(is_validation, bool),
         shares_text=np.array(shares_text, bool),
         signatures=near_duplicates.signatures(decoded) if _signs and split != "validation" else None,

@@ -59,10 +59,10 @@ class Job:
             raise UserError(
                 "--data names a dataset and something else; give one dataset, and one split as --validation"
             )
-        splits = ("train", *(self.validation or ("train",)))
+        validation = self.validation[0] if self.validation else "train"
         if kind == "tfds":
-            return Tfds(name, *splits, self.field, None)
-        return HuggingFace(name, *splits, self.field, True)
+            return Tfds(name, "train", validation, self.field, None)
+        return HuggingFace(name, "train", validation, self.field, True)
 
     def problems(self, source: TextFiles | Tfds | HuggingFace) -> Sequence[str]:
         """Returns the problems of a source that are found before it is read; documents are tried unless `skip_bad`."""

@@ -69,7 +69,11 @@ class Numbers(Vocabulary):
     bos_id = PAD_ID
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
 
     @property
     def hash(self) -> str:

@@ -543,6 +543,7 @@ class _Stream:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 (two epochs of one stream)
     def _order(self, epoch: int) -> np.ndarray:
+        assert self._seed is not None
         return np.random.default_rng((self._seed, self._index, epoch)).permutation(len(self._questions))
 
     @functools.cached_property

@@ -164,7 +164,7 @@ class _Writer:
 def _text(value: Any, where: str) -> str:
     """Returns a text, or the most frequent of several (of equally frequent ones the first); blank ones do not count."""
     several = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
-    texts = [each.get("answer") if isinstance(each, Mapping) else each for each in several]
+    texts: list[Any] = [each.get("answer") if isinstance(each, Mapping) else each for each in several]
     try:
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
         if not all(isinstance(text, str) for text in texts) or not (said := [t.strip() for t in texts if t.strip()]):

@@ -66,9 +66,10 @@ def layout(**values):
 
 @pytest.mark.covers("R03")
 def test_the_process_layout_is_read():
-    assert layout() == (None, None, None)
-    assert layout(process_index="", process_count="") == (None, None, None)
-    assert layout(coordinator_address="h:1", process_index="3", process_count="4") == ("h:1", 3, 4)
+    unset = environment.ProcessLayout(None, None, None)
+    assert layout() == layout(process_index="", process_count="") == unset
+    three = layout(coordinator_address="h:1", process_index="3", process_count="4")
+    assert three == environment.ProcessLayout("h:1", 3, 4)
     six = layout(coordinator_address="[::1]:8476", process_index="0", process_count="1")
     assert six.coordinator == "[::1]:8476"
 

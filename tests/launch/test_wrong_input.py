@@ -84,6 +84,7 @@ tokenize --data {file} --vocabulary bytes --out {folder}
 tokenize --data {file} --vocabulary bytes --out {locked}
 tokenize --data nosuch:x --vocabulary bytes --out {folder}/new
 tokenize --data {file} --vocabulary bytes --out {folder}/new --exclude {no}
+tokenize --task renga.python_source --length 8
 train {no}.gin --slice v4-8
 train {experiment} --slice v4-9
 check v4-9 {experiment} --level slice

@@ -752,13 +752,16 @@ def test_a_module_that_fails_while_it_is_imported(bench):
     bench.write("failing_module.py", "x = 1\ny = undefined_name\n")
     bench.write("unparsable_module.py", "def f(:\n")
     bench.write("needy_module.py", "import something_not_installed\n")
-    bench.add("import failing_module\nimport unparsable_module\nimport needy_module\nTASK = @failing_module.task()")
+    bench.write("raising_module.py", "x = 1\nraise SyntaxError('of another language')\n")
+    modules = ("failing_module", "unparsable_module", "needy_module", "raising_module")
+    bench.add("\n".join([*(f"import {name}" for name in modules), "TASK = @failing_module.task()"]))
     found = bench.problems()
-    assert [p.line for p in found] == [10, 11, 12]
+    assert [p.line for p in found] == [10, 11, 12, 13]
     assert "NameError: name 'undefined_name' is not defined (failing_module.py:2)" in found[0].actual
     assert "SyntaxError" in found[1].actual
     assert "unparsable_module.py:1" in found[1].actual
     assert "something_not_installed" in found[2].actual
+    assert "raising_module.py:2" in found[3].actual
 
 
 def test_flags_may_have_space_around_them(bench):
