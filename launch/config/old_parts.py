@@ -24,7 +24,7 @@ _CLASSES = {
     "experts": _EXPERTS,
     "none": "",
 }
-_OF_ATTENTION = {"window": "window", "local_rope_theta": "rope_theta"}  # former fields of the decoder
+_OF_ATTENTION = {"window": "window", "local_rope_theta": "rope_theta", "pattern": ""}  # former fields of the decoder
 _LOCAL = "local"  # scope of the attention that has a window, where layers differ
 _NAMES = {
     "mixer": ("attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp"),
@@ -47,29 +47,43 @@ def former(constructor: str) -> dict[str, Rewrite]:
     found: dict[str, Rewrite] = {
         f"{constructor}.{field}": lambda old, bindings: _Decoder(old, bindings).settings() for field in _FIELDS
     }
-    found |= {f"{constructor}.{field}": _of_attention for field in (*_OF_ATTENTION, "pattern")}
+    found |= {f"{constructor}.{field}": _of_attention for field in _OF_ATTENTION}
     return {**found, f"{constructor}.experts": lambda old, bindings: _Decoder(old, bindings).experts()}
 
 
 def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | ConfigProblem:
-    """Gives the window and rotary base to attention, which a pattern of layers with and without a window refers to."""
-    same = [b for b in bindings if (b.selector, b.scope) == (old.selector, old.scope)]
+    """Gives a window and its rotary base to attention; a pattern becomes a tuple of attention with and without them."""
+    of_decoder = [b for b in bindings if b.selector == old.selector]
+    fields = [b for b in of_decoder if b.parameter in _OF_ATTENTION and b.scope == old.scope]
+    mixers = [b for b in of_decoder if b.parameter == "mixer"]
     macros = {b.name: b for b in bindings if b.is_macro}
-    pattern = next((expand(b.value, macros) for b in reversed(same) if b.parameter == "pattern"), ())
-    mixers = [b.value for b in same if b.parameter == "mixer"]
-    mixer, attention = f"{old.selector}.mixer", _CLASSES["attention"]
+    found = {b.parameter: expand(b.value, macros) for b in fields}  # the last ones apply
+    if not any(expand(b.value, macros) for b in fields if b.parameter == old.parameter):
+        return []  # None and () were the defaults
+    short, example = _short(old.selector), "(@local/layers.Attention(), @layers.Attention())"
+    what = ""
+    if old.selector.endswith(".preset"):
+        what = "and the preset has a mixer of its own"
+    elif any(b.scope != old.scope for b in of_decoder if b.parameter in ("mixer", *_OF_ATTENTION)):
+        what = "and other scopes bind the mixer, too"
+    elif mixers and found.get("pattern"):
+        what = "and the layers have a mixer"
+    if what:
+        fix = f"write the attention of the layers in {short}.mixer, such as {example}"
+        return old.problem(f"{short}.{old.parameter} is an old name, {what}", fix=fix)
+    attention, mixer = _CLASSES["attention"], f"{old.selector}.mixer"
     usual, local = (scoped(scope, attention) for scope in (old.scope, scoped(old.scope, _LOCAL)))
     if old.parameter == "pattern":
-        if mixers and pattern:
-            fix = "write the attention of each layer in mixer, such as (@local/layers.Attention(), @layers.Attention())"
-            return old.problem("pattern is an old name, and the layers have a mixer", fix=fix)
+        pattern = found["pattern"]
         if unknown := [kind for kind in leaves(pattern) if kind not in ("local", "global")]:
             return old.problem(f"{unknown[0]!r} is no kind of layer", expected="'local' or 'global'")
         parts = (f"@{local}(), " if kind == "local" else f"@{attention}(), " for kind in pattern)
         return [f"{scoped(old.scope, mixer)} = ({''.join(parts)})"] if pattern else []
-    home = local if pattern else usual
-    found = [f"{home}.{_OF_ATTENTION[old.parameter]} = {render(old.value)}"]
-    return found if pattern or mixers else [f"{scoped(old.scope, mixer)} = @{attention}()", *found]
+    if not found.get("window") and old.parameter != "window":
+        return []  # the base was that of layers with a window
+    value = f"{local if found.get('pattern') else usual}.{_OF_ATTENTION[old.parameter]} = {render(old.value)}"
+    has_mixer = mixers or found.get("pattern") or old is not next(b for b in fields if b.parameter == "window")
+    return [value] if has_mixer else [f"{scoped(old.scope, mixer)} = @{attention}()", value]
 
 
 class _Decoder:

@@ -238,7 +238,10 @@ class DecoderConfig(Decoder):
             for part in parts_of(kind).values():
                 for name, value in part.settings(self).items():
                     several.setdefault(name, []).append(value)
-        found |= {name: values[0] if len(set(values)) == 1 else tuple(values) for name, values in several.items()}
+        found |= {
+            name: values[0] if all(v == values[0] for v in values) else tuple(values)
+            for name, values in several.items()
+        }
         return found if self.lora is None else {**found, "lora.alpha": self.lora.alpha}
 
     @property

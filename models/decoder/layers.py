@@ -6,7 +6,6 @@ B batch, T length, D embed, H query heads, N key/value heads, K head_dim, F mlp.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import haiku as hk
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
-from core.errors import UserError, check_integer
+from core.errors import check_integer, check_number
 from models import derivatives, quantized
 from models.decoder import rotary
 from models.decoder.attention import attention, cudnn_attention
@@ -185,15 +184,15 @@ class Attention(Heads):
     def __post_init__(self):
         if self.window is not None:
             check_integer(self.window, where="Attention.window", least=1)
-        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
-            raise UserError(f"Attention.rope_theta = {self.rope_theta}: expected a finite number above 0")
+        if self.rope_theta is not None:
+            check_number(self.rope_theta, where="Attention.rope_theta", is_positive=True)
 
     name = "attention"
     norm = "attention"
     sees_prefix = True
 
     def with_same_parameters(self) -> Part:
-        return Attention()
+        return dataclasses.replace(self, window=None, rope_theta=None)
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
         return super().rotation(decoder) if self.rope_theta is None else rotary.Rotation(self.rope_theta)

@@ -48,6 +48,12 @@ SPELLINGS = {
     "ttt_mlp": ({"mixer": "'ttt_mlp'", "ttt": "@config.TTTConfig()"}, {"mixer": "@mixer.TTTMixer()"}),
     "a window": ({"window": "16"}, {"mixer": "@layers.Attention()"}),
     "a window beside": ({"window": "16", "mixer": "'attention+s5'", "s5": "@s5.S5()"}, {"mixer": "@parts.Sum()"}),
+    "a window and its base": ({"window": "16", "local_rope_theta": "100.0"}, {"mixer": "@layers.Attention()"}),
+    "a base without a window": ({"local_rope_theta": "100.0"}, {}),
+    "neutral values": (
+        {"window": "None", "pattern": "()", "local_rope_theta": "None", "mixer": "@s5.S5()"},
+        {"mixer": "@s5.S5()"},
+    ),
     "windows": (
         {"window": "16", "pattern": "('local', 'global')", "local_rope_theta": "100.0"},
         {"mixer": "(@local/layers.Attention(), @layers.Attention())"},
@@ -57,6 +63,7 @@ SPELLINGS = {
 MORE = {
     "a window": "layers.Attention.window = 16\n",
     "a window beside": "parts.Sum.parts = (@layers.Attention(), @s5.S5())\nlayers.Attention.window = 16\n",
+    "a window and its base": "layers.Attention.window = 16\nlayers.Attention.rope_theta = 100.0\n",
     "windows": "local/layers.Attention.window = 16\nlocal/layers.Attention.rope_theta = 100.0\n",
     "a sum": "parts.Sum.parts = (@layers.Attention(), @s5.S5())\n",
     "ttt_mlp": "config.TTTConfig.inner = 'mlp'\n",
@@ -282,9 +289,25 @@ def test_what_has_no_new_spelling_is_a_mistake_that_says_what_to_write(name, tmp
         assert fix in problem.fix
 
 
+def test_flags_may_remove_a_window_by_its_old_name(tmp_path):
+    old = {"window": "16", "pattern": "('local', 'global')", "local_rope_theta": "100.0"}
+    (tmp_path / "own.gin").write_text(HEAD + "".join(f"{T}.{name} = {value}\n" for name, value in old.items()))
+    flags = [f"{T}.window = None", f"{T}.pattern = ()"]
+    assert loader.load(str(tmp_path / "own.gin"), bindings=flags).build().model.mixer == Attention()
+
+
 @pytest.mark.parametrize(
     ("flags", "wrong"),
     [
+        ([f"{T}.pattern = ('local', 'global')", f"a/{T}.window = 8"], "other scopes"),
+        (
+            [
+                "MODEL = @transformer.preset()",
+                "transformer.preset.name = 'gemma-3-1b'",
+                "transformer.preset.window = 8",
+            ],
+            "preset",
+        ),
         (
             [
                 "from models.decoder import layers",
@@ -299,10 +322,10 @@ def test_what_has_no_new_spelling_is_a_mistake_that_says_what_to_write(name, tmp
 def test_a_pattern_that_cannot_be_replaced_is_a_mistake(flags, wrong):
     with pytest.raises(ConfigError) as error:
         loader.load("gin/quickstart.gin", bindings=flags)
-    (problem,) = error.value.problems
+    problem = error.value.problems[-1]
     assert problem.place == f"--gin #{len(flags)}"
     assert problem.actual == flags[-1]
-    assert wrong in problem.fix + problem.expected
+    assert wrong in problem.what + problem.fix + problem.expected
 
 
 def test_a_note_says_the_imports_that_the_new_spelling_needs(tmp_path):

@@ -79,6 +79,23 @@ def test_layers_with_different_windows_have_their_parameters_in_the_same_arrays(
     assert [kind.module for kind in mixed.layer_kinds] == ["block_0", "block_1"] * 2
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wider(Attention):
+    """Attention with a setting on which parameters might depend, and one that is no hashable value."""
+
+    more: int = 0
+
+    def settings(self, decoder):
+        return {**super().settings(decoder), "attention.more": [self.more]}
+
+
+def test_a_kind_of_attention_with_more_settings_is_another_part():
+    made = dataclasses.replace(PLAIN, mixer=(Wider(more=3, window=8), Attention()))
+    assert made.group == 2
+    assert made.settings()["attention.more"] == [3]
+    assert dataclasses.replace(PLAIN, mixer=(Wider(more=3, window=8), Wider(more=3))).group == 1
+
+
 def test_each_layer_attends_through_its_own_window():
     params = params_of(PLAIN)
     found = {
@@ -150,7 +167,7 @@ def test_wrong_patterns_are_refused(changes, says):
         dataclasses.replace(PLAIN, **changes)
 
 
-@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": 2.5}, {"rope_theta": math.inf}, {"rope_theta": -1.0}])
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": 2.5}, {"rope_theta": math.inf}, {"rope_theta": "x"}])
 def test_wrong_values_of_attention_are_errors(wrong):
     with pytest.raises(UserError, match=rf"Attention\.{next(iter(wrong))} = "):
         Attention(**wrong)
