@@ -22,6 +22,7 @@ kept=$venv/renga.extras
 log=$venv.log
 progress_seconds=10
 extras=''
+before=''  # extras of earlier calls
 
 say() { echo "set-up: $*" >&2; }
 fail() { say "$*"; exit 1; }
@@ -75,7 +76,7 @@ require_writable() {
   elif [[ ! -e $stamp ]]; then
     why="$venv is not complete"
   elif [[ $(<"$stamp") != "$(wanted_stamp "$version")" ]]; then
-    why="$venv was made from other requirements or another Python than $project and $requirements ask for now"
+    why="$venv was made from other requirements, other extras or another Python than are asked for now"
   else
     why="RENGA_PYTHON=$RENGA_PYTHON is not the Python of $venv"
   fi
@@ -115,7 +116,7 @@ apt_installs_python() {
 # Prints where uv is; $1: another place to look.
 find_uv() {
   local candidate
-  for candidate in "$(command -v uv || true)" "$HOME/.local/bin/uv" "$@"; do
+  for candidate in "$(command -v uv || true)" "${HOME:-}/.local/bin/uv" "$@"; do
     [[ ! -x $candidate ]] || { echo "$candidate"; return; }
   done
   return 1
@@ -197,6 +198,7 @@ install_packages() {
   find_uv "$venv/bin/uv" >/dev/null || "${pip[@]}" --quiet uv "${pins[@]}" >>"$log" 2>&1 || true
   if ! { uv=$(find_uv "$venv/bin/uv") && "$uv" pip install --python "$venv/bin/python" -r "$list" "${pins[@]}" >>"$log" 2>&1; } &&
     ! "${pip[@]}" -r "$list" "${pins[@]}" >>"$log" 2>&1; then
+    echo "$before" >"$kept"  # an extra that cannot be installed keeps no later call from its work
     say "neither uv nor pip could install the packages. Last lines of their output (all of it: $log):"
     tail -n 15 "$log" >&2
     [[ $name == .venv ]] ||
@@ -223,6 +225,7 @@ main() {
   trap 'say "interrupted; the same command continues"; exit 130' INT  # uv and pip handle Ctrl-C themselves, and end
   : >"$log"
   local version
+  [[ ! -r $kept ]] || before=$(<"$kept")
   as_pip
   make_venv
   version=$(supported_version "$venv/bin/python")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core import units
+from core import extras, units
 from core.errors import UserError
 from tasks import whole_folder
 from tasks.text import documents, tfds_source
@@ -93,9 +93,8 @@ class QuestionSet:
         raise UserError(f"--data {self.data}: expected hub:OWNER/NAME or tfds:NAME")
 
     def _of_hub(self, name: str, split: str) -> Any:
+        extras.require("datasets", extra="huggingface", what=f"--data {self.data}")
         source = HuggingFace(name, split, split, field="", streaming=True)
-        if problems := source.problems():
-            raise UserError(f"--data {self.data}: {problems[0].removeprefix('text.huggingface ')}")
         found = source.dataset(split)
         import datasets
 

