@@ -144,7 +144,9 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
     """Shards positions over sequence; each chip attends from its own queries to gathered keys and values.
 
     Q[B_f, L_s, H, K] · gather_s(K[B_f, L_s, N, K]) → scores[B_f, H, L_s, L];   weights sharded over fsdp and sequence
+
     With `ring`, keys and values are not gathered, but travel around the chips of sequence (`ring_attention`):
+
     Q[B_f, L_s, H, K] · K[B_f, L_s, N, K] → scores[B_f, H, L_s, L_s], s times
     """
     return Strategy(
