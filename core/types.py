@@ -211,7 +211,7 @@ class ExtendsLayers(Protocol):
 class LimitsPositions(Protocol):
     """A model that may limit the number of positions; `max_positions` is None if it has no limit.
 
-    Enables: the refusal of prompts and training rows that are too long.
+    Enables: an error for prompts and training rows that are too long.
     """
 
     max_positions: int | None
@@ -457,7 +457,7 @@ class DefinesMetrics(Protocol):
 class KeepsStates(Protocol):
     """A model that can continue from the states of the training step before.
 
-    Enables: chunks of long rows (`SplitsRows`), without which `keeps_states` is refused.
+    Enables: chunks of long rows (`SplitsRows`), without which `keeps_states` is an error.
     """
 
     keeps_states: bool

@@ -78,7 +78,7 @@ class Experiment:
         (`parallel.compiled.compiler_options`).
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
-      max_epochs: the run is refused if it would read its training data more often, where the size is known.
+      max_epochs: a run that would read its training data more often is an error, where the size is known.
       seed: seed of parameters, data order and random bits.
       non_finite: reaction to a loss or gradient that is NaN or infinite: `stop` the run, `skip` the update, or
         `roll_back` to the newest checkpoint and skip the data read since.

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text.seqio)"
     )
     parser.add_argument("--out", metavar="DIR", help=help_)
-    help_ = "skip and count malformed documents instead of refusing them"
+    help_ = "skip and count malformed documents; by default the first is an error"
     parser.add_argument("--skip-bad", action="store_true", help=help_)
     help_ = "evaluation sets, .txt or .jsonl: documents for training that share text with them are left out; repeatable"
     parser.add_argument("--exclude", metavar="PATTERN", action="append", default=[], help=help_)

@@ -32,7 +32,7 @@ from models.decoder.prefix import Prefix
 
 logical.declare("pixel_rows", "rows of pixels of a patch")
 logical.declare("pixel_columns", "columns of pixels of a patch")
-logical.declare("channels", "colours of a pixel")
+logical.declare("channels", "colors of a pixel")
 
 CHANNELS = 3
 NAME = "vision"  # first part of the paths of all parameters

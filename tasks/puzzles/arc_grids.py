@@ -1,4 +1,4 @@
-"""Encodes ARC grids as tokens, and augments puzzles by rotating, mirroring and permuting colours.
+"""Encodes ARC grids as tokens, and augments puzzles by rotating, mirroring and permuting colors.
 
 A grid of up to 30 x 30 colors 0 to 9 is placed in a frame of 30 x 30 tokens: 0 outside the grid, color + 2 inside,
 and 1 (END) in the row below it and the column to its right if the frame has room, which marks the size of the grid.
@@ -19,11 +19,11 @@ from core.errors import UserError
 from tasks.puzzles import symmetries
 
 FRAME = 30
-PAD, END, FIRST_COLOUR = 0, 1, 2
-COLOURS = 10
-VOCAB_SIZE = FIRST_COLOUR + COLOURS
+PAD, END, FIRST_COLOR = 0, 1, 2
+COLORS = 10
+VOCAB_SIZE = FIRST_COLOR + COLORS
 SEPARATOR = "|||"
-IDENTITY = tuple(range(COLOURS))
+IDENTITY = tuple(range(COLORS))
 
 
 class Variant(NamedTuple):
@@ -31,30 +31,30 @@ class Variant(NamedTuple):
 
     Attributes:
       orientation: 0 to 7, see `symmetries.orient`.
-      colors: `colours[c]` replaces color c; color 0 is unchanged.
+      colors: `colors[c]` replaces color c; color 0 is unchanged.
     """
 
     orientation: int = 0
-    colours: tuple[int, ...] = IDENTITY
+    colors: tuple[int, ...] = IDENTITY
 
     def apply(self, grid: np.ndarray) -> np.ndarray:
         """Converts a grid [H, W] of the puzzle to that of the variant."""
-        return np.ascontiguousarray(symmetries.orient(np.asarray(self.colours, np.uint8)[grid], self.orientation))
+        return np.ascontiguousarray(symmetries.orient(np.asarray(self.colors, np.uint8)[grid], self.orientation))
 
     def undo(self, grid: np.ndarray) -> np.ndarray:
         """Converts a grid [H, W] of the variant back to that of the puzzle."""
-        return np.argsort(self.colours).astype(np.uint8)[symmetries.restore(grid, self.orientation)]
+        return np.argsort(self.colors).astype(np.uint8)[symmetries.restore(grid, self.orientation)]
 
     def name(self, puzzle: str) -> str:
         """Returns the identifier of this variant, given the name of the puzzle."""
         if self == Variant():
             return puzzle
-        return SEPARATOR.join((puzzle, f"t{self.orientation}", "".join(map(str, self.colours))))
+        return SEPARATOR.join((puzzle, f"t{self.orientation}", "".join(map(str, self.colors))))
 
 
 def random_variant(rng: np.random.Generator) -> Variant:
     """Draws a random orientation and a random permutation of colors 1 to 9."""
-    return Variant(int(rng.integers(8)), (0, *(1 + rng.permutation(COLOURS - 1)).tolist()))
+    return Variant(int(rng.integers(8)), (0, *(1 + rng.permutation(COLORS - 1)).tolist()))
 
 
 def parse(name: str) -> tuple[str, Variant]:
@@ -87,7 +87,7 @@ def check(grid: Sequence[Sequence[int]], *, where: str) -> np.ndarray:
     except ValueError:
         found = np.zeros(0)
     sizes_fit = found.ndim == 2 and all(1 <= n <= FRAME for n in found.shape)
-    if not sizes_fit or not np.issubdtype(found.dtype, np.integer) or not 0 <= found.min() <= found.max() < COLOURS:
+    if not sizes_fit or not np.issubdtype(found.dtype, np.integer) or not 0 <= found.min() <= found.max() < COLORS:
         raise UserError(f"{where} is not a grid: expected 1 to {FRAME} rows of equal length with colors 0 to 9")
     return found.astype(np.uint8)
 
@@ -96,7 +96,7 @@ def frame(grid: np.ndarray, *, at: tuple[int, int] = (0, 0)) -> np.ndarray:
     """Encodes a grid as [900] tokens, with its upper left corner at row and column `at` of the frame."""
     (top, left), (height, width) = at, grid.shape
     tokens = np.full((FRAME + 1, FRAME + 1), PAD, np.uint8)  # one larger: END tokens outside the frame are cropped
-    tokens[top : top + height, left : left + width] = grid + FIRST_COLOUR
+    tokens[top : top + height, left : left + width] = grid + FIRST_COLOR
     tokens[top + height, left : left + width] = END
     tokens[top : top + height, left + width] = END
     return tokens[:FRAME, :FRAME].ravel()
@@ -107,13 +107,13 @@ def crop(tokens: np.ndarray) -> np.ndarray:
 
     Of equally large rectangles it returns the one with the fewest rows. A model's answer need not be a valid grid.
     """
-    colours = np.asarray(tokens).reshape(FRAME, FRAME) >= FIRST_COLOUR
-    widths = np.minimum.accumulate(np.cumprod(colours, axis=1).sum(1))  # widths[h - 1]: rectangle of h rows
+    colors = np.asarray(tokens).reshape(FRAME, FRAME) >= FIRST_COLOR
+    widths = np.minimum.accumulate(np.cumprod(colors, axis=1).sum(1))  # widths[h - 1]: rectangle of h rows
     areas = widths * np.arange(1, FRAME + 1)
     height = int(np.argmax(areas)) + 1
     if not areas[height - 1]:
         return np.zeros((0, 0), np.uint8)
-    return (np.asarray(tokens).reshape(FRAME, FRAME)[:height, : widths[height - 1]] - FIRST_COLOUR).astype(np.uint8)
+    return (np.asarray(tokens).reshape(FRAME, FRAME)[:height, : widths[height - 1]] - FIRST_COLOR).astype(np.uint8)
 
 
 def offset(rng: np.random.Generator, *grids: np.ndarray) -> tuple[int, int]:

@@ -115,28 +115,28 @@ def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
 
     This is color refinement: each round recomputes the color of a cell from the sums of the colors in its row,
     column and box and of the clues with its digit, which depend neither on the names of digits nor on any order. The
-    signature is the sum of all colours. If boxes are square, rows and columns are treated alike.
+    signature is the sum of all colors. If boxes are square, rows and columns are treated alike.
     """
     rows, columns = BOXES[size]
     given = grids.reshape(-1, size, size).astype(np.int64)  # [n, N, N]
-    colours = _mix(np.minimum(given, 1).astype(np.uint64))
+    colors = _mix(np.minimum(given, 1).astype(np.uint64))
     for _ in range(_ROUNDS):
-        across = np.broadcast_to(colours.sum(2, keepdims=True), colours.shape)
-        down = np.broadcast_to(colours.sum(1, keepdims=True), colours.shape)
-        boxes = colours.reshape(-1, size // rows, rows, size // columns, columns)
-        box = np.broadcast_to(boxes.sum((2, 4), keepdims=True), boxes.shape).reshape(colours.shape)
-        same = _sum_by_digit(colours, given)
+        across = np.broadcast_to(colors.sum(2, keepdims=True), colors.shape)
+        down = np.broadcast_to(colors.sum(1, keepdims=True), colors.shape)
+        boxes = colors.reshape(-1, size // rows, rows, size // columns, columns)
+        box = np.broadcast_to(boxes.sum((2, 4), keepdims=True), boxes.shape).reshape(colors.shape)
+        same = _sum_by_digit(colors, given)
         lines = _mix(across) + _mix(down) if rows == columns else _mix(across) + _mix(down * np.uint64(3))
-        colours = _mix(colours * np.uint64(5) + lines + _mix(box * np.uint64(7)) + _mix(same * np.uint64(11)))
-    return colours.sum((1, 2))
+        colors = _mix(colors * np.uint64(5) + lines + _mix(box * np.uint64(7)) + _mix(same * np.uint64(11)))
+    return colors.sum((1, 2))
 
 
-def _sum_by_digit(colours: np.ndarray, given: np.ndarray) -> np.ndarray:
+def _sum_by_digit(colors: np.ndarray, given: np.ndarray) -> np.ndarray:
     """Returns, at each clue, the sum of the colors of all clues with its digit, [n, N, N]; 0 at blanks."""
-    total = np.zeros_like(colours)
-    for digit in range(1, colours.shape[1] + 1):
+    total = np.zeros_like(colors)
+    for digit in range(1, colors.shape[1] + 1):
         here = given == digit
-        total += here * (colours * here).sum((1, 2), keepdims=True)
+        total += here * (colors * here).sum((1, 2), keepdims=True)
     return total
 
 

@@ -32,11 +32,11 @@ class Squares(SampledTask):
 
     def row(self, rng, *, is_training):
         """One row of each field; here, training and validation differ in their random numbers alone."""
-        colour, is_right, top, left = rng.integers([3, 2, SIZE - 2, 2])
+        color, is_right, top, left = rng.integers([3, 2, SIZE - 2, 2])
         pixels = rng.integers(0, 64, (SIZE, SIZE, 3), dtype=np.uint8)
         left += is_right * SIZE // 2
-        pixels[top : top + 3, left : left + 3, colour] = 255
-        words = np.array([START, 1 + colour, SQUARE, IS, 6 + is_right], np.int32)
+        pixels[top : top + 3, left : left + 3, color] = 255
+        words = np.array([START, 1 + color, SQUARE, IS, 6 + is_right], np.int32)
         return {"pixels": pixels, "inputs": words[:-1], "targets": words[1:]}
 
 

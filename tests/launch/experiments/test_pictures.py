@@ -24,7 +24,7 @@ def test_patches_that_were_not_chosen_are_pale():
 
 
 def test_questions_about_one_image_are_of_different_kinds():
-    kinds = ("yes_no", "yes_no", "yes_no", "yes_no", "colour", "shape")
+    kinds = ("yes_no", "yes_no", "yes_no", "yes_no", "color", "shape")
     questions = [Question("", f"{n}.png", f"{n} {i}", "a", kind) for n in range(9) for i, kind in enumerate(kinds)]
     groups = list(pictures.same_image(questions))
     assert [len(group) for group in groups] == [4] * 6

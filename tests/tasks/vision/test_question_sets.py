@@ -41,17 +41,17 @@ class FakeDataset:
         return iter(self.examples)
 
 
-def encoded(colour, kind="PNG"):
+def encoded(color, kind="PNG"):
     stream = io.BytesIO()
-    Image.new("RGB", (6, 4), colour).save(stream, kind)
+    Image.new("RGB", (6, 4), color).save(stream, kind)
     return {"bytes": stream.getvalue(), "path": None}
 
 
 RED, BLUE = encoded("red"), encoded("blue", "JPEG")
 EXAMPLES = [
-    {"picture": RED, "question": "what colour?", "answers": ["", "pink", "red", " ", "red"], "type": "colour"},
+    {"picture": RED, "question": "what color?", "answers": ["", "pink", "red", " ", "red"], "type": "color"},
     {"picture": RED, "question": " what shape?\n", "answers": [{"answer": "a square"}], "type": "shape"},
-    {"picture": BLUE, "question": "what colour?", "answers": "blue", "type": "colour"},
+    {"picture": BLUE, "question": "what color?", "answers": "blue", "type": "color"},
 ]
 NAMES = ("--data", "hub:owner/some", "--image", "picture", "--answer", "answers", "--kind", "type")
 
@@ -83,7 +83,7 @@ def test_questions_of_the_hub_are_written_and_read(examples, tmp_path, capsys):
     out = tmp_path / "out"
     assert build(*NAMES, "--validation", "held", "--out", out) == 0
     first, second, third = lines(out / "train.jsonl")
-    assert (first["question"], first["answer"], first["kind"]) == ("what colour?", "red", "colour")
+    assert (first["question"], first["answer"], first["kind"]) == ("what color?", "red", "color")
     assert (second["question"], second["answer"], second["kind"]) == ("what shape?", "a square", "shape")
     assert first["image"] == second["image"] != third["image"]
     assert third["image"].endswith(".jpeg")
@@ -102,7 +102,7 @@ def test_questions_of_the_hub_are_written_and_read(examples, tmp_path, capsys):
         length=32,
         num_streams=1,
         vocabulary=vocabularies.bytes(),
-        kinds=("colour", "shape"),
+        kinds=("color", "shape"),
     )
     assert task.problems() == []
     batch = next(task.train(DataLayout(2, (0, 1), (0, 1)), seed=0))
