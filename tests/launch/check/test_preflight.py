@@ -182,7 +182,7 @@ def test_every_binding_that_is_left_out_has_a_line_of_its_own(capsys, tmp_path):
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == f"ok    configuration  {QUICKSTART}"
     left_out = [line for line in lines if "is left out" in line]
-    assert len(left_out) == 3
+    assert len(left_out) == 4
     assert all(line.startswith(" " * 21 + "gin/") and line.count("is left out") == 1 for line in left_out)
 
 
@@ -191,7 +191,7 @@ def test_a_project_of_weights_and_biases_without_the_package_is_refused(tmp_path
     binding = "settings.Logging.wandb_project = 'renga'"
     found = preflight.check("gin/quickstart.gin", bindings=[binding], run_dir=str(tmp_path))
     (wrong,) = [finding for finding in found.findings if not finding.ok]
-    assert "the package wandb is not installed" in wrong.detail
+    assert wrong.detail.endswith("needs the package wandb; launch/setup.sh --extra wandb")
 
 
 def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypatch):
