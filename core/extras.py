@@ -15,7 +15,7 @@ def missing(package: str, *, extra: str, what: str) -> Problem | None:
       extra: name in pyproject.toml.
       what: the setting or command that needs it.
     """
-    if package in sys.modules or importlib.util.find_spec(package) is not None:
+    if sys.modules.get(package) or importlib.util.find_spec(package) is not None:
         return None
     return Problem(f"needs the package {package}", setting=what, fix=install(extra))
 
