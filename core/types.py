@@ -447,7 +447,7 @@ class OwnMetrics(Protocol):
 class DefinesMetrics(Protocol):
     """A task that may define metrics of its own.
 
-    Enables: these metrics at every evaluation of a run (METRIC_EXAMPLES).
+    Enables: the task's own metrics at every evaluation of a run (METRIC_EXAMPLES).
     """
 
     def own_metrics(self, most: int) -> OwnMetrics | None:

@@ -38,10 +38,10 @@ def _next_token(logits: jax.Array, targets: jax.Array, vocab_size: int) -> tuple
     """Returns the loss of every position, and 1 where the target has the largest logit, [B, T] float32."""
     entries = jnp.arange(logits.shape[-1])  # [V]
     logits = jnp.where(entries < vocab_size, logits.astype(jnp.float32), -1e30)  # [B, T, V]
-    log_normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
     target_logit = jnp.sum(jnp.where(entries == targets[..., None], logits, 0.0), axis=-1)  # [B, T]
     correct = (target_logit >= jnp.max(logits, axis=-1)).astype(jnp.float32)  # [B, T]
-    return log_normaliser - target_logit, correct
+    return log_normalizer - target_logit, correct
 
 
 def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:

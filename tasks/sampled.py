@@ -21,7 +21,12 @@ _TRAIN, _VALIDATION = 0, 1
 
 
 class SampledTask(Task, abc.ABC):
-    """A task whose subclass defines `spec` and `row`; usually a frozen dataclass."""
+    """A task whose subclass defines `num_streams`, `spec` and `row`; usually a frozen dataclass.
+
+    Attributes:
+      num_streams: of the training data; it divides the batch size.
+      vocabulary: converts text, if rows have any; None otherwise.
+    """
 
     vocabulary: Any = None
 

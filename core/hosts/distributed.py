@@ -252,18 +252,19 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         raise TimeoutError(f"barrier {name!r}: {late if hosts else error}") from error
 
 
-def from_host_zero(text: str) -> str:
+def from_host_zero(text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
     """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order."""
     size, is_zero = _MAX_TEXT_BYTES // 8, is_host_zero()  # characters of a message
     parts = [text[begin : begin + size] for begin in range(0, len(text), size)] if is_zero else []
     begin = f"{max(len(parts), 1)} {parts[0] if parts else ''}"
-    count, _, found = _shared("from_host_zero", begin if is_zero else None, sources=[0])[0].partition(" ")
+    wait: dict[str, Any] = {"sources": [0], "timeout_seconds": timeout_seconds}
+    count, _, found = _shared("from_host_zero", begin if is_zero else None, **wait)[0].partition(" ")
     for part in range(1, int(count)):
-        found += _shared("from_host_zero", parts[part] if is_zero else None, sources=[0])[0]
+        found += _shared("from_host_zero", parts[part] if is_zero else None, **wait)[0]
     return found
 
 
-def decided_by_host_zero(decide: Callable[[], Any]) -> Any:
+def decided_by_host_zero(decide: Callable[[], Any], *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
     """Calls `decide` on host 0 alone, and returns its result, of JSON types, on every host.
 
     Hosts may see different files, such as the checkpoints of a run that is still training. All hosts must call it, in
@@ -278,7 +279,7 @@ def decided_by_host_zero(decide: Callable[[], Any]) -> Any:
             decided = {"result": decide()}
         except UserError as error:
             decided = {"error": str(error), "is_unreachable": isinstance(error, UnreachableError)}
-    decided = json.loads(from_host_zero(json.dumps(decided)))
+    decided = json.loads(from_host_zero(json.dumps(decided), timeout_seconds=timeout_seconds))
     if "error" in decided:
         raise (UnreachableError if decided["is_unreachable"] else UserError)(decided["error"])
     return decided["result"]

@@ -364,14 +364,17 @@ def _say_to_all(present: Mapping[int, _Present], message: Mapping[str, Any], key
 
 # The others
 
+_NO_ANSWER = "it does not answer as a host of this start"
+
 
 def _ask(call: _Call) -> Roll:
     """Connects to host 0 and waits for its reply; retries until the deadline, also when its name is not found yet."""
-    failure = "it does not answer as a host of this start"
+    failure = _NO_ANSWER
     while time.monotonic() < call.deadline:
         try:
             if answered := _hello(call):
                 return _answered(*answered, call)
+            failure = _NO_ANSWER
         except socket.gaierror as error:
             failure = f"this host cannot look up the name: {error.strerror}"
         except OSError as error:

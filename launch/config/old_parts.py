@@ -64,8 +64,8 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
     what = ""
     if old.selector.endswith(".preset"):
         what = "and the preset has a mixer of its own"
-    elif any(b.scope != old.scope for b in of_decoder if b.parameter in ("mixer", *_OF_ATTENTION)):
-        what = "and other scopes bind the mixer, too"
+    elif any(b.scope != old.scope and b.value for b in of_decoder if b.parameter in ("mixer", *_OF_ATTENTION)):
+        what = "and other scopes bind it or the mixer, too"
     elif mixers and found.get("pattern"):
         what = "and the layers have a mixer"
     if what:

@@ -99,7 +99,7 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
     """Returns the metrics of a registered task or mixture of seqio; all hosts call it, and host 0 alone reads it."""
-    from launch.runs.task_metrics import Answers
+    from launch.runs.task_metrics import WAIT_SECONDS, Answers
     from tasks.text import seqio_metrics, seqio_tasks
 
     vocabulary, measured = model.vocabulary, seqio_metrics.Measured(name, most=limit)
@@ -115,10 +115,9 @@ def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[s
         return measured.questions()
 
     answers = Answers(model.program, model.params, stop_ids=model.stop_ids, num_ids=vocabulary.size)
-    outputs = seqio_metrics.answered(
-        distributed.decided_by_host_zero(questions), score=answers.score, predict=answers.predict
-    )
-    return distributed.decided_by_host_zero(lambda: measured.computed(outputs))
+    asked = distributed.decided_by_host_zero(questions, timeout_seconds=WAIT_SECONDS)
+    outputs = seqio_metrics.answered(asked, score=answers.score, predict=answers.predict)
+    return distributed.decided_by_host_zero(lambda: measured.computed(outputs), timeout_seconds=WAIT_SECONDS)
 
 
 def _require_metrics(name: str | None) -> None:

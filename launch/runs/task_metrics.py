@@ -16,6 +16,8 @@ from parallel.partitioner import Program
 from tasks.text import seqio_metrics, seqio_pipeline
 
 ROWS = 16  # prompts that are continued together
+WAIT_SECONDS = 24 * 3600.0  # for metrics of the user, which may take long; a lost host is noticed by its heartbeat
+_FIX = "lower METRIC_EXAMPLES"
 
 
 class Answers:
@@ -32,14 +34,16 @@ class Answers:
         self._scorer.update(params)
 
     def predict(self, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-        """Returns the greedy continuation of each prompt, of at most so many ids, or as many as the model has room for.
+        """Returns the greedy continuation of each prompt, of at most so many ids.
+
+        Rows of the model's whole length have no room for the last id, because the begin-of-text id comes first.
 
         Raises:
-          UserError: a prompt is longer than the model's positions.
+          UserError: prompts and continuations are longer than the model's positions by more than that.
         """
         room, found = self._generator.max_positions, []
-        if room is not None:
-            most = max(1, min(most, room - max(map(len, prompts))))
+        if room is not None and max(map(len, prompts)) + most == room + 1 and most > 1:
+            most -= 1
         self._generator.check(prompts, max_tokens=most)
         for first in range(0, len(prompts), ROWS):
             activity.at(activity.EVALUATING, part=f"prediction {first + 1} of {len(prompts)}")
@@ -67,7 +71,10 @@ class TaskMetrics:
 
     def ready(self) -> None:
         """Waits for the examples. Raises UserError on every host if they, or the metrics, cannot be read."""
-        self._questions = distributed.decided_by_host_zero(lambda: seqio_pipeline.answer(self._asked))
+        activity.at(activity.EVALUATING, part="examples of the task's metrics")
+        self._questions = distributed.decided_by_host_zero(
+            lambda: seqio_pipeline.answer(self._asked, fix=_FIX), timeout_seconds=WAIT_SECONDS
+        )
 
     def values(self, state: TrainState) -> dict[str, float]:
         """Returns the metrics as `TASK/METRIC`. Raises UserError if a metric fails, on every host."""
@@ -80,11 +87,12 @@ class TaskMetrics:
         self._answers.update(None)
 
         def computed() -> Any:
-            return seqio_pipeline.answer(self._processes.submit(0, self._own.computed, outputs))
+            return seqio_pipeline.answer(self._processes.submit(0, self._own.computed, outputs), fix=_FIX)
 
-        found = distributed.decided_by_host_zero(computed)
+        activity.at(activity.EVALUATING, part="the task's metrics")
+        found = distributed.decided_by_host_zero(computed, timeout_seconds=WAIT_SECONDS)
         return {f"{task}/{name}": value for task, each in found.items() for name, value in each.items()}
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, also while it reads."""
         self._processes.close()

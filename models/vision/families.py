@@ -36,7 +36,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 _SIGLIP = {**_DEFAULTS, "patch_size": 16, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 _CLIP = {**_DEFAULTS, "patch_size": 32, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
-_CLIP_COLOURS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+_CLIP_COLORS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 
 
 def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
         "class_token": is_clip,
         "input_norm": is_clip,
         "output_norm": not is_clip,  # CLIP normalizes the class token alone, which is not part of the features
-        **(_CLIP_COLOURS if is_clip else {}),
+        **(_CLIP_COLORS if is_clip else {}),
     }
 
 

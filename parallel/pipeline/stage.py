@@ -426,7 +426,7 @@ def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int
 
 
 def send(tree: Any, *, toward: int) -> Any:
-    """Sends a tree to the next (+1) or previous (-1) stage of the ring; returns the tree from the other neighbour."""
+    """Sends a tree to the next (+1) or previous (-1) stage of the ring; returns the tree from the other neighbor."""
     stages = jax.lax.axis_size(STAGE)
     pairs = [(i, (i + toward) % stages) for i in range(stages)]
     return jax.tree.map(lambda a: jax.lax.ppermute(a, STAGE, pairs), tree)

@@ -11,16 +11,16 @@ T: tokens per row. S: number of streams.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from core import units
 from core.batches import BatchSpec, fingerprint_of
 from core.errors import UserError, check_integer, check_text
-from core.types import Batches, CountsTokens, DataLayout, OwnMetrics, can, missing
+from core.types import Batches, CountsTokens, DataLayout, DefinesMetrics, OwnMetrics, can, missing
 from tasks import streams
 from tasks.text import vocabularies
 from tasks.text.document_streams import DocumentSource
-from tasks.text.documents import Corpus, DefinesMetrics, FillsCache, HashesContent, StreamSpec, TriesExamples
+from tasks.text.documents import Corpus, FillsCache, HashesContent, StreamSpec, TriesExamples
 from tasks.text.ids import ChatVocabulary, Encodes, FormatsChats, IsDefinedByTask, ReadsFile, Vocabulary
 from tasks.text.text_files import TextFiles, python_library
 
@@ -113,7 +113,7 @@ class TextTask:
         return (self.vocabulary.eos_id,)
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """See `core.types.DefinesMetrics`: those of a seqio task."""
+        """Returns the metrics of a seqio task; None of others."""
         return self.corpus.own_metrics(most) if can(self.corpus, DefinesMetrics) else None
 
     def train_tokens(self) -> int | None:
@@ -468,7 +468,7 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
 
     defined = any(can(task.vocabulary, IsDefinedByTask) for task in tasks)
     corpus = Mixture(
-        tuple(task.corpus for task in tasks if isinstance(task.corpus, DocumentSource)),  # all are: `_check_mixes`
+        tuple(cast(DocumentSource, task.corpus) for task in tasks),  # all are: `_check_mixes`
         tuple(map(float, weights)),
         tuple(task.vocabulary for task in tasks) if defined else (),
     )

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 from core import units
 from core.errors import Problem, UserError
 from core.files import paths
-from core.types import OwnMetrics
 from tasks.streams import Stream
 from tasks.text import text_formats
 from tasks.text.ids import Vocabulary
@@ -193,13 +192,6 @@ class HashesContent(Protocol):
 
     def content_hash(self) -> str:
         """Returns a hash of the content of the files (`tasks.text.content_hash`)."""
-
-
-class DefinesMetrics(Protocol):
-    """A `Corpus` whose definition has metrics; see `core.types.DefinesMetrics`."""
-
-    def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the metrics of at most so many examples."""
 
 
 class FillsCache(Protocol):

@@ -252,7 +252,7 @@ class SeqioCache(DocumentSource):
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """See `documents.DefinesMetrics`."""
+        """Returns the metrics of at most so many examples of each task."""
         return self.asked.measured(most)
 
     def fingerprint(self) -> str:

@@ -90,7 +90,7 @@ class LiveSeqio(Corpus):
         )
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """See `documents.DefinesMetrics`."""
+        """Returns the metrics of at most so many examples of each task."""
         return self.asked.measured(most)
 
     def _named(self) -> str:

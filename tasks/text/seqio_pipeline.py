@@ -299,34 +299,41 @@ class Processes:
 
     def __init__(self) -> None:
         self._pools: dict[int, concurrent.futures.ProcessPoolExecutor] = {}
+        self._pids: dict[int, concurrent.futures.Future] = {}
+        self._last: dict[int, concurrent.futures.Future] = {}
 
     def submit(self, number: int, call: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future:
         """Calls a function in the process of that number; it keeps its place in the lanes that it reads."""
         if number not in self._pools:
             context = multiprocessing.get_context("spawn")  # a fork would copy the threads of JAX and TensorStore
             self._pools[number] = concurrent.futures.ProcessPoolExecutor(1, context, _prepare)
-        return self._pools[number].submit(call, *arguments)
+            self._pids[number] = self._pools[number].submit(os.getpid)
+        self._last[number] = self._pools[number].submit(call, *arguments)
+        return self._last[number]
 
     def close(self) -> None:
-        """Ends the processes; a later call starts others."""
-        for pool in self._pools.values():
+        """Ends the processes, also those that still work; a later call starts others."""
+        for number, pool in self._pools.items():
+            if not self._last[number].done():  # the process only reads, so nothing is lost
+                with contextlib.suppress(concurrent.futures.process.BrokenProcessPool, ProcessLookupError):
+                    os.kill(self._pids[number].result(), signal.SIGKILL)
             pool.shutdown(cancel_futures=True)
         self._pools.clear()
 
 
+_FEWER = "fill the cache with launch/run tokenize --task and fewer --processes; it continues"
 PROCESSES = Processes()  # of this process
 atexit.register(PROCESSES.close)
 
 
-def answer(future: concurrent.futures.Future) -> Any:
-    """Returns the result of a call. Raises UserError if its process ended."""
+def answer(future: concurrent.futures.Future, *, fix: str = _FEWER) -> Any:
+    """Returns the result of a call. Raises UserError with the fix if its process ended."""
     try:
         return future.result()
     except concurrent.futures.process.BrokenProcessPool as error:
         raise UserError(
-            "a process that runs the seqio pipeline ended, often for lack of memory: fill the cache with launch/run "
-            "tokenize --task and fewer --processes; it continues. A program of your own must call Renga below if "
-            "__name__ == '__main__'"
+            f"a process that runs the seqio pipeline ended, often for lack of memory: {fix}. A program of your own "
+            "must call Renga below if __name__ == '__main__'"
         ) from error
 
 

@@ -569,7 +569,7 @@ def test_a_run_without_adapters_has_nothing_to_merge(run_dir, tmp_path, capsys):
 @pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("evaluate", "--humaneval", "P", "--allow-code")])
 def test_a_machine_without_chips_uses_its_cpu(command, words, platforms, chips, expected, tmp_path, monkeypatch):
     given = {"jax_platforms": platforms}
-    config = types.SimpleNamespace(update=given.__setitem__, jax_platforms=platforms)
+    config = types.SimpleNamespace(update=given.__setitem__, values=given)
     monkeypatch.setattr(loaded_model.jax, "config", config)
     monkeypatch.setattr(tpu_host, "chips", lambda: chips)
     monkeypatch.setattr(humaneval, "read", lambda file, most: [])

@@ -61,6 +61,7 @@ FIELDS = {
     "log_interval": (3, False),
     "eval_interval": (3, False),
     "eval_batches": (3, False),
+    "metric_examples": (3, False),
     "checkpoint_interval": (3, False),
     "keep_checkpoints": (7, False),
     "keep_best": ("validation/loss", False),
