@@ -9,8 +9,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/docs/.venv stamp=$root/docs/.venv/requirements.txt
 "$root/launch/setup.sh"
 if ! cmp --silent "$root/docs/requirements.txt" "$stamp"; then
-  "$root/.venv/bin/python" -m venv --clear "$venv"
-  "$venv/bin/pip" install --quiet --disable-pip-version-check --requirement "$root/docs/requirements.txt"
+  "$root/.venv/bin/python" -m venv --clear --without-pip "$venv"  # the Python may lack ensurepip
+  "$root/.venv/bin/python" -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check \
+    --requirement "$root/docs/requirements.txt"
   cp "$root/docs/requirements.txt" "$stamp"
 fi
 cd "$root"

@@ -284,8 +284,8 @@ class Experiment:
             can(self.task, DefinesMetrics) and self.task.own_metrics(most) and can(self.model, Generates)
         ):
             problems.append(
-                f"METRIC_EXAMPLES = {most}: only a task of text.seqio, with a model that generates text, has own "
-                "metrics; set METRIC_EXAMPLES = 0"
+                f"METRIC_EXAMPLES = {most} needs a seqio task of your own (text.seqio.module) and a model that "
+                "generates text; set METRIC_EXAMPLES = 0"
             )
         return problems
 

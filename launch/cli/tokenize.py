@@ -130,14 +130,16 @@ def _run_task(args: argparse.Namespace) -> int:
         raise UserError(f"{' and '.join(alone)} cannot be given with --task, which defines its own sources and ids")
     if args.length is None:
         raise UserError("--length must be given with --task: the tokens per row of the runs, at which features are cut")
+    from tasks.text.constructors import SHIPPED
     from tasks.text.seqio_cache import SeqioCache
 
+    if args.task in SHIPPED and args.module is None:
+        raise UserError(f"--task {args.task} needs no cache: runs read its files, with text.seqio.name = {args.task!r}")
     named = {"name": args.task, "module": args.module, "inputs_length": args.inputs_length, "epochs": args.epochs}
     task = text.seqio(**named, cache=args.out, length=args.length, num_streams=1)
     if problems := [*task.problems(), *task.example_problems()]:
         raise UserError("\n".join(problems))
-    if not isinstance(task.corpus, SeqioCache):
-        raise UserError(f"--task {args.task} needs no cache: runs read its files, with text.seqio.name = {args.task!r}")
+    assert isinstance(task.corpus, SeqioCache)
     is_complete = task.corpus.saved is not None
     try:
         task.corpus.fill(processes=args.processes, say=_say)

@@ -53,7 +53,7 @@ def registered(name: str, where: str = "text.seqio.name", *, module: str | None 
     names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"registered are {', '.join(sorted(names)[:8]) or 'none'}."
+        hint = f"did you mean {near[0]!r}?" if near else f"registered names: {', '.join(sorted(names)[:8]) or 'none'}."
         raise UserError(
             f"{where}: no seqio task or mixture {name!r}; {hint} Name the module that registers it: "
             "text.seqio.module, or --module"

@@ -88,7 +88,7 @@ def test_targets_follow_inputs_and_only_they_are_learned(registered):
 
 
 def evaluated(name, *, most, score, predict):
-    """What host 0 computes, from what all hosts answer; both are sent as JSON."""
+    """Returns what host 0 computes from the answers of all hosts; questions and metrics are sent as JSON."""
     measured = seqio_metrics.Measured(name, most=most)
     questions = json.loads(json.dumps(measured.questions()))
     return measured.computed(seqio_metrics.answered(questions, score=score, predict=predict))

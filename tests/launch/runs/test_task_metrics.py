@@ -1,4 +1,4 @@
-"""What a model answers for the metrics of a task."""
+"""A model continues the prompts of a task's metrics as far as its positions allow."""
 
 import jax
 import pytest
