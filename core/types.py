@@ -7,7 +7,7 @@ several hosts.
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,21 @@ Carry = Any
 Batch = Mapping[str, jax.Array]
 
 IGNORED = -100  # label that losses and metrics ignore
+
+if TYPE_CHECKING:
+    from builtins import property as attribute
+else:
+
+    class attribute:
+        """A read-only attribute of a Protocol, which a class that inherits from it may also assign in `__init__`."""
+
+        def __init__(self, described: Callable):
+            self.__doc__, self._name = described.__doc__, described.__name__
+
+        def __get__(self, value: Any, kind: type) -> Any:
+            if value is None:
+                return self
+            raise AttributeError(f"{kind.__name__} has no {self._name}: define it, or assign it in __init__")
 
 
 class WeightedSum(NamedTuple):
@@ -92,7 +107,7 @@ class DataLayout(NamedTuple):
 class Batches(Protocol):
     """An endless or finite iterator over one host's rows of the global batches."""
 
-    @property
+    @attribute
     def spec(self) -> BatchSpec:
         """The fields of the *global* batch."""
 
@@ -451,7 +466,11 @@ class DefinesMetrics(Protocol):
     """
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """Returns the metrics of at most so many examples, or None if the task has no such definition."""
+        """Returns the metrics of at most so many examples, or None if the task has no such definition.
+
+        Raises:
+          UserError: the definition has no metrics that a model can be asked for.
+        """
 
 
 class KeepsStates(Protocol):
@@ -539,7 +558,7 @@ def missing(value: Any, protocol: type) -> list[str]:
     bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
     members = [member for base in bases for member in vars(base).items()]
     declared = [name for base in bases for name in inspect.get_annotations(base)]
-    declared += [name for name, member in members if isinstance(member, property)]
+    declared += [name for name, member in members if isinstance(member, attribute | property)]
     attributes = [name for name in declared if not hasattr(value, name)]
     methods = {name: m for name, m in members if inspect.isfunction(m) and not name.startswith("_")}
     lacking = [name for name, method in methods.items() if not _takes_keywords(getattr(value, name, None), method)]

@@ -280,14 +280,18 @@ class Experiment:
             )
         elif prepared and prompt:
             problems += _refusal(f"PROMPT = {prompt!r}", lambda: vocabulary.encode(prompt))
-        if (most := self.evaluation.metric_examples) and not (
-            can(self.task, DefinesMetrics) and self.task.own_metrics(most) and can(self.model, Generates)
-        ):
-            problems.append(
-                f"METRIC_EXAMPLES = {most} needs a seqio task of your own (text.seqio.module) and a model that "
-                "generates text; set METRIC_EXAMPLES = 0"
-            )
+        if most := self.evaluation.metric_examples:
+            problems += _refusal(f"METRIC_EXAMPLES = {most}", self._require_metrics)
         return problems
+
+    def _require_metrics(self) -> None:
+        """Raises UserError if the task or the model cannot have the metrics of METRIC_EXAMPLES."""
+        most = self.evaluation.metric_examples
+        if not (can(self.model, Generates) and can(self.task, DefinesMetrics) and self.task.own_metrics(most)):
+            raise UserError(
+                "needs a seqio task of your own (text.seqio.module) and a model that generates text; set "
+                "METRIC_EXAMPLES = 0"
+            )
 
     def bind(self, devices: Sequence[jax.Device]) -> Program:
         """Binds the experiment to devices; returns its training and evaluation steps.

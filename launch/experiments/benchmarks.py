@@ -7,22 +7,21 @@ import argparse
 import functools
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from core import slices
-from core.checkpoints import published_files
 from core.errors import UserError
 from core.files import paths
 from core.hosts import distributed
 from launch import environment, flags, loaded_model, terminal
-from launch.experiments import lm_eval_tasks
+from launch.experiments import lm_eval_tasks, simulated_hosts
 from launch.experiments.text_scores import TextScores
-from launch.hosts import cluster, simulate, tpu_host
+from launch.hosts import cluster, tpu_host
 from launch.loaded_model import LoadedModel
+from parallel.compiled import host_memory, report
 
 EVALUATION = {"lm_eval": ("lm_eval_path", "json"), "task": ("json", "module")}
 EXAMPLE = "launch/run evaluate smollm2 --lm-eval arc_easy,hellaswag --num-examples 200"
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
     if args.task is not None and args.slice and slices.get(args.slice).hosts > 1:
         if args.simulate:
-            return _simulate(args)
+            return simulated_hosts.evaluate(args, slices.get(args.slice))
         if environment.read("RENGA_SIMULATE") or tpu_host.look().on_tpu_host:
             cluster.join(slices.get(args.slice))
     scores = load(args, check=functools.partial(_require_metrics, args.task))
@@ -61,17 +60,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(args: argparse.Namespace) -> int:
-    """Runs the command on every simulated host of the slice."""
-    command = [*environment.COMMAND, "evaluate", str(args.run_dir)]
-    command += flags.passed_on(args, "--slice", "--gin", "--step", "--num-examples", "--task", "--module", "--json")
-    slice_, folder = slices.get(args.slice), Path(args.run_dir)
-    is_elsewhere = paths.is_remote(args.run_dir) or published_files.is_published(args.run_dir)
-    logs = (Path("runs", folder.name) if is_elsewhere else folder) / "logs"
-    simulate.announce(slice_, logs)
-    return simulate.run(slice_, command=command, log_directory=logs)
-
-
 def require_benchmark(args: argparse.Namespace) -> int | None:
     """Checks that no flag is of a run's own data; returns the number of examples to score, None for all."""
     if args.all_steps or args.submission:
@@ -84,7 +72,8 @@ def load(args: argparse.Namespace, **options: Any) -> TextScores:
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     bindings = [*(args.gin or ()), *([f"import {args.module}"] if args.module else [])]
-    scores = TextScores(loaded_model.load(name, slice_name=args.slice, bindings=bindings, **options))
+    options |= {"slice_name": args.slice, "bindings": bindings, "check_model": _require_memory}
+    scores = TextScores(loaded_model.load(name, **options))
     if distributed.is_host_zero():
         print(scores.model.where)
     return scores
@@ -126,6 +115,15 @@ def _require_metrics(name: str | None) -> None:
         from tasks.text import seqio_metrics
 
         distributed.decided_by_host_zero(lambda: seqio_metrics.require_metrics(name) and None)
+
+
+def _require_memory(model: LoadedModel) -> None:
+    """Checks that this machine has the memory for the parameters, if it simulates the chips of all hosts."""
+    at = model.program.partitioner
+    if at.mesh.devices.flat[0].platform == "cpu":
+        needed = report.totals(model.program).params * at.slice.chips
+        name = at.slice.name
+        distributed.decided_by_host_zero(lambda: host_memory.require_simulated(needed, slice_name=name))
 
 
 def _show(found: Mapping[str, Mapping[str, float]]) -> None:

@@ -13,7 +13,6 @@ import importlib
 import os
 import types
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,9 +32,9 @@ from core.training.scoring import HeldOut, Scores
 from core.types import AnswerJudge, Judges, can
 from launch import environment, flags, terminal
 from launch.experiment import Experiment, Span
-from launch.experiments import saved_run
+from launch.experiments import saved_run, simulated_hosts
 from launch.experiments.saved_run import SavedRun
-from launch.hosts import cluster, simulate, tpu_host
+from launch.hosts import cluster, tpu_host
 from launch.hosts.cluster import Host
 from launch.runs import continuation, prepared_run
 from launch.runs.prepared_run import Run
@@ -214,13 +213,7 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     saved_steps.select(found.run_dir, step=args.step, every=args.all_steps)
     program = experiment.bind(mesh.topology_devices(slice_))
     host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
-    # run_dir is resolved: simulated hosts have another home directory
-    command = [*environment.COMMAND, "evaluate", found.run_dir, "--slice", slice_.name]
-    command += flags.passed_on(args, "--gin", "--step", "--all-steps", "--num-examples", "--submission", "--overwrite")
-    folder = Path(found.run_dir)
-    logs = (Path("runs", folder.name) if paths.is_remote(found.run_dir) else folder) / "logs"
-    simulate.announce(slice_, logs)
-    return simulate.run(slice_, command=command, log_directory=logs)
+    return simulated_hosts.evaluate(args, slice_)
 
 
 def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment, asked: HeldOut, host: Host) -> None:

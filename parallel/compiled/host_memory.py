@@ -38,9 +38,9 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
     available = available_bytes()
     if needed_bytes > available:
         raise UserError(
-            f"simulating {slice_name} needs {units.size(needed_bytes)} for parameters, gradients and optimizer, and "
-            f"this machine has {units.size(available)} of free memory. Give a smaller slice (--slice) or a smaller "
-            "model, or take a machine with more memory."
+            f"simulating {slice_name} needs {units.size(needed_bytes)} for the model on all its chips, and this "
+            f"machine has {units.size(available)} of free memory. Give a smaller slice (--slice) or a smaller model, "
+            "or take a machine with more memory."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from core.errors import UserError
-from core.types import can
+from core.types import attribute, can
 
 PAD_ID = 0  # of the vocabularies defined here
 _CONTEXT_IDS = 16  # of a prompt, which are decoded with its continuation
@@ -18,23 +18,23 @@ class Vocabulary(Protocol):
     Rows are padded with 0 whatever `pad_id` is: `segment_ids` and `weights` tell what is padding.
     """
 
-    @property
+    @attribute
     def size(self) -> int:
         """The number of ids, including special ids."""
 
-    @property
+    @attribute
     def pad_id(self) -> int | None:
         """0 if id 0 is reserved for padding, so that no document may contain it; otherwise it is an ordinary token."""
 
-    @property
+    @attribute
     def eos_id(self) -> int:
         """The end-of-document id."""
 
-    @property
+    @attribute
     def bos_id(self) -> int:
         """The begin-of-text id, the first input of every segment; 0 if the vocabulary has none."""
 
-    @property
+    @attribute
     def hash(self) -> str:
         """A hexadecimal hash, equal exactly for equal mappings from text to ids."""
 
@@ -151,7 +151,7 @@ class FormatsChats(Protocol):
 class ReadsSpecials(Protocol):
     """A vocabulary that converts special tokens which are written in a text, such as <s>, to their ids."""
 
-    @property
+    @attribute
     def added_ids(self) -> frozenset[int]:
         """Special and added tokens, which a text has only where they are written in it."""
 
@@ -159,14 +159,14 @@ class ReadsSpecials(Protocol):
 class ChatVocabulary(Vocabulary, FormatsChats, ReadsSpecials, Protocol):
     """The vocabulary methods that convert a conversation to ids."""
 
-    @property
+    @attribute
     def turn_ends(self) -> tuple[int, ...]:
         """The ids that end an answer in the format of the chat template; may be empty."""
 
     def token_of(self, token_id: int) -> str:
         """Returns a token as it is written, such as <|im_end|>."""
 
-    @property
+    @attribute
     def begins_with_bos(self) -> bool:
         """True if a text begins with the begin-of-text id."""
 

@@ -6,43 +6,55 @@ Importing this module registers `renga.python_source`. A module of your own adds
   seqio.MixtureRegistry.add("all", [("notes", 1.0), ("renga.python_source", 0.2)])
 
 A document becomes ids with the end-of-document id, and is split into pieces of at most the length of `targets`, as in
-rows of the task itself.
+rows of the task itself. A conversation gives an example for each answer: `inputs` is all that comes before it.
 """
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from core.errors import UserError
 from tasks import text
-from tasks.text import seqio_tasks, vocabularies
+from tasks.text import chat_files, seqio_tasks, vocabularies
+from tasks.text.chat_files import ChatFiles
 from tasks.text.constructors import SHIPPED, TextTask
 from tasks.text.document_streams import DocumentSource, with_end
-from tasks.text.ids import Vocabulary
+from tasks.text.ids import ChatVocabulary, Vocabulary
 from tasks.text.tfds_source import tensorflow
 
 
 def add(name: str, task: TextTask, **options: Any) -> Any:
-    """Registers a task of documents as a seqio Task with the feature `targets`, and returns it.
+    """Registers a task of documents or conversations as a seqio Task, and returns it.
 
     Args:
       name: of the seqio task.
-      task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`; its length and streams have no part.
+      task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`, which gets the feature `targets`; or
+        `text.chats`, which gets `inputs` and `targets`. Its length and streams have no part.
       options: of `seqio.TaskRegistry.add`, such as `metric_fns`.
 
     Raises:
-      UserError: the task is not one of documents.
+      UserError: the task is not one of documents or conversations.
     """
-    seqio, source = seqio_tasks.library(), task.corpus
-    if not isinstance(source, DocumentSource):
-        raise UserError(f"{name}: only tasks of documents can be registered, found {source.describe()}")
+    seqio, tf, source = seqio_tasks.library(), tensorflow(), task.corpus
+    features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]
+    if isinstance(source, ChatFiles):
+        examples, preprocessor = _answers, leave_out_long
+    elif isinstance(source, DocumentSource):
+        examples, preprocessor = _documents, split
+    else:
+        raise UserError(f"{name}: expected a task of documents or conversations, found {source.describe()}")
+
+    def dataset(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
+        signature = {feature: tf.TensorSpec([None], tf.int32) for feature in features}
+        return tf.data.Dataset.from_generator(functools.partial(examples, task, split), output_signature=signature)
+
     return seqio.TaskRegistry.add(
         name,
-        source=seqio.FunctionDataSource(functools.partial(_documents, task), splits=["train", "validation"]),
-        preprocessors=[split],
-        output_features={"targets": seqio.Feature(vocabulary(task.vocabulary))},
+        source=seqio.FunctionDataSource(dataset, splits=["train", "validation"]),
+        preprocessors=[preprocessor],
+        output_features={feature: seqio.Feature(vocabulary(task.vocabulary)) for feature in features},
         **options,
     )
 
@@ -69,21 +81,34 @@ def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
     return dataset.flat_map(pieces)
 
 
-def _documents(task: TextTask, split: str, shuffle_files: bool, seed: int | None = None) -> Any:
-    """Returns the dataset of the documents of a split, as ids, in order."""
-    tf = tensorflow()
+def leave_out_long(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
+    """Leaves out examples whose `inputs` would be cut, as a preprocessor of seqio: an answer needs all before it."""
+    if not sequence_length:
+        return dataset
+    tf, most = tensorflow(), sequence_length["inputs"]
+    return dataset.filter(lambda example: tf.size(example["inputs"]) <= most)
 
-    def documents() -> Iterator[Mapping[str, np.ndarray]]:
-        task.vocabulary.prepare("", is_host_zero=False, sample=lambda: ())
-        assert isinstance(task.corpus, DocumentSource)
-        for part in task.corpus.parts(split, 1).parts:
-            reader = part.open(None)
-            while (content := next(reader, None)) is not None:
-                if content:
-                    ids = task.vocabulary.encode(content.decode())
-                    yield {"targets": with_end(ids, task.vocabulary, where=task.corpus.describe)}
 
-    return tf.data.Dataset.from_generator(documents, output_signature={"targets": tf.TensorSpec([None], tf.int32)})
+def _documents(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
+    """Yields the documents of a split, as ids, in order."""
+    task.vocabulary.prepare("", is_host_zero=False, sample=lambda: ())
+    assert isinstance(task.corpus, DocumentSource)
+    for part in task.corpus.parts(split, 1).parts:
+        reader = part.open(None)
+        while (content := next(reader, None)) is not None:
+            if content:
+                ids = task.vocabulary.encode(content.decode())
+                yield {"targets": with_end(ids, task.vocabulary, where=task.corpus.describe)}
+
+
+def _answers(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
+    """Yields each answer of the conversations of a split, after all ids before it, in order."""
+    assert isinstance(task.corpus, ChatFiles)
+    for line in task.corpus.lines(split):
+        inputs, targets, weights = chat_files.segment(line.chat(), cast(ChatVocabulary, task.vocabulary))
+        ids, learned = np.concatenate([inputs[:1], targets]), np.concatenate([[0], weights, [0]])
+        for begin, end in np.flatnonzero(np.diff(learned)).reshape(-1, 2) + 1:
+            yield {"inputs": ids[:begin], "targets": ids[begin:end]}
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from core.training import run_lock
 from core.types import OwnMetrics
-from tasks.text import document_streams, seqio_pipeline
+from tasks.text import document_streams, seqio_metrics, seqio_pipeline
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
 from tasks.text.documents import StreamSpec
 from tasks.text.ids import Vocabulary
@@ -196,7 +196,7 @@ class SeqioCache(DocumentSource):
             if "first" not in saved["tasks"][name]:
                 return "it has no record of its first examples"
             for key, value in about.items():
-                if saved["tasks"][name].get(key) != value:
+                if key != "metrics" and saved["tasks"][name].get(key) != value:
                     return f"{name} has {said.get(key, f'other {key}')}"
         return ""
 
@@ -252,7 +252,12 @@ class SeqioCache(DocumentSource):
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the metrics of at most so many examples of each task."""
+        """Returns the metrics of at most so many examples of each task. Raises UserError if there are none."""
+        found = _metrics(self.definition)
+        if not found or (self.saved and self._is_changed(self.saved["asked"])):  # it may have others by now
+            found = _metrics(_definition(self.asked))
+            seqio_pipeline.PROCESSES.close()
+        seqio_metrics.require_kinds(self.asked.name, found)
         return self.asked.measured(most)
 
     def fingerprint(self) -> str:
@@ -285,6 +290,11 @@ def _definition(asked: Asked) -> Mapping[str, Any]:
     if problem:
         raise UserError(problem)
     return found
+
+
+def _metrics(definition: Mapping[str, Any]) -> list[str]:
+    """Returns what the metrics of all tasks need of a model; empty for a cache that does not say it."""
+    return [kind for about in definition["tasks"].values() for kind in about.get("metrics", ())]
 
 
 class _TaskJob:

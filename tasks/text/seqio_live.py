@@ -23,7 +23,7 @@ from core.errors import UserError
 from core.hosts import log_filters
 from core.types import OwnMetrics
 from tasks.streams import Stream
-from tasks.text import seqio_pipeline, seqio_tasks
+from tasks.text import seqio_metrics, seqio_pipeline, seqio_tasks
 from tasks.text.documents import Corpus, StreamSpec
 from tasks.text.seqio_pipeline import Asked
 from tasks.text.tfds_source import tensorflow
@@ -90,7 +90,8 @@ class LiveSeqio(Corpus):
         )
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the metrics of at most so many examples of each task."""
+        """Returns the metrics of at most so many examples of each task. Raises UserError if there are none."""
+        seqio_metrics.require_metrics(self.asked.name, self.asked.module)
         return self.asked.measured(most)
 
     def _named(self) -> str:

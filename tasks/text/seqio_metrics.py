@@ -5,7 +5,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +41,7 @@ class Measured(NamedTuple):
         found, evaluator = require_metrics(self.name, self.module), _evaluator(self)
         asked = {}
         for task in evaluator.eval_tasks:
-            kinds = sorted({metric.model_output_type.name for metric in task.metric_objs})
-            asked[task.name] = {"kinds": kinds, "pairs": _pairs(evaluator.cached_model_datasets[task.name])}
+            asked[task.name] = {"kinds": kinds(task), "pairs": _pairs(evaluator.cached_model_datasets[task.name])}
         return {"eos_id": int(found.output_features["targets"].vocabulary.eos_id), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -51,7 +50,7 @@ class Measured(NamedTuple):
         Raises:
           UserError: a metric fails.
         """
-        evaluator, kinds = _evaluator(self), seqio_tasks.library().metrics.ModelOutputType
+        evaluator, types = _evaluator(self), seqio_tasks.library().metrics.ModelOutputType
         of = {id(dataset): outputs[name] for name, dataset in evaluator.cached_model_datasets.items()}
 
         def scores(dataset: Any) -> list[tuple[int, float]]:
@@ -63,7 +62,7 @@ class Measured(NamedTuple):
         def with_scores(dataset: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
             return predictions(dataset), {"scores": of[id(dataset)]["answer_scores"]}
 
-        functions = {kinds.SCORE: scores, kinds.PREDICTION: predictions, kinds.PREDICTION_WITH_AUX: with_scores}
+        functions = {types.SCORE: scores, types.PREDICTION: predictions, types.PREDICTION_WITH_AUX: with_scores}
         try:
             values = evaluator.evaluate(compute_metrics=True, model_fns=functions)[0].result()
         except Exception as error:  # a metric is a function of the user
@@ -78,11 +77,20 @@ def require_metrics(name: str, module: str | None = None) -> Any:
       UserError: there is no such task, or none of its metrics can be computed here.
     """
     seqio, found = seqio_tasks.library(), seqio_tasks.registered(name, "--task", module=module)
-    wanted = {metric.model_output_type.name for task in seqio.get_subtasks(found) for metric in task.metric_objs}
-    if not wanted or wanted - {_PREDICTION, _WITH_SCORES, _SCORE}:
-        has = ", ".join(sorted(wanted)) or "no metrics"
-        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
+    require_kinds(name, [kind for task in seqio.get_subtasks(found) for kind in kinds(task)])
     return found
+
+
+def kinds(task: Any) -> list[str]:
+    """Returns what the metrics of a seqio task need of a model, as names of `seqio.metrics.ModelOutputType`."""
+    return sorted({metric.model_output_type.name for metric in task.metric_objs})
+
+
+def require_kinds(name: str, found: Collection[str]) -> None:
+    """Raises UserError if a task has no metrics, or some that need something else than predictions or scores."""
+    if not found or set(found) - {_PREDICTION, _WITH_SCORES, _SCORE}:
+        has = ", ".join(sorted(set(found))) or "no metrics"
+        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
 
 
 def answered(
@@ -101,15 +109,14 @@ def answered(
     eos_id, outputs = questions["eos_id"], {}
     for name, asked in questions["tasks"].items():
         pairs = [(context, targets) for context, targets in asked["pairs"]]
-        kinds = asked["kinds"]
         found: dict[str, Any] = {}
-        if _SCORE in kinds:
+        if _SCORE in asked["kinds"]:
             found["scores"] = list(score(pairs))
-        if _PREDICTION in kinds or _WITH_SCORES in kinds:
+        if {_PREDICTION, _WITH_SCORES} & set(asked["kinds"]):
             contexts = [context for context, _ in pairs]
             answers = predict(contexts, max(len(targets) for _, targets in pairs))
             found["answers"] = _padded(answers, eos_id)
-        if _WITH_SCORES in kinds:
+        if _WITH_SCORES in asked["kinds"]:
             given = [(context, [*ids, eos_id]) for context, ids in zip(contexts, answers, strict=True)]
             found["answer_scores"] = list(score(given))
         outputs[name] = found

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.errors import UserError
-from tasks.text import seqio_tasks
+from tasks.text import seqio_metrics, seqio_tasks
 from tasks.text.seqio_metrics import Measured
 from tasks.text.token_cache import SPLITS
 from tasks.text.token_writer import Converted
@@ -95,7 +95,8 @@ def definition(asked: Asked) -> dict[str, Any]:
     Returns:
       `vocabulary` (see `seqio_tasks.described`); of each task its mixing `rate`, the number of `shards` of its splits,
       the `files` of its source that are on a disk or in a bucket, `draws`: whether its preprocessors draw random
-      numbers, and the checksum of its `first` examples by split; and `problems` of these examples.
+      numbers, what its `metrics` need of a model, and the checksum of its `first` examples by split; and `problems` of
+      these examples.
 
     Raises:
       UserError: the module cannot be imported, or the task is not one that a decoder can read.
@@ -119,6 +120,7 @@ def _definition(asked: Asked) -> dict[str, Any]:
             "shards": {split: len(each) for split, each in shards.items()},
             "files": sorted(names),
             "draws": _draws(task),
+            "metrics": seqio_metrics.kinds(task),
             "first": {},
         }
     problems = [problem for name, about in tasks.items() for problem in _first_examples(asked, name, about)]

@@ -1,10 +1,11 @@
 """Missing attributes of interfaces, and optional abilities of models, tasks and vocabularies."""
 
 import types
+from typing import Protocol
 
 import pytest
 
-from core.types import ChecksModel, Evaluates, HasVocabulary, Model, PadsVocabulary, can, missing
+from core.types import ChecksModel, Evaluates, HasVocabulary, Model, PadsVocabulary, attribute, can, missing
 
 
 class Whole:
@@ -27,6 +28,29 @@ def test_an_ability_needs_all_of_its_members():
     assert not can(types.SimpleNamespace(evaluate=3), Evaluates)
     assert not can(types.SimpleNamespace(model_problems=lambda model: []), ChecksModel)
     assert not can(None, HasVocabulary)
+
+
+class Declares(Protocol):
+    @attribute
+    def size(self) -> int:
+        """A number."""
+
+
+def test_a_class_that_inherits_an_attribute_may_assign_it():
+    class Assigns(Declares):
+        def __init__(self, size):
+            self.size = size
+
+    class Forgets(Declares):
+        pass
+
+    class Defines(Declares):
+        size = 5
+
+    assert [value.size for value in (Assigns(4), Defines())] == [4, 5]
+    assert [missing(value, Declares) for value in (Assigns(4), Defines(), Forgets())] == [[], [], ["size"]]
+    with pytest.raises(AttributeError, match="Forgets has no size: define it, or assign it in __init__"):
+        Forgets().size  # noqa: B018
 
 
 def test_missing_attributes_and_methods_are_named():

@@ -294,7 +294,7 @@ def test_a_non_finite_loss_ends_the_run_and_metrics_are_kept(launch, tmp_path):
     [
         ("VOCAB_SIZE = 100", "VOCAB_SIZE: "),
         ("text.seqio.num_streams = 3", "must divide over NUM_STREAMS = 3"),
-        ("METRIC_EXAMPLES = 4", "METRIC_EXAMPLES = 4 needs a seqio task of your own"),
+        ("METRIC_EXAMPLES = 4", "METRIC_EXAMPLES = 4: needs a seqio task of your own"),
     ],
 )
 def test_every_start_checks_that_data_and_model_fit(launch, tmp_path, binding, message):

@@ -16,7 +16,8 @@ from core.checkpoints import published_files
 from core.errors import UserError
 from launch import __main__ as command
 from launch import loaded_model
-from launch.experiments import lm_eval_tasks, text_scores
+from launch.experiments import benchmarks, lm_eval_tasks, text_scores
+from parallel.compiled import host_memory
 from parallel.generation.sampling import GREEDY, Sampling
 
 FAMILY = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "families" / "llama3"
@@ -53,6 +54,13 @@ def log_probabilities(scores, ids):
     logits = model.logits(params, {"inputs": row, "positions": jnp.arange(len(ids))[None], **batch})[0]
     log_p = logits - jnp.log(jnp.sum(jnp.exp(logits), axis=1, keepdims=True))
     return [float(log_p[i, token]) for i, token in enumerate(ids[1:])]
+
+
+def test_a_model_that_this_machine_cannot_hold_is_an_error_before_its_parameters_are_read(folder, monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    arguments = types.SimpleNamespace(slice=None, simulate=False, run_dir=str(folder), step=None, gin=None, module=None)
+    with pytest.raises(UserError, match=r"simulating v5e-1 needs .* has 1,000 B of free memory"):
+        benchmarks.load(arguments)
 
 
 @pytest.mark.covers("N13")

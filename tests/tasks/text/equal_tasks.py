@@ -192,6 +192,7 @@ OWN = {"length": 2, "num_streams": 1}
 LINES = {"train": f"{FILES}/part-*.jsonl", "validation": f"{FILES}/part-0.jsonl"}
 registered.add("own_files", text.files(**LINES, **OWN))
 registered.add("own_tokenizer", text.files(**LINES, **OWN, vocabulary=BPE))
+registered.add("own_chats", text.chats(train=f"{FILES}/chats.jsonl", **OWN, vocabulary=BPE))
 add(
     "hugging_face",
     source=source(text=TEXTS),

@@ -3,11 +3,13 @@
 import collections
 import concurrent.futures
 import importlib
+import itertools
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from core.errors import UserError
 from core.types import DataLayout
 from launch import environment
 from tasks import text
-from tasks.text import sentencepieces, seqio_cache, seqio_pipeline, tfds_source, token_writer
+from tasks.text import chat_files, sentencepieces, seqio_cache, seqio_pipeline, tfds_source, token_writer
 from tasks.text.documents import StreamSpec
 
 pytestmark = pytest.mark.slow  # TensorFlow
@@ -49,6 +51,10 @@ def files(tmp_path_factory):
         (folder / f"part-{part}.txt").write_text("\n".join(lines[40 * part : 40 * part + 40]) + "\n")
         texts = [{"text": line * (1 + 9 * (at % 7 == 0))} for at, line in enumerate(lines[40 * part : 40 * part + 40])]
         (folder / f"part-{part}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
+    ask = [{"role": role, "content": role[0] * 3} for role in ("user", "assistant")]
+    chats = [{"messages": ask * (1 + n % 3)} for n in range(1, 40)]
+    chats += [{"prompt": "x" * n, "completion": " more"} for n in range(40)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chats))
     (folder / "own.model").write_bytes(sentencepieces._train(lines, 300))
     tfds_source.tensorflow()
     with pytest.MonkeyPatch.context() as patch:
@@ -350,6 +356,21 @@ def test_a_preprocessor_that_fails_later_is_named_with_its_example(files, tmp_pa
         task.prepare("unused", is_host_zero=True)
 
 
+def test_a_task_without_metrics_is_an_error_before_a_run(files, tmp_path, monkeypatch):
+    """Before the cache is written, and afterwards; a cache does not keep metrics from being added."""
+    import seqio
+
+    before, written = make("prefix", tmp_path / "none", inputs=True), filled("prefix", tmp_path / "cache", inputs=True)
+    for task in (before, written):
+        with pytest.raises(UserError, match="prefix has no metrics: expected metrics of predictions or scores"):
+            task.own_metrics(3)
+    metric = types.SimpleNamespace(model_output_type=seqio.metrics.ModelOutputType.SCORE)
+    monkeypatch.setitem(vars(seqio.TaskRegistry.get("prefix")), "metric_objs", [metric])
+    seqio_cache._asked.cache_clear()
+    assert written.own_metrics(3) == written.corpus.asked.measured(3)
+    assert written.problems() == []
+
+
 @pytest.mark.parametrize("name", ["own_files", "own_tokenizer"])
 def test_a_registered_task_of_this_workspace_has_the_segments_of_the_task_itself(files, tmp_path, name):
     import seqio
@@ -371,6 +392,30 @@ from equal_tasks import features, source
 
 seqio.TaskRegistry.add("prefix", source=source(), output_features=features("targets"))
 """
+
+
+def test_a_registered_task_of_conversations_has_each_answer_after_all_that_comes_before(files, tmp_path):
+    import seqio
+
+    task = filled("own_chats", tmp_path / "cache", inputs=True)
+    found = read(task)
+    assert found == theirs("own_chats", task.corpus.asked.lengths, seqio.PrefixLMFeatureConverter)
+    own = sys.modules[MODULE].BPE
+    itself = text.chats(train=f"{files}/chats.jsonl", length=LENGTH, num_streams=1, vocabulary=own)
+    wanted, left_out = collections.Counter(), 0
+    for line in itself.corpus.lines("train"):
+        begins, targets, weights = chat_files.segment(line.chat(), own)
+        ids = (*begins[:1].tolist(), *targets.tolist())
+        for is_learned, places in itertools.groupby(range(len(targets)), (weights > 0).__getitem__):
+            begin, *others = (place + 1 for place in places)
+            end = [begin, *others][-1] + 1
+            left_out += bool(is_learned and begin > INPUTS)
+            if is_learned and begin <= INPUTS:
+                row = ((0, *ids[: end - 1]), ids[:end], (0.0,) * begin + (1.0,) * (end - begin), tuple(range(end)))
+                wanted[row] += 1
+    assert found == wanted
+    assert left_out > 3
+    assert sum(found.values()) > 40
 
 
 def test_a_module_that_cannot_be_imported_is_named(files):
