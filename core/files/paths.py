@@ -130,14 +130,19 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file atomically: a reader sees the old text or the new one. Creates its folder if necessary."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file as `write_text_atomically` does."""
     file = resolve(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(file):
-        file.write_text(text)  # writing an object is atomic
+        file.write_bytes(content)  # writing an object is atomic
         return
     part = file.parent / f".{file.name}.{uuid.uuid4().hex}"
     try:
-        part.write_text(text)
+        part.write_bytes(content)
         os.replace(part, file)  # noqa: PTH105 (epath's replace copies across backends)
     finally:
         part.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from core.files import paths
 from core.training import run_lock
 from launch import flags
 from tasks import text
-from tasks.text import decontamination, near_duplicates, token_cache, tokenizing
+from tasks.text import beam_parts, decontamination, near_duplicates, token_cache, tokenizing
 from tasks.text.token_writer import Progress
 
 COMMAND = ("runs", "tokenize")
@@ -28,7 +28,7 @@ _LEFT_OUT = {
     "near_duplicate": "near duplicates",
 }
 _SIMILARITY = 0.8
-_OF_TASKS = ("module", "length", "inputs_length", "epochs")
+_OF_TASKS = ("module", "length", "inputs_length", "epochs", "runner", "runner_options")
 _OF_TEXT = (
     "data",
     "validation",
@@ -83,6 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--inputs-length", metavar="N", type=flags.at_least(1), help=help_)
     help_ = "of a task whose preprocessors draw random numbers: how many epochs to cache"
     own.add_argument("--epochs", metavar="N", type=flags.at_least(1), help=help_)
+    help_ = "run the task on Apache Beam, which makes the same cache; only DirectRunner was ever tried"
+    own.add_argument("--runner", choices=beam_parts.RUNNERS, help=help_)
+    help_ = "with --runner: options of Beam in one text, such as --runner-options='--direct_num_workers=8'"
+    own.add_argument("--runner-options", metavar="TEXT", help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,6 +139,9 @@ def _run_task(args: argparse.Namespace) -> int:
 
     if args.task in SHIPPED and args.module is None:
         raise UserError(f"--task {args.task} needs no cache: runs read its files, with text.seqio.name = {args.task!r}")
+    if args.runner_options and not args.runner:
+        raise UserError("--runner-options must be given with --runner, which names a runner of Apache Beam")
+    beam = beam_parts.Beam(args.runner, args.runner_options or "") if args.runner else None
     named = {"name": args.task, "module": args.module, "inputs_length": args.inputs_length, "epochs": args.epochs}
     task = text.seqio(**named, cache=args.out, length=args.length, num_streams=1)
     if problems := [*task.problems(), *task.example_problems()]:
@@ -142,7 +149,7 @@ def _run_task(args: argparse.Namespace) -> int:
     assert isinstance(task.corpus, SeqioCache)
     is_complete = task.corpus.saved is not None
     try:
-        task.corpus.fill(processes=args.processes, say=_say)
+        task.corpus.fill(processes=args.processes, say=_say, beam=beam)
     except KeyboardInterrupt:
         _say("interrupted: run the same command again to continue")
         raise

@@ -21,7 +21,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core import units
 from core.errors import Problem, UserError
@@ -39,8 +39,12 @@ from tasks.text.token_cache import FORMAT, SPLITS, TokenCache
 from tasks.text.token_writer import Batch, Converted, Counts, Progress, Writer
 from tasks.text.vocabularies import Bytes
 
+if TYPE_CHECKING:
+    from tasks.text.beam_parts import Beam
+
 FILE = "seqio.json"
 _EXAMPLES = 1024  # that a process returns at a time
+_PARTS = re.compile("parts-[0-9a-f]{12}")  # the folder of what the workers of Beam made
 _MOST_SHARDS = 16  # of a source that are read side by side
 _WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "text.seqio.cache")
 _KINDS = {"asked": dict, "vocabulary": dict, "tasks": dict}  # of what is read of `seqio.json`
@@ -115,6 +119,7 @@ class SeqioCache(DocumentSource):
         processes: int | None = None,
         say: Callable[[str], None] = print,
         report: Callable[[Counts], None] | None = None,
+        beam: "Beam | None" = None,
     ) -> None:
         """Writes the cache, or the rest of it.
 
@@ -122,6 +127,7 @@ class SeqioCache(DocumentSource):
           processes: that run the pipeline; default: one for each core.
           say: receives messages.
           report: receives the progress; default: `say` gets a line every 10 s.
+          beam: runs the pipeline on Apache Beam, which makes the same cache.
 
         Raises:
           UserError: the pipeline fails, or the folder is another command's.
@@ -134,33 +140,50 @@ class SeqioCache(DocumentSource):
             lock = run_lock.RunLock.acquire(self.path, say=say, words=_WORDS)
             try:
                 check = functools.partial(lock.check, now=True)
-                self._write(processes or len(os.sched_getaffinity(0)), say, report or Progress(say), check)
+                most = processes or len(os.sched_getaffinity(0))
+                self._write(most, beam, say=say, report=report or Progress(say), check=check)
             finally:
                 lock.release()
                 seqio_pipeline.PROCESSES.close()
             self.__dict__.pop("saved", None)
             say(f"{self.describe()}: cached in {time.monotonic() - start:.0f} s")
 
-    def _write(
-        self,
-        processes: int,
-        say: Callable[[str], None],
-        report: Callable[[Counts], None],
-        check: Callable[[], None],
-    ) -> None:
+    def _write(self, processes: int, beam: "Beam | None", *, check: Callable[[], None], **options: Any) -> None:
         definition, folder, asked = self.definition, paths.resolve(self.path), self._identity()
-        known = {run_lock.FILE, *(_folder(number, name) for number, name in enumerate(definition["tasks"]))}
-        if others := sorted({path.name for path in folder.iterdir()} - known):
+        jobs = [
+            _TaskJob(self, name, about, str(folder / _folder(number, name)))
+            for number, (name, about) in enumerate(definition["tasks"].items())
+        ]
+        known = {run_lock.FILE, *(paths.resolve(job.out).name for job in jobs)}
+        names = {path.name for path in folder.iterdir() if not _PARTS.fullmatch(path.name)}
+        if others := sorted(names - known):
             found = ", ".join(units.shortened(others, most=3))
             raise UserError(f"{self.path} has other files than the cache of {self.asked.name} ({found}): name another")
-        for number, (name, about) in enumerate(definition["tasks"].items()):
-            job = _TaskJob(self, name, about, str(folder / _folder(number, name)))
-            job.write(processes, say=say, report=report, check=check)
+        submit = self._make_parts(jobs, beam.arguments(processes)) if beam else seqio_pipeline.PROCESSES.submit
+        for job in jobs:
+            job.write(processes, submit, check=check, **options)
         saved = {key: value for key, value in definition.items() if key != "problems"} | {"asked": asked}
         for split in SPLITS:
             if not any(cache.about["splits"][split]["documents"] for cache in self._caches(definition)):
                 raise UserError(f"text.seqio: {self.asked.name} has no example for {split}")
         paths.write_text_atomically(folder / FILE, json.dumps(saved, indent=1))
+        for parts in [path for path in folder.iterdir() if _PARTS.fullmatch(path.name)]:
+            parts.rmtree()
+
+    def _make_parts(self, jobs: Sequence["_TaskJob"], arguments: Sequence[str]) -> Callable[..., Any]:
+        """Makes the parts of all jobs on Apache Beam; returns what gives them in place of a process."""
+        from tasks.text import beam_parts
+
+        def identity() -> str:
+            return json.dumps([self._identity(), self.definition["vocabulary"], [job.sources() for job in jobs]])
+
+        before = identity()
+        digest = hashlib.sha256(before.encode()).hexdigest()
+        parts = beam_parts.Parts(str(paths.resolve(self.path) / f"parts-{digest[:12]}"))
+        parts.make(self.asked, [lane for job in jobs for lane in job.lanes()], _EXAMPLES, arguments)
+        if identity() != before:
+            raise UserError(f"a source of {self.asked.name} was changed while it was read: run the same command again")
+        return parts.submit
 
     def _identity(self) -> dict[str, Any]:
         """Returns what the content of the cache depends on."""
@@ -301,16 +324,22 @@ class _TaskJob:
     """Writes the token cache of one task."""
 
     def __init__(self, cache: SeqioCache, name: str, about: Mapping[str, Any], out: str) -> None:
-        self._cache, self._name, self._about, self._out = cache, name, about, out
+        self.out = out
+        self._cache, self._name, self._about = cache, name, about
         self._progress: dict[str, Any] = {
             "phase": 0, "lane": 0, "read": [], "ended": [], "documents": {split: [] for split in SPLITS}
         }  # fmt: skip
 
-    def write(self, processes: int, **options: Any) -> None:
-        """Writes the cache, or the rest of it, with so many processes."""
+    def sources(self) -> list[dict[str, Any]]:
+        """Returns path, size and version of each file that the task reads."""
         from tasks.text import tokenizing
 
-        sizes = {name: paths.resolve(name).stat().length for name in self._about["files"]}
+        return tokenizing.listing({name: paths.resolve(name).stat().length for name in self._about["files"]})
+
+    def write(self, processes: int, submit: Callable[..., Any], **options: Any) -> None:
+        """Writes the cache, or the rest of it, from what `Processes.submit` or `Parts.submit` gives."""
+        from tasks.text import tokenizing
+
         vocabulary = {key: value for key, value in self._cache.definition["vocabulary"].items() if key != "model"}
         begun = {
             "format": FORMAT,
@@ -324,10 +353,10 @@ class _TaskJob:
             "seqio": self._cache._identity(),
         }
         tokenizing.write(
-            self._out,
+            self.out,
             begun,
-            tokenizing.listing(sizes),
-            functools.partial(self._converted, processes),
+            self.sources(),
+            functools.partial(self._converted, functools.partial(self._submit, processes, submit)),
             require=self._require_examples,
             quiet=True,
             **options,
@@ -343,8 +372,12 @@ class _TaskJob:
             for epoch in range(epochs if split == "train" else 1)
         ]
 
+    def lanes(self) -> list[Lane]:
+        """Returns all lanes."""
+        return [Lane(self._name, *phase[:2], lane, phase[2]) for phase in self._phases() for lane in range(phase[2])]
+
     def _converted(
-        self, processes: int, files: Sequence[Mapping[str, Any]], position: Any
+        self, submit: Callable[[Lane], Any], files: Sequence[Mapping[str, Any]], position: Any
     ) -> Generator[tuple[Batch, Converted]]:
         """Yields the examples from a position on: some of each lane in turn."""
         now = self._progress = position or self._progress
@@ -356,7 +389,7 @@ class _TaskJob:
                 now |= {"read": [0] * count, "ended": [False] * count, "lane": 0}
                 now["documents"][split].append(0)
             lanes = [Lane(self._name, split, epoch, lane, count) for lane in range(count)]
-            running = {lane: self._submit(lanes[lane], processes) for lane in range(count) if not now["ended"][lane]}
+            running = {lane: submit(lanes[lane]) for lane in range(count) if not now["ended"][lane]}
             while running:
                 lane, now["lane"] = now["lane"], (now["lane"] + 1) % count
                 if lane not in running:
@@ -365,7 +398,7 @@ class _TaskJob:
                 now["read"][lane] += found.read
                 now["ended"][lane] = found.is_end
                 if not found.is_end:
-                    running[lane] = self._submit(lanes[lane], processes)
+                    running[lane] = submit(lanes[lane])
                 kept = len(found.converted.sizes)
                 now["documents"][split][-1] += kept
                 fraction = (now["phase"] + sum(now["ended"]) / count) / len(phases)
@@ -374,9 +407,9 @@ class _TaskJob:
                 read = local if running else names
                 yield Batch([], split, read, copy.deepcopy(now), 0, found.read - kept, fraction), found.converted
 
-    def _submit(self, lane: Lane, processes: int) -> Any:
+    def _submit(self, processes: int, submit: Callable[..., Any], lane: Lane) -> Any:
         begin, call = self._progress["read"][lane.index], seqio_pipeline.convert
-        return seqio_pipeline.PROCESSES.submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES)
+        return submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES)
 
     def _require_examples(self, writer: Writer) -> None:
         """Records how many examples each cached epoch has."""

@@ -23,6 +23,7 @@ COMMANDS = (
     "pictures",
     "recording",
     "reference",
+    "seqio_tasks",
     "soak",
     "status",
     "surroundings",

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from core.errors import UserError
 from core.types import DataLayout
 from launch import environment
 from tasks import text
-from tasks.text import chat_files, sentencepieces, seqio_cache, seqio_pipeline, tfds_source, token_writer
+from tasks.text import beam_parts, chat_files, sentencepieces, seqio_cache, seqio_pipeline, tfds_source, token_writer
 from tasks.text.documents import StreamSpec
 
 pytestmark = pytest.mark.slow  # TensorFlow
@@ -253,10 +254,42 @@ def test_an_interrupted_cache_continues_to_the_same_bytes(files, tmp_path, monke
     broken.corpus.fill(processes=1, say=said.append)
     assert any(line.startswith("continuing after") for line in said)
     assert broken.fingerprint() == whole.fingerprint()
-    names = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()]
-    assert len(names) > 10
-    for name in names:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "broken" / name).read_bytes(), name
+    assert content(tmp_path / "broken") == content(tmp_path / "whole")
+
+
+def content(folder):
+    found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(found) > 10
+    return found
+
+
+class PartsHere(beam_parts.Parts):
+    """Makes the parts in this process, the last lane first; `tests/run.sh lab seqio_tasks` makes them with Beam."""
+
+    def make(self, asked, lanes, most, arguments):
+        for lane in reversed(lanes):
+            beam_parts._write_lane(self._folder, asked, most, tuple(lane))
+
+
+def test_a_cache_of_parts_has_the_bytes_of_a_cache_of_processes(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(beam_parts, "Parts", PartsHere)
+    beam = types.SimpleNamespace(arguments=lambda processes: [])
+    for name, options in {"lines": {}, "prefix": {"inputs": True}, "random": {"epochs": 2}}.items():
+        whole, parts = (make(name, tmp_path / f"{name}-{how}", **options) for how in ("whole", "parts"))
+        whole.corpus.fill(processes=2)
+        parts.corpus.fill(beam=beam)
+        assert content(tmp_path / f"{name}-parts") == content(tmp_path / f"{name}-whole")
+    task = make("fails_later", tmp_path / "fails")
+    for _ in range(2):  # the part of the failure is made again, and others are kept
+        with pytest.raises(UserError, match=r"task fails_later, train split, example 70: "):
+            task.corpus.fill(beam=beam)
+        assert len(list((tmp_path / "fails").glob("parts-*/*-train-*.npz"))) == 10
+
+
+def test_apache_beam_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--runner FlinkRunner needs the package apache_beam.*tokenize\.md"):
+        beam_parts.Beam("FlinkRunner")
 
 
 def test_a_changed_source_is_named(files, tmp_path, monkeypatch):

@@ -1,0 +1,168 @@
+"""Runs the pipelines of registered seqio tasks on Apache Beam, for token caches of much data.
+
+A worker reads a lane and writes what it gives to files. The command then reads these files in the order in which it
+would have made them itself, so the cache has the same bytes:
+
+  lanes -> Reshuffle -> `_write_lane` on the workers -> parts-HASH/LANE-BEGIN.npz -> `Parts.submit`, in order
+
+A part that is written is not made again, so the next start continues. HASH depends on the task and its sources.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import io
+import os
+import re
+import shlex
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+
+from core.errors import UserError
+from core.files import paths
+from tasks.text import seqio_pipeline
+from tasks.text.seqio_pipeline import Asked, Found, Lane
+from tasks.text.token_writer import Converted
+
+RUNNERS = ("DirectRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
+
+
+@dataclasses.dataclass(frozen=True)
+class Beam:
+    """How to run a pipeline: the name of a runner of Beam, and options of Beam, as on a command line."""
+
+    runner: str
+    options: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises UserError if Beam is not installed."""
+        if importlib.util.find_spec("apache_beam") is None:
+            raise UserError(
+                f"--runner {self.runner} needs the package apache_beam, which excludes versions of this environment: "
+                "docs/how-to/tokenize.md says how to make one for it"
+            )
+
+    def arguments(self, processes: int) -> list[str]:
+        """Returns the options of Beam; the DirectRunner gets so many processes, unless the options say otherwise."""
+        own = [f"--direct_num_workers={processes}", "--direct_running_mode=multi_processing"]
+        own += ["--default_sdk_harness_log_level=ERROR"]
+        return [f"--runner={self.runner}", *(own if self.runner == "DirectRunner" else []), *shlex.split(self.options)]
+
+
+class Parts:
+    """What the workers made, in the place of `seqio_pipeline.Processes`."""
+
+    def __init__(self, folder: str) -> None:
+        """Takes their folder, which is of this task and these sources alone."""
+        self._folder = folder
+
+    def make(self, asked: Asked, lanes: Sequence[Lane], most: int, arguments: Sequence[str]) -> None:
+        """Writes the parts of all lanes, of so many examples, on the workers.
+
+        Raises:
+          UserError: the pipeline ends before they are written.
+        """
+        import apache_beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+
+        pipeline = apache_beam.Pipeline(options=PipelineOptions(list(arguments)))
+        write = functools.partial(_write_lane, self._folder, asked, most)
+        _ = pipeline | apache_beam.Create(list(map(tuple, lanes))) | apache_beam.Reshuffle() | apache_beam.Map(write)
+        try:
+            _run(pipeline)
+        except Exception as error:  # a runner has types of its own
+            said = " ".join(str(error).split())[-400:]
+            raise UserError(
+                f"Apache Beam failed: {type(error).__name__}: {said}. A killed worker often lacked memory: give "
+                "fewer --processes. Run the same command again: it continues"
+            ) from error
+
+    def submit(self, number: int, call: Callable[..., Any], asked: Asked, lane: Lane, begin: int, most: int) -> Any:
+        """Returns a future of the part that `call` would make."""
+        done: concurrent.futures.Future = concurrent.futures.Future()
+        file = paths.resolve(_part(self._folder, lane, begin))
+        found, problem = _read(file.read_bytes())
+        if found is None:
+            file.unlink()  # so that the next start tries again
+            done.set_exception(UserError(problem))
+        else:
+            done.set_result(found)
+        return done
+
+
+def _run(pipeline: Any) -> None:
+    """Runs a pipeline to its end, or until any thread fails: the DirectRunner waits forever for a killed worker."""
+    ended: concurrent.futures.Future = concurrent.futures.Future()
+    others = set(psutil.Process().children(recursive=True))
+
+    def end(error: BaseException | None) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the first end counts
+            ended.set_exception(error) if error else ended.set_result(None)
+
+    def run() -> None:
+        try:
+            pipeline.run().wait_until_finish()
+        except BaseException as error:
+            end(error)
+        else:
+            end(None)
+
+    before, threading.excepthook = threading.excepthook, lambda failure: end(failure.exc_value)
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        ended.result()
+    finally:
+        threading.excepthook = before
+        for process in set(psutil.Process().children(recursive=True)) - others:  # workers, which only write parts
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _write_lane(folder: str, asked: Asked, most: int, fields: tuple) -> int:
+    """Writes the parts of a lane that are missing, on a worker; returns their number."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # seqio imports JAX, which must not take a worker's accelerator
+    lane, begin, count, is_end = Lane(*fields), 0, 0, False
+    while not is_end:
+        file, found, problem = paths.resolve(_part(folder, lane, begin)), None, ""
+        if file.exists():
+            found, problem = _read(file.read_bytes())
+        if found is None:
+            try:
+                found = seqio_pipeline.convert(asked, lane, begin, most)
+            except UserError as error:
+                problem = str(error)
+            _write(file, found, problem)
+        count, is_end = count + 1, found is None or found.is_end
+        begin += found.read if found else 0
+    return count
+
+
+def _part(folder: str, lane: Lane, begin: int) -> str:
+    name = re.sub(r"[^A-Za-z0-9.-]", "_", lane.task)
+    return f"{folder}/{name}-{lane.split}-{lane.epoch}-{lane.index}-{lane.count}-{begin}.npz"
+
+
+def _write(file: paths.Path, found: Found | None, problem: str) -> None:
+    """Writes a part atomically, or the problem of its first example that fails."""
+    arrays: dict[str, Any] = {"problem": problem}
+    if found:
+        arrays = {name: value for name, value in found.converted._asdict().items() if value is not None}
+        arrays |= {"read": found.read, "is_end": found.is_end}
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    paths.write_bytes_atomically(file, content.getvalue())  # two workers may make the same part
+
+
+def _read(content: bytes) -> tuple[Found | None, str]:
+    """Returns a part, or its problem."""
+    with np.load(io.BytesIO(content)) as arrays:
+        if "problem" in arrays:
+            return None, str(arrays["problem"])
+        converted = Converted(**{name: arrays[name] for name in Converted._fields if name in arrays})
+        return Found(converted, int(arrays["read"]), bool(arrays["is_end"])), ""
