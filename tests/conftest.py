@@ -24,6 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 os.environ["NO_GCE_CHECK"] = "true"  # google.auth reads it when it is imported
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+MOST_BYTES = 2 * 2**30  # of a process, above which it forgets compiled programs
 
 
 def pytest_collection_finish():
@@ -47,11 +48,15 @@ def free_port() -> int:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_programs_of_other_files():
-    """Compiled programs are dropped after each file; a process would grow to 5 GiB."""
+def _few_programs_of_other_files():
+    """Compiled programs are dropped when the process has grown, which would otherwise take 5 GiB."""
     yield
-    if jax := sys.modules.get("jax"):
+    if (jax := sys.modules.get("jax")) and _resident_bytes() > MOST_BYTES:
         jax.clear_caches()
+
+
+def _resident_bytes() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ $python -c 'from importlib import util; raise SystemExit(not util.find_spec("seq
   exit 1
 }
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes of hosts and commands would each compile our modules
 if [[ ${RENGA_NEWEST:-} == 1 ]]; then  # style and types are checked with the pinned packages
   $python --version
   $python -m pip list --disable-pip-version-check | grep -E '^(jax|jaxlib|libtpu|dm-haiku|optax|orbax-checkpoint|numpy) '
@@ -45,6 +46,15 @@ if [[ ${RENGA_NEWEST:-} == 1 ]]; then  # style and types are checked with the pi
 else
   $python -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format" >&2 && exit 1; }
   $python -m ruff check --quiet .
-  $python -m mypy --no-error-summary
+  types=$(mktemp)
+  trap 'rm -f "$types"' EXIT
+  $python -m mypy --no-error-summary >"$types" 2>&1 &  # uses one core, beside the start of the tests
+  mypy=$!
 fi
-exec $python -m pytest -n $processes --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+status=0
+$python -m pytest -n $processes --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@" || status=$?
+if [[ -n ${mypy:-} ]] && ! wait "$mypy"; then
+  cat "$types" >&2
+  status=1
+fi
+exit $status

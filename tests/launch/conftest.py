@@ -13,8 +13,11 @@ ROOT = environment.WORKSPACE
 
 @pytest.fixture(scope="session")
 def kept_programs(tmp_path_factory):
-    """What one run compiled the next need not."""
-    return str(tmp_path_factory.mktemp("compiled"))
+    """What one run compiled the next need not, in any process of the tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,7 @@ def differs(one, other):
     return any(np.any(a != b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
+@pytest.mark.slow  # test_every_task_resumes.py has a quick run
 @pytest.mark.covers("C06", "N12")
 def test_a_recursive_run_resumes_to_the_last_bit(run, tmp_path):
     resumed = dataclasses.replace(run, run_dir=str(tmp_path / "resumed"))

@@ -43,6 +43,7 @@ def going(launch_command, tmp_path):
     running.wait()
 
 
+@pytest.mark.slow  # tests/core/training/test_run_lock.py
 def test_a_second_launch_is_refused_and_a_run_whose_directory_is_deleted_ends(going, launch, tmp_path):
     running, words = going
     said = launch(*words, slice_name="v4-8", code=exit_codes.USER_ERROR)

@@ -66,6 +66,7 @@ def merged(params):
     return base_of({**params, "layers/block": block})
 
 
+@pytest.mark.slow  # loss and gradients of the merged model are quick
 def test_the_start_is_exactly_the_base(params):
     np.testing.assert_array_equal(MODEL.logits(params, batch()), BASE.logits(base_of(params), batch()))
 

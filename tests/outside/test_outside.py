@@ -198,6 +198,7 @@ def test_a_mixer_of_one_s_own_generates_from_its_state():
     assert [sorted(layer) for layer in cache] == [["linear"], ["attention", "linear"]]
 
 
+@pytest.mark.slow  # its agreement is quick
 def test_a_mixer_of_one_s_own_is_planned():
     question = search.ask(file_of("linear_attention"), slice_name="v4-32")
     options = search.options(question, only=("fsdp", "fsdp_tensor", "pipeline_fsdp"))

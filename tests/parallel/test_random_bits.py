@@ -98,7 +98,7 @@ def one_device():
         pytest.param(strategies.data_parallel(), "v4-8", {}, marks=pytest.mark.slow),
         (strategies.data_parallel(), "v4-8", {"accum_steps": 4}),  # rows are manual: every chip numbers its own
         pytest.param(strategies.fsdp(), "v4-8", {"accum_steps": 4}, marks=pytest.mark.slow),
-        (strategies.fsdp(), "v4-8", {"accum_steps": 4, "gather_once": True}),
+        pytest.param(strategies.fsdp(), "v4-8", {"accum_steps": 4, "gather_once": True}, marks=pytest.mark.slow),
         (strategies.fsdp_tensor(tensor=2), "v4-8", {"accum_steps": 2}),
     ],
     ids=lambda v: getattr(v, "name", None) or str(v),

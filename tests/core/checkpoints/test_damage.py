@@ -386,6 +386,7 @@ distributed.shutdown()
 """
 
 
+@pytest.mark.slow  # agreement on what is damaged is quick
 @pytest.mark.covers("C04")
 @pytest.mark.simulated(2)
 def test_hosts_agree_on_the_one_with_other_numbers(run_hosts):

@@ -89,7 +89,10 @@ def test_tensors_are_found_under_other_names(llama):
     assert jax.tree.map(lambda a: a.sharding, found) == program.state_shardings.params
 
 
-@pytest.mark.parametrize(("family", "group", "layers"), [("llama3", 1, (2, None)), ("qwen3_moe_sparse", 4, (1, 0, 0))])
+@pytest.mark.parametrize(
+    ("family", "group", "layers"),
+    [pytest.param("llama3", 1, (2, None), marks=pytest.mark.slow), ("qwen3_moe_sparse", 4, (1, 0, 0))],
+)
 def test_layers_of_a_folder_start_a_model_of_another_depth(family, group, layers):
     """Entries are groups of layers where a stack has them."""
     folder, at = FAMILIES / family, strategies.fsdp_tensor(tensor=2)

@@ -89,8 +89,13 @@ def test_parameters_are_found_under_other_names(saved, tmp_path):
     ("layers", "tables", "in_memory"),
     [
         ((0, 0, 1, 1), strategies.fsdp_tensor(tensor=2), False),
-        ((1, None, 0, None), strategies.pipeline_fsdp(stage=4, schedule=schedules.gpipe(num_microbatches=4)), False),
-        ((1,), strategies.fsdp(), True),
+        pytest.param(
+            (1, None, 0, None),
+            strategies.pipeline_fsdp(stage=4, schedule=schedules.gpipe(num_microbatches=4)),
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((1,), strategies.fsdp(), True, marks=pytest.mark.slow),
         ((None, 1, 0), strategies.fsdp(), True),
     ],
 )

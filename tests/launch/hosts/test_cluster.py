@@ -79,6 +79,7 @@ sys.exit(main(["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", {
 """
 
 
+@pytest.mark.slow  # hosts that differ are quick
 @pytest.mark.covers("R05", "X15")
 @pytest.mark.simulated(2)
 def test_a_host_with_another_configuration_is_named_by_all_before_anything_starts(run_hosts, tmp_path):
@@ -127,6 +128,7 @@ def test_devices_of_another_kind_are_refused():
         cluster._require_chips(slices.get("h100:16"), played=False)
 
 
+@pytest.mark.slow  # the same for a TPU is quick
 @pytest.mark.covers("R12")
 def test_training_on_gpus_that_are_not_there_ends_at_once(launch, tmp_path, monkeypatch):
     run = ("train", "gin/quickstart.gin", "--slice", "h100:1", "--run-dir", str(tmp_path / "run"))

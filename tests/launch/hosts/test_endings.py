@@ -115,6 +115,7 @@ def test_an_exception_on_all_hosts_saves_a_checkpoint_and_is_not_hidden(ends, tm
     assert seconds < 20
 
 
+@pytest.mark.slow  # tests/core/hosts has quick tests of hangs
 @pytest.mark.simulated(2)
 @pytest.mark.covers("X08")
 def test_a_hung_host_is_named_and_both_logs_have_its_stack(ends):

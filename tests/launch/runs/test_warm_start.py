@@ -92,7 +92,7 @@ def test_fields_of_the_source_that_no_shape_shows_are_listed(folder, tmp_path, c
     assert loaded_model.load(str(source)).where == f"step 3 of {source} (averaged by its optimizer)"
 
 
-@pytest.mark.parametrize("is_published", [True, False])
+@pytest.mark.parametrize("is_published", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_of_another_depth_are_named_and_listed(folder, tmp_path, capsys, is_published):
     """The fixture has 3 layers. Frozen parameters whose layers are mapped are saved, because no folder has them so."""
     source = folder

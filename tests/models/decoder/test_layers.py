@@ -52,6 +52,7 @@ def check_generation(model, params, *, first=5, empty=2, atol=2e-5):
     np.testing.assert_allclose(jnp.stack(found, axis=1), full, atol=atol)
 
 
+@pytest.mark.slow  # test_experts.py has quick tests of its parts
 def test_layers_alternate_between_feed_forwards():
     params = params_of(ALTERNATING)
     assert {"layers/block_0", "layers/block_1"} <= set(params)
@@ -131,10 +132,8 @@ REDUNDANT = 36 * (
 
 
 @pytest.mark.covers("N08", "N09")
-@pytest.mark.parametrize(
-    ("vocab_size", "original"),
-    [(32_000, 978_997_250), pytest.param(50_257, 1_007_040_002, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("vocab_size", "original"), [(32_000, 978_997_250), (50_257, 1_007_040_002)])
 def test_the_long_context_preset_has_the_size_of_its_original(vocab_size, original):
     model = transformer.preset("valkyrie-long", vocab_size=vocab_size, vocab_multiple=1)
     params = jax.eval_shape(model.init, jax.random.key(0), BATCH)

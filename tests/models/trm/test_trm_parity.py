@@ -359,7 +359,7 @@ def mean_over_tokens(monkeypatch):
         (interleaved_rotary, "first"),
         pytest.param(gate_and_up_swapped, "first", marks=pytest.mark.slow),
         pytest.param(carry_starts_at_zero, "first", marks=pytest.mark.slow),
-        (gradient_through_every_cycle, "gradients"),
+        pytest.param(gradient_through_every_cycle, "gradients", marks=pytest.mark.slow),
         pytest.param(mean_over_tokens, "gradients", marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", value),
@@ -388,7 +388,8 @@ def test_another_epsilon_is_refused():
     assert {"params", "table"} & set(found.failed())
 
 
-@pytest.mark.parametrize("wrong", ["adamw", pytest.param("decay of every row", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["adamw", "decay of every row"])
 def test_a_wrong_optimizer_is_refused(wrong, monkeypatch):
     found, chosen = Found(), optimizer()
     if wrong == "adamw":

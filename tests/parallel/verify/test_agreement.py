@@ -29,8 +29,9 @@ CASES = {
     ),
 }
 SLOW = {  # by what is quick and splits in the same way
-    "data_parallel": "zero1, which splits optimizer state too",
-    "fsdp": "mesh3d: data, fsdp and tensor together",
+    "data_parallel": "mesh3d: data, fsdp and tensor together",
+    "zero1": "mesh3d",
+    "fsdp": "mesh3d",
     "hsdp": "mesh3d",
     "fsdp_tensor": "mesh3d",
     "tensor": "mesh3d",
