@@ -15,10 +15,10 @@ SPECS = {
     "~": {"embedding": ParamSpec(("vocab", "embed")), "turn": ParamSpec(("embed",), trainable=False)},
     "layers/block": {"query": ParamSpec(("layers", "embed", "heads"), stacked=1)},
 }
-KEYS = iter(jax.random.split(jax.random.key(0), 9))
+RANDOM = np.random.default_rng(0)
 PARAMS = {
-    "~": {"embedding": jax.random.normal(next(KEYS), (6, 4)), "turn": jnp.ones(4)},
-    "layers/block": {"query": jax.random.normal(next(KEYS), (3, 4, 2))},
+    "~": {"embedding": jnp.asarray(RANDOM.normal(size=(6, 4)), jnp.float32), "turn": jnp.ones(4)},
+    "layers/block": {"query": jnp.asarray(RANDOM.normal(size=(3, 4, 2)), jnp.float32)},
 }
 SHAPES = jax.eval_shape(lambda: PARAMS)
 

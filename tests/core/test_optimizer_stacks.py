@@ -30,7 +30,9 @@ SHAPES = {
     "layers/block": {"query": (LAYERS, 6, 4, 2), "up": (LAYERS, 6, 10), "norm": (LAYERS, 6)},
 }
 PARAMS = jax.tree.map(
-    lambda shape: jax.random.normal(jax.random.key(sum(shape)), shape), SHAPES, is_leaf=lambda s: isinstance(s, tuple)
+    lambda shape: jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32),
+    SHAPES,
+    is_leaf=lambda s: isinstance(s, tuple),
 )
 ALL = tuple(f"layers/block/{name}" for name in ("norm", "query", "up"))
 NORM = ("layers/block/norm",)

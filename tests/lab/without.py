@@ -1,4 +1,4 @@
-"""`tests/run.sh lab without`: deletes each optional part in a copy of the workspace, and checks that the rest works.
+"""`tests/run.sh lab without`: deletes optional parts in a copy of the workspace, and checks that the rest works.
 
 A part goes with its gin files and with the tests that import it or name its files. Then every other module must import,
 and every other test must be collected; with --quick the quick tests must pass, too.
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from launch.environment import WORKSPACE
 
-HELP = "delete each optional part in a copy, and check that everything else imports and its tests are collected"
+HELP = "delete optional parts in a copy, and check that everything else imports and its tests are collected"
 EXAMPLE = """tests/run.sh lab without
-  tests/run.sh lab without trm puzzles --quick"""
+  tests/run.sh lab without --together --quick"""
 
 PRODUCT = ("core", "parallel", "models", "tasks", "launch", "renga")
 PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file of two parts needs both
@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help=f"of {', '.join(PARTS)} (default: all)",
     )
+    parser.add_argument(
+        "--together", action="store_true", help="delete the parts at the same time: what is left is the kernel"
+    )
     parser.add_argument("--quick", action="store_true", help="also run the quick tests that remain")
 
 
@@ -79,15 +82,17 @@ def run(args: argparse.Namespace) -> int:
     """Returns 1 if a part is needed by what remains."""
     files = subprocess.run(["git", "ls-files"], cwd=WORKSPACE, stdout=subprocess.PIPE, text=True, check=True)
     tracked = [name for name in files.stdout.split("\n") if (WORKSPACE / name).is_file()]
-    return max([_without(part, tracked, quick=args.quick) for part in (PARTS if "all" in args.parts else args.parts)])
+    parts = tuple(PARTS) if "all" in args.parts else tuple(args.parts)
+    groups = [parts] if args.together else [(part,) for part in parts]
+    return max([_without(group, tracked, quick=args.quick) for group in groups])
 
 
-def _without(part: str, tracked: Sequence[str], *, quick: bool) -> int:
-    own = set(files_of(part, tracked))
+def _without(parts: Sequence[str], tracked: Sequence[str], *, quick: bool) -> int:
+    own = {name for part in parts for name in files_of(part, tracked)}
     tests = set(tests_of(own, {name: (WORKSPACE / name).read_text() for name in tracked if is_test(name)}))
     left = [name for name in tracked if name not in own | tests]
     gone = sorted(name for name in tests if Path(name).name.startswith("test_"))
-    print(f"{part}: without {len(own)} files, and {len(gone)} files of tests: {' '.join(gone)}", flush=True)
+    print(f"{', '.join(parts)}: without {len(own)} files, and {len(gone)} files of tests: {' '.join(gone)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in left:
             target = Path(folder, name)
@@ -96,13 +101,13 @@ def _without(part: str, tracked: Sequence[str], *, quick: bool) -> int:
         for command in (["init", "-q"], ["add", "."]):  # some tests ask git
             subprocess.run(["git", *command], cwd=folder, check=True)
         modules = [module_of(n) for n in left if n.endswith(".py") and n.split("/")[0] in PRODUCT]
-        pytest = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
         steps = {
             "every other module imports": ["-c", _IMPORTS, *(m for m in modules if not m.endswith("__main__"))],
-            "every other test is collected": [*pytest, "--collect-only"],
+            "every other test is collected": [*pytest, "-n", "0", "--collect-only"],
         }
         if quick:
-            steps["every other quick test passes"] = [*pytest, "-m", "not slow"]
+            steps["every other quick test passes"] = [*pytest, "-n", "3", "--dist", "loadfile", "-m", "not slow"]
         return max([_step(what, arguments, folder) for what, arguments in steps.items()])
 
 

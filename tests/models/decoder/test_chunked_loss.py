@@ -19,12 +19,15 @@ from parallel.verify import agreement
 from tests.lab.subjects import bind
 
 ROWS, LENGTH, WIDTH, VOCAB = 8, 24, 12, 44  # 41 entries and 3 of padding
-KEYS = jax.random.split(jax.random.key(0), 4)
-X = jax.random.normal(KEYS[0], (ROWS, LENGTH, WIDTH))
-HEAD = {"scale": 1 + 0.1 * jax.random.normal(KEYS[1], (WIDTH,)), "matrix": jax.random.normal(KEYS[2], (WIDTH, VOCAB))}
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
+HEAD = {
+    "scale": (1 + 0.1 * RANDOM.normal(size=WIDTH)).astype(np.float32),
+    "matrix": RANDOM.normal(size=(WIDTH, VOCAB)).astype(np.float32),
+}
 SIDE = (
-    jax.random.randint(KEYS[3], (ROWS, LENGTH), 0, 41),
-    (jnp.arange(LENGTH) < jnp.arange(13, 13 + ROWS)[:, None]).astype(jnp.float32),
+    RANDOM.integers(0, 41, (ROWS, LENGTH), dtype=np.int32),
+    (np.arange(LENGTH) < np.arange(13, 13 + ROWS)[:, None]).astype(np.float32),
 )
 
 
