@@ -301,7 +301,7 @@ class LookupSpecs(NamedTuple):
 
     @property
     def ids(self) -> PartitionSpec:
-        """Layout of the indices: that of the rows after the last move."""
+        """Layout of the indices [...]: the last entry of `moves` without its column axis."""
         return PartitionSpec(*self.moves[-1][:-1])
 
 

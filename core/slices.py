@@ -172,7 +172,12 @@ class Slice:
 
     @property
     def wraparound(self) -> tuple[bool, ...]:
-        """Returns whether each axis is a ring: v4 and v5p from 4x4x4 up; v5e and v6e along an axis of 16."""
+        """Returns whether each axis is a ring: all of v4 and v5p if each is a multiple of 4; one of 16 of v5e and v6e.
+
+        GPUs have no such axes.
+        """
+        if not self.is_tpu:
+            return (False,) * len(self.topology)
         if len(self.topology) == 3:
             return (all(n % 4 == 0 for n in self.topology),) * 3
         return tuple(n == 16 for n in self.topology)

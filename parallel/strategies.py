@@ -45,7 +45,7 @@ _SCHEDULE = schedules.gpipe(num_microbatches=8)
 
 
 def data_parallel(*, data: int = -1) -> Strategy:
-    """Replicates the model on every chip; each chip has its own rows, and gradients are summed over data.
+    """Replicates the model on every chip; each chip has its own rows, and gradients are summed over `data`.
 
     In[B_d, D] · Win[D, F] → H[B_d, F];   H · Wout[F, D] → Out[B_d, D]
     """
@@ -58,7 +58,7 @@ def data_parallel(*, data: int = -1) -> Strategy:
 
 
 def zero1(*, data: int = -1) -> Strategy:
-    """data_parallel with the optimizer state sharded over data (ZeRO stage 1, Rajbhandari et al. 2020).
+    """Like data_parallel, with the optimizer state sharded over `data` (ZeRO stage 1, Rajbhandari et al. 2020).
 
     dWin[D, F] → scatter_d → dWin[D_d, F];   Adam's m, v [D_d, F];   Win ← gather_d(updated Win[D_d, F])
     """
@@ -72,7 +72,7 @@ def zero1(*, data: int = -1) -> Strategy:
 
 
 def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
-    """Shards parameters, gradients and optimizer state over fsdp; the weights of a layer are gathered when it runs.
+    """Shards parameters, gradients and optimizer state over `fsdp`; the weights of a layer are gathered when it runs.
 
     With `overlap_reduction` the gradients of a layer are reduced around rings while the layer before it computes
     (`parallel.overlapped`): for v4, whose chips compute nothing during other reductions.
@@ -89,7 +89,7 @@ def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
 
 
 def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
-    """Replicas of fsdp groups: weights are sharded over fsdp inside a group, gradients are also summed over data.
+    """Copies the model to `data` groups of chips; each shards weights over `fsdp`; gradients are summed over `data`.
 
     In[B_df, D] · gather_f(Win[D_f, F]) → H[B_df, F];   H · gather_f(Wout[F, D_f]) → Out[B_df, D]
     """
@@ -102,7 +102,7 @@ def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
 
 
 def tensor(*, tensor: int = -1) -> Strategy:
-    """Shards heads, hidden units and vocabulary over tensor; every chip computes all rows (Shoeybi et al. 2019).
+    """Shards heads, hidden units and vocabulary over `tensor`; every chip computes all rows (Shoeybi et al. 2019).
 
     In[B, D] · Win[D, F_t] → H[B, F_t];   H · Wout[F_t, D] → Out[B, D]  (summed over t)
     """
@@ -115,7 +115,7 @@ def tensor(*, tensor: int = -1) -> Strategy:
 
 
 def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
-    """Shards weights over fsdp and tensor, and the batch over fsdp.
+    """Shards weights over `fsdp` and `tensor`, and the batch over `fsdp`.
 
     In[B_f, D] · gather_f(Win[D_f, F_t]) → H[B_f, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_f, D]  (summed over t)
     """
@@ -128,7 +128,7 @@ def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
 
 
 def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
-    """fsdp_tensor with the residual stream sharded along length between blocks (Korthikanti et al. 2022).
+    """Like fsdp_tensor, with the residual stream sharded along length between blocks (Korthikanti et al. 2022).
 
     gather_t(In[B_f, L_t, D]) · gather_f(Win[D_f, F_t]) → H[B_f, L, F_t];   H · Wout → scatter_t → Out[B_f, L_t, D]
     """
@@ -141,7 +141,7 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
 
 
 def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
-    """Shards positions over sequence; each chip attends from its own queries to gathered keys and values.
+    """Shards positions over `sequence`; each chip attends from its own queries to gathered keys and values.
 
     Q[B_f, L_s, H, K] · gather_s(K[B_f, L_s, N, K]) → scores[B_f, H, L_s, L];   weights sharded over fsdp and sequence
 
@@ -164,7 +164,7 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
 
 
 def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """fsdp_tensor with experts sharded over expert, which also shards rows: chips exchange tokens over it.
+    """Like fsdp_tensor, but `expert` shards experts and rows; chips exchange tokens with an all-to-all over it.
 
     exchange_e(In[E, B_ef, C, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, B_f, C, F_t];   exchange_e(H · gather_f(Wout))
     """
@@ -182,7 +182,7 @@ def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """Replicas (data) of fsdp x tensor groups.
+    """Copies the model to `data` groups of chips; each shards weights over `fsdp` and `tensor`.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_df, D]  (summed over t)
     """
@@ -195,7 +195,7 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """One replica per slice: only gradients cross the data-center network (DCN), all other traffic uses ICI.
+    """Copies the model to each slice: only gradients cross the data-center network (DCN), all other traffic uses ICI.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t], with data across slices, fsdp and tensor inside one
     """
@@ -209,7 +209,7 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Splits layers into stages and rows into microbatches (Huang et al. 2019); replicas of the pipeline over data.
+    """Splits layers into stages and rows into microbatches (Huang et al. 2019), in each of `data` copies of the model.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, for microbatch m;   logits[B_d, V_p]
     """
@@ -223,7 +223,7 @@ def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) 
 
 
 def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Stages across slices (`stage` of them in each slice), replicas inside: only activations cross slices.
+    """Distributes stages over slices, `stage` of them in each; activations and their gradients cross the network.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, over the data-center network
 
@@ -244,7 +244,7 @@ def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Sche
 
 
 def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """pipeline with the weights of a stage sharded over fsdp and gathered once per step; stages may span `slices`.
+    """Like pipeline, with weights sharded over `fsdp` and gathered once per step; stages may span `slices`.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F]) → Out[B_fm, D] → stage s + 1;   dWin → scatter_f, once
 
@@ -267,7 +267,7 @@ def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Sche
 def pipeline_fsdp_tensor(
     *, stage: int, tensor: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE
 ) -> Strategy:
-    """pipeline_fsdp with the weights of a stage also sharded over tensor, and the vocabulary over stage and tensor.
+    """Like pipeline_fsdp, with weights also sharded over `tensor`, and the vocabulary over `stage` and `tensor`.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F_t]) → H[B_fm, F_t] → Out[B_fm, D] → stage s + 1;   logits[B_f, V_pt]
 
@@ -291,7 +291,7 @@ def pipeline_fsdp_tensor(
 def pipeline_experts(
     *, stage: int, expert: int, fsdp: int = -1, tensor: int = 1, slices: int = 1, schedule: Schedule = _SCHEDULE
 ) -> Strategy:
-    """experts inside the stages of a pipeline.
+    """Runs `experts` inside each stage of a pipeline.
 
     stage s: exchange_e(In[E, B_efm, C, D]) · gather_f(Win[E_e, D_f, F_t]) → Out → exchange_e → stage s + 1
 

@@ -57,7 +57,8 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
     As in transformers, `model.safetensors` wins over an index, and files that the index does not name are not read.
 
     Raises:
-      UserError: there are no safetensors files, one is missing or truncated, or one is malformed.
+      UserError: there are no safetensors files, one is missing, truncated or malformed, or without an index a tensor is
+        in two of them.
     """
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)

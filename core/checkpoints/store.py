@@ -127,7 +127,9 @@ class Checkpoints:
             return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, *, state: Any, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
-        """Starts an asynchronous save; returns when the arrays are copied off the devices and may be donated.
+        """Waits for the previous save, then starts an asynchronous one.
+
+        Returns when the arrays are copied off the devices and may be donated.
 
         Args:
           step: the step that produced `state`.

@@ -92,7 +92,7 @@ class Origin(NamedTuple):
 
 
 def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> dict[str, tuple[Any, ParamSpec]]:
-    """Returns shape, dtype and sharding, and spec of each array of a state that a step leaves out, by name."""
+    """Returns, by name, shape with dtype and sharding, and the `ParamSpec`, of each array that a step leaves out."""
     shapes, by_name = reading.by_name(abstract_state), reading.by_name({"params": specs})
     names = described.left_out.arrays if described.left_out else []
     return {name: (shapes[name], by_name[name]) for name in names if name in shapes}

@@ -84,9 +84,9 @@ def raised(error: str, *, code: int, is_consequence: bool) -> None:
 def leave(code: int = exit_codes.DONE, why: str = "") -> None:
     """Reports that this process is about to exit, and why.
 
-    With a code other than 0, monitoring ends. Host 0 then waits for the others to leave, for at most
-    `failure_diagnosis.LEAVING_SECONDS`. Without one it is monitored until it is gone, because JAX waits for the others
-    at exit, too.
+    With a nonzero code, monitoring of this host ends, and host 0 waits up to `failure_diagnosis.LEAVING_SECONDS` for
+    the others to leave. With code 0, monitoring goes on until the process is gone, because JAX waits for the others at
+    exit, too.
     """
     if _watch is not None:
         passed_on = _watch.tell({"left": code, "why": why[:_MOST_CHARACTERS]}, own_code=code or None)

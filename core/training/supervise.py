@@ -82,6 +82,11 @@ def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[st
     """Runs `command` to its end, and sends it SIGTERM when a stop is requested; returns its exit code.
 
     The terminal sends Ctrl-C to the child as well: it has time to save and end before it gets SIGTERM.
+
+    Args:
+      command: the program and its arguments.
+      requested: exit codes of the stops so far, which grows meanwhile; the first decides whether the child gets time.
+      output: file for what the child prints; None: that of this process.
     """
     child = subprocess.Popen(
         tied_process.tied(command, signal.SIGTERM),  # it saves, and ends

@@ -113,7 +113,11 @@ class Hook:
 
 
 class DeviceBatches(Protocol):
-    """An iterator over batches on the devices."""
+    """An iterator over batches on the devices.
+
+    Attributes:
+      input_wait_seconds: how long the last `next` waited for data.
+    """
 
     input_wait_seconds: float
 

@@ -42,7 +42,7 @@ def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
 
 
 def charts(table: Sequence[ResultRow]) -> list[str]:
-    """Draws the score against each quantity that varies, and by step, as SVG; runs with other scores apart."""
+    """Returns SVG charts of the score against each quantity that varies, and by step, apart for each kind of score."""
     return [chart for score in _SCORES for chart in _charts([row for row in table if row["score"] == score], score)]
 
 

@@ -47,7 +47,10 @@ class TextScores:
         return self.scorer.score(pairs)
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Returns the log-likelihood of each whole text, in windows of the model's length with much context."""
+        """Returns the log-likelihood of each whole text, in nats.
+
+        A text longer than the model is cut into windows, with as much context before each as fits.
+        """
         prefix, length = self.model.vocabulary.bos_id, self.scorer.max_length
         parts = [windows(self.encoded(text), prefix=prefix, length=length) for text in texts]
         found = iter(self.likelihoods([pair for part in parts for pair in part]))

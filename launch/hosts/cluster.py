@@ -34,7 +34,7 @@ SKEW_SECONDS = 5.0  # logs are merged by time, and credentials with a wrong time
 
 @dataclass(frozen=True)
 class Host:
-    """The host of this process: its index, and the number of hosts."""
+    """The host of this process: its index, the number of hosts, and whether it is simulated."""
 
     index: int
     count: int

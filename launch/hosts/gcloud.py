@@ -111,7 +111,7 @@ def describe_step(tpu: Tpu) -> Step:
 
 
 def describe(tpu: Tpu) -> Description:
-    """Asks gcloud for the state of a TPU."""
+    """Asks gcloud for the state of a TPU. If gcloud fails, the description has a `problem`; nothing is raised."""
     found = output(describe_step(tpu).argv)
     if found.returncode:
         return Description(state=missing(found), problem=found.stderr.strip())

@@ -151,7 +151,7 @@ def _option(question: Question, writer: Writer, judged: JudgedCandidate) -> Opti
 
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
-    """Sorts compiled candidates by seconds per row, counting as hidden the traffic that the compiler overlapped."""
+    """Returns the candidates that fit, by seconds per row; traffic that the compiler overlapped counts as hidden."""
     fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
     return [(one, record) for _, one, record in sorted(fit, key=lambda each: each[0])]
 

@@ -256,7 +256,10 @@ def next_ids(
 
 
 def dtypes(program: Program) -> Params:
-    """Returns the dtype of every parameter in generation: of matrices the compute dtype, of others their own."""
+    """Returns the dtype of each parameter in generation.
+
+    Matrices and embeddings have the compute dtype, others the stored dtype.
+    """
     computed = program.model.dtype if can(program.model, ChoosesDtype) else "float32"
     return jax.tree.map(
         lambda spec, leaf: jnp.dtype(computed) if spec.kind in ("matrix", "embedding") else leaf.dtype,

@@ -118,7 +118,7 @@ class Schedule:
         return found
 
     def layer_unit(self, stages: int) -> int:
-        """Returns S R, the number of parts; other numbers of layers than its multiples are padded (see `fits`)."""
+        """Returns S R, the number of parts. A number of layers that is no multiple of it is padded (see `fits`)."""
         return stages * self.repeats
 
     def fits(self, layers: int, stages: int) -> bool:

@@ -363,7 +363,9 @@ def _if(condition: jax.Array | bool, yes: Any, no: Any) -> Any:
 
 
 def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
-    """Allocates saved values of `places` turns: leaves [k, places + 1, ...] or [1, places + 1, b, ...].
+    """Allocates saved values of `places` turns; () if nothing is trained.
+
+    Leaves are [k, places + 1, ...] with `save="layers"`, and [1, places + 1, b, ...] with `save="stage"`.
 
     The last place is written in bubbles, which is cheaper than restoring the previous value of another place.
     """

@@ -133,7 +133,7 @@ class Store:
         self._unreadable: set[Path] = set()
 
     def find(self, text: str) -> Record | None:
-        """Returns the record of a program; None if there is none."""
+        """Returns the record of the program with this identity (see `record_key`); None if there is none."""
         mine = self._read(self.path(text))
         if mine is not None:
             return mine

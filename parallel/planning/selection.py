@@ -47,7 +47,7 @@ AnyCandidate = TypeVar("AnyCandidate", bound=JudgedCandidate)
 
 
 class Judge:
-    """Checks candidates against tables and arithmetic."""
+    """Checks whether candidates fit their strategy's tables, and estimates their memory and time by arithmetic."""
 
     def __init__(self, trace: ModelTrace, own: Strategy, *, num_streams: int):
         """Keeps what all candidates have in common.

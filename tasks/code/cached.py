@@ -58,7 +58,7 @@ class CachedHidden(chunks.ChunkTask):
             raise UserError(" ".join(problems))
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """`hidden` are the hidden states."""
+        """Returns the fields of the base task, and `hidden` [B, T, width] float16: the cached hidden states."""
         shape = (batch_size, self.length, self._about["width"])
         return {**super().spec(batch_size), HIDDEN: Field(shape, np.float16, ("batch", "length", None))}
 

@@ -92,7 +92,7 @@ class ChunkTask(abc.ABC):
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns the held-out rows once; rows of padding complete the last batch."""
+        """Returns the held-out rows once, at most `eval_rows` of them; rows of padding complete the last batch."""
         return self._batches(layout, self.held_out, None)
 
     def evaluating(self, rows: int | None) -> ChunkTask:

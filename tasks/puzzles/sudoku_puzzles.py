@@ -70,7 +70,7 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
 
     Args:
       rng: source of randomness.
-      size: N.
+      size: rows and columns of the grid: 4, 6 or 9.
       clues: minimum and maximum number of clues; None: `CLUES[size]`.
     """
     solution = _solved(rng, size)

@@ -24,7 +24,7 @@ class Vocabulary(Protocol):
 
     @attribute
     def pad_id(self) -> int | None:
-        """0 if id 0 is reserved for padding, so that no document may contain it; otherwise it is an ordinary token."""
+        """0 if id 0 is reserved for padding, so that no document may contain it; None if 0 is an ordinary token."""
 
     @attribute
     def eos_id(self) -> int:

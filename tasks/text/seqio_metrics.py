@@ -104,7 +104,7 @@ def answered(
     Args:
       questions: from `Measured.questions`.
       score: returns the log-likelihood of each continuation, given as pairs of ids (context, continuation).
-      predict: returns the continuation of each prompt, given as ids, of at most so many ids.
+      predict: called with prompts, given as ids, and a number: returns the continuation of each, at most so many ids.
     """
     eos_id, outputs = questions["eos_id"], {}
     for name, asked in questions["tasks"].items():

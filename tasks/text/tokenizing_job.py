@@ -44,7 +44,7 @@ class Job:
     near_duplicates: float | None = None
 
     def excluded(self) -> Excluded | None:
-        """Reads the evaluation sets. Raises UserError, of `decontamination`."""
+        """Reads the evaluation sets to exclude; None if there are none. Raises UserError if a file cannot be read."""
         if not self.exclude:
             return None
         texts = decontamination.read(self.exclude)

@@ -121,7 +121,7 @@ class ImageQuestions:
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out question once; rows after the last one are not scored."""
+        """Returns each held-out question once, or the first `evaluated` ones; padding at the end is not scored."""
         return self._batches(layout, "validation", None)
 
     def evaluated_on(self, most: int | None = None) -> str:

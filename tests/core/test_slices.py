@@ -35,6 +35,10 @@ def test_published_figures(name):
     assert s.hbm_bytes == hbm_gib * slices.GIB
 
 
+def test_gpus_are_on_no_ring():
+    assert slices.get("h100:8x2").wraparound == (False,)
+
+
 def test_range_of_the_table():
     assert slices.get("v4-4096").chips == 2048
     assert slices.get("v5litepod-16") is slices.get("v5e-16")

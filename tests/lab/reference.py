@@ -137,13 +137,15 @@ def _strategies() -> Iterator[str]:
     yield from ["# Strategies", ""]
     yield "A strategy maps the logical axes of arrays to mesh axes. [Choose a strategy](../how-to/strategies.md) says"
     yield "when to use which; [logical axes and tables](../explanation/logical-axes.md) explains the notation."
+    yield "An argument named after a mesh axis is the number of chips along it; -1 takes the remaining chips. `save` says what"
+    yield "a stage of a pipeline keeps for the backward pass."
     for name in strategies.__all__:
         make = getattr(strategies, name)
         if not inspect.isfunction(make) or name == "override":
             continue
         yield from ["", *_constructor(f"strategies.{name}", make)]
         if (WORKSPACE / "gin" / "strategies" / f"{name}.gin").exists():
-            yield from ["", f"File: `gin/strategies/{name}.gin`."]
+            yield from ["", f"`gin/strategies/{name}.gin` selects it."]
     yield from ["", "## Schedules of pipelines", ""]
     yield "S is the number of stages, M of microbatches, R of repeats."
     for name in ("gpipe", "circular", "one_f_one_b", "interleaved", "zero_bubble"):

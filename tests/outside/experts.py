@@ -21,7 +21,7 @@ INIT = hk.initializers.TruncatedNormal(0.02)
 
 
 def experts_over_tensor(*, tensor: int) -> strategies.Strategy:
-    """fsdp_tensor with whole experts in place of slices of each.
+    """Like fsdp_tensor, but each chip of `tensor` holds whole experts, not a slice of every expert.
 
     In[E_t, B_f, D] · gather_f(Up[E_t, D_f, F]) → H[E_t, B_f, F];   H · gather_f(Down) → Out[B_f, D]  (summed over t)
     """
