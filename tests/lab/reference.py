@@ -137,8 +137,8 @@ def _strategies() -> Iterator[str]:
     yield from ["# Strategies", ""]
     yield "A strategy maps the logical axes of arrays to mesh axes. [Choose a strategy](../how-to/strategies.md) says"
     yield "when to use which; [logical axes and tables](../explanation/logical-axes.md) explains the notation."
-    yield "An argument named after a mesh axis is the number of chips along it; -1 takes the remaining chips. `save` says"
-    yield "what a stage of a pipeline keeps for the backward pass."
+    yield "An argument named after a mesh axis is the number of chips along it; -1 takes the remaining chips."
+    yield "`save` says what a stage of a pipeline keeps for the backward pass."
     for name in strategies.__all__:
         make = getattr(strategies, name)
         if not inspect.isfunction(make) or name == "override":
