@@ -202,6 +202,15 @@ def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail |
     """Runs the layers with a scan, on all rows together.
 
     Weights are cast before the loop, so that their stacked gradients have the computation dtype.
+
+    Args:
+      fn: one layer.
+      stacked: parameters, keys and inputs of all layers, leaves [L, ...].
+      x, side: the input of the first layer, and arrays for all layers, leaves [B, ...].
+      tail: the computation after the last layer; None if there is none.
+
+    Returns:
+      The result of the tail, or of the last layer without one; and the outputs of all layers.
     """
     return _run_in_order(fn, stacked, x, side, tail, unrolls=False)
 
@@ -210,6 +219,9 @@ def unrolled_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Ta
     """Runs the layers without a loop, on all rows together.
 
     It takes longer to compile, and does not copy the weights of each layer from the stacked array.
+
+    Args:
+      fn, stacked, x, side, tail: as in `scan_runner`.
     """
     return _run_in_order(fn, stacked, x, side, tail, unrolls=True)
 

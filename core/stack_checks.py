@@ -14,7 +14,15 @@ _WORDS = ("summed", "stacked")
 
 
 def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collection[str]) -> None:
-    """Checks arguments of `core.stack.layer_stack`; `choices` are the named policies for `remat`."""
+    """Checks arguments of `core.stack.layer_stack`.
+
+    Args:
+      remat, outputs, pattern: those arguments.
+      choices: the named policies for `remat`.
+
+    Raises:
+      UserError: an argument has an unknown word, or the pattern is empty or a string.
+    """
     if isinstance(remat, str) and remat not in choices:
         raise UserError(f"remat = {remat!r}: expected one of {', '.join(choices)}, a tuple of names, or an OnHost")
     if wrong := [word for word in jax.tree.leaves(outputs) if word not in _WORDS]:
@@ -52,7 +60,17 @@ def joined(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_shapes(x: Any, side: Any, layer_in: Any, num_layers: int) -> None:
-    """Checks that x and side have one entry for each row, and layer_in one for each layer."""
+    """Checks that x and side have one entry for each row, and layer_in one for each layer.
+
+    Args:
+      x: the input of the first layer; its first array gives the number of rows.
+      side: tree of arrays for all layers.
+      layer_in: tree of arrays of which each layer gets its own entry.
+      num_layers: the number of layers.
+
+    Raises:
+      UserError: an array has another first dimension; names it.
+    """
     leaves = jax.tree.leaves(x)
     if not leaves or not leaves[0].shape:
         raise UserError(f"layer_stack: x is {shapes(x)}; expected arrays [B, ...], one entry for each row")

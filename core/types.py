@@ -84,7 +84,11 @@ class Model(Protocol):
     ) -> tuple[Carry, LossOutput]:
         """Returns the next carry and the loss sums over the rows of `batch`.
 
-        `is_training` is False in the evaluation of models without `evaluate`, which disables dropout and the like.
+        Args:
+          params, carry: from `init`; from `init_carry` or the step before.
+          rng: the key of the step.
+          batch: rows of the global batch, with `row_ids`.
+          is_training: False in the evaluation of models without `evaluate`, which disables dropout and the like.
         """
 
 
@@ -193,10 +197,13 @@ class ExtendsCache(Protocol):
         """Returns an empty cache for `rows` rows of at most `length` slots."""
 
     def extend(self, params: Params, cache: Any, ids: Any, start: Any, padding: Any) -> tuple[jax.Array, Any]:
-        """Runs new ids [B, T] in the slots from `start` [] on.
+        """Runs new ids with unrolled layers; returns logits after the last id, [B, V], float32, and the cache.
 
-        The first `padding` [B] slots of a row are empty; the id in slot s has position s - padding. Layers are
-        unrolled. Returns logits [B, V] after the last id, float32, and the cache.
+        Args:
+          params, cache: the parameters; the cache of all slots before `start`.
+          ids: [B, T], int32; the id in slot s has position s - padding.
+          start: slot of the first new id, [], int32.
+          padding: [B], int32; the first slots of a row, so many of them, are empty.
         """
 
 
@@ -214,10 +221,22 @@ class ExtendsLayers(Protocol):
         """Returns the kind of a layer, by its number; layers of one kind differ in their arrays alone."""
 
     def before_layers(self, params: Params, others: Any, ids: Any, start: Any, padding: Any) -> tuple[Any, Any, Any]:
-        """Returns the input of the first layer, arrays for all layers, and the states that follow those of layers."""
+        """Returns the input of the first layer, arrays for all layers, and the states that follow those of layers.
+
+        Args:
+          params, others: the parameters; what follows the states of layers in the cache.
+          ids, start, padding: as in `ExtendsCache.extend`.
+        """
 
     def extend_layers(self, params: Params, x: Any, side: Any, states: Any, start: Any, *, kinds: Any) -> Any:
-        """Runs layers of these kinds, of whose parameters the stacked ones are given; returns x and their states."""
+        """Runs successive layers on new ids; returns x and the states of these layers.
+
+        Args:
+          params: the parameters, of which the stacked ones have these layers alone.
+          x, side: the input of the first of these layers; the arrays from `before_layers`.
+          states, start: of these layers in the cache; as in `ExtendsCache.extend`.
+          kinds: of these layers, from `layer_kind`.
+        """
 
     def after_layers(self, params: Params, x: Any) -> jax.Array:
         """Returns the logits after the last id, [B, V], float32."""

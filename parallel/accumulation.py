@@ -103,7 +103,15 @@ def reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
 def gathered_bytes(
     params: Params, param_axes: Any, param_rules: Rules, shape: Mapping[str, int], manual: set[str]
 ) -> int:
-    """Returns the bytes that `gather_once` adds per chip: gathered parameters and gradients, less the stored shards."""
+    """Returns the bytes that `gather_once` adds per chip: gathered parameters and gradients, less the stored shards.
+
+    Args:
+      params: the parameters, or their shapes.
+      param_axes: the `Axes` of each parameter.
+      param_rules: mesh axes of logical axes, for parameters.
+      shape: size of each mesh axis.
+      manual: the mesh axes over which parameters are gathered.
+    """
 
     def extra(leaf: Any, axes: Axes) -> int:
         spec = logical.partition_spec(axes, param_rules)

@@ -405,7 +405,17 @@ def chosen(params: Any, patterns: Sequence[str]) -> Any:
 
 
 def read_from(source: ParameterSource, params: Any, patterns: Sequence[str], *, optional: Sequence[str]) -> Any:
-    """Returns the tree of the parameters that `load` reads from the source, with the same arguments."""
+    """Returns the tree of the parameters that `load` reads from the source.
+
+    Args:
+      source: the parameters to start from.
+      params: modules of parameters, `{module: {name: leaf}}`, or specs of the same form.
+      patterns: as in `chosen`.
+      optional: wildcards over paths of parameters that are left out where the source lacks them.
+
+    Raises:
+      UserError: a pattern matches no parameter.
+    """
     return _where(
         chosen(params, patterns),
         lambda path: source.has(path) or not any(fnmatch.fnmatch(path, p) for p in optional),
@@ -433,9 +443,15 @@ def require_fit(
     optional: Sequence[str] = (),
     layers: LayerMap | None = None,
 ) -> None:
-    """Checks that a source has the parameters that match the patterns, unless they are optional (see `load`).
+    """Checks that a source has the parameters that match the patterns, unless they are optional.
 
     With patterns other than `*`, parameters that are left over in the source are allowed.
+
+    Args:
+      source: the parameters to start from.
+      shapes: shapes of all parameters of the model.
+      specs: their specs.
+      patterns, optional, layers: as in `load`.
 
     Raises:
       UserError: lists every difference; or a pattern matches only optional parameters that the source lacks.

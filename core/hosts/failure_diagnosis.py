@@ -127,7 +127,17 @@ def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
 
 
 def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Verdict | None:
-    """Returns another host's verdict on host 0, which cannot report that it is lost, silent or has left."""
+    """Returns another host's verdict on host 0, which cannot report that it is lost, silent or has left.
+
+    Args:
+      zero: the state of host 0, as this host knows it.
+      own: the state of this host.
+      limits: the time limits.
+      now: the current time, on the clock used in `zero` and `own`.
+
+    Returns:
+      The verdict; None if there is no reason to end.
+    """
     both = {0: zero, 1: own}
     silent = None if limits.reports_only else host_zero_overdue(zero, limits=limits)
     return _lost({0: zero}) or silent or _left(both, now) or _left_early(both, now)

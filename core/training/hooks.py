@@ -137,7 +137,14 @@ class Checkpoints(Protocol):
         """Waits until the last save is complete. Raises RuntimeError if it fails."""
 
     def save(self, step: int, *, state: TrainState, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
-        """Starts an asynchronous save of the state, the positions of this host's streams, and metadata as JSON."""
+        """Starts an asynchronous save.
+
+        Args:
+          step: the number of steps done.
+          state: the state after them.
+          data: positions of the data streams whose first row this host owns, by name.
+          meta: metadata of the run, as JSON.
+        """
 
     def save_params(self, step: int, params: Params, meta: Mapping[str, Any]) -> None:
         """Starts an asynchronous save of parameters alone."""
@@ -465,7 +472,14 @@ def policy_hook(
     writers: metrics.Writers,
     newest: Callable[[], int | None] = lambda: None,
 ) -> Hook:
-    """Returns the hook of one of POLICIES; it records skipped updates and rollbacks. For `newest` see `Stop`."""
+    """Returns the hook of a policy for steps with a non-finite loss or gradient norm.
+
+    Args:
+      name: one of POLICIES.
+      warn: called with a sentence for every skipped update and every rollback.
+      writers: record the same as metrics.
+      newest: returns the step of the newest checkpoint, or None; for the message with which "stop" ends the run.
+    """
 
     def say(step: int, metric: str, sentence: str) -> None:
         warn(sentence)

@@ -38,7 +38,14 @@ class State(NamedTuple):
 
 
 def empty_state(settings: Planner, rows: int, length: int, embed_dim: int) -> State:
-    """Returns the state before the first of at most `length` slots."""
+    """Returns the state before the first slot.
+
+    Args:
+      settings: the planner.
+      rows: number of rows.
+      length: the most slots of a row.
+      embed_dim: D.
+    """
     return State(jnp.zeros((rows, -(-length // settings.chunk), embed_dim)))
 
 

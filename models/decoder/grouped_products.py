@@ -33,7 +33,12 @@ def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.
 
 
 def by_kernel(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Computes `grouped_product` by the kernel, with empty rows added up to a multiple of 128."""
+    """Computes `grouped_product` by the kernel, with empty rows added up to a multiple of 128.
+
+    Args:
+      x, matrices, sizes: as in `grouped_product`.
+      interpret: whether to run the kernel in Pallas's interpreter, which needs no TPU.
+    """
     padded = jnp.pad(x, ((0, -x.shape[0] % _TILES[-1]), (0, 0)))
     return _by_kernel(padded, matrices, sizes, interpret)[: x.shape[0]]
 

@@ -51,7 +51,12 @@ class Matrices:
         in_dims: int = 1,
         stacked: int = 0,
     ) -> jax.Array:
-        """Returns a parameter in the compute dtype; arguments as of `core.logical.param`."""
+        """Returns a matrix in the compute dtype.
+
+        Args:
+          name, shape, axes, in_dims, stacked: as in `core.logical.param`.
+          fan_in: the initial values are a truncated normal distribution with the standard deviation fan_in ** -0.5.
+        """
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
         how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
         if self.decoder.quantization != "none" and not stacked:  # laid out for computation after it is rounded
@@ -245,7 +250,15 @@ class Mlp(Part):
     def products(
         self, decoder: Decoder, x: jax.Array, side: Side, *, prefix: str = "", width: int | None = None
     ) -> jax.Array:
-        """Returns the output [B, T, D]; the parameters have names that start with `prefix`."""
+        """Returns the output of the layer, [B, T, D].
+
+        Args:
+          decoder: the decoder.
+          x: activations [B, T, D].
+          side: what belongs to rows.
+          prefix: the beginning of the names of the parameters.
+          width: hidden units; None: the decoder's.
+        """
         c, of = decoder, Matrices(decoder)
         d, f = c.embed_dim, width or c.mlp_dim
         gate = of.weight(f"{prefix}gate", (d, f), ("embed", "mlp"), fan_in=d) if c.gated else None

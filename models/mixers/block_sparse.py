@@ -276,10 +276,17 @@ def cached(
     *,
     settings: BlockSparse,
 ) -> tuple[jax.Array, KeysAndValues]:
-    """Computes the attention of new slots to cached ones; arguments as in `attention.cached`.
+    """Computes the attention of new slots to cached ones.
 
     Blocks are counted from the first position of a row, after its empty slots. All cached entries are scored, and
     those of other blocks are then hidden, so the cost of a token grows with the number of entries.
+
+    Args:
+      q, k, v, before, start, padding, scores: as in `models.decoder.attention.attention.cached`.
+      settings: the blocks.
+
+    Returns:
+      [B, T, H, K], and the cache with the new keys and values.
     """
     new = (jnp.swapaxes(a, 1, 2) for a in (k, v))
     pairs = zip(before, new, strict=True)

@@ -176,7 +176,14 @@ def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int,
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:
-    """Applies attention over all positions, then the feed-forward layer; `theta` None disables the rotary embedding."""
+    """Applies attention over all positions, then the feed-forward layer.
+
+    Args:
+      weights: of the block.
+      x: [B, S, D].
+      theta: base of the rotary embedding; None: there is none.
+      eps: of the RMS norms.
+    """
     x = logical.constrain(x, "batch", "residual_length", "embed")
     x = operations.rms_norm(x + _attend(weights, x, theta=theta), -1, eps)
     x = logical.constrain(x, "batch", "residual_length", "embed")

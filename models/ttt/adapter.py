@@ -234,6 +234,12 @@ class AdaptedDecoder:
     def decided(self, params: Params, state: Any, rng: jax.Array, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
         """Reads chunks as the gate decides, and computes nothing else: what a gate costs.
 
+        Args:
+          params: the parameters.
+          state: of the gate, from `init_carry` or the batch before.
+          rng: the key of the gate's draws.
+          batch: as for `loss`.
+
         Returns:
           The state of the gate; for every chunk [B, n] its decision `updates` and the sum of its `losses`.
         """

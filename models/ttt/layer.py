@@ -136,7 +136,14 @@ def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
 
 
 def empty(config: TTTConfig, weights: Weights, rows: int, *, segments: bool = False) -> State:
-    """Returns the state before the first token of rows."""
+    """Returns the state before the first token of rows.
+
+    Args:
+      config: the layer.
+      weights: its parameters.
+      rows: number of rows.
+      segments: whether rows have several segments, so that the state keeps those of tokens.
+    """
     h, k = weights.norm_scale.shape
     wide = _wide(weights.query.dtype)
     recent = jnp.zeros((rows, config.conv_reach, h, k), wide)

@@ -73,7 +73,14 @@ def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compil
 def compile_lowered(
     lowered: Any, program: Program, *, what: str = STEP, fix: str = FIX, dump_to: str | None = None
 ) -> Any:
-    """Compiles a lowered function of a program, `what` in errors; `fix` says what to do if it does not fit.
+    """Compiles a lowered function of a program.
+
+    Args:
+      lowered: the function, from `jax.jit(...).lower`.
+      program: the program; errors name its slice and options.
+      what: what is compiled, for errors.
+      fix: what to do if it does not fit, for errors.
+      dump_to: a folder for the compiler's dump files; None: no dump.
 
     Raises:
       OutOfHbmError, UserError: as `compile_for_slice`.

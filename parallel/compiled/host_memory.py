@@ -79,7 +79,14 @@ def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, i
 def problem(
     need: Mapping[str, int], program: Program, task: Task, *, eval_batches: int, have_bytes: int, whose: str
 ) -> str:
-    """Returns the error if `need` exceeds `have_bytes`, with a fix; empty if it fits."""
+    """Returns the error if `need` exceeds `have_bytes`, with a fix; empty if it fits.
+
+    Args:
+      need: bytes by purpose, from `per_host` or `simulated`.
+      program, task, eval_batches: what runs.
+      have_bytes: the available bytes.
+      whose: the machine that has them, for the message, such as `this host`.
+    """
     total = sum(need.values())
     if total <= have_bytes:
         return ""

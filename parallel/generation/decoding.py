@@ -157,12 +157,24 @@ class Decoder:
             return _sharded(params, self.layouts), _sharded(jax.eval_shape(empty), _layouts(jax.jit(empty).lower()))
 
     def lower_prefill(self, params: Params, cache: Any, *, rows: int, chunk: int) -> Any:
-        """Lowers the program of a chunk from shapes alone; the devices need not exist."""
+        """Lowers the program of a chunk from shapes alone; the devices need not exist.
+
+        Args:
+          params, cache: shapes and shardings, from `abstract`.
+          rows: B.
+          chunk: ids of each row.
+        """
         with self.tracing():
             return self._prefill.lower(params, cache, *self._integers((rows, chunk), (), (rows,)))
 
     def lower_decode(self, params: Params, cache: Any, *, rows: int, vocab_size: int) -> Any:
-        """Lowers the program of greedy tokens from shapes alone; the devices need not exist."""
+        """Lowers the program of greedy tokens from shapes alone; the devices need not exist.
+
+        Args:
+          params, cache: shapes and shardings, from `abstract`.
+          rows: B.
+          vocab_size: V, the last dimension of the model's logits.
+        """
         shapes: Any = self._integers((), (rows,), (rows,), ())
         slot, padding, numbers, count = shapes
         logits: Any = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32, sharding=slot.sharding)
@@ -243,7 +255,19 @@ def next_ids(
     stop_ids: tuple[int, ...],
     num_ids: int | None,
 ) -> tuple[Drawn, jax.Array]:
-    """Draws the next id of every row; returns what was drawn, [B] each, and which rows have ended then, [B]."""
+    """Draws the next id of every row.
+
+    Args:
+      state: the rows, with the logits of the next id.
+      key: of the seed.
+      rows: number of each row for the draws, [B].
+      sampling: how ids are drawn from the logits.
+      stop_ids: ids that end a row.
+      num_ids: ids from this one on are not drawn; None: all may be.
+
+    Returns:
+      What was drawn, [B] each, and which rows have ended then, [B].
+    """
     possible = state.logits
     if num_ids is not None:
         possible = jnp.where(jnp.arange(possible.shape[1]) < num_ids, possible, MASKED)

@@ -108,7 +108,13 @@ class LayerwiseDecoder:
     def decode(
         self, params: Held, state: State, key: jax.Array, rows: jax.Array, count: jax.Array, **static: Any
     ) -> tuple[State, Drawn]:
-        """Adds one token to every row that has not ended; the state is donated. Arguments as of `Decoder.decode`."""
+        """Adds one token to every row that has not ended; the state is donated.
+
+        Args:
+          params: from `laid_out`.
+          state, key, rows, **static: as in `Decoder.decode`.
+          count: not used; one token is added.
+        """
         del count
         others = state.cache[self.model.num_layers :]
         with self.tracing():

@@ -67,7 +67,18 @@ class Deferred(NamedTuple):
     slots: Mapping[Kind, list[int]]
 
     def first(self, kind: Kind, layer: Layer, saved: Slots, side: Side, dy: Any) -> tuple[list, Any, Slots]:
-        """Returns gradients of vectors, with None for matrices, the gradient of the input, and what waits, by slot."""
+        """Computes the first part of the backward pass of a layer: all but the gradients of matrices.
+
+        Args:
+          kind: the kind of the layer.
+          layer, side: as in its forward pass.
+          saved: what that saved, by slot.
+          dy: gradients of its output and of its summed outputs.
+
+        Returns:
+          Gradients of vectors, with None for matrices; the gradient of the input; the values that wait for `second`,
+            by slot.
+        """
         split = self.splits[kind]
         env = _run(split.first, _given(split, (layer, saved, side), dy))
         waiting = [residuals.zeros(a) for a in self.shapes]
@@ -78,7 +89,12 @@ class Deferred(NamedTuple):
         return dw, dx, tuple(waiting)
 
     def second(self, kind: Kind, layer: Layer, saved: Slots, side: Side, waiting: Slots) -> list:
-        """Returns gradients of matrices, with None for vectors."""
+        """Computes the gradients of the matrices of a layer; the list has None for vectors.
+
+        Args:
+          kind, layer, saved, side: as in `first`.
+          waiting: from `first`.
+        """
         split = self.splits[kind]
         values = [waiting[slot] for slot in self.slots[kind]]
         env = _given(split, (layer, saved, side), ()) | dict(zip(split.waiting, values, strict=True))

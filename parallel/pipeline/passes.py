@@ -65,7 +65,16 @@ class Passes:
     def backward(
         self, gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling, trained: Trained
     ) -> tuple[list, Stream]:
-        """Returns the gradients of the parameters, sharded as stored, and of the input of the first layer, [B, ...]."""
+        """Runs the layers backward.
+
+        Args:
+          gathered, kept: the gathered weights and the saved values, from `forward`.
+          fixed, side, trained: as in `forward`.
+          dy: gradients of the output of the last layer, leaves [B, ...], and of the sums.
+
+        Returns:
+          The gradients of the parameters, sharded as stored, and of the input of the first layer, [B, ...].
+        """
         rows = self._at.by_rows
 
         def local(gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling) -> tuple[Any, Stream]:
@@ -84,6 +93,11 @@ class Passes:
         self, params: Any, tail: Tail, x: Stream, fixed: Layer, side: Side, trained: Trained, of_tail: Trained
     ) -> tuple[tuple[Any, Any], tuple[list, list, Stream]]:
         """Runs 1F1B or a relative.
+
+        Args:
+          params, x, fixed, side, trained: as in `forward`.
+          tail: head and loss.
+          of_tail: parameters of the tail that get gradients.
 
         Returns:
           The tail's result for all rows, and the sums over layers and rows; and gradients of the parameters, of the

@@ -46,7 +46,14 @@ class Residuals(NamedTuple):
     stored: dict[Kind, list[tuple[int, int]]]
 
     def forward(self, kind: Kind, layer: Layer, x: Stream, side: Side) -> tuple[Stream, Any, Slots]:
-        """Runs a layer; returns its output, its summed outputs, and what it saves."""
+        """Runs a layer; returns its output, its summed outputs, and what it saves.
+
+        Args:
+          kind: the kind of the layer.
+          layer: its parameters, key and inputs.
+          x: its input, tree of [b, ...].
+          side: arrays that belong to the same rows.
+        """
         (y, sums), residuals, _ = self._differentiate(kind, layer, x, side)
         slots = [zeros(a) for a in self.shapes]
         for index, slot in self.stored[kind]:
@@ -54,7 +61,12 @@ class Residuals(NamedTuple):
         return y, sums, tuple(slots)
 
     def residuals(self, kind: Kind, layer: Layer, slots: Slots, side: Side) -> tuple[list, Any]:
-        """Returns all residuals of a layer, and their structure: `jax.tree.unflatten` makes its backward pass."""
+        """Returns all residuals of a layer, and their structure: `jax.tree.unflatten` makes its backward pass.
+
+        Args:
+          kind, layer, side: as in the forward pass.
+          slots: saved by it.
+        """
         unused = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.x)
         _, residuals, structure = self._differentiate(kind, layer, unused, side)
         for index, slot in self.stored[kind]:

@@ -56,7 +56,14 @@ class Turn(NamedTuple):
 
 
 def turn(schedule: Schedule, number: jax.Array, *, stages: int, is_backward: bool = False) -> Turn:
-    """Returns the turn with a given number; a bubble outside of 0 … M R - 1."""
+    """Returns the turn with a given number; a bubble outside of 0 … M R - 1.
+
+    Args:
+      schedule: the schedule.
+      number: [], int32, the place of the turn among those of a stage.
+      stages: S.
+      is_backward: whether repeats are counted from the last one.
+    """
     group, repeats = schedule.group(stages), schedule.repeats
     inside = jnp.clip(number, 0, schedule.turns - 1)
     valid = (number >= 0) & (number < schedule.turns)
@@ -270,7 +277,7 @@ def backward(
     for i in reversed(range(stage.depth)):
         layer, saved = stage.layer(at, i), take_tree(kept, i, place)
         dw, dx = _switch(stage, at, i, stage.kinds(i), run, layer, saved, dy)
-        dy, grads = dy._replace(x=_if(stage.real(at, i), dx, dy.x)), add(stage, at, i, grads, dw)
+        dy, grads = dy._replace(x=_if(stage.real(at, i), dx, dy.x)), _add(stage, at, i, grads, dw)
         # Without a barrier the compiler runs several layers forward at once and sums at the end, which needs memory.
         dy, place, sums = jax.lax.optimization_barrier((dy, place, grads.sums[i]))
         grads = grads._replace(sums=(*grads.sums[:i], sums, *grads.sums[i + 1 :]))
@@ -305,7 +312,7 @@ def backward_of_inputs(
     for i in reversed(range(stage.depth)):
         layer, saved = stage.layer(at, i), take_tree(kept, i, place)
         dw, dx, values = _switch(stage, at, i, stage.kinds(i), run, layer, saved, dy)
-        dy, grads = dy._replace(x=_if(stage.real(at, i), dx, dy.x)), add(stage, at, i, grads, dw)
+        dy, grads = dy._replace(x=_if(stage.real(at, i), dx, dy.x)), _add(stage, at, i, grads, dw)
         waiting = put_tree(waiting, values, i, to)
         dy, place, waiting = jax.lax.optimization_barrier((dy, place, waiting))  # as in `backward`
     return dy, grads, waiting
@@ -314,7 +321,14 @@ def backward_of_inputs(
 def weights(
     stage: Stage, at: Turn, kept: Any, place: jax.Array, x: Stream, grads: Grads, waiting: Any, to: jax.Array
 ) -> Grads:
-    """Adds the gradients of the matrices of the layers of this turn; `x` has their shapes, the rest is as above."""
+    """Adds the gradients of the matrices of the layers of this turn.
+
+    Args:
+      stage, at, kept, place, grads: as in `backward`.
+      x: a tree with the shapes of the input of a layer; its values are not used.
+      waiting: from `backward_of_inputs`.
+      to: [], the place in it of this turn.
+    """
     split, side = stage.deferred(x), stage.side(at)
 
     def run(kind: Kind, layer: Layer, saved: Any, waiting: Any) -> list:
@@ -323,13 +337,20 @@ def weights(
     for i in range(stage.depth):
         layer, (saved, values) = stage.layer(at, i), _row_major((take_tree(kept, i, place), take_tree(waiting, i, to)))
         dw = _switch(stage, at, i, stage.kinds(i), run, layer, saved, values)
-        grads = add(stage, at, i, grads, dw)
+        grads = _add(stage, at, i, grads, dw)
         grads, place = jax.lax.optimization_barrier((grads, place))
     return grads
 
 
-def add(stage: Stage, at: Turn, i: int, grads: Grads, dw: list) -> Grads:
-    """Adds the gradients of the i-th layer of this turn; None in place of a gradient that another pass adds."""
+def _add(stage: Stage, at: Turn, i: int, grads: Grads, dw: list) -> Grads:
+    """Adds the gradients of the i-th layer of this turn.
+
+    Args:
+      stage, at: the layers and the turn; in a bubble nothing is added.
+      i: the layer, from 0 to k - 1.
+      grads: gradients summed so far.
+      dw: gradients of the layer; None in place of a gradient that another pass adds.
+    """
     real, repeats = stage.real(at, i), grads.repeats
     counts = at.valid if real is True else at.valid & real
 
@@ -423,7 +444,14 @@ def put_tree(tree: Any, values: Any, *index: jax.Array | int) -> Any:
 
 
 def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int) -> Any:
-    """Returns the result of `put_tree` if the condition holds, else `tree`; only the entry is selected, in place."""
+    """Returns the result of `put_tree` if the condition holds, else `tree`.
+
+    Only the entry is selected, so that XLA can write it in place.
+
+    Args:
+      condition: [], bool.
+      tree, values, *index: as in `put_tree`.
+    """
     return jax.tree.map(lambda a, value: put(a, jnp.where(condition, value, take(a, *index)), *index), tree, values)
 
 

@@ -130,7 +130,17 @@ def _residual(path: Sequence[Any]) -> str:
 
 
 def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
-    """Returns for every layer stack its input and its outputs [L, ...]; then the logits, or None."""
+    """Records a forward pass of the program's model, without rematerialization.
+
+    Args:
+      program: the model and the seed.
+      params: the parameters.
+      state: gives the carry, and the step that the random bits depend on.
+      batch: a batch.
+
+    Returns:
+      For every layer stack its input and its outputs [L, ...]; then the logits, or None for a model without them.
+    """
     model, seen = program.model, []
     rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
 

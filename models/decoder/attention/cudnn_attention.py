@@ -50,7 +50,14 @@ def problem(
 
 
 def check(length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None) -> None:
-    """Raises UserError, with the reason, if cuDNN cannot compute an attention; arguments as for `problem`."""
+    """Checks that cuDNN can compute an attention under the current tables.
+
+    Args:
+      length, head_dim, dtype, softcap, prefix: as in `problem`.
+
+    Raises:
+      UserError: it cannot; gives the reason.
+    """
     if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix):
         raise UserError(f"attention = 'cudnn': {reason}; attention = 'auto' uses plain products where cuDNN cannot")
 
