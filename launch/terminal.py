@@ -29,9 +29,15 @@ _UNPRINTABLE = ("Cc", "Cs")  # control characters; lone surrogates, which cannot
 
 
 def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = False, **options: Any) -> Console:
-    """Returns a rich console with the width of its terminal, or `piped_width` if it does not write to a terminal.
+    """Returns a rich console with the width of its terminal.
 
     Without a terminal, or with NO_COLOR set, it writes no escape codes.
+
+    Args:
+      piped_width: the width where it does not write to a terminal.
+      file: where it writes; None: the standard output.
+      stderr: whether it writes to the standard error instead.
+      **options: of `rich.console.Console`.
     """
     from rich.console import Console
 

@@ -334,6 +334,78 @@ def test_methods_say_what_they_do_unless_a_base_class_does():
     assert not [*without_docstrings(ast.parse("class A(B):\n  def b(self): pass"))]
 
 
+MOST_UNEXPLAINED = 3  # parameters of a public function whose docstring may lack a section Args
+
+
+def parameters(function, *, is_method):
+    spec = function.args
+    found = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
+    found += [a.arg for a in (spec.vararg, spec.kwarg) if a]
+    return tuple(found[1:] if is_method and found[:1] in (["self"], ["cls"]) else found)
+
+
+def without_args(trees):
+    """Yields (file, name) of public functions and methods with many parameters and no section Args.
+
+    A method needs none if a base class, or any Protocol, has one for a method with the same name and parameters.
+    """
+    classes = [node for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    bases = {c.name: set() for c in classes}
+    explained = {c.name: set() for c in classes}
+    for c in classes:
+        bases[c.name] |= {ast.unparse(base).partition("[")[0].split(".")[-1] for base in c.bases}
+        methods = [m for m in c.body if isinstance(m, ast.FunctionDef) and "Args:" in (ast.get_docstring(m) or "")]
+        explained[c.name] |= {(m.name, parameters(m, is_method=True)) for m in methods}
+    protocols = {c for c, of in bases.items() if "Protocol" in of}
+
+    def inherited(one, seen=frozenset()):
+        above = bases.get(one, set()) - seen
+        return above.union(*(inherited(base, seen | above) for base in above))
+
+    def visit(file, body, owner):
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from visit(file, node.body, node.name)
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            names = parameters(node, is_method=owner is not None)
+            if len(names) <= MOST_UNEXPLAINED or "Args:" in (ast.get_docstring(node) or ""):
+                continue
+            elsewhere = protocols | inherited(owner) if owner else ()
+            if not any((node.name, names) in explained.get(c, ()) for c in elsewhere):
+                yield file, f"{owner}.{node.name}" if owner else node.name
+
+    for file, tree in trees.items():
+        yield from visit(file, tree.body, None)
+
+
+def test_parameters_of_public_functions_are_explained():
+    assert not [*without_args({name(p): ast.parse(p.read_text()) for p in PRODUCT})]
+
+
+def test_missing_explanations_are_found():
+    source = """
+def f(a, b, c, *, d): pass
+def g(a, b, c): pass
+def _h(a, b, c, d): pass
+class A:
+  def m(self, a, b, c, d):
+    'Args: a, b, c, d'
+  def n(self, a, b, c, *d): pass
+class B(A): pass
+class C(B):
+  def m(self, a, b, c, d): pass
+  def p(self, a, b, c, d): pass
+class D(Protocol):
+  def p(self, a, b, c, d): 'Args: a, b, c, d'
+class E:
+  def m(self, a, b, c, d): pass
+  def p(self, a, b, c, e): pass
+"""
+    found = [of for _, of in without_args({"x.py": ast.parse(source)})]
+    assert found == ["f", "A.n", "E.m", "E.p"]
+
+
 def test_no_test_is_left_out():
     pattern = re.compile(r"mark\.(skip|skipif|xfail)\b|pytest\.(skip|importorskip|xfail)\(|unittest\.skip")
     tests = [p for p in PYTHON if name(p).startswith("tests/") and p != pathlib.Path(__file__).resolve()]

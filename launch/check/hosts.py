@@ -78,8 +78,14 @@ def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
 def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_dir: str) -> list[Finding]:
     """Makes the checks that need all hosts; a check that fails does not stop the others.
 
+    Args:
+      config: the experiment's configuration.
+      host: this host.
+      own: the findings that this host made on its own.
+      run_dir: the run directory.
+
     Returns:
-      The findings of all hosts, the same on every host; `own` are those that this host made on its own.
+      The findings of all hosts, the same on every host.
     """
     spans = config.build().spans()
 

@@ -65,7 +65,16 @@ def check(
     smoked: bool = False,
     hosts: Hosts = "here",
 ) -> Checked:
-    """Checks configuration, layout, data, run directory and memory; reports mistakes as findings and writes nothing."""
+    """Checks configuration, layout, data, run directory and memory; reports mistakes as findings and writes nothing.
+
+    Args:
+      path: the gin file of the experiment.
+      bindings: gin bindings that override it.
+      slice_name: the slice; None: the experiment's.
+      run_dir: the run directory.
+      smoked: whether the run is a smoke run, whose model is small and whose data may be replaced.
+      hosts: where the hosts will be.
+    """
     findings: list[Finding] = []
     bound = None
     if hosts not in _AWAY:
@@ -300,7 +309,14 @@ def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimat
 
 
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "data") -> list[Finding]:
-    """Checks the task's files; reads no documents, but one example of each source that code of the user makes."""
+    """Checks the task's files; reads no documents, but one example of each source that code of the user makes.
+
+    Args:
+      experiment: the experiment.
+      smoked: whether random tokens may replace data that is missing.
+      hosts: where the hosts will be; files that only they can see are not checked.
+      name: of the finding.
+    """
     task = experiment.task
     named = tuple(task.named_files()) if can(task, NamesFiles) else ()
     vocabulary = task.vocabulary.path if can(task.vocabulary, ReadsFile) else ""

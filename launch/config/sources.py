@@ -85,7 +85,14 @@ class Reader:
             self.text(text, name=name, folder=path.parent, ancestors=ancestors)
 
     def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
-        """Reads statements; included files are also searched for in `folder`."""
+        """Reads statements, and the files that they include.
+
+        Args:
+          text: the statements.
+          name: of the source, in messages.
+          folder: where included files are also searched for.
+          ancestors: the chain of files that include the source.
+        """
         statements = self._importable(self._parsed(text, file=name), file=name)
         self.sources[name] = Source([s for s in statements if isinstance(s, ImportStatement)], ancestors)
         for statement in statements:
@@ -170,7 +177,14 @@ def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
 
 
 def missing_file(path: str, guess: Path | None, *, file: str, line: int = 0) -> ConfigProblem:
-    """Returns the problem that reports a missing file; `guess` is the file to suggest."""
+    """Returns the problem that reports a missing file.
+
+    Args:
+      path: the file, as the user wrote it.
+      guess: an existing file to suggest; None if there is none.
+      file: the source that names it; the file itself if a command does.
+      line: the line there; 0 if it is on none.
+    """
     if any((folder / path).is_dir() for folder in (WORKSPACE, Path.cwd())):
         fix = f"name a file in it, such as {path.rstrip('/')}/first.gin"
         return ConfigProblem(file, line, f"'{path}' is a folder", expected="a .gin file", fix=fix)

@@ -238,7 +238,14 @@ def score(
     """Scores checkpoints of a prepared run: the newest one, that of `step`, or all of them.
 
     The rows are those of the phase of the newest of them; each step's record says whether the data of its own phase are
-    those that it was trained on. `spans` are the phases of the run; without them it has one.
+    those that it was trained on.
+
+    Args:
+      run: the run.
+      asked: the rows to score.
+      step: the step of the checkpoint; None: the newest.
+      all_steps: whether to score all checkpoints.
+      spans: the phases of the run; without them it has one.
 
     Returns:
       The scores, and the steps of checkpoints that the run removed before they were read.

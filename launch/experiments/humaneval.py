@@ -48,7 +48,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temperature: float) -> dict[str, Any]:
-    """Lets the model complete each problem, once greedily or in several samples; returns `humaneval.score`."""
+    """Lets the model complete each problem, and runs the programs.
+
+    Args:
+      problems: the problems.
+      scores: the model.
+      samples: completions of each problem; 1: a greedy one.
+      temperature: of several samples.
+
+    Returns:
+      As `tasks.code.humaneval.score`.
+    """
     sandbox.require_confinement()
     prompts = [problem.prompt for problem in problems for _ in range(samples)]
     sampling = GREEDY if samples == 1 else Sampling(temperature, 0, 0.95)

@@ -94,7 +94,14 @@ def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
 def answered(
     loaded: LoadedModel, task: ImageQuestions, batch_size: int, groups: Sequence[Sequence[Question]]
 ) -> list[list[Panel]]:
-    """Returns the panels of groups of questions, in batches of the size of the run."""
+    """Returns the panels of groups of questions, one for each question.
+
+    Args:
+      loaded: the model.
+      task: makes the rows, and decodes the answers.
+      batch_size: rows of a batch.
+      groups: the questions.
+    """
     model: Any = loaded.model
     every = [question for group in groups for question in group]
     layout, panels = loaded.program.partitioner.data_layout(batch_size), []

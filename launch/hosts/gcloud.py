@@ -89,12 +89,19 @@ def command(tpu: Tpu, verb: str, *flags: str, group: str = "tpu-vm", target: Seq
 
 
 def scp(tpu: Tpu, source: Path, destination: str) -> tuple[str, ...]:
-    """Copies a local file to all hosts of a TPU."""
+    """Returns the command that copies a local file to all hosts of a TPU."""
     return command(tpu, "scp", "--worker=all", target=(os.fspath(source), f"{tpu.name}:{destination}"))
 
 
 def ssh(tpu: Tpu, text: str, *flags: str, worker: str = "all") -> tuple[str, ...]:
-    """Runs shell text on the hosts of a TPU."""
+    """Returns the command that runs shell text on hosts of a TPU.
+
+    Args:
+      tpu: the TPU.
+      text: the shell text.
+      *flags: further flags of gcloud.
+      worker: the number of a host, or `all`.
+    """
     return command(tpu, "ssh", f"--worker={worker}", *flags, f"--command={text}")
 
 

@@ -71,7 +71,17 @@ def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
 
 
 def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int:
-    """Performs one of ACTIONS on every TPU. Returns the first exit code that is not 0."""
+    """Performs an action on one TPU after the other, up to the first failure.
+
+    Args:
+      tpus: the TPUs.
+      action: one of ACTIONS.
+      order: the options of the request; its slice is not needed to delete.
+      dry_run: whether to print the commands only.
+
+    Returns:
+      The first exit code that is not 0, or 0.
+    """
     delete = action == "delete"
     steps = [delete_step(tpu, is_queued=order.is_queued) if delete else create_step(tpu, order) for tpu in tpus]
     return gcloud.perform(steps, dry_run=dry_run)

@@ -44,10 +44,17 @@ class Run(NamedTuple):
 
 
 def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:
-    """Ships the workspace to every host of `tpus` (one for each slice), sets up, and starts `run` on all, detached.
+    """Ships the workspace to every host, sets up, and starts a run on all, detached.
 
-    With `dry_run` it only prints the steps, with words in capitals for what it would look up or make. Returns the exit
-    code of the first step that failed, or 0.
+    Args:
+      tpus: the TPUs, one for each slice.
+      slice_: the slice, or the slices, that they must be.
+      run: the command.
+      workspace: the folder to ship; what git tracks or would track.
+      dry_run: whether to print the steps only, with words in capitals for what it would look up or make.
+
+    Returns:
+      The exit code of the first step that failed, or 0.
 
     Raises:
       UserError: a TPU is of another size or not READY, there are more or fewer than slices, the workspace is not under
@@ -124,7 +131,17 @@ def _start_steps(
 
 
 def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
-    """Runs one of ACTIONS on all hosts at once; TensorBoard runs on host 0 alone, with a tunnel to 127.0.0.1."""
+    """Runs an action on all hosts at once; TensorBoard runs on host 0 alone, with a tunnel to 127.0.0.1.
+
+    Args:
+      tpus: the TPUs.
+      action: one of ACTIONS.
+      log_directory: what TensorBoard shows; of no use to other actions.
+      dry_run: whether to print the commands only.
+
+    Returns:
+      The exit code of the first command that failed, or 0.
+    """
     if action == "tensorboard":
         return gcloud.perform([tensorboard_step(tpus[0], log_directory)], dry_run=dry_run)
     if action == "status" and (code := gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=dry_run)):

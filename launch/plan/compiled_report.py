@@ -170,9 +170,15 @@ def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
 def compile_strategies(
     experiment: str, choices: Iterable[str], *, bindings: Sequence[str], slice_name: str
 ) -> Iterator[StrategyResult]:
-    """Compiles the experiment under each choice (a gin file, or bindings of STRATEGY), yielding results one by one.
+    """Compiles the experiment under each choice, yielding results one by one.
 
-    A layout that does not fit, or that the slice cannot have, is a result with its reason; `bindings` override it.
+    A layout that does not fit, or that the slice cannot have, is a result with its reason.
+
+    Args:
+      experiment: its gin file.
+      choices: each a gin file, or bindings of STRATEGY with semicolons between them.
+      bindings: gin bindings that override the experiment and the choice.
+      slice_name: the slice.
 
     Raises:
       UserError: a mistake in the experiment, or no such file.

@@ -66,7 +66,13 @@ def compile_all(
     """Compiles jobs in order, and yields each with its record as it finishes.
 
     If a worker fails, its record says why and is not kept. If the iteration ends early, also by Ctrl-C, the workers are
-    stopped. `wanted` returns the number of further successful compilations to make; it is called before each start.
+    stopped.
+
+    Args:
+      jobs: the jobs; each is taken when it starts.
+      wanted: returns the number of further successful compilations to make; called before each start.
+      on_start: called with each job when it starts.
+      command: starts a worker.
     """
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch:

@@ -30,6 +30,12 @@ _TEXT = ("kind", "where", "on one chip", "hottest operations", "mesh axes", "net
 def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str]) -> int:
     """Compiles one layout and prints what limits it; returns 1 if it does not fit.
 
+    Args:
+      path: the gin file of the experiment.
+      choice: the layout: a gin file, or bindings of STRATEGY.
+      slice_name: the slice.
+      bindings: gin bindings that override both.
+
     Raises:
       UserError: no such file, a mistake in the configuration, a layout that the slice cannot have.
     """

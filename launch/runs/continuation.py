@@ -135,7 +135,11 @@ def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_stat
 def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *, span: Span) -> list[str]:
     """Returns why a phase cannot continue in its data. At the first step of a phase the data start anew.
 
-    `then` is the metadata of the checkpoint. Earlier revisions recorded no ORDER; the position itself is then checked.
+    Args:
+      step: the step of the checkpoint.
+      then: its metadata; earlier revisions recorded no ORDER, and the position itself is then checked.
+      now: metadata that the run would save.
+      span: the phase.
     """
     if 0 < step <= span.first_step:
         return []
@@ -157,6 +161,12 @@ def _told(name: str, before: Any, after: Any) -> str:
 
 def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Program) -> None:
     """Requires that the newest checkpoint, if there is one, fits by its metadata, and that another fits on the disk.
+
+    Args:
+      run_dir: the run directory.
+      meta: metadata that the run would save.
+      span: the phase.
+      program: the program of the phase.
 
     Raises:
       UserError: lists the problems.

@@ -94,7 +94,14 @@ def cache_folder(run_dir: str) -> str:
 
 
 def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
-    """Describes a run before the hosts join, so that hosts with different runs can be refused."""
+    """Describes a run, so that hosts that are started with different runs get an error before they join.
+
+    Args:
+      config_text: the configuration.
+      revision: the git revision.
+      run_dir: the run directory.
+      last_step: the step at which to stop.
+    """
     installed = versions.of_training()
     about = {"git revision": revision, **installed, "run directory": run_dir, "last step": last_step}
     about |= {name: environment.read(name) or "" for name in environment.COMPILED_BY}
@@ -114,8 +121,11 @@ def prepare_run(
 ) -> Run:
     """Binds an experiment to the devices of the joined hosts, prepares its data, and checks that everything fits.
 
-    Of an experiment with phases, it prepares the one that is passed, or the first. A new run starts from the parameters
-    `given`, if there are some, in place of those of INIT_FROM.
+    Args:
+      experiment: the experiment; of one with phases, the phase to prepare, or the first.
+      config, revision, run_dir, host, started: as in `Run` and `run_signature`.
+      last_step: the step at which to stop; at most the last of the phase.
+      given: parameters from which a new run starts, in place of INIT_FROM; None: there are none.
 
     Raises:
       UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.

@@ -54,7 +54,14 @@ _FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once
 def show_summary(
     run: Run, *, resumed_from: int | None, measured: Mapping[str, str], left_out: LeftOut | None = None
 ) -> None:
-    """Prints a panel that describes the run, with the rows of `measured`; checkpoints leave out `left_out`."""
+    """Prints a panel that describes the run.
+
+    Args:
+      run: the run.
+      resumed_from: the step of the checkpoint from which it continues; None or 0: a fresh start.
+      measured: further rows of the panel, by name.
+      left_out: the arrays that checkpoints leave out; None: no array.
+    """
     experiment = run.experiment
     card = rows(experiment, run.program, host=run.host)
     if INIT_FROM in run.meta:
@@ -160,10 +167,14 @@ def _batch(experiment: Experiment) -> str:
 def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, checksum: int | None) -> None:
     """Prints the result, a sample of the model's text, and where the files are. All hosts call it; host 0 prints.
 
-    `checksum` is that of the frozen parameters before training.
+    Args:
+      run: the run.
+      state: the last state.
+      validation: the metrics of the last evaluation; empty if there was none.
+      checksum: that of the frozen parameters before training; None if no parameter is frozen.
 
     Raises:
-      RuntimeError: they have changed.
+      RuntimeError: frozen parameters have changed.
     """
     experiment = run.experiment
     if checksum is not None and checksum != (after := frozen.checksum(run.program, state.params)):

@@ -188,7 +188,14 @@ def _notes(saved: warm_start.SavedParameters, experiment: Experiment) -> tuple[s
 
 
 def first_state(experiment: Experiment, program: Program, initial: Initial | None, *, is_host_zero: bool) -> TrainState:
-    """Returns the state before the first step, from the result of `find`."""
+    """Returns the state before the first step.
+
+    Args:
+      experiment: names the parameters to start from, and those that may be absent.
+      program: initializes the state.
+      initial: the result of `find`; None: all parameters are initialized.
+      is_host_zero: whether to show the progress of reading.
+    """
     if initial is None:
         return program.init()
     source = initial.source

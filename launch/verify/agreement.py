@@ -79,7 +79,12 @@ def measure_played(
 ) -> dict[str, Apart]:
     """Compares every example with one device in float32, with its chips divided among several processes.
 
-    Each process runs `command` with `--into FOLDER --record NAME …`, which calls `record`.
+    Args:
+      subject: the model and its training options.
+      examples: strategies with their slices, by name.
+      data: global batches.
+      processes: the number of processes of each slice.
+      command: each process runs it with `--into FOLDER --record NAME …`, which calls `record`.
 
     Raises:
       UserError: the processes could not be run.

@@ -65,7 +65,14 @@ def about(
 
 
 def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Sequence[int], bfloat16: bool) -> None:
-    """Prints what was compared, a row for each strategy, those that refuse the model, what differs, and a verdict."""
+    """Prints what was compared, a row for each strategy, those that refuse the model, what differs, and a verdict.
+
+    Args:
+      rows: what was measured of each strategy.
+      what: from `about`.
+      processes: numbers of processes that were compared; one column each.
+      bfloat16: whether bfloat16 was compared.
+    """
     further = [part for part in FURTHER if any(row.float32 and row.float32[part].where for row in rows)]
     headings = ["strategy", "slice", *PARTS, *further, *(f"params, {n} processes" for n in processes)]
     headings += ["bfloat16 losses"] if bfloat16 else []

@@ -180,7 +180,7 @@ def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: f
 
     Args:
       weights: of the block.
-      x: [B, S, D].
+      x: [B, T, D].
       theta: base of the rotary embedding; None: there is none.
       eps: of the RMS norms.
     """

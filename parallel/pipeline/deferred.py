@@ -72,7 +72,7 @@ class Deferred(NamedTuple):
         Args:
           kind: the kind of the layer.
           layer, side: as in its forward pass.
-          saved: what that saved, by slot.
+          saved: what its forward pass saved, by slot.
           dy: gradients of its output and of its summed outputs.
 
         Returns:

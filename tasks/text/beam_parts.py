@@ -63,7 +63,13 @@ class Parts:
         self._folder = folder
 
     def make(self, asked: Asked, lanes: Sequence[Lane], most: int, arguments: Sequence[str]) -> None:
-        """Writes the parts of all lanes, of so many examples, on the workers.
+        """Writes the parts of all lanes on the workers.
+
+        Args:
+          asked: the task or mixture.
+          lanes: the lanes.
+          most: examples of a part at most, empty ones included.
+          arguments: command-line options of the Apache Beam pipeline.
 
         Raises:
           UserError: the pipeline ends before they are written.
@@ -84,7 +90,16 @@ class Parts:
             ) from error
 
     def submit(self, number: int, call: Callable[..., Any], asked: Asked, lane: Lane, begin: int, most: int) -> Any:
-        """Returns a future of the part that `call` would make."""
+        """Reads the part that `call` would make; one that failed is deleted, so that the next start tries again.
+
+        Args:
+          number, call, asked, most: not used.
+          lane: the lane of the part.
+          begin: number of its first example.
+
+        Returns:
+          A future of the part, or of the error.
+        """
         done: concurrent.futures.Future = concurrent.futures.Future()
         file = paths.resolve(_part(self._folder, lane, begin))
         found, problem = _read(file.read_bytes())

@@ -157,7 +157,13 @@ _open: dict[Lane, "_Examples"] = {}  # the lanes that this process reads
 
 
 def convert(asked: Asked, lane: Lane, begin: int, most: int) -> Found:
-    """Returns up to `most` examples of a lane from number `begin` on.
+    """Returns examples of a lane, in order.
+
+    Args:
+      asked: the task or mixture.
+      lane: the lane; the process keeps it open between calls until its end.
+      begin: number of the first example, empty ones included.
+      most: examples to read at most, empty ones included.
 
     Raises:
       UserError: the pipeline fails, or an example has ids outside of the vocabulary.

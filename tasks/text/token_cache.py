@@ -70,7 +70,16 @@ def array_dtypes(about: Mapping[str, Any]) -> dict[str, str]:
 def array(
     folder: paths.Path, name: str, dtype: str, *, writes: bool = False, is_new: bool = False, cache_bytes: int = 0
 ):
-    """Opens an array to read or to write it, or creates it, empty. Raises ValueError from TensorStore."""
+    """Opens an array to read or to write it, or creates it, empty. Raises ValueError from TensorStore.
+
+    Args:
+      folder: the split of a cache.
+      name: `tokens`, or an array with an entry for each document.
+      dtype: dtype of an array that is created.
+      writes: whether to open it to write.
+      is_new: whether to create it; only with `writes`.
+      cache_bytes: size of the cache of decompressed blocks; 0: none.
+    """
     import tensorstore
 
     by_document = name != "tokens"

@@ -385,7 +385,13 @@ def batch_spec(
 
 
 def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
-    """Returns the row of an image with so many slots, a question and an answer, without the image."""
+    """Returns the row of an image, a question and an answer, without the image.
+
+    Args:
+      slots: positions of the image, which come first.
+      asked, said: ids of the question, and of the answer, which alone has weights.
+      length: positions of the row.
+    """
     ids = np.asarray([*([0] * slots), *asked, *said], np.int32)
     used, prefix = len(ids) - 1, slots + len(asked)
     place = np.arange(length)
@@ -405,6 +411,11 @@ def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: i
 
 def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] = ()) -> Question | None:
     """Returns the question of one line; None if it holds only white space.
+
+    Args:
+      path, number: the file and the line number, for messages; a relative image path starts at the file's folder.
+      line: the line.
+      kinds: the kinds that a question may have; empty: kinds are not read.
 
     Raises:
       UserError: the line is not JSON, or lacks something; the message names file and line.
