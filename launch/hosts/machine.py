@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from core import jax_internals, slices
+from core import extras, jax_internals, slices
 from core.errors import UserError
 from launch import environment
 from launch.hosts import tpu_host
@@ -17,6 +17,7 @@ from launch.hosts import tpu_host
 # For `local`: in a process of its own, because JAX keeps the memory of GPUs until its process ends.
 _LOOK = "import jax, json; print(json.dumps([jax.devices()[0].device_kind, jax.local_device_count()]))"
 _SECONDS, _SMI_SECONDS = 120, 10
+_SAID = 1000  # last characters of JAX's output, in an error
 _FRACTION, _PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
@@ -104,19 +105,61 @@ def _nvidia_smi(query: str, gpus: str | None) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
+def _require_gpus_in_use(asked: str | None, *, said: str = "") -> None:
+    """Checks that JAX has not fallen back to the CPU of a machine with GPUs, which it does with a warning.
+
+    Args:
+      asked: the platforms that JAX was told to use, if any.
+      said: what it printed.
+
+    Raises:
+      UserError: nvidia-smi lists GPUs that are not hidden from CUDA.
+    """
+    if asked or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return
+    gpus = _nvidia_smi("--query-gpu=name,driver_version", environment.read("CUDA_VISIBLE_DEVICES"))
+    if not gpus:
+        return
+    listed = "; ".join(f"{name}, driver {driver}" for name, driver in (row for row in gpus if len(row) == 2))
+    plugins = _cuda_plugins()
+    why = (
+        f"JAX's plugin for them ({', '.join(plugins)}) cannot use them: is the driver as new as its CUDA needs?"
+        if plugins
+        else f"JAX has no plugin for them: `{extras.install('cuda')}` adds it"
+    )
+    printed = f". JAX printed:\n{said[-_SAID:]}" if plugins and said else ""
+    raise UserError(
+        f"JAX would use the CPU of this machine, which has GPUs:\n  {listed}\n{why}. To use the CPU, set "
+        f"JAX_PLATFORMS=cpu{printed}"
+    )
+
+
+def _cuda_plugins() -> list[str]:
+    """Returns the installed CUDA plugins of JAX, with their versions."""
+    found = importlib.metadata.entry_points(group="jax_plugins")
+    return [
+        f"{plugin.name} {plugin.dist.version if plugin.dist else ''}".strip()
+        for plugin in found
+        if "cuda" in plugin.name
+    ]
+
+
 def of_this_process() -> slices.Slice:
     """Returns the slice of the devices that JAX gives this process, which it initializes.
 
     Raises:
-      UserError: JAX can use no devices here, Renga does not know them, or they belong to a slice of several hosts.
+      UserError: JAX can use no devices here, or not the GPUs, Renga does not know them, or they belong to a slice of
+        several hosts.
     """
-    place = tpu_host.look()
+    place, asked = tpu_host.look(), jax.config.values["jax_platforms"]
     if not jax_internals.backends_are_initialized():
         _prepare_platform(on_tpu_host=place.on_tpu_host)
     try:
         device = jax.devices()[0]
     except RuntimeError as error:
         raise UserError(f"JAX finds no devices on this machine: {error}") from error
+    if device.platform == "cpu":
+        _require_gpus_in_use(asked)
     if device.platform == "tpu" and place.accelerator_type:
         found = slices.get(place.accelerator_type)
     else:
@@ -143,7 +186,7 @@ def local() -> slices.Slice:
     """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU.
 
     Raises:
-      UserError: JAX can use no devices here, or Renga does not know them.
+      UserError: JAX can use no devices here, or not the GPUs, or Renga does not know them.
     """
     place = tpu_host.look()
     if place.accelerator_type:
@@ -157,6 +200,8 @@ def local() -> slices.Slice:
             f"JAX did not list the devices of this machine within {_SECONDS} s; does nvidia-smi answer?"
         ) from error
     if done.returncode:
-        raise UserError(f"JAX finds no devices on this machine:\n{done.stderr.strip()[-1000:]}")
+        raise UserError(f"JAX finds no devices on this machine:\n{done.stderr.strip()[-_SAID:]}")
     kind, count = json.loads(done.stdout.splitlines()[-1])
+    if kind == "cpu":
+        _require_gpus_in_use(environment.read("JAX_PLATFORMS"), said=done.stderr.strip())
     return slices.of_device_kind(kind, per_host=count, hosts=1)

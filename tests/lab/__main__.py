@@ -10,6 +10,9 @@ from launch import __main__ as cli
 from parallel.compiled.hlo import messages
 
 COMMANDS = (
+    "accelerator",
+    "accelerator_packages",
+    "accelerator_page",
     "bench",
     "failures",
     "folder_memory",

@@ -1,8 +1,9 @@
 """`tests/run.sh lab status`: generates STATUS.md, the table of capabilities and their tests, from the tests' markers.
 
 A test marks the rows of the checklist (tests/capabilities.toml) that it covers; the markers are read from the tests'
-source without running them. The column for TPUs is filled only from reports of
-`launch/run check --level slice` (RUN/check.json) that are kept in tests/validated/.
+source without running them. The column for accelerators is filled only from reports that were written on one: of
+`launch/run check --level slice` (RUN/check.json) on a TPU, in tests/validated/, and of `tests/run.sh lab accelerator`,
+in docs/results/accelerator/.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from core.errors import UserError
 from launch.environment import WORKSPACE
+from tests.lab import accelerator_page
 
 HELP = "print which capabilities the tests cover; --write updates STATUS.md"
 EXAMPLE = "tests/run.sh lab status --write"
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the page, or writes it."""
-    page = render(capabilities(), list(marked_tests()), ran_on_tpu())
+    page = render(capabilities(), list(marked_tests()), ran())
     if args.write:
         STATUS.write_text(page)
     else:
@@ -89,6 +91,11 @@ def ran_on_tpu(folder: Path = VALIDATED) -> dict[str, str]:
         passed = [found for found in report["findings"] if found["ok"] and not found["is_note"]]
         ran |= {row: f"{report['slice']}, {report['date']}" for found in passed for row in covered_by(found["name"])}
     return ran
+
+
+def ran() -> dict[str, str]:
+    """Returns slice and date by row of the newest report of any accelerator."""
+    return accelerator_page.ran() | ran_on_tpu()
 
 
 def marked_tests(folder: Path = TESTS) -> Iterator[Marked]:
@@ -138,7 +145,7 @@ def _joined(first: Markers, second: Markers) -> Markers:
 
 
 def render(names: Mapping[str, str], tests: Iterable[Marked], ran: Mapping[str, str] | None = None) -> str:
-    """Returns the page; `ran` gives by row where it ran on a TPU.
+    """Returns the page; `ran` gives by row where it ran on an accelerator.
 
     Raises:
       UserError: a test covers a row that is not in the checklist.
@@ -157,7 +164,7 @@ def render(names: Mapping[str, str], tests: Iterable[Marked], ran: Mapping[str, 
         "",
         _count(shown, total=len(names), ran=len((ran or {}).keys() & shown)),
         "",
-        "| row | capability | unit | simulated on | compiled for | ran on a TPU | shown by, in `tests/` |",
+        "| row | capability | unit | simulated on | compiled for | ran on an accelerator | shown by, in `tests/` |",
         "|---|---|---|---|---|---|---|",
         *(_line(row, names[row], found, (ran or {}).get(row, "never")) for row, found in shown.items()),
     ]
@@ -171,7 +178,7 @@ def _count(shown: Mapping[str, list[Marked]], *, total: int, ran: int) -> str:
     compiled = sum(any(t.slices for t in found) for found in shown.values())
     return (
         f"**{len(shown)} of {total} capabilities are shown by a test**, {simulated} of them on several simulated hosts "
-        f"and {compiled} by the real TPU compiler. {ran} ran on a TPU."
+        f"and {compiled} by the real TPU compiler. {ran} ran on an accelerator."
     )
 
 

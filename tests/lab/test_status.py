@@ -9,7 +9,7 @@ from tests.lab import status
 
 @pytest.mark.covers("E07")
 def test_status_is_current():
-    page = status.render(status.capabilities(), list(status.marked_tests()), status.ran_on_tpu())
+    page = status.render(status.capabilities(), list(status.marked_tests()), status.ran())
     assert status.STATUS.read_text() == page, "run: tests/run.sh lab status --write"
 
 

@@ -111,7 +111,7 @@ def test_only_a_report_of_a_tpu_fills_the_last_column(tmp_path):
     page = status.render({"M07": "one", "M09": "two"}, [test], ran)
     assert "| M07 | one | yes |  |  | v4-32, 2026-05-01 | x.py |" in page
     assert "| M09 | two | yes |  |  | never | x.py |" in page
-    assert "1 ran on a TPU" in page
+    assert "1 ran on an accelerator" in page
     assert status.ran_on_tpu(tmp_path / "none") == {}
 
 

@@ -17,6 +17,7 @@ from launch.runs import progress, smoke
 
 SMI = """#!/bin/sh
 case "$*" in
+  *--query-gpu=name*) echo "NVIDIA H100 80GB HBM3, 470.82.01" ;;
   *--query-gpu=*) echo "0, GPU-a, {used}, 81559"; echo "1, GPU-b, 4, 81559" ;;
   *--query-compute-apps=*) echo "GPU-a, 4711, python" ;;
 esac
@@ -131,5 +132,48 @@ def test_gpus_are_prepared_only_where_jax_may_use_them(monkeypatch, platforms, p
         else:
             monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(platform="cpu", device_kind="cpu")])
             assert machine.of_this_process().name.startswith("cpu:")
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+class Listed(importlib.metadata.EntryPoint):
+    """An installed plugin of JAX."""
+
+    dist = types.SimpleNamespace(version="0.10.2")
+
+
+@pytest.mark.covers("R10", "R12")
+@pytest.mark.parametrize(
+    ("plugins", "said", "absent"),
+    [
+        ([], ["JAX has no plugin for them: `launch/setup.sh --extra cuda` adds it"], "a warning"),
+        (["xla_cuda12"], ["JAX's plugin for them (xla_cuda12 0.10.2) cannot", "JAX printed:\na warning"], "--extra"),
+    ],
+)
+def test_a_cpu_in_place_of_gpus_that_jax_cannot_use_is_an_error(nvidia_smi, monkeypatch, plugins, said, absent):
+    """JAX without CUDA, and a driver that is too old: it then uses the CPU, and prints a warning at most."""
+    nvidia_smi(600)
+    installed = [Listed(name, f"jax_plugins.{name}", "jax_plugins") for name in plugins]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: installed)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(machine, "_LOOK", "import sys; print('a warning', file=sys.stderr); print('[\"cpu\", 1]')")
+    with pytest.raises(UserError, match=r"NVIDIA H100 80GB HBM3, driver 470\.82\.01") as raised:
+        machine.local()
+    assert all(text in str(raised.value) for text in said)
+    assert absent not in str(raised.value)
+    for name, value in (("JAX_PLATFORMS", "cpu"), ("CUDA_VISIBLE_DEVICES", "")):  # asked for, or hidden
+        with monkeypatch.context() as chosen:
+            chosen.setenv(name, value)
+            assert machine.local().name == "cpu:1"
+
+
+def test_a_process_that_got_the_cpu_of_a_machine_with_gpus_is_an_error(nvidia_smi, monkeypatch):
+    before = jax.config.jax_platforms
+    nvidia_smi(600)
+    assert machine.of_this_process().generation == "cpu"  # as asked for
+    jax.config.update("jax_platforms", None)
+    try:
+        with pytest.raises(UserError, match="JAX would use the CPU of this machine, which has GPUs"):
+            machine.of_this_process()
     finally:
         jax.config.update("jax_platforms", before)
