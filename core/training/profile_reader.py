@@ -1,11 +1,12 @@
 """Reads the profile of each host (.xplane.pb): step times, waiting for data, and time by operation.
 
 A trace consists of planes, which hold lines of events. On a TPU every chip has a plane, /device:TPU:0, whose line
-"Steps" has one event for each step and "XLA Ops" one for each operation. CPU devices have no plane of their own: their
-operations are events of the threads in /host:CPU that carry an `hlo_op`, and their steps are the training loop's own
-annotations. Both are returned in the same form.
+"Steps" has one event for each step and "XLA Ops" one for each operation. A GPU's plane, /device:GPU:0, has a line for
+each stream, whose kernels carry the `hlo_op` that they are part of. CPU devices have no plane of their own: their
+operations are events of the threads in /host:CPU that carry an `hlo_op`. Steps on GPUs and CPUs are the training loop's
+own annotations. All are returned in the same form.
 
-The names of TPU planes and lines come from the profiler's documentation; this was not tried on a TPU.
+The names of planes and lines of TPUs and GPUs come from the profiler's documentation; neither was tried.
 """
 
 import collections
@@ -20,7 +21,7 @@ from core.files import paths
 from core.training import trainer
 from core.training.profiling import PROFILES, SUFFIX
 
-_CHIP = re.compile(r"^/device:TPU:\d+$")
+_CHIP = re.compile(r"^/device:(TPU|GPU):\d+$")
 _CONTAINERS = ("while", "conditional", "call")  # the operations inside them have their own events
 _COLLECTIVES = re.compile(r"^(all-|reduce-scatter|ragged-all-|collective-|async-collective|(send|recv)\b)")
 _NAME = re.compile(r"%?([\w-]+)")
@@ -208,9 +209,14 @@ def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[fl
 
 def _run_by_chips(chips: Sequence[Any]) -> Iterator[tuple[str, float, str]]:
     for plane in chips:
-        for line in plane.lines:
-            if line.name == "XLA Ops":
-                yield from ((event.name, event.duration_ns, plane.name) for event in line.events)
+        lines = list(plane.lines)
+        operations = [line for line in lines if line.name == "XLA Ops"]
+        for line in operations:
+            yield from ((event.name, event.duration_ns, plane.name) for event in line.events)
+        for line in () if operations else lines:
+            for event in line.events:
+                if "hlo_op" in (stats := dict(event.stats)):
+                    yield str(stats["hlo_op"]), event.duration_ns, plane.name
 
 
 def _run_by_cpu_devices(hosts: Sequence[Any]) -> Iterator[tuple[str, float, str]]:

@@ -36,6 +36,7 @@ EXAMPLE = """tests/run.sh lab accelerator --out accelerator
   tests/run.sh lab accelerator --rehearse --out rehearsal"""
 LOG = "log.txt"
 _LOOK_SECONDS = 0.3
+_ENDING_LOOKS = 30
 _LAST_CHARACTERS = 2000  # of a failed step's output, in the report
 _MODULE = "tests.lab.on_accelerator"
 
@@ -166,9 +167,16 @@ def _watch(report: Report, name: str, process: subprocess.Popen, answer: Path, *
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a process and what it started. It may be in a call to a driver, so that it is not asked first."""
+    """Ends a process and what it started, and waits until all are gone: they hold memory of the device.
+
+    They may be in a call to a driver, so that they are not asked first.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for _ in range(_ENDING_LOOKS):
+            os.killpg(process.pid, 0)
+            time.sleep(_LOOK_SECONDS)
     process.wait()
 
 

@@ -45,6 +45,20 @@ def plane(name, lines):
     return " ".join([*said, "}"])
 
 
+def gpu_plane(*, streams=2):
+    """Each stream has two kernels of one fusion, 3 ms each, and a copy of memory that belongs to no operation."""
+    said = ['planes { name: "/device:GPU:0"']
+    for stream in range(streams):
+        said.append(f'lines {{ id: {stream} name: "Stream #{stream}(Compute)"')
+        for at in (10, 20):
+            span = f"offset_ps: {at * MILLISECOND} duration_ps: {3 * MILLISECOND}"
+            said.append(f'events {{ metadata_id: 1 {span} stats {{ metadata_id: 1 str_value: "fusion.{stream}" }} }}')
+        said.append(f"events {{ metadata_id: 2 offset_ps: 0 duration_ps: {MILLISECOND} }} }}")
+    said += ['event_metadata { key: 1 value { id: 1 name: "sm90_kernel" } }']
+    said += ['event_metadata { key: 2 value { id: 2 name: "MemcpyD2H" } }']
+    return " ".join([*said, 'stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } }'])
+
+
 def write(run_dir, name, text, *, session="step_7"):
     file = run_dir.joinpath(*profile_reader.PROFILES, session, f"{name}.xplane.pb")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -133,3 +147,12 @@ def test_the_error_without_a_profile_tells_how_to_make_one(tmp_path):
         ValueError, match=r"has no profile: while the run is training, launch/pod.sh profile .* --seconds 5 makes one"
     ):
         profile_reader.read_session(str(tmp_path))
+
+
+def test_kernels_of_a_gpu_are_summed_by_operation(tmp_path):
+    """As the profiler documents them; no GPU has written one yet."""
+    write(tmp_path, "a-p0", "\n".join([gpu_plane(), trace(chips=0)]))
+    _, (host,) = profile_reader.read_session(str(tmp_path))
+    assert (host.chips, host.from_chips) == (1, True)
+    (fusion,) = host.operations
+    assert (fusion.name, fusion.count, fusion.seconds) == ("fusion", 4, pytest.approx(0.012))

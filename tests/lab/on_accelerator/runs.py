@@ -16,6 +16,7 @@ import jax
 
 from core.checkpoints import steps as checkpoint_steps
 from core.files import paths
+from core.hosts import exit_codes
 from core.slices import GIB
 from core.training import profile_reader
 from core.training.profiling import PROFILES, SUFFIX
@@ -33,14 +34,22 @@ _GOAL = 0.45
 
 
 class RunError(Exception):
-    """A run ended with an error."""
+    """A run ended with an error.
+
+    Attributes:
+      code: its exit code.
+    """
+
+    def __init__(self, code: int):
+        super().__init__(f"the run ended with exit code {code}; the log has its output")
+        self.code = code
 
 
 class Run:
     """One run of a command, and what its directory holds.
 
     Attributes:
-      seconds: to the first step, from the start of the command.
+      folder: that directory.
     """
 
     def __init__(self, request: Request, name: str, *words: str, bindings: Sequence[str] = ()):
@@ -68,7 +77,7 @@ class Run:
             self._process.kill()
             self._process.wait()
         if code:
-            raise RunError(f"the run ended with exit code {code}; the log has its output")
+            raise RunError(code)
 
     def lines(self, key: str = "loss") -> list[dict[str, Any]]:
         """Returns the complete lines of its metrics that have a key."""
@@ -153,19 +162,21 @@ def training(record: Recorder, request: Request) -> None:
     jax.config.update("jax_platforms", "cpu")  # of this process, which only plans; the run needs all devices
     file = decoder.write(request)
     chosen = decoder.choices(request)
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(1, _ATTEMPTS + 1):
         choice = chosen[0]
         run = _started(record, request, file, choice, name=f"training_{attempt}")
         try:
             _measure_training(record, request, run, choice)
             return
-        except RunError:
+        except RunError as error:
             smaller = [other for other in chosen if other.peak_bytes < 0.85 * choice.peak_bytes]
-            if not run.is_exhausted or not smaller:
+            if (
+                error.code != exit_codes.RAISED or not smaller or attempt == _ATTEMPTS
+            ):  # no lack of memory, or no way out
                 raise
-            record.figure(f"out of memory, attempt {attempt + 1}", f"{choice.rows} rows, remat {choice.remat!r}")
+            why = "memory was exhausted" if run.is_exhausted else "it failed; the log says why"
+            record.figure(f"attempt {attempt}", f"{choice.rows} rows, remat {choice.remat!r}", beside=why)
             chosen = smaller
-    raise RunError("memory was exhausted at every attempt")
 
 
 def _started(record: Recorder, request: Request, file: Path, choice: decoder.Choice, *, name: str) -> Run:
@@ -209,7 +220,7 @@ def _speed(record: Recorder, request: Request, lines: list[dict[str, Any]], choi
         record.absent("MFU", "the table has no peak of a CPU in bfloat16")
     else:
         mfu = statistics.median(line["mfu"] for line in before)
-        record.figure("MFU", 100 * mfu, "%", beside=f"goal {_GOAL:.0%}", ok=mfu >= _GOAL)
+        record.figure("MFU", 100 * mfu, "%", beside=f"goal {_GOAL:.0%}")
     wait = statistics.median(line["input_wait_seconds"] / line["step_seconds"] for line in before)
     record.figure("waiting for data", 100 * wait, "% of a step")
     peaks = [value for line in run.lines("step") for name, value in line.items() if name.startswith("hbm_gib/")]
