@@ -28,6 +28,7 @@ _LOOK_SECONDS = 0.5
 _FIXTURE = environment.WORKSPACE / "tests" / "models" / "fixtures" / "families" / "smollm2"
 _SETTLED = 10  # steps until times are counted
 _PROFILED, _SAVED = 20, 30  # the steps of the large decoder at which it is profiled and saved
+_SAVING_SECONDS = 90  # for which a checkpoint is waited for
 _MOST_PROFILE_BYTES = 15 * 2**20
 _ATTEMPTS = 3  # with fewer and fewer rows
 _GOAL = 0.45
@@ -195,14 +196,21 @@ def _measure_training(record: Recorder, request: Request, run: Run, choice: deco
         if not is_read and last > _PROFILED + 5:
             is_read = _profile(record, request, run)
         if saved_after is None and checkpoint_steps.complete(paths.resolve(run.folder / "checkpoints")):
-            began = next((line["time_seconds"] for line in lines if line["step"] >= _SAVED), time.time())
-            saved_after = max(0.0, time.time() - began)
+            saved_after = time.time() - _time_of(lines, _SAVED)
             record.figure("checkpoint complete after", saved_after, "s", beside=f"of step {_SAVED}; seen every 0.5 s")
+        if saved_after is None and lines and time.time() - _time_of(lines, _SAVED) > _SAVING_SECONDS:
+            record.absent("checkpoint", f"it was not complete {_SAVING_SECONDS} s after step {_SAVED}")
+            return
         if last >= _SAVED + 15 and saved_after is not None:
             beside = _median(lines, "step_seconds", after=_SAVED)
             usual = _median(lines, "step_seconds", after=_SETTLED, until=_SAVED)
             record.figure("step while saving and after it", 1000 * beside, "ms", f"{beside / usual:.2f} of one before")
             return
+
+
+def _time_of(lines: list[dict[str, Any]], step: int) -> float:
+    """Returns when a step was logged; now, if it was not yet."""
+    return next((line["time_seconds"] for line in lines if line["step"] >= step), time.time())
 
 
 def _speed(record: Recorder, request: Request, lines: list[dict[str, Any]], choice: decoder.Choice, run: Run) -> None:
