@@ -171,9 +171,8 @@ def training(record: Recorder, request: Request) -> None:
             return
         except RunError as error:
             smaller = [other for other in chosen if other.peak_bytes < 0.85 * choice.peak_bytes]
-            if (
-                error.code != exit_codes.RAISED or not smaller or attempt == _ATTEMPTS
-            ):  # no lack of memory, or no way out
+            may_fit = error.code == exit_codes.RAISED and smaller  # no other code can be a lack of memory
+            if not may_fit or attempt == _ATTEMPTS:
                 raise
             why = "memory was exhausted" if run.is_exhausted else "it failed; the log says why"
             record.figure(f"attempt {attempt}", f"{choice.rows} rows, remat {choice.remat!r}", beside=why)
