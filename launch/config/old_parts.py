@@ -24,7 +24,9 @@ _CLASSES = {
     "experts": _EXPERTS,
     "none": "",
 }
-_OF_ATTENTION = {"window": "window", "local_rope_theta": "rope_theta", "pattern": ""}  # former fields of the decoder
+# Former fields of the decoder: of layers with a window, and of all heads.
+_OF_HEADS = {"qk_norm": "qk_norm", "query_scale": "scale", "attention_softcap": "softcap"}
+_OF_ATTENTION = {"window": "window", "local_rope_theta": "rope_theta", "pattern": "", **_OF_HEADS}
 _LOCAL = "local"  # scope of the attention that has a window, where layers differ
 _NAMES = {
     "mixer": ("attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp"),
@@ -52,14 +54,14 @@ def former(constructor: str) -> dict[str, Rewrite]:
 
 
 def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | ConfigProblem:
-    """Gives a window and its rotary base to attention; a pattern becomes a tuple of attention with and without them."""
+    """Gives former fields to attention; a pattern becomes a tuple of attention with and without a window."""
     of_decoder = [b for b in bindings if b.selector == old.selector]
     fields = [b for b in of_decoder if b.parameter in _OF_ATTENTION and b.scope == old.scope]
     mixers = [b for b in of_decoder if b.parameter == "mixer"]
     macros = {b.name: b for b in bindings if b.is_macro}
     found = {b.parameter: expand(b.value, macros) for b in fields}  # the last ones apply
     if not any(expand(b.value, macros) for b in fields if b.parameter == old.parameter):
-        return []  # None and () were the defaults
+        return []  # None, () and False were the defaults
     short, example = _short(old.selector), "(@local/layers.Attention(), @layers.Attention())"
     what = ""
     if old.selector.endswith(".preset"):
@@ -79,11 +81,25 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
             return old.problem(f"{unknown[0]!r} is no kind of layer", expected="'local' or 'global'")
         parts = (f"@{local}(), " if kind == "local" else f"@{attention}(), " for kind in pattern)
         return [f"{scoped(old.scope, mixer)} = ({''.join(parts)})"] if pattern else []
-    if not found.get("window") and old.parameter != "window":
+    if not found.get("window") and old.parameter == "local_rope_theta":
         return []  # the base was that of layers with a window
-    value = f"{local if found.get('pattern') else usual}.{_OF_ATTENTION[old.parameter]} = {render(old.value)}"
-    has_mixer = mixers or found.get("pattern") or old is not next(b for b in fields if b.parameter == "window")
-    return [value] if has_mixer else [f"{scoped(old.scope, mixer)} = @{attention}()", value]
+    if old.parameter not in _OF_HEADS:
+        homes = [local if found.get("pattern") else usual]
+    else:
+        homes = _heads(old, bindings, mixers) if mixers else [usual]
+    values = [f"{home}.{_OF_ATTENTION[old.parameter]} = {render(old.value)}" for home in homes]
+    has_mixer = (
+        mixers or found.get("pattern") or old is not next(b for b in fields if b.parameter != "local_rope_theta")
+    )
+    return values if has_mixer else [f"{scoped(old.scope, mixer)} = @{attention}()", *values]
+
+
+def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding]) -> list[str]:
+    """Returns the kinds of attention among the mixers, in the scope of an old binding."""
+    decoder, known = _Decoder(old, bindings), ("attention", "block_sparse")
+    parts = dict.fromkeys(part for binding in mixers for part in decoder.parts(binding))
+    classes = [_CLASSES.get(part, part) for part in parts]
+    return [scoped(old.scope, name) for name in dict.fromkeys(classes) if name in [_CLASSES[one] for one in known]]
 
 
 class _Decoder:
@@ -125,7 +141,7 @@ class _Decoder:
         merged = self._merged()
         if merged.get(old.parameter) is not old:
             return []  # a later binding says otherwise
-        parts = [part for slot in _NAMES if slot in merged for part in self._parts(merged[slot])]
+        parts = [part for slot in _NAMES if slot in merged for part in self.parts(merged[slot])]
         is_used = any(part in (*names, *(_CLASSES[name] for name in names)) for part in parts)
         return self._still_used() if is_used else []
 
@@ -145,7 +161,7 @@ class _Decoder:
         if last is None:
             parts = [_EXPERTS] if old.selector.endswith(".preset") else []  # which may have experts
         else:
-            parts = [_EXPERTS] if self._is_set(last, "experts") else self._parts(last)
+            parts = [_EXPERTS] if self._is_set(last, "experts") else self.parts(last)
         if parts == [_EXPERTS]:
             return [f"{old.selector}.feed_forward = @{_MLP}()"]
         known = (*_NAMES["feed_forward"], _MLP, _CLASSES["s5"])
@@ -207,7 +223,7 @@ class _Decoder:
         near = [*last.values(), *(b for b in slots if b.order > old.order or b.file == old.file)]
         return any(name in names for b in near for text in _texts(self._value(b)) for name in text.split("+"))
 
-    def _parts(self, slot: Binding) -> list[str]:
+    def parts(self, slot: Binding) -> list[str]:
         """Returns the old names, and the classes of parts, in the value of mixer or feed_forward."""
         return list(self._found(self._value(slot)))
 

@@ -16,6 +16,7 @@ B batch, T length, D embed, c positions of a chunk, n chunks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -99,10 +100,8 @@ class Plans(hk.Module):
         """Returns the plan of each chunk, [B, n, D]."""
         config, settings = self.config, self.settings
         positions = jnp.broadcast_to(jnp.arange(summaries.shape[1]), segment_ids.shape)
-        turns = rotary.tables(
-            positions, config.head_width, length=config.score_scale**0.5, theta=config.rope_theta, scaling=None
-        )
-        call = Call(Side(segment_ids, (turns,) * len(config.rotations)))
+        make = functools.partial(rotary.tables, positions, config.head_width, theta=config.rope_theta)
+        call = Call(Side(segment_ids, tuple(make(length=one.length) for one in config.rotations)))
         kind = config.layer_kinds[0]
         low, high = (
             [Block(config, kind._replace(module=f"{name}_{i}")) for i in range(settings.layers)]

@@ -56,7 +56,7 @@ _NOT_SETTINGS = {
 }
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions")
-_POSITIVE = ("norm_eps", "rope_theta", "query_scale", "attention_softcap", "logit_softcap")
+_POSITIVE = ("norm_eps", "rope_theta", "logit_softcap")
 
 
 class LayerKind(NamedTuple):
@@ -93,15 +93,13 @@ class DecoderConfig(Decoder):
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
       norm_eps: added to the mean square or variance.
       post_norm: also normalize the output of attention and of the feed-forward layer, before it is added.
-      qk_norm: normalize queries and keys of every head by `norm`, before the rotation.
       bias: "none"; "qkv": of queries, keys and values; "all": also of the output and of the feed-forward layer.
       gated: multiply the activated projection by a second one; otherwise there is only one.
       activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
       positions: "rotary", or "learned": a vector for each of `max_positions` positions is added to the embedding.
       max_positions: the largest number of positions; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.decoder.rotary`.
-      query_scale: factor of attention scores; None: 1 / sqrt(head_dim).
-      attention_softcap, logit_softcap: bounds of scores and logits by softcap tanh(x / softcap); None: not bounded.
+      logit_softcap: bound of logits by softcap tanh(x / softcap); None: not bounded.
       scaled_embedding: multiply embeddings by sqrt(embed_dim).
       mixer: what mixes positions: a part (`parts.Part`), or `parts.Sum` of several; a tuple is repeated
         over the layers, such as (Attention(window=512), Attention()).
@@ -138,7 +136,6 @@ class DecoderConfig(Decoder):
     norm: str = "rms"
     norm_eps: float = 1e-5
     post_norm: bool = False
-    qk_norm: bool = False
     bias: str = "none"
     gated: bool = True
     activation: str = "silu"
@@ -146,8 +143,6 @@ class DecoderConfig(Decoder):
     max_positions: int | None = None
     rope_theta: float = 10000.0
     rope_scaling: rotary.Scaling | None = None
-    query_scale: float | None = None
-    attention_softcap: float | None = None
     logit_softcap: float | None = None
     scaled_embedding: bool = False
     mixer: Part | Sum | tuple[Part | Sum, ...] = dataclasses.field(default_factory=Attention)
@@ -222,10 +217,7 @@ class DecoderConfig(Decoder):
     def settings(self) -> dict[str, Any]:
         """Returns the settings on which numbers depend, by name."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
-        found |= {
-            "head_dim": self.head_width,
-            "query_scale": self.score_scale,
-        }
+        found["head_dim"] = self.head_width
         if (planner := found.pop("planner")) is not None:
             found |= {f"planner.{name}": value for name, value in dataclasses.asdict(planner).items()}
         layers = [self.layer_kind(layer) for layer in range(self.num_layers)]
@@ -287,18 +279,13 @@ class DecoderConfig(Decoder):
     def rotations(self) -> tuple[rotary.Rotation, ...]:
         """The different rotary embeddings of the mixers: the decoder's, if any has it, and others by layer."""
         found = [part.rotation(self) for mixers, _ in self._repeated for part in mixers]
-        own = rotary.Rotation(self.rope_theta, self.rope_scaling)
-        return tuple(sorted(dict.fromkeys(one for one in found if one is not None), key=lambda one: one != own))
+        others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
+        return tuple(sorted(others, key=lambda one: others[one]))
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer by its number."""
         kinds = self.layer_kinds
         return kinds[layer % len(kinds)]
-
-    @property
-    def score_scale(self) -> float:
-        """Factor of attention scores."""
-        return self.head_width**-0.5 if self.query_scale is None else self.query_scale
 
     def attention_on_gpus(self, length: int) -> str:
         """Returns how attention is computed on GPUs; see `core.types.DescribesAttention`."""

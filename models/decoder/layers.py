@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
-from core.errors import check_integer, check_number
+from core.errors import UserError, check_integer, check_number
 from models import derivatives, quantized
 from models.decoder import rotary
 from models.decoder.attention import attention, cudnn_attention
@@ -97,13 +97,50 @@ class Matrices:
         return self.decoder.lora.added(name, product, x, (inward, outward), rows=side.rows)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads(Part):
-    """The queries, keys, values and output of attention, with the decoder's heads; a subclass mixes the values."""
+    """The queries, keys, values and output of attention, with the decoder's heads; a subclass mixes the values.
+
+    Attributes:
+      qk_norm: normalize queries and keys of every head by the decoder's norm, before the rotation.
+      scale: factor of scores; None: 1 / sqrt(head_dim).
+      softcap: bound of scores by softcap tanh(x / softcap); None: not bounded.
+
+    Raises:
+      UserError: a value out of range.
+    """
+
+    qk_norm: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.qk_norm, bool):
+            raise UserError(f"{type(self).__name__}.qk_norm = {self.qk_norm!r}: expected True or False")
+        for field in ("scale", "softcap"):
+            if (value := getattr(self, field)) is not None:
+                check_number(value, where=f"{type(self).__name__}.{field}", is_positive=True)
 
     matrices = ("query", "key", "value", "output")
 
+    def with_same_parameters(self) -> Part:
+        return dataclasses.replace(self, scale=None, softcap=None)
+
+    def score_scale(self, decoder: Decoder) -> float:
+        """Returns the factor of scores."""
+        return decoder.head_width**-0.5 if self.scale is None else self.scale
+
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
-        return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling)
+        length = self.score_scale(decoder) ** 0.5  # of queries and keys each
+        return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling, length)
+
+    def scores(self, decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
+        """Returns how scores are computed, with a window or None."""
+        scale = 1.0 if call.side.turns else self.score_scale(decoder)  # otherwise the rotary tables scale
+        return Scores(scale, self.softcap, window)
+
+    def settings(self, decoder: Decoder) -> dict[str, Any]:
+        return super().settings(decoder) | {f"{self.name}.scale": self.score_scale(decoder)}
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         c, side, of = decoder, call.side, Matrices(decoder)
@@ -137,7 +174,7 @@ class Heads(Part):
         are gathered over positions, it is scattered before it is rotated.
         """
         x = of.biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
-        if of.decoder.qk_norm:
+        if self.qk_norm:
             x = normalized(of.decoder, f"{name}_norm", x)
         x = logical.constrain(x, "batch", "length", heads, "head_dim")
         if not call.side.turns:
@@ -167,7 +204,7 @@ class Heads(Part):
             return "plain products"
         if c.attention == "none":
             return "none: attention = 'none' mixes no positions"
-        problem = cudnn_attention.problem(length, c.head_width, c.dtype, softcap=c.attention_softcap)
+        problem = cudnn_attention.problem(length, c.head_width, c.dtype, softcap=self.softcap)
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
 
@@ -187,6 +224,7 @@ class Attention(Heads):
     rope_theta: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if self.window is not None:
             check_integer(self.window, where="Attention.window", least=1)
         if self.rope_theta is not None:
@@ -197,13 +235,16 @@ class Attention(Heads):
     sees_prefix = True
 
     def with_same_parameters(self) -> Part:
-        return dataclasses.replace(self, window=None, rope_theta=None)
+        return dataclasses.replace(self, window=None, rope_theta=None, scale=None, softcap=None)
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
-        return super().rotation(decoder) if self.rope_theta is None else rotary.Rotation(self.rope_theta)
+        found = super().rotation(decoder)
+        if self.rope_theta is None or found is None:
+            return found
+        return dataclasses.replace(found, theta=self.rope_theta, scaling=None)
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
-        side, how = call.side, scores(c, call, window=self.window)
+        side, how = call.side, self.scores(c, call, window=self.window)
         if call.before is not None:
             assert side.padding is not None
             return attention.cached(q, key, value, *call.before, side.padding, how, choice=c.attention)
@@ -232,7 +273,7 @@ class Attention(Heads):
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
         own = None if self.rotation(decoder) == super().rotation(decoder) else self.rope_theta
-        return {"attention.window": self.window, "attention.rope_theta": own}
+        return super().settings(decoder) | {"attention.rope_theta": own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,12 +328,6 @@ def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side
 def products_per_input(decoder: Decoder, width: int) -> int:
     """Returns the columns of all matrices of a feed-forward layer with `width` hidden units."""
     return (3 if decoder.gated else 2) * width
-
-
-def scores(decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
-    """Returns the scores of attention with a window, or None."""
-    scale = 1.0 if call.side.turns else decoder.score_scale  # otherwise the rotary tables scale
-    return Scores(scale, decoder.attention_softcap, window)
 
 
 def normalized(config: Decoder, name: str, x: jax.Array) -> jax.Array:

@@ -41,11 +41,9 @@ class Decoder(Protocol):
     dtype: str
     quantization: str
     attention: str
-    attention_softcap: float | None
     attention_tiles: Tiles | None
     norm: str
     norm_eps: float
-    qk_norm: bool
     bias: str
     gated: bool
     activation: str
@@ -54,10 +52,6 @@ class Decoder(Protocol):
     @property
     def head_width(self) -> int:
         """K: the size of a head."""
-
-    @property
-    def score_scale(self) -> float:
-        """Factor of attention scores."""
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:

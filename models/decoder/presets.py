@@ -4,6 +4,7 @@ A published model has the name that it has on Hugging Face, in lower case and wi
 the agreement with the published `config.json`, are tested in `tests/models/decoder/published/test_families.py`.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ def _qwen2(*sizes: int, vocab_size: int = 151936, max_positions: int = 131072, *
 def _qwen3(*sizes: int, **other: Any) -> Fields:
     """Qwen team 2025 (Qwen 3): norms of queries and keys."""
     sizing = {"vocab_size": 151936, "head_dim": 128, "max_positions": 40960}
-    return _sizes(*sizes, qk_norm=True, rope_theta=1e6, norm_eps=1e-6, **sizing, **other)
+    return _sizes(*sizes, mixer=Attention(qk_norm=True), rope_theta=1e6, norm_eps=1e-6, **sizing, **other)
 
 
 def _gemma(*sizes: int, **other: Any) -> Fields:
@@ -79,23 +80,23 @@ def _gemma(*sizes: int, **other: Any) -> Fields:
     )
 
 
-def _gemma2(*sizes: int, **other: Any) -> Fields:
+def _gemma2(*sizes: int, scale: float | None = None, **other: Any) -> Fields:
     """Gemma team 2024 (Gemma 2): layers alternate between a window and all positions; bounded scores and logits."""
     return _gemma(
         *sizes,
         vocab_size=256000,
-        mixer=(Attention(window=4096), Attention()),
-        attention_softcap=50.0,
+        mixer=tuple(Attention(window=window, scale=scale, softcap=50.0) for window in (4096, None)),
         logit_softcap=30.0,
         max_positions=8192,
         **other,
     )
 
 
-def _gemma3(*sizes: int, window: int, **other: Any) -> Fields:
+def _gemma3(*sizes: int, window: int, scale: float | None = None, **other: Any) -> Fields:
     """Gemma team 2025 (Gemma 3): norms of queries and keys, five layers with a window to one without."""
-    mixer = (Attention(window=window, rope_theta=10000.0),) * 5 + (Attention(),)
-    return _gemma(*sizes, qk_norm=True, rope_theta=1e6, mixer=mixer, **other)
+    attention = Attention(qk_norm=True, scale=scale)
+    mixer = (dataclasses.replace(attention, window=window, rope_theta=10000.0),) * 5 + (attention,)
+    return _gemma(*sizes, rope_theta=1e6, mixer=mixer, **other)
 
 
 _LINEAR: dict[str, Any] = {
@@ -152,11 +153,11 @@ FIELDS: Mapping[str, Fields | Callable[[], Fields]] = {
     "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, feed_forward=Experts(num_experts=128, top_k=8, mlp_dim=768)),
     "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4, head_dim=256),
     "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8, head_dim=256),
-    "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, head_dim=128, query_scale=144**-0.5),
+    "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, head_dim=128, scale=144**-0.5),
     "gemma-3-1b": _gemma3(26, 1152, 6912, 4, 1, head_dim=256, vocab_size=262144, window=512, max_positions=32768),
     "gemma-3-4b": _gemma3(34, 2560, 10240, 8, 4, head_dim=256, **_LINEAR),
     "gemma-3-12b": _gemma3(48, 3840, 15360, 16, 8, head_dim=256, **_LINEAR),
-    "gemma-3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128, query_scale=168**-0.5, **_LINEAR),
+    "gemma-3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128, scale=168**-0.5, **_LINEAR),
     "smollm2-135m": _sizes(30, 576, 1536, 9, 3, vocab_size=49152, rope_theta=1e5, tied=True, max_positions=8192),
     "smollm2-360m": _sizes(32, 960, 2560, 15, 5, vocab_size=49152, rope_theta=1e5, tied=True, max_positions=8192),
     "smollm2-1.7b": _sizes(

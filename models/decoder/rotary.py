@@ -109,10 +109,12 @@ class Rotation:
     Attributes:
       theta: base of the geometric series of wavelengths.
       scaling: changes the frequencies.
+      length: factor by which it scales vectors: the root of that of scores.
     """
 
     theta: float
     scaling: Scaling | None = None
+    length: float = 1.0
 
 
 class RotaryTables(NamedTuple):

@@ -459,14 +459,14 @@ class Transformer(DecoderConfig):
         return logical.constrain(x, *rows, "embed")
 
     def _rotary_tables(self, positions: jax.Array) -> tuple[rotary.RotaryTables, ...]:
-        """Returns the tables of `rotations`; they also scale queries and keys, each by the root of the scores' factor.
+        """Returns the tables of `rotations`, which also scale queries and keys.
 
         There are none for learned positions.
         """
         if self.positions == "learned":
             return ()
-        make = functools.partial(rotary.tables, positions, self.head_width, length=self.score_scale**0.5)
-        tables = tuple(make(theta=one.theta, scaling=one.scaling) for one in self.rotations)
+        make = functools.partial(rotary.tables, positions, self.head_width)
+        tables = tuple(make(theta=one.theta, scaling=one.scaling, length=one.length) for one in self.rotations)
         return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
 
     def _embedding(self) -> jax.Array:

@@ -32,7 +32,7 @@ from models.decoder.attention import attention, ring_attention
 from models.decoder.attention.attention import KeysAndValues
 from models.decoder.attention.scores import USUAL, Scores
 from models.decoder.attention.splash_tiles import LANES, Tiles, largest
-from models.decoder.layers import Heads, scores
+from models.decoder.layers import Heads
 from models.decoder.parts import Call, Decoder, Work
 
 _SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
@@ -60,9 +60,9 @@ class BlockSparse(Heads):
     seed: int = 0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            least = 1 if field.name == "block" else 0
-            check_integer(getattr(self, field.name), where=f"BlockSparse.{field.name}", least=least)
+        super().__post_init__()
+        for field in ("block", "global_blocks", "window", "random", "seed"):
+            check_integer(getattr(self, field), where=f"BlockSparse.{field}", least=field == "block")
         if self.seed >= 2**63:
             raise UserError(f"BlockSparse.seed = {self.seed}: expected an integer below 2**63")
 
@@ -77,7 +77,7 @@ class BlockSparse(Heads):
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         if call.side.prefix is not None:
             raise UserError("mixer 'block_sparse' is causal, and this model attends both ways to a part of a row")
-        how = scores(c, call)
+        how = self.scores(c, call)
         if call.before is None:
             return attend(q, key, value, call.side.segment_ids, how, settings=self, choice=c.attention), ()
         assert call.side.padding is not None

@@ -176,7 +176,7 @@ class VisionTower:
         everywhere = jnp.ones(x.shape[:2], jnp.int32)
         turns: tuple[rotary.RotaryTables, ...] = ()
         if self.positions == "rotary":
-            tables = rotary_2d(self.side, config.head_width, theta=100.0, length=config.score_scale**0.5)
+            tables = rotary_2d(self.side, config.head_width, theta=100.0, length=config.rotations[0].length)
             turns = (jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), tables),)
         side = Side(everywhere, turns, prefix=Prefix(everywhere * (length - 1)))
 

@@ -534,7 +534,7 @@ def _check(choice: str, q: jax.Array, prefix: Prefix | None, *, softcap: float |
         )
     if softcap is not None and prefix.key_bias is not None:
         raise UserError(
-            f"attention_softcap = {softcap}: bounded scores cannot hide a position; choose a selector that gathers "
+            f"Attention.softcap = {softcap}: bounded scores cannot hide a position; choose a selector that gathers "
             "its patches, with as many slots as it chooses, or a decoder without the bound"
         )
 

@@ -41,7 +41,7 @@ def problem(
     if length % 2:
         return f"cuDNN needs an even number of positions, not {length}"
     if softcap is not None:
-        return f"cuDNN does not bound scores (attention_softcap = {softcap})"
+        return f"cuDNN does not bound scores (softcap = {softcap})"
     if prefix is not None and prefix.key_bias is not None:
         return "cuDNN has no gradient for the biases of keys"
     if ring_attention.length_shards() > 1 or ring_attention.shards() > 1:

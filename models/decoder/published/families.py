@@ -6,6 +6,7 @@ published folders (transformers 4 and 5), and `config` writes one. `family_tenso
 docs/reference/published-families.md lists the families.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -186,13 +187,16 @@ def _mistral(config: Config) -> dict[str, Any]:
     return _llama(config, mixer=_attention(config, types))
 
 
-def _attention(config: Config, types: list[str], *, local_theta: float | None = None) -> Attention | tuple[Part, ...]:
+def _attention(
+    config: Config, types: list[str], *, usual: Attention | None = None, local_theta: float | None = None
+) -> Attention | tuple[Part, ...]:
     """Returns the mixers of layers of these types; those with a window may have a rotary base of their own."""
+    usual = usual or Attention()
     if SLIDING not in types:
-        return Attention()
+        return usual
     if (window := config["sliding_window"]) is None:
         raise UserError("sliding_window = null, but there are layers of the type sliding_attention: expected a number")
-    parts = {FULL: Attention(), SLIDING: Attention(window=window, rope_theta=local_theta)}
+    parts = {FULL: usual, SLIDING: dataclasses.replace(usual, window=window, rope_theta=local_theta)}
     found = tuple(parts[kind] for kind in _shortest(types))
     return found if len(found) > 1 else found[0]
 
@@ -210,7 +214,8 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         normalized=config["norm_topk_prob"],
     )
     parts = tuple(experts if has_experts else Mlp() for has_experts in _layers_with_experts(config))
-    return _without_windows(config, qk_norm=True, feed_forward=parts if len(parts) > 1 else parts[0])
+    mixer = Attention(qk_norm=True)
+    return _without_windows(config, mixer=mixer, feed_forward=parts if len(parts) > 1 else parts[0])
 
 
 def _choices(config: Config, number: str) -> int:
@@ -236,7 +241,10 @@ def _layers_with_experts(config: Config) -> tuple[bool, ...]:
     return tuple(kinds[:group])
 
 
-def _gemma(config: Config, *, period: int, local_theta: float | None = None, **other: Any) -> dict[str, Any]:
+def _gemma(
+    config: Config, *, period: int, usual: Attention, local_theta: float | None = None, **other: Any
+) -> dict[str, Any]:
+    usual = dataclasses.replace(usual, scale=config["query_pre_attn_scalar"] ** -0.5)
     layers = config["num_hidden_layers"]
     types = _layer_types(config) or [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]
     return _llama(
@@ -245,9 +253,8 @@ def _gemma(config: Config, *, period: int, local_theta: float | None = None, **o
         norm="rms_offset",
         post_norm=True,
         scaled_embedding=True,
-        query_scale=config["query_pre_attn_scalar"] ** -0.5,
         logit_softcap=config["final_logit_softcapping"],
-        mixer=_attention(config, types, local_theta=local_theta),
+        mixer=_attention(config, types, usual=usual, local_theta=local_theta),
         **other,
     )
 
@@ -269,7 +276,7 @@ def _layer_types(config: Config) -> list[str] | None:
 def _gemma3(config: Config) -> dict[str, Any]:
     rope, local_theta = rope_settings.of_each_type(config)
     period = config["sliding_window_pattern"]
-    return _gemma(config, period=period, local_theta=local_theta, rope=rope, qk_norm=True)
+    return _gemma(config, period=period, usual=Attention(qk_norm=True), local_theta=local_theta, rope=rope)
 
 
 class _Family(NamedTuple):
@@ -380,13 +387,13 @@ _FAMILIES: Mapping[str, _Family] = {
         lambda config: _without_windows(config, bias="qkv"), {**_LLAMA, "num_key_value_heads": 32}, _HEADS, _QWEN
     ),
     "qwen3": _Family(
-        lambda config: _without_windows(config, qk_norm=True),
+        lambda config: _without_windows(config, mixer=Attention(qk_norm=True)),
         {**_LLAMA, "num_key_value_heads": 32, "head_dim": 128},
         _HEADS - {"head_dim"},
         _QWEN,
     ),
     "gemma2": _Family(
-        lambda config: _gemma(config, period=2, attention_softcap=config["attn_logit_softcapping"]),
+        lambda config: _gemma(config, period=2, usual=Attention(softcap=config["attn_logit_softcapping"])),
         _GEMMA2,
         {*_CAPS, "attn_logit_softcapping"},
         _GEMMA,
@@ -425,15 +432,16 @@ def family(model: DecoderConfig) -> str:
     Raises:
       UserError: no family has these fields.
     """
+    has_norms = attention_of(model).qk_norm
     if model.positions == "learned":
         found = "gpt2"
     elif experts_of(model) is not None:
-        found = "qwen3_moe" if model.qk_norm else "mixtral"
+        found = "qwen3_moe" if has_norms else "mixtral"
     elif model.norm == "rms_offset":
-        found = "gemma3_text" if model.qk_norm else "gemma2"
+        found = "gemma3_text" if has_norms else "gemma2"
     elif model.bias == "qkv":
         found = "qwen2"
-    elif model.qk_norm:
+    elif has_norms:
         found = "qwen3"
     else:
         found = "llama" if _windowed(model) is None else "mistral"
@@ -494,15 +502,21 @@ def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
     if kind.startswith("gemma"):
         result |= {
             "hidden_activation": _published(model.activation),
-            "query_pre_attn_scalar": _whole(model.score_scale**-2),
+            "query_pre_attn_scalar": _whole(attention_of(model).score_scale(model) ** -2),
             "sliding_window": window or 4096,  # without a window in any layer: transformers needs a number
             "final_logit_softcapping": model.logit_softcap,
         }
     if kind == "gemma2":
-        result["attn_logit_softcapping"] = model.attention_softcap
+        result["attn_logit_softcapping"] = attention_of(model).softcap
     if kind == "gemma3_text" and local is not None:
         result["rope_local_base_freq"] = local.rope_theta or model.rope_theta
     return result
+
+
+def attention_of(model: DecoderConfig) -> Attention:
+    """Returns the first attention of a decoder; the default one if it has none."""
+    found = (part for kind in model.layer_kinds for part in kind.mixers if isinstance(part, Attention))
+    return next(found, Attention())
 
 
 def _has_window(part: Part) -> bool:

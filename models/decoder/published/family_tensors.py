@@ -45,7 +45,7 @@ def sources(model: DecoderConfig) -> dict[str, Source]:
             "mlp_post_norm": "post_feedforward_layernorm",
         }
     block = {ours: Source(f"layers.{{}}.{theirs}.weight", "norm") for ours, theirs in norms.items()}
-    if model.qk_norm:
+    if families.attention_of(model).qk_norm:
         block |= {
             f"{part}_norm": Source(f"layers.{{}}.self_attn.{part[0]}_norm.weight", "norm") for part in ("query", "key")
         }
@@ -68,7 +68,7 @@ def sources(model: DecoderConfig) -> dict[str, Source]:
 def _feed_forward_sources(model: DecoderConfig, part: Part | None) -> dict[str, Source]:
     has_experts = isinstance(part, Experts)
     layer, names = "mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")}
-    if has_experts and not model.qk_norm:  # Mixtral
+    if has_experts and not families.attention_of(model).qk_norm:  # Mixtral
         layer, names = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
     start = f"layers.{{}}.{layer}." + ("experts.{}." if has_experts else "")
     dims = {"gate": "mlp embed", "up": "mlp embed", "down": "embed mlp"}

@@ -58,6 +58,23 @@ SPELLINGS = {
         {"window": "16", "pattern": "('local', 'global')", "local_rope_theta": "100.0"},
         {"mixer": "(@local/layers.Attention(), @layers.Attention())"},
     ),
+    "norms and scores": (
+        {"qk_norm": "True", "query_scale": "0.5", "attention_softcap": "30.0"},
+        {"mixer": "@layers.Attention()"},
+    ),
+    "norms of both layers": (
+        {"qk_norm": "True", "window": "16", "pattern": "('local', 'global')"},
+        {"mixer": "(@local/layers.Attention(), @layers.Attention())"},
+    ),
+    "norms of two kinds of attention": (
+        {"qk_norm": "True", "mixer": "('attention', 'block_sparse')", "block_sparse": "@block_sparse.BlockSparse()"},
+        {"mixer": "(@layers.Attention(), @block_sparse.BlockSparse())"},
+    ),
+    "norms of no attention": (
+        {"qk_norm": "True", "attention_softcap": "None", "mixer": "@s5.S5()"},
+        {"mixer": "@s5.S5()"},
+    ),
+    "no norms": ({"qk_norm": "False", "query_scale": "None"}, {}),
     "nothing": ({"experts": "None", "mixer": "'attention'"}, {}),
 }
 MORE = {
@@ -65,6 +82,11 @@ MORE = {
     "a window beside": "parts.Sum.parts = (@layers.Attention(), @s5.S5())\nlayers.Attention.window = 16\n",
     "a window and its base": "layers.Attention.window = 16\nlayers.Attention.rope_theta = 100.0\n",
     "windows": "local/layers.Attention.window = 16\nlocal/layers.Attention.rope_theta = 100.0\n",
+    "norms and scores": "".join(
+        f"layers.Attention.{line}\n" for line in ("qk_norm = True", "scale = 0.5", "softcap = 30.0")
+    ),
+    "norms of both layers": "local/layers.Attention.window = 16\nlayers.Attention.qk_norm = True\n",
+    "norms of two kinds of attention": "layers.Attention.qk_norm = True\nblock_sparse.BlockSparse.qk_norm = True\n",
     "a sum": "parts.Sum.parts = (@layers.Attention(), @s5.S5())\n",
     "ttt_mlp": "config.TTTConfig.inner = 'mlp'\n",
 }  # fmt: skip

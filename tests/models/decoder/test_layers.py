@@ -14,6 +14,7 @@ from models.decoder import transformer
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.parts import Part, Sum
+from models.mixers.block_sparse import BlockSparse
 from models.mixers.s5 import S5
 
 VOCAB = 59
@@ -166,10 +167,43 @@ def test_wrong_patterns_are_refused(changes, says):
         dataclasses.replace(PLAIN, **changes)
 
 
-@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": 2.5}, {"rope_theta": math.inf}, {"rope_theta": "x"}])
-def test_wrong_values_of_attention_are_errors(wrong):
-    with pytest.raises(UserError, match=rf"Attention\.{next(iter(wrong))} = "):
-        Attention(**wrong)
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        *((Attention, wrong) for wrong in ({"window": 0}, {"window": 2.5}, {"rope_theta": math.inf})),
+        *((Attention, wrong) for wrong in ({"rope_theta": "x"}, {"scale": -0.125}, {"scale": math.nan})),
+        *((Attention, wrong) for wrong in ({"softcap": 0.0}, {"qk_norm": 1})),
+        *((BlockSparse, wrong) for wrong in ({"softcap": 0.0}, {"qk_norm": "layer"}, {"block": 0}, {"seed": -1})),
+    ],
+)
+def test_wrong_values_of_attention_are_errors(part, wrong):
+    with pytest.raises(UserError, match=rf"{part.__name__}\.{next(iter(wrong))} = "):
+        part(**wrong)
+
+
+def test_layers_with_different_scores_have_their_parameters_in_the_same_arrays():
+    scaled = Attention(scale=0.5)
+    made = dataclasses.replace(PLAIN, mixer=(scaled, Attention(softcap=3.0)))
+    assert (made.group, len(made.layer_kinds)) == (1, 2)
+    assert [one.length for one in made.rotations] == [0.5**0.5, (PLAIN.head_width**-0.5) ** 0.5]
+    same = dataclasses.replace(PLAIN, mixer=Attention(scale=PLAIN.head_width**-0.5))
+    assert same.settings() == PLAIN.settings()
+    assert dataclasses.replace(PLAIN, mixer=(Attention(qk_norm=True), Attention())).group == 2
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_each_layer_has_its_own_scale_of_scores(positions):
+    of_positions = {"positions": positions, "max_positions": 32}
+    params = params_of(dataclasses.replace(PLAIN, **of_positions))
+
+    def logits(*scales):
+        mixer = tuple(Attention(scale=scale) for scale in scales)
+        return dataclasses.replace(PLAIN, mixer=mixer, **of_positions).logits(params, BATCH)
+
+    usual = PLAIN.head_width**-0.5
+    np.testing.assert_allclose(logits(usual, usual), logits(None), atol=1e-5)
+    for scales in ((None, 1.0), (1.0, None), (1.0, 1.0)):
+        assert np.abs(logits(*scales) - logits(None)).max() > 1e-3, scales
 
 
 class Nameless(Part):

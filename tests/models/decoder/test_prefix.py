@@ -103,5 +103,5 @@ def test_rows_too_long_for_two_positions_in_one_number_are_refused():
 
 def test_a_bound_of_scores_cannot_be_combined_with_a_bias(inputs):
     q, k, v, segments, until, bias, _ = inputs
-    with pytest.raises(UserError, match="attention_softcap = 5"):
+    with pytest.raises(UserError, match=r"Attention\.softcap = 5"):
         attention.attend(q, k, v, segments, Scores(softcap=5.0), prefix=Prefix(until, bias))

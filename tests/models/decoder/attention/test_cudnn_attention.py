@@ -139,7 +139,7 @@ def test_attention_that_cudnn_cannot_compute_is_plain_for_cuda(inputs):
         ({"head_dim": 256}, "a head_dim that is a multiple of 8, at most 128, not 256"),
         ({"head_dim": 36}, "a multiple of 8, at most 128, not 36"),
         ({"length": 47}, "an even number of positions, not 47"),
-        ({"softcap": 50.0}, "does not bound scores (attention_softcap = 50.0)"),
+        ({"softcap": 50.0}, "does not bound scores (softcap = 50.0)"),
         ({"prefix": Prefix(np.zeros((1, 8)), np.zeros((1, 8)))}, "no gradient for the biases of keys"),
     ],
 )

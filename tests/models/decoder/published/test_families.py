@@ -1,6 +1,7 @@
 """Tiny models of every published family against transformers, which `fixtures/families/make.py` ran."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -94,13 +95,15 @@ def test_a_folder_with_another_number_of_experts_is_refused_with_both_numbers():
     assert "block_sparse_moe.gate.weight: shape [6, 24], the model needs [8, 24]" in said
 
 
+_gemma2 = functools.partial(Attention, scale=7**-0.5, softcap=2.0)
+_gemma3 = functools.partial(Attention, scale=7**-0.5, qk_norm=True)
 # A mutation of each feature of a family, by the field that it changes.
 MUTATIONS = {
     "gpt2": [
         {"norm_eps": 1e-2},
         {"activation": "silu"},
         {"activation": "gelu"},
-        {"query_scale": 0.3},
+        {"mixer": Attention(scale=0.3)},
     ],
     "llama2": [{"rope_theta": 5e5}, {"norm_eps": 1e-3}, {"activation": "gelu"}],
     "llama3": [{"rope_scaling": None}, {"rope_theta": 1e4}],
@@ -108,22 +111,22 @@ MUTATIONS = {
     "qwen2": [{"rope_scaling": None}],
     "qwen3": [{"norm_eps": 1e-3}],
     "gemma2": [
-        {"attention_softcap": None},
+        {"mixer": (_gemma2(window=5, softcap=None), _gemma2(window=None))},
         {"logit_softcap": None},
-        {"query_scale": None},
+        {"mixer": (_gemma2(window=5), _gemma2(window=None, scale=None))},
         {"scaled_embedding": False},
-        {"mixer": (Attention(window=6), Attention())},
-        {"mixer": (Attention(), Attention(window=5))},
+        {"mixer": (_gemma2(window=6), _gemma2(window=None))},
+        {"mixer": (_gemma2(window=None), _gemma2(window=5))},
         {"norm": "rms"},
         {"activation": "gelu"},
     ],
     "gemma3": [
-        {"mixer": (*[Attention(window=5)] * 2, Attention())},
-        {"mixer": (*[Attention(window=5, rope_theta=1e4)] * 2, Attention())},
+        {"mixer": (*[_gemma3(window=5)] * 2, _gemma3(window=None))},
+        {"mixer": (*[_gemma3(window=5, rope_theta=1e4)] * 2, _gemma3(window=None))},
         {"rope_scaling": None},
         {"rope_theta": 1e4},
-        {"mixer": (Attention(window=5, rope_theta=1e4), Attention())},
-        {"query_scale": None},
+        {"mixer": (_gemma3(window=5, rope_theta=100.0), _gemma3(window=None))},
+        {"mixer": (*[_gemma3(window=5, rope_theta=100.0)] * 2, _gemma3(window=None, scale=None))},
     ],
 }
 MUTATIONS |= {
@@ -131,7 +134,7 @@ MUTATIONS |= {
         {"feed_forward": Experts(num_experts=6, top_k=1)},
         {"feed_forward": Experts(num_experts=6, top_k=2, normalized=False)},
     ],
-    "qwen3_moe": [{"feed_forward": Experts(num_experts=10, top_k=4, mlp_dim=20)}, {"qk_norm": False}],
+    "qwen3_moe": [{"feed_forward": Experts(num_experts=10, top_k=4, mlp_dim=20)}, {"mixer": Attention()}],
     "qwen3_moe_sparse": [
         {"feed_forward": (*[Mlp()] * 3, Experts(num_experts=5, top_k=2, mlp_dim=12, normalized=False))}
     ],
@@ -289,7 +292,11 @@ def test_a_configuration_is_written_as_it_was_read(name):
         ("llama2", {"logit_softcap": 30.0}, "the nearest is llama, which needs logit_softcap = None (here 30.0)"),
         ("llama2", {"scaled_embedding": True}, "scaled_embedding = False (here True)"),
         ("mistral", {"rope_theta": 5.0, "logit_softcap": 3.0}, "the nearest is mistral, which needs logit_softcap"),
-        ("qwen3", {"mixer": Attention(window=5)}, "nearest is qwen3, which needs attention.window = None (here 5)"),
+        (
+            "qwen3",
+            {"mixer": Attention(window=5, qk_norm=True)},
+            "nearest is qwen3, which needs attention.window = None (here 5)",
+        ),
         ("gpt2", {"head_dim": 8}, "nearest is gpt2, which needs head_dim = None (here 8)"),
         ("llama2", {"attention": "none"}, "needs attention = 'auto' (here 'none')"),
     ],

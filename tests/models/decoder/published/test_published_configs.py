@@ -50,9 +50,10 @@ def test_absent_keys_have_the_values_of_transformers(kind):
 def test_gemma_2_has_softcaps_if_its_configuration_omits_them():
     config = {key: value for key, value in GEMMA2.items() if "softcapping" not in key and "activation" not in key}
     found = families.fields(config)
-    assert (found["attention_softcap"], found["logit_softcap"], found["activation"]) == (50.0, 30.0, "gelu_tanh")
+    assert [part.softcap for part in found["mixer"]] == [50.0, 50.0]
+    assert (found["logit_softcap"], found["activation"]) == (30.0, "gelu_tanh")
     found = families.fields({**config, "attn_logit_softcapping": None, "final_logit_softcapping": None})
-    assert (found["attention_softcap"], found["logit_softcap"]) == (None, None)
+    assert [found["logit_softcap"], *(part.softcap for part in found["mixer"])] == [None] * 3
 
 
 @pytest.mark.parametrize(
