@@ -4,12 +4,13 @@ A `Source` describes the dimensions of a tensor by the logical axes of a paramet
 
     Source("h.{}.attn.c_attn.weight", "embed (0/3 heads head_dim)")
 
-is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `{}` stands
-for the number of the layer: a parameter with the axis `layers` is read from one tensor per layer. A second `{}` stands
-for the entries of its next axis, such as the experts of a layer. A parameter that only some layers have is described by
-`first` and `every`: `first=1, every=2` means layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in
-the tensor than in the parameter (a vocabulary that is stored rounded up); the remaining entries of the parameter are
-zero, and are not exported.
+is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. Where the
+blocks differ in size, `4+heads+2` is an axis after four entries of others, and before two. `{}` stands for the number
+of the layer: a parameter with the axis `layers` is read from one tensor per layer. A second `{}` stands for the entries
+of its next axis, such as the experts of a layer. A parameter that only some layers have is described by `first` and
+`every`: `first=1, every=2` means layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in the tensor
+than in the parameter (a vocabulary that is stored rounded up); the remaining entries of the parameter are zero, and are
+not exported.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 Slices = tuple[slice, ...]
 _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
+_AXIS = re.compile(r"(?:(\d+)\+)?(\w*[^\W\d]\w*)(?:\+(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Source:
         values = values[tuple(part for _, _, parts in placed for part in parts)]
         tokens = [token for group in self._groups for token in group]
         values = values.reshape([n for token, n in zip(tokens, values.shape, strict=True) if _block(token) is None])
-        order = [token for token in tokens if _block(token) is None]
+        order = [_axis(token)[1] for token in tokens if _block(token) is None]
         return values.transpose([order.index(axis) for axis in sizes])
 
     def write(self, tensor: np.ndarray, values: np.ndarray, sizes: Mapping[str, int]) -> None:
@@ -102,10 +104,11 @@ class Source:
         """
         values = values[tuple(slice(0, size) for size in sizes.values())]
         tokens = [token for group in self._groups for token in group]
-        order = [token for token in tokens if _block(token) is None]
+        order = [_axis(token)[1] for token in tokens if _block(token) is None]
         values = values.transpose([list(sizes).index(axis) for axis in order])
         split = tensor.reshape([_size(token, sizes) for token in tokens])
-        split[tuple(slice(None) if (b := _block(token)) is None else b[0] for token in tokens)] = values
+        whole = {axis: slice(0, size) for axis, size in sizes.items()}
+        split[tuple(_slice(token, sizes, whole) if (b := _block(token)) is None else b[0] for token in tokens)] = values
 
 
 def _block(token: str) -> tuple[int, int] | None:
@@ -114,14 +117,25 @@ def _block(token: str) -> tuple[int, int] | None:
     return (int(number), int(count)) if slash else None
 
 
+def _axis(token: str) -> tuple[int, str, int]:
+    """Parses `4+heads+2`, an axis between entries of others: their number before it, its name, and the number after."""
+    found = _AXIS.fullmatch(token)
+    assert found is not None, token
+    return int(found[1] or 0), found[2], int(found[3] or 0)
+
+
 def _size(token: str, sizes: Mapping[str, int]) -> int:
-    block = _block(token)
-    return sizes[token] if block is None else block[1]
+    if (block := _block(token)) is not None:
+        return block[1]
+    before, axis, after = _axis(token)
+    return before + sizes[axis] + after
 
 
 def _slice(token: str, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> slice:
-    block = _block(token)
-    return wanted[token] if block is None else slice(block[0], block[0] + 1)
+    if (block := _block(token)) is not None:
+        return slice(block[0], block[0] + 1)
+    before, axis, _ = _axis(token)
+    return slice(before + wanted[axis].start, before + wanted[axis].stop)
 
 
 def _covering(parts: Sequence[slice], sizes: Sequence[int]) -> tuple[slice, list[int], list[slice]]:

@@ -94,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
         sources = family_tensors.named_sources(base)
         read, program = family_tensors.merged(read, model), _shapes(base)
     else:
-        name, config = family_tensors.ADAPTER_CONFIG, family_tensors.adapter_config(model, _base(step, experiment))
-        sources = family_tensors.adapter_sources(model)
+        kind = families.read_config(published_files.small_files(experiment.initialization.init_from))["model_type"]
+        name = family_tensors.ADAPTER_CONFIG
+        config = family_tensors.adapter_config(model, _base(step, experiment), kind)
+        sources = family_tensors.adapter_sources(model, kind)
         options = {"stem": "adapter_model", "shard_bytes": math.inf}  # PEFT reads one file
         program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in (shapes, specs))
     limits, stored = {"vocab": model.vocab_size}, _DTYPES[dtype]

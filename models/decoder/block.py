@@ -8,6 +8,7 @@ import operator
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
@@ -19,7 +20,7 @@ State = dict[str, object]  # of one layer, by the names of its parts
 
 
 class Block(hk.Module):
-    """One layer: mixer and feed-forward, each on a normalized copy of the residual stream."""
+    """One layer: mixer and feed-forward, each on a copy of the residual stream, which is normalized before or after."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind):
         """Makes the layer; the names of its parameters start with the kind's `module`."""
@@ -41,7 +42,8 @@ class Block(hk.Module):
         sums: dict[str, object] = {}
         x = logical.constrain(x, "batch", "residual_length", "embed")
         for slot, norm, parts in slots(self.kind):
-            normed = layers.normalized(self.config, f"{norm}_norm", x)
+            is_before = self.config.post_norm != "only"
+            normed = layers.normalized(self.config, f"{norm}_norm", x) if is_before else x
             outputs = []
             for name, part in parts.items():
                 y, state, found = part(self.config, normed, _of_part(call, name))
@@ -51,6 +53,8 @@ class Block(hk.Module):
             added = functools.reduce(operator.add, outputs)
             if self.config.post_norm:
                 added = layers.normalized(self.config, f"{norm}_post_norm", added)
+            if self.config.residual_scale != 1.0:
+                added *= jnp.asarray(self.config.residual_scale, added.dtype)
             x = logical.constrain(x + added, "batch", "residual_length", "embed")
             x = checkpoint_name(x, "attended") if slot == "mixer" else x
         return x, states, sums

@@ -100,8 +100,9 @@ class Plans(hk.Module):
         """Returns the plan of each chunk, [B, n, D]."""
         config, settings = self.config, self.settings
         positions = jnp.broadcast_to(jnp.arange(summaries.shape[1]), segment_ids.shape)
-        make = functools.partial(rotary.tables, positions, config.head_width, theta=config.rope_theta)
-        call = Call(Side(segment_ids, tuple(make(length=one.length) for one in config.rotations)))
+        make = functools.partial(rotary.tables, positions, theta=config.rope_theta)
+        turns = tuple(make(one.width or config.head_width, length=one.length) for one in config.rotations)
+        call = Call(Side(segment_ids, turns))
         kind = config.layer_kinds[0]
         low, high = (
             [Block(config, kind._replace(module=f"{name}_{i}")) for i in range(settings.layers)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 from core import stack
-from core.errors import UserError
+from core.errors import UserError, check_number
 from models import derivatives, quantized
 from models.decoder import chunked_loss, rotary
 from models.decoder.attention import attention
@@ -39,6 +39,7 @@ _CHOICES = {
     "quantization": quantized.CHOICES,
     "attention": attention.CHOICES,
     "norm": ("rms", "rms_offset", "layer"),
+    "post_norm": (False, True, "only"),
     "bias": ("none", "qkv", "all"),
     "activation": derivatives.ACTIVATIONS,
     "positions": ("rotary", "learned"),
@@ -56,7 +57,7 @@ _NOT_SETTINGS = {
 }
 _COUNTS = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads")
 _OPTIONAL_COUNTS = ("head_dim", "max_positions")
-_POSITIVE = ("norm_eps", "rope_theta", "logit_softcap")
+_POSITIVE = ("norm_eps", "rope_theta", "logit_softcap", "logit_scale", "residual_scale")
 
 
 class LayerKind(NamedTuple):
@@ -92,7 +93,9 @@ class DecoderConfig(Decoder):
       attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.decoder.attention.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
       norm_eps: added to the mean square or variance.
-      post_norm: also normalize the output of attention and of the feed-forward layer, before it is added.
+      post_norm: also normalize the output of attention and of the feed-forward layer, before it is added; "only":
+        normalize the output, and not the input.
+      residual_scale: factor of these outputs.
       bias: "none"; "qkv": of queries, keys and values; "all": also of the output and of the feed-forward layer.
       gated: multiply the activated projection by a second one; otherwise there is only one.
       activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
@@ -100,7 +103,8 @@ class DecoderConfig(Decoder):
       max_positions: the largest number of positions; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.decoder.rotary`.
       logit_softcap: bound of logits by softcap tanh(x / softcap); None: not bounded.
-      scaled_embedding: multiply embeddings by sqrt(embed_dim).
+      logit_scale: factor of logits, before they are bounded.
+      scaled_embedding: multiply embeddings by sqrt(embed_dim), or by this number.
       mixer: what mixes positions: a part (`parts.Part`), or `parts.Sum` of several; a tuple is repeated
         over the layers, such as (Attention(window=512), Attention()).
       feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If parameters of layers
@@ -135,7 +139,8 @@ class DecoderConfig(Decoder):
     attention: str = "auto"
     norm: str = "rms"
     norm_eps: float = 1e-5
-    post_norm: bool = False
+    post_norm: bool | str = False
+    residual_scale: float = 1.0
     bias: str = "none"
     gated: bool = True
     activation: str = "silu"
@@ -144,7 +149,8 @@ class DecoderConfig(Decoder):
     rope_theta: float = 10000.0
     rope_scaling: rotary.Scaling | None = None
     logit_softcap: float | None = None
-    scaled_embedding: bool = False
+    logit_scale: float = 1.0
+    scaled_embedding: bool | float = False
     mixer: Part | Sum | tuple[Part | Sum, ...] = dataclasses.field(default_factory=Attention)
     feed_forward: Part | tuple[Part | None, ...] | None = dataclasses.field(default_factory=Mlp)
     planner: Planner | None = None
@@ -166,7 +172,11 @@ class DecoderConfig(Decoder):
                 raise UserError(f"Transformer.{field} = {value}: expected a finite number above 0")
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
-                raise UserError(f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(choices)}")
+                raise UserError(
+                    f"Transformer.{field} = {getattr(self, field)!r}: expected one of {', '.join(map(str, choices))}"
+                )
+        if not isinstance(self.scaled_embedding, bool):
+            check_number(self.scaled_embedding, where="Transformer.scaled_embedding", is_positive=True)
         quantized.check(self.quantization)
         if self.num_heads % self.num_kv_heads:
             raise UserError(

@@ -102,7 +102,8 @@ class Heads(Part):
     """The queries, keys, values and output of attention, with the decoder's heads; a subclass mixes the values.
 
     Attributes:
-      qk_norm: normalize queries and keys of every head by the decoder's norm, before the rotation.
+      qk_norm: normalize queries and keys by the decoder's norm, before the rotation: True: of every head;
+        "all_heads": of all heads together.
       scale: factor of scores; None: 1 / sqrt(head_dim).
       softcap: bound of scores by softcap tanh(x / softcap); None: not bounded.
 
@@ -110,13 +111,13 @@ class Heads(Part):
       UserError: a value out of range.
     """
 
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     scale: float | None = None
     softcap: float | None = None
 
     def __post_init__(self):
-        if not isinstance(self.qk_norm, bool):
-            raise UserError(f"{type(self).__name__}.qk_norm = {self.qk_norm!r}: expected True or False")
+        if not (isinstance(self.qk_norm, bool) or self.qk_norm == "all_heads"):
+            raise UserError(f"{type(self).__name__}.qk_norm = {self.qk_norm!r}: expected True, False or 'all_heads'")
         for field in ("scale", "softcap"):
             if (value := getattr(self, field)) is not None:
                 check_number(value, where=f"{type(self).__name__}.{field}", is_positive=True)
@@ -136,8 +137,9 @@ class Heads(Part):
 
     def scores(self, decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
         """Returns how scores are computed, with a window or None."""
-        scale = 1.0 if call.side.turns else self.score_scale(decoder)  # otherwise the rotary tables scale
-        return Scores(scale, self.softcap, window)
+        rotation = self.rotation(decoder) if call.side.turns else None
+        tables_scale = rotation is not None and rotation.width is None
+        return Scores(1.0 if tables_scale else self.score_scale(decoder), self.softcap, window)
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
         return super().settings(decoder) | {f"{self.name}.scale": self.score_scale(decoder)}
@@ -175,11 +177,13 @@ class Heads(Part):
         """
         x = of.biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
         if self.qk_norm:
-            x = normalized(of.decoder, f"{name}_norm", x)
+            together = x.reshape(*x.shape[:2], -1) if self.qk_norm == "all_heads" else x
+            x = normalized(of.decoder, f"{name}_norm", together).reshape(x.shape)
         x = logical.constrain(x, "batch", "length", heads, "head_dim")
-        if not call.side.turns:
+        rotation = self.rotation(of.decoder)
+        if rotation is None or not call.side.turns:
             return x
-        turned = rotary.apply(x, call.side.turns[of.decoder.rotations.index(self.rotation(of.decoder))])
+        turned = rotary.apply(x, call.side.turns[of.decoder.rotations.index(rotation)])
         return logical.constrain(turned, "batch", "length", heads, "head_dim")
 
     def work(self, decoder: Decoder, length: int) -> Work:
@@ -215,6 +219,7 @@ class Attention(Heads):
     Attributes:
       window: positions to which a query attends, its own being the last; None: all up to its own.
       rope_theta: base of its rotary embedding, which is then not scaled; None: the decoder's base and scaling.
+      rotary_fraction: part of the dimensions of a head that is rotated, the first ones; 0: attention without positions.
 
     Raises:
       UserError: a number out of range.
@@ -222,9 +227,11 @@ class Attention(Heads):
 
     window: int | None = None
     rope_theta: float | None = None
+    rotary_fraction: float = 1.0
 
     def __post_init__(self):
         super().__post_init__()
+        check_number(self.rotary_fraction, where="Attention.rotary_fraction", least=0, most=1)
         if self.window is not None:
             check_integer(self.window, where="Attention.window", least=1)
         if self.rope_theta is not None:
@@ -235,13 +242,26 @@ class Attention(Heads):
     sees_prefix = True
 
     def with_same_parameters(self) -> Part:
-        return dataclasses.replace(self, window=None, rope_theta=None, scale=None, softcap=None)
+        return dataclasses.replace(self, window=None, rope_theta=None, rotary_fraction=1.0, scale=None, softcap=None)
+
+    def check(self, decoder: Decoder) -> None:
+        width = int(decoder.head_width * self.rotary_fraction)
+        if 0 < self.rotary_fraction < 1 and (width % 2 or not width):
+            raise UserError(
+                f"Attention.rotary_fraction = {self.rotary_fraction}: rotates {width} of {decoder.head_width} "
+                "dimensions of a head; expected an even number of at least 2"
+            )
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
         found = super().rotation(decoder)
-        if self.rope_theta is None or found is None:
-            return found
-        return dataclasses.replace(found, theta=self.rope_theta, scaling=None)
+        if self.rotary_fraction == 0 or found is None:
+            return None
+        if self.rope_theta is not None:
+            found = dataclasses.replace(found, theta=self.rope_theta, scaling=None)
+        if self.rotary_fraction < 1:  # the dimensions that are not rotated are not scaled either
+            width = int(decoder.head_width * self.rotary_fraction)
+            found = dataclasses.replace(found, length=1.0, width=width)
+        return found
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         side, how = call.side, self.scores(c, call, window=self.window)
@@ -272,7 +292,8 @@ class Attention(Heads):
         return super().empty_state(decoder, rows, min(length, self.window or length))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        own = None if self.rotation(decoder) == super().rotation(decoder) else self.rope_theta
+        usual = dataclasses.replace(self, rope_theta=None)
+        own = None if self.rotation(decoder) == usual.rotation(decoder) else self.rope_theta
         return super().settings(decoder) | {"attention.rope_theta": own}
 
 

@@ -19,8 +19,11 @@ class Scaling(Protocol):
     def attention_factor(self) -> float:
         """Factor of the cosines and sines."""
 
-    def __call__(self, frequency: jax.Array, theta: float) -> jax.Array:
-        """Returns the scaled frequencies [K/2] of a series with the base `theta`."""
+    def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
+        """Returns the scaled frequencies of a series with the base `theta`, for positions [B, T].
+
+        They are [K/2] for all rows, or [B, 1, 1, K/2].
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +33,9 @@ class Linear:
     factor: float
     attention_factor: float = dataclasses.field(default=1.0, init=False)
 
-    def __call__(self, frequency: jax.Array, theta: float) -> jax.Array:
+    def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
         """Returns the scaled frequencies [K/2]."""
-        del theta
+        del theta, positions
         return frequency / self.factor
 
 
@@ -52,9 +55,9 @@ class Llama3:
     original_length: int = 8192
     attention_factor: float = dataclasses.field(default=1.0, init=False)
 
-    def __call__(self, frequency: jax.Array, theta: float) -> jax.Array:
+    def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
         """Returns the scaled frequencies [K/2]."""
-        del theta
+        del theta, positions
         low, high = self.low_frequency_factor, self.high_frequency_factor
         turns = self.original_length * frequency / (2 * math.pi)  # in the original context
         kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -87,8 +90,9 @@ class Yarn:
         """Factor of the cosines and sines."""
         return (0.1 * math.log(max(self.factor, 1.0)) + 1.0) if self.sharpening is None else self.sharpening
 
-    def __call__(self, frequency: jax.Array, theta: float) -> jax.Array:
+    def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
         """Returns the scaled frequencies [K/2]."""
+        del positions
         half = frequency.shape[0]
 
         def dimension(turns: float) -> float:  # the one that turns so often in the original context
@@ -102,6 +106,34 @@ class Yarn:
         return frequency / self.factor * divided + frequency * (1 - divided)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024): divides every frequency by a factor of its own.
+
+    Attributes:
+      short, long: factors [K/2] of rows whose largest position is below `original_length`, and of longer ones. In
+        generation the row is what a call adds: keys that are cached keep the factors with which they were computed.
+      original_length: context length before the extension.
+      sharpening: factor of cosines and sines.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_length: int
+    sharpening: float = 1.0
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of the cosines and sines."""
+        return self.sharpening
+
+    def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
+        """Returns the scaled frequencies [B, 1, 1, K/2]."""
+        del theta
+        is_long = (jnp.max(positions, axis=1) >= self.original_length)[:, None, None, None]
+        return frequency / jnp.where(is_long, jnp.asarray(self.long), jnp.asarray(self.short))
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """A rotary embedding.
@@ -110,11 +142,13 @@ class Rotation:
       theta: base of the geometric series of wavelengths.
       scaling: changes the frequencies.
       length: factor by which it scales vectors: the root of that of scores.
+      width: the dimensions of a head that it rotates, the first ones; None: all.
     """
 
     theta: float
     scaling: Scaling | None = None
     length: float = 1.0
+    width: int | None = None
 
 
 class RotaryTables(NamedTuple):
@@ -141,7 +175,7 @@ def tables(
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [K/2]
     if scaling is not None:
-        frequency, length = scaling(frequency, theta), length * scaling.attention_factor
+        frequency, length = scaling(frequency, theta, positions), length * scaling.attention_factor
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, K/2]
     return RotaryTables(
         *(length * jnp.concatenate([table, table], axis=-1) for table in (jnp.cos(angle), jnp.sin(angle)))
@@ -154,8 +188,11 @@ def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
 
 
 def apply(x: jax.Array, turned_by: RotaryTables) -> jax.Array:
-    """Rotates x [B, T, heads, K] by precomputed tables; the result has the dtype of x."""
-    return _turn(x, *turned_by)
+    """Rotates the first dimensions of x [B, T, heads, K], as many as the tables have; the result has its dtype."""
+    width = turned_by.cos.shape[-1]
+    if width == x.shape[-1]:
+        return _turn(x, *turned_by)
+    return jnp.concatenate([_turn(x[..., :width], *turned_by), x[..., width:]], axis=-1)
 
 
 @jax.custom_vjp

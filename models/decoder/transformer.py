@@ -173,6 +173,8 @@ class Transformer(DecoderConfig):
     def unembedded(self, unembed: jax.Array, x: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V] of `hidden`, float32, with the output matrix of the head."""
         logits = derivatives.unembedded(x, unembed)
+        if self.logit_scale != 1.0:
+            logits *= self.logit_scale
         if self.logit_softcap is not None:
             logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
         return logical.constrain(logits, "batch", "length", "vocab")
@@ -450,7 +452,8 @@ class Transformer(DecoderConfig):
         rows = ("batch", "residual_length")
         x = derivatives.embedded(embedding, batch["inputs"], rows, self.dtype)
         if self.scaled_embedding:
-            x *= jnp.asarray(self.embed_dim**0.5, self.dtype)
+            factor = self.embed_dim**0.5 if self.scaled_embedding is True else self.scaled_embedding
+            x *= jnp.asarray(factor, self.dtype)
         if self.positions == "learned":
             assert self.max_positions is not None
             shape, init = (self.max_positions, self.embed_dim), hk.initializers.TruncatedNormal(0.02)
@@ -465,8 +468,12 @@ class Transformer(DecoderConfig):
         """
         if self.positions == "learned":
             return ()
-        make = functools.partial(rotary.tables, positions, self.head_width)
-        tables = tuple(make(theta=one.theta, scaling=one.scaling, length=one.length) for one in self.rotations)
+        tables = tuple(
+            rotary.tables(
+                positions, one.width or self.head_width, theta=one.theta, scaling=one.scaling, length=one.length
+            )
+            for one in self.rotations
+        )
         return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
 
     def _embedding(self) -> jax.Array:

@@ -11,7 +11,7 @@ from core.checkpoints.tensor_map import Source
 from core.errors import UserError, check_integer, check_number
 from core.logical import Specs
 from core.model_settings import differing_settings
-from models.decoder.published import families
+from models.decoder.published import families, family
 from models.vision.tower import NAME, VisionTower
 
 FAMILIES = ("siglip", "siglip_vision_model", "clip", "clip_vision_model")
@@ -68,7 +68,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
         "mlp_dim": found["intermediate_size"],
         "num_heads": found["num_attention_heads"],
         "norm_eps": found["layer_norm_eps"],
-        "activation": families.known_activation(found["hidden_act"]),
+        "activation": family.known_activation(found["hidden_act"]),
         "patch_bias": not is_clip,
         "class_token": is_clip,
         "input_norm": is_clip,

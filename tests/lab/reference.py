@@ -12,6 +12,8 @@ from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch import environment, experiment, settings
 from launch.environment import WORKSPACE
+from models.decoder import presets
+from models.decoder.published import families
 from parallel import strategies
 from parallel.pipeline import schedules
 from tests.lab import golden
@@ -253,7 +255,45 @@ def _experiment(record: dict) -> list[str]:
     ]
 
 
+def _families() -> Iterator[str]:
+    yield from ["# Published families", "", "Hugging Face checkpoints of these families load directly:", ""]
+    kinds: dict[str, list[str]] = {}
+    for kind, one in families.known().items():
+        kinds.setdefault(one.title, []).append(f"`{kind}`")
+    differs = {one.title: one.differs for one in families.known().values()}
+    rows = [[title, ", ".join(names), differs[title]] for title, names in kinds.items()]
+    yield from _table(["family", "`model_type`", "differs from Llama by"], rows)
+    yield from ["", *_ABOUT_FAMILIES.splitlines(), ""]
+    yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
+    yield "published size, with other fields as bound. The sizes of SmolLM3 and Phi-3 are the defaults of transformers,"
+    yield "and there are no presets of OLMo and Granite, whose defaults are of no published model:"
+    yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
+
+
+_ABOUT_FAMILIES = """
+For each family, logits of a tiny random model are within 5e-6 of transformers' in float64, relative to the largest
+entry. Gradients are within 2e-5 ([tests](../results/published-models.md)).
+
+**Configuration.** Missing keys of `config.json` default to transformers' values; sizes are required. Every other key is
+read as transformers reads it, is known to change no logits, or is an error with its name and value. Rotary scalings are
+linear, Llama 3's, YaRN and LongRoPE. LongRoPE takes the factors of a row from its largest position.
+
+**Weights.** Every tensor is read, listed by the run, or an error. A tied model may have `lm_head.weight` alone. If it
+has both tensors, they must be equal. A number that is not finite is an error.
+
+**Not supported:** biases of attention in Llama, dynamic rotary embeddings, quantized weights, torch pickles, and added
+tokens for which the model has no embedding, where they occur in a text. Dropout of GPT-2 is not applied.
+
+**Qwen 3 MoE with experts in some layers.** The shortest series of layers that repeats a whole number of times is a
+group of the stack. One layer without experts at the start makes all layers one group. It is compiled layer by layer,
+and pipelines cannot divide it.
+
+**Memory of a host.** It needs memory for the shards of its chips and one tensor.
+
+A family is one file in `models/families/`; `models/decoder/published/` reads and writes with it.
+"""
 MAKERS = {
+    "published-families.md": _families,
     "commands.md": _commands,
     "gin-macros.md": _macros,
     "settings.md": _settings,

@@ -14,7 +14,7 @@ from models import lora
 from models.agreement_subjects import random_batches
 from models.decoder.experts import Experts
 from models.decoder.published import family_tensors
-from models.decoder.transformer import Transformer
+from models.decoder.transformer import Transformer, preset
 from parallel import strategies
 from parallel.partitioner import Partitioner
 from parallel.verify import agreement
@@ -228,7 +228,7 @@ def test_models_that_cannot_have_adapters_are_refused():
     plain = dataclasses.replace(BASE, gated=False)
     with pytest.raises(UserError, match="this decoder has no matrix 'gate'; set targets = "):
         lora.adapted(model=plain)
-    gpt2 = dataclasses.replace(plain, positions="learned", max_positions=8, lora=None)
+    gpt2 = preset("gpt2", num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, mlp_dim=24)
     adapted = lora.adapted(model=gpt2, targets=("query",))
     with pytest.raises(UserError, match="give --merge"):
         family_tensors.adapter_sources(adapted)

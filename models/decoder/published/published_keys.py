@@ -65,6 +65,11 @@ ONLY: Mapping[str, Any] = {  # with the only supported value
     "quantization": None,
     "transformers_weights": None,
 }
+_OF_WEIGHTS = ("quantization_config", "compression_config", "quantization")
+_QUANTIZED = (
+    ": the weights are quantized ({}), and only others are read; use the folder from which they were made, or "
+    "write one with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(OTHER)"
+)
 _NOT_NULL = ("is_causal",)  # transformers takes null for false
 
 
@@ -77,15 +82,21 @@ def problems(config: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """
     lines = []
     for key, value in config.items():
-        if key in ONLY:
+        if key in ONLY and key not in read:
             if value != ONLY[key] and (value is not None or key in _NOT_NULL):
-                lines.append(f"{key} = {value!r} is not supported (expected {ONLY[key]!r})")
+                remedy = _QUANTIZED.format(_method(value)) if key in _OF_WEIGHTS and value else ""
+                lines.append(f"{key} = {value!r} is not supported (expected {ONLY[key]!r}){remedy}")
         elif key not in read and key not in WITHOUT_EFFECT and not _is_empty(value) and not key.startswith(_PREFIXES):
             lines.append(
                 f"{key} = {_shortened(value)} is not known for this family: take the key out of the file if the model "
                 "does not need it"
             )
     return lines
+
+
+def _method(value: Any) -> str:
+    """Returns the name of the method in a description of quantized weights."""
+    return str(value.get("quant_method") or "an unnamed method") if isinstance(value, Mapping) else "an unnamed method"
 
 
 def _is_empty(value: Any) -> bool:

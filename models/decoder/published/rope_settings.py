@@ -15,8 +15,12 @@ _SCALINGS = {  # with the keys that they need
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
 }
-_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")}
+_OPTIONAL = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor"),
+}
 # Known keys, of which a scaling reads its own; the others, in the last line, are of scalings that are not supported.
 _KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "truncate", "finetuned"}
 _KEYS |= {key for keys in (*_SCALINGS.values(), *_OPTIONAL.values()) for key in keys}
@@ -101,6 +105,12 @@ def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
     for key in (*_SCALINGS[kind], *optional):
         if not is_positive(rope.get(key)):
             raise UserError(f"rope scaling {kind!r} has {key} = {json.dumps(rope.get(key))}: expected a number above 0")
+    if kind == "longrope":
+        if max_positions is not None and rope.get("factor") is None:
+            rope = {**rope, "factor": max_positions / rope["original_max_position_embeddings"]}
+        for key in ("short_factor", "long_factor"):
+            if not (isinstance(rope.get(key), list) and all(map(is_positive, rope[key]))):
+                raise UserError(f"rope scaling 'longrope' has {key} = {json.dumps(rope.get(key))}: expected numbers")
     return Rope(float(rope["rope_theta"]), _scaling(kind, rope))
 
 
@@ -132,6 +142,15 @@ def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
             sharpening=_sharpening(rope),
             truncate=rope.get("truncate", True),
         )
+    if kind == "longrope":
+        factor, length = rope.get("factor") or 1.0, rope["original_max_position_embeddings"]
+        usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+        return rotary.LongRope(
+            short=tuple(map(float, rope["short_factor"])),
+            long=tuple(map(float, rope["long_factor"])),
+            original_length=length,
+            sharpening=rope.get("attention_factor") or usual,
+        )
     return None
 
 
@@ -155,6 +174,14 @@ def written(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_length,
+        }
+    if isinstance(scaling, rotary.LongRope):
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short),
+            "long_factor": list(scaling.long),
+            "original_max_position_embeddings": scaling.original_length,
+            "attention_factor": scaling.sharpening,
         }
     if isinstance(scaling, rotary.Yarn):
         return {

@@ -124,6 +124,25 @@ def test_parameters_that_the_family_has_not_are_left_to_patterns(llama):
     warm_start.require_fit(source, wider, specs, ("layers/*", "*embedding", "final_norm"))
 
 
+def test_a_source_reads_and_writes_its_entries_between_those_of_others():
+    tensor = np.random.default_rng(0).standard_normal(((4 + 2 + 2) * 6, 5)).astype(np.float32)
+    split, again = tensor.reshape(8, 6, 5), np.zeros_like(tensor)
+    for dims, axis, first, size in (
+        ("(heads+4 head_dim) embed", "heads", 0, 4),
+        ("(4+kv_heads+2 head_dim) embed", "kv_heads", 4, 2),
+        ("(6+kv_heads head_dim) embed", "kv_heads", 6, 2),
+    ):
+        source, sizes = Source("a", dims), {"embed": 5, axis: size, "head_dim": 6}
+        assert source.shape(sizes) == tensor.shape
+        whole = split[first : first + size].transpose(2, 0, 1)
+        for part in (slice(0, size), slice(1, 2)):
+            wanted = {"embed": slice(1, 4), axis: part, "head_dim": slice(0, 6)}
+            found = source.read(tensor.__getitem__, sizes, wanted)
+            np.testing.assert_array_equal(found, whole[1:4, part])
+        source.write(again, whole, sizes)
+    np.testing.assert_array_equal(again, tensor)
+
+
 def test_a_source_reads_and_writes_any_part_of_a_merged_dimension():
     rng = np.random.default_rng(0)
     tensor = rng.standard_normal((5, 3 * 4 * 6)).astype(np.float32)

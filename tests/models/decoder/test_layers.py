@@ -172,7 +172,7 @@ def test_wrong_patterns_are_refused(changes, says):
     [
         *((Attention, wrong) for wrong in ({"window": 0}, {"window": 2.5}, {"rope_theta": math.inf})),
         *((Attention, wrong) for wrong in ({"rope_theta": "x"}, {"scale": -0.125}, {"scale": math.nan})),
-        *((Attention, wrong) for wrong in ({"softcap": 0.0}, {"qk_norm": 1})),
+        *((Attention, wrong) for wrong in ({"softcap": 0.0}, {"qk_norm": 1}, {"rotary_fraction": 1.5})),
         *((BlockSparse, wrong) for wrong in ({"softcap": 0.0}, {"qk_norm": "layer"}, {"block": 0}, {"seed": -1})),
     ],
 )
@@ -189,6 +189,30 @@ def test_layers_with_different_scores_have_their_parameters_in_the_same_arrays()
     same = dataclasses.replace(PLAIN, mixer=Attention(scale=PLAIN.head_width**-0.5))
     assert same.settings() == PLAIN.settings()
     assert dataclasses.replace(PLAIN, mixer=(Attention(qk_norm=True), Attention())).group == 2
+
+
+def test_layers_without_rotary_embedding_have_their_parameters_in_the_same_arrays():
+    still, half = Attention(rotary_fraction=0.0), Attention(rotary_fraction=0.5)
+    made = dataclasses.replace(PLAIN, mixer=(still, half))
+    assert (made.group, len(made.layer_kinds)) == (1, 2)
+    assert [(one.width, one.length) for one in made.rotations] == [(4, 1.0)]
+    assert dataclasses.replace(PLAIN, mixer=still).rotations == ()
+    with pytest.raises(UserError, match=r"Attention\.rotary_fraction = 0\.4: rotates 3 of 8 dimensions"):
+        dataclasses.replace(PLAIN, mixer=Attention(rotary_fraction=0.4))
+
+
+def test_attention_without_rotary_embedding_does_not_depend_on_positions():
+    params, later = params_of(PLAIN), {**BATCH, "positions": 2 * BATCH["positions"] + 3}
+    for fraction, depends in ((0.0, False), (0.5, True), (1.0, True)):
+        model = dataclasses.replace(PLAIN, mixer=Attention(rotary_fraction=fraction))
+        moved = np.abs(model.logits(params, later) - model.logits(params, BATCH)).max()
+        assert (moved > 1e-3) == depends, fraction
+
+
+@pytest.mark.parametrize("changes", [{"post_norm": "before"}, {"residual_scale": 0.0}, {"logit_scale": -1.0}])
+def test_wrong_values_of_the_decoder_are_errors(changes):
+    with pytest.raises(UserError, match=rf"Transformer\.{next(iter(changes))} = "):
+        dataclasses.replace(PLAIN, **changes)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])

@@ -144,6 +144,20 @@ def test_unsupported_features_are_refused(config, change, says):
     assert says in refusal({**config, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        *(({"quantization_config": {"quant_method": name}}, f"quantized ({name})") for name in ("gptq", "awq", "fp8")),
+        ({"quantization_config": {"bits": 4}}, ".dequantize().save_pretrained(OTHER)"),
+        ({"model_type": "other", "auto_map": {"AutoConfig": "other.Config"}}, "(auto_map), which are never run"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "text_config is a llama, which can be read"),
+        ({"new_key_of_a_newer_release": 3}, "new_key_of_a_newer_release = 3 is not known for this family"),
+    ],
+)
+def test_folders_of_other_kinds_are_errors_that_say_what_to_do(change, says):
+    assert says in refusal({**LLAMA, **change})
+
+
 def test_rotary_settings_are_found_where_each_version_writes_them():
     def theta(**change):
         found = families.fields({**{k: v for k, v in LLAMA.items() if k != "rope_theta"}, **change})
@@ -231,6 +245,8 @@ def test_an_export_is_read_again_bit_for_bit(name, tmp_path):
     assert again.settings() == model.settings()
     jax.tree.map(np.testing.assert_array_equal, same, params)
     original, exported = (load_file(folder / "model.safetensors") for folder in (HERE / name, tmp_path / name))
+    if families.family(model) != json.loads((HERE / name / "config.json").read_text())["model_type"]:
+        return  # of several families that can express it, an export has the one with the fewest keys
     assert original.keys() == exported.keys()
     assert all(np.array_equal(original[key], exported[key]) for key in original)
 

@@ -23,6 +23,12 @@ EVERY = {  # each field with a value that is not its default
         "sharpening": 1.7,
         "truncate": False,
     },
+    rotary.LongRope: {
+        "short": (1.5, 2.0),
+        "long": (3.0, 4.0),
+        "original_length": 24,
+        "sharpening": 1.7,
+    },
 }
 
 

@@ -1,0 +1,322 @@
+"""What a family of published models says of itself, and what families that follow Llama share.
+
+A family is a module in `models/families/` with `FAMILIES`: a `Family` for each of its `model_type`s. `families` finds
+the modules by their files, so a family is added without changing another file.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from core.checkpoints.tensor_map import Source
+from core.errors import UserError
+from models.decoder.config import DecoderConfig, LayerKind
+from models.decoder.experts import Experts, experts_of
+from models.decoder.layers import Attention
+from models.decoder.parts import Part
+from models.decoder.published import rope_settings
+from models.decoder.published.rope_settings import FULL, LAYER_TYPES, SLIDING
+
+Config = Mapping[str, Any]
+Sources = dict[str, Source]
+# Names as they are exported, of the models with images that hold them, and of models saved without a head.
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "gelu_sigmoid",
+}
+
+
+class Family(NamedTuple):
+    """A family of configurations.
+
+    Attributes:
+      title: its name for people.
+      differs: how it differs from Llama, in a few words.
+      architecture: the class of transformers that loads an export.
+      read: returns the fields of the decoder.
+      write: returns the keys of `config.json`; None: an export has another `model_type`.
+      sources: returns the source of each parameter by its path, without the prefix of tensor names.
+      keys: that are read, with the values that transformers gives absent ones; `...` if the key must be there. An
+        absent `max_position_embeddings` is None, because rotary embeddings do not limit positions.
+      nullable: keys that may be null.
+      others: keys that are read if they are there, or that transformers does not read in this family.
+      aliases: other names of keys; the value under the other name wins.
+      prefixes: of tensor names, first that of exports.
+      inside: the `model_type` of the configuration of the language model, if it is inside of another, `text_config`.
+      around: the other keys of the configuration around it.
+    """
+
+    title: str
+    differs: str
+    architecture: str
+    read: Callable[[Config], dict[str, Any]]
+    write: Callable[[DecoderConfig], dict[str, Any]] | None
+    sources: Callable[[DecoderConfig], Sources]
+    keys: Config
+    nullable: Collection[str]
+    others: Collection[str]
+    aliases: Mapping[str, str] = MappingProxyType({})
+    prefixes: Sequence[str] = PREFIXES
+    inside: str = ""
+    around: Collection[str] = ()
+
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LLAMA: Mapping[str, Any] = {
+    **dict.fromkeys(SIZES, ...),
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+NULLABLE = frozenset({"num_key_value_heads", "head_dim", "max_position_embeddings"})
+ROPE = frozenset({"rope_parameters", "rope_scaling", "original_max_position_embeddings", "layer_types"})
+WINDOWS_OF_QWEN = frozenset({"sliding_window", "max_window_layers"})  # of no use without `use_sliding_window`
+
+
+def known_activation(name: str) -> str:
+    """Returns our name of an activation of transformers. Raises UserError if it is not known."""
+    if name not in _ACTIVATIONS:
+        raise UserError(f"activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def published_activation(activation: str) -> str:
+    """Returns the name of an activation in transformers."""
+    names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "gelu_sigmoid": "quick_gelu"}
+    return names[activation]
+
+
+def llama(
+    config: Config, *, rope: rope_settings.Rope | None = None, activation: str = "hidden_act", **other: Any
+) -> dict[str, Any]:
+    """Returns the fields that the keys of Llama describe, and others.
+
+    Args:
+      config: the configuration, with the values of absent keys.
+      rope: the rotary embedding; None: that of all layers.
+      activation: the key of the activation.
+      **other: other fields.
+    """
+    theta, scaling = rope or rope_settings.of_all_layers(config)
+    _check_heads(config)
+    return {
+        "vocab_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "embed_dim": config["hidden_size"],
+        "mlp_dim": config["intermediate_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
+        "head_dim": config["head_dim"],
+        "norm_eps": config["rms_norm_eps"],
+        "activation": known_activation(config[activation]),
+        "max_positions": config["max_position_embeddings"],
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tied": config["tie_word_embeddings"],
+        **other,
+    }
+
+
+def _check_heads(config: Config) -> None:
+    """Checks the sizes of heads against one another, under their names in the file."""
+    heads, kv_heads, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if heads % (kv_heads or heads):
+        raise UserError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+    if width is None and config["hidden_size"] % heads:
+        raise UserError(f"hidden_size = {config['hidden_size']} is not a multiple of num_attention_heads = {heads}")
+    if (width or config["hidden_size"] // heads) % 2:
+        name = "head_dim" if width else "hidden_size / num_attention_heads"
+        raise UserError(f"{name} = {width or config['hidden_size'] // heads}: rotary embeddings need an even size")
+
+
+def without_windows(config: Config, **other: Any) -> dict[str, Any]:
+    """Reads a family whose windows, if it has any, do not follow `layer_types`."""
+    if SLIDING in (layer_types(config) or ()):
+        raise UserError("layer_types has sliding_attention, which is not supported in this family")
+    return llama(config, **other)
+
+
+def layer_types(config: Config) -> list[str] | None:
+    """Returns the type of each layer by `layer_types`; None if the file leaves it out."""
+    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if types is None:
+        return None
+    if not (isinstance(types, list) and all(isinstance(name, str) for name in types)):
+        raise UserError(f"layer_types = {json.dumps(types)}: expected a list of {' or '.join(LAYER_TYPES)}")
+    if unknown := sorted(set(types) - set(LAYER_TYPES)):
+        raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(LAYER_TYPES)}")
+    if len(types) != layers:
+        raise UserError(f"layer_types has {len(types)} entries, and num_hidden_layers = {layers}")
+    return types
+
+
+def attention_of_types(
+    config: Config, types: list[str], *, usual: Attention | None = None, local_theta: float | None = None
+) -> Attention | tuple[Attention, ...]:
+    """Returns the mixers of layers of these types.
+
+    Args:
+      config: the configuration, for the window.
+      types: of the layers.
+      usual: the attention of layers without a window, from which that with one differs; None: the default one.
+      local_theta: rotary base of layers with a window; None: that of the others.
+    """
+    usual = usual or Attention()
+    if SLIDING not in types:
+        return usual
+    if (window := config["sliding_window"]) is None:
+        raise UserError("sliding_window = null, but there are layers of the type sliding_attention: expected a number")
+    parts = {FULL: usual, SLIDING: dataclasses.replace(usual, window=window, rope_theta=local_theta)}
+    return shortest([parts[kind] for kind in types])
+
+
+def shortest(parts: Sequence[Any]) -> Any:
+    """Returns the shortest pattern whose repetition gives these parts of layers, or the one part of all layers.
+
+    The last repetition may be incomplete.
+    """
+    length = next(n for n in range(1, len(parts) + 1) if all(p == parts[i % n] for i, p in enumerate(parts)))
+    return tuple(parts[:length]) if length > 1 else parts[0]
+
+
+def choices(config: Config, number: str) -> int:
+    """Returns the number of experts of a token, checked against that of all experts."""
+    if (top_k := config["num_experts_per_tok"]) > config[number]:
+        raise UserError(f"num_experts_per_tok = {top_k}, but {number} = {config[number]}: expected at most as many")
+    return top_k
+
+
+def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
+    """Returns the keys of Llama, and others.
+
+    Families in which transformers has a `pad_token_id` of its own, which may be beyond the vocabulary, write null.
+    """
+    found = {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.embed_dim,
+        "intermediate_size": model.mlp_dim,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_width,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": published_activation(model.activation),
+        "rope_theta": model.rope_theta,
+        "rope_scaling": rope_settings.written(model.rope_scaling),
+        "tie_word_embeddings": model.tied,
+    }
+    if model.max_positions is not None:
+        found["max_position_embeddings"] = model.max_positions
+    return {**found, **others}
+
+
+def experts_to_write(model: DecoderConfig) -> tuple[Experts, dict[str, Any]]:
+    """Returns the experts of a decoder, and the keys that all families with experts have; raises UserError without."""
+    if (experts := experts_of(model)) is None:
+        raise UserError("the decoder has no experts")
+    return experts, {
+        "num_experts_per_tok": experts.top_k,
+        "router_aux_loss_coef": experts.load_balance_coef,
+        "output_router_logits": experts.load_balance_coef > 0,
+    }
+
+
+def attention_of(model: DecoderConfig) -> Attention:
+    """Returns the first attention of a decoder; the default one if it has none."""
+    return next(_attentions(model), Attention())
+
+
+def windowed(model: DecoderConfig) -> Attention | None:
+    """Returns the first attention with a window."""
+    return next((part for part in _attentions(model) if part.window is not None), None)
+
+
+def _attentions(model: DecoderConfig) -> Iterator[Attention]:
+    return (part for kind in model.layer_kinds for part in kind.mixers if isinstance(part, Attention))
+
+
+def attentions(model: DecoderConfig) -> list[Attention]:
+    """Returns the attention of each layer; the default one for layers without."""
+    kinds = map(model.layer_kind, range(model.num_layers))
+    return [next((part for part in kind.mixers if isinstance(part, Attention)), Attention()) for kind in kinds]
+
+
+def types_of_layers(model: DecoderConfig) -> list[str]:
+    """Returns the `layer_types` of a decoder."""
+    return [FULL if part.window is None else SLIDING for part in attentions(model)]
+
+
+def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
+    """Returns the sources of separate matrices of attention, with the biases and norms of the layer."""
+    found: Sources = {}
+    for ours, rows in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
+        found[ours] = Source(f"layers.{{}}.self_attn.{ours[0]}_proj.weight", f"({rows} head_dim) embed")
+        if model.bias != "none":
+            found[f"{ours}_bias"] = Source(f"layers.{{}}.self_attn.{ours[0]}_proj.bias", f"({rows} head_dim)")
+        has_norm = any(part.qk_norm for part in kind.mixers if isinstance(part, Attention))
+        if has_norm and ours != "value":
+            found[f"{ours}_norm"] = Source(f"layers.{{}}.self_attn.{ours[0]}_norm.weight", "norm")
+    return {**found, "output": Source("layers.{}.self_attn.o_proj.weight", "embed (heads head_dim)")}
+
+
+def mlp_sources(
+    part: Part | None, *, layer: str = "mlp", names: Mapping[str, str] = MappingProxyType({}), of_experts: str = ""
+) -> Sources:
+    """Returns the sources of a feed-forward layer, or of experts.
+
+    Args:
+      part: the feed-forward.
+      layer: name of the module of a dense layer.
+      names: of the matrices `gate`, `up` and `down`, where they are not as Llama's.
+      of_experts: name of the module of experts; "": as `layer`.
+    """
+    has_experts = isinstance(part, Experts)
+    layer = of_experts or layer if has_experts else layer
+    start = f"layers.{{}}.{layer}." + ("experts.{}." if has_experts else "")
+    dims = {"gate": "mlp embed", "up": "mlp embed", "down": "embed mlp"}
+    found = {ours: Source(f"{start}{names.get(ours, f'{ours}_proj')}.weight", dims[ours]) for ours in dims}
+    return found if not has_experts else {**found, "router": Source(f"layers.{{}}.{layer}.gate.weight", "_ embed")}
+
+
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def llama_sources(
+    model: DecoderConfig,
+    *,
+    norms: Mapping[str, str] = MappingProxyType(NORMS),
+    attention: Callable[[DecoderConfig, LayerKind], Sources] = attention_sources,
+    feed_forward: Callable[[Part | None], Sources] = mlp_sources,
+) -> Sources:
+    """Returns the sources of a family with Llama's names.
+
+    Args:
+      model: the decoder.
+      norms: our names of the norms of a layer, and theirs.
+      attention: returns those of the attention of a layer.
+      feed_forward: returns those of its feed-forward.
+    """
+    found: Sources = {
+        "embedding": Source("embed_tokens.weight", "vocab embed"),
+        "final_norm": Source("norm.weight", "norm"),
+    }
+    of_norms = {ours: Source(f"layers.{{}}.{theirs}.weight", "norm") for ours, theirs in norms.items()}
+    for layer in range(model.group):
+        kind = model.layer_kind(layer)
+        of_layer = {**of_norms, **attention(model, kind), **feed_forward(kind.feed_forward)}
+        found |= {
+            f"layers/{kind.module}/{ours}": dataclasses.replace(source, first=layer, every=model.group)
+            for ours, source in of_layer.items()
+        }
+    return found if model.tied else {**found, "unembedding": Source("/lm_head.weight", "vocab embed")}

@@ -1,0 +1,43 @@
+"""Granite 3 (IBM 2024), dense: Llama with multipliers of embeddings, scores, outputs of parts, and logits."""
+
+from typing import Any
+
+from models.decoder.config import DecoderConfig
+from models.decoder.layers import Attention
+from models.decoder.published import family
+from models.decoder.published.family import Config, Family
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _read(config: Config) -> dict[str, Any]:
+    embedding, scores, residual, logits = (float(config[name]) for name in _MULTIPLIERS)
+    return family.without_windows(
+        config,
+        scaled_embedding=False if embedding == 1 else embedding,
+        mixer=Attention(scale=scores),
+        residual_scale=residual,
+        logit_scale=1 / logits,
+    )
+
+
+def _write(model: DecoderConfig) -> dict[str, Any]:
+    root = model.embed_dim**0.5 if model.scaled_embedding is True else model.scaled_embedding
+    scale = family.attention_of(model).score_scale(model)
+    values = (float(root or 1), scale, model.residual_scale, 1 / model.logit_scale)
+    return family.llama_config(model, **dict(zip(_MULTIPLIERS, values, strict=True)))
+
+
+FAMILIES = {
+    "granite": Family(
+        title="Granite 3",
+        differs="multipliers of embeddings, scores, outputs and logits",
+        architecture="GraniteForCausalLM",
+        read=_read,
+        write=_write,
+        sources=family.llama_sources,
+        keys={**family.LLAMA, **dict.fromkeys(_MULTIPLIERS, 1.0)},
+        nullable=family.NULLABLE,
+        others=family.ROPE,
+    )
+}
