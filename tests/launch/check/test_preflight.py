@@ -243,12 +243,12 @@ def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     experiment = loader.load(QUICKSTART).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
     need = host_memory.per_host(program, experiment.task, eval_batches=8, saved_bytes=0)
-    assert need["batches"] == 2 * 16 * 128 * 5 * 4  # two copies of 16 rows of 5 fields
-    assert need["evaluation"] == 8 * 16 * 128 * 5 * 4
+    assert need["batches"] == 2 * 8 * 128 * 5 * 4  # two copies of 8 rows of 5 fields
+    assert need["evaluation"] == 8 * 8 * 128 * 5 * 4
     monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()))
     host_memory.require(program, experiment.task, eval_batches=8)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()) - 1)
-    with pytest.raises(ValueError, match=r"BATCH_SIZE = 32 rows .*, and this host has .* at most 24, or EVAL_BATCHES"):
+    with pytest.raises(ValueError, match=r"BATCH_SIZE = 16 rows .*, and this host has .* at most 8, or EVAL_BATCHES"):
         host_memory.require(program, experiment.task, eval_batches=8)
 
 

@@ -22,10 +22,15 @@ FILES = {
 }
 
 
+EARLIER = ["BATCH_SIZE = 32"]  # in the quickstart when the configurations were saved
+
+
 def load_file(name):
     """Loads a file, or the quickstart with one that it includes."""
+    if FILES[name] == "gin/quickstart.gin":
+        return loader.load(FILES[name], bindings=EARLIER)
     is_file = FILES[name].endswith(".gin")
-    return loader.load(FILES[name]) if is_file else loader.load("gin/quickstart.gin", bindings=[FILES[name]])
+    return loader.load(FILES[name]) if is_file else loader.load("gin/quickstart.gin", bindings=[FILES[name], *EARLIER])
 
 
 def load_saved(text):

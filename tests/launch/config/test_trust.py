@@ -49,7 +49,7 @@ def problems_of(text, allowed=()):
 def test_what_a_run_saves_is_read_as_it_is(saved):
     found = config.load("runs/mine/config.gin", text=saved, trust=Trust())
     assert found.text == saved
-    assert found.build().batch_size == 32
+    assert found.build().batch_size == 16
 
 
 @pytest.mark.parametrize("what", STRANGE)

@@ -77,9 +77,9 @@ def test_a_file_for_another_batch_size_trains_on_as_many_tokens(
         keep(one.text, compiled_as(one))
     file = tmp_path / "winner.gin"
     assert session.run(arguments("--batch-size", "64", "--compile", "2", "--write", str(file))) == 0
-    assert "(100 steps of 64 rows)" in capsys.readouterr().out
+    assert "(50 steps of 64 rows)" in capsys.readouterr().out
     built = loader.load(question.path, bindings=[f"include '{file}'"], slice_name="v4-8").build()
-    assert (built.total_steps, built.batch_size) == (100, 64)
+    assert (built.total_steps, built.batch_size) == (50, 64)
 
 
 @pytest.mark.covers("L12", "O03")
@@ -313,9 +313,9 @@ def test_an_unknown_slice_is_refused(cache):
 def test_cost_of_training(question, options, compiled_as):
     one = next(t for t in options if not t.reason)
     row = search.metrics(question, one, compiled_as(one))
-    tokens = 200 * 32 * 128
+    tokens = 200 * 16 * 128
     assert row.hours[0] == pytest.approx(row.step_seconds[0] * 200 / 3600)
-    assert row.tokens_per_second[1] == pytest.approx(32 * 128 / row.step_seconds[1])
+    assert row.tokens_per_second[1] == pytest.approx(16 * 128 / row.step_seconds[1])
     assert row.step_seconds[0] <= row.scheduled_seconds <= row.step_seconds[1]
     assert row.mfu[0] == pytest.approx(
         question.experiment.flops_per_step / row.step_seconds[0] / question.slice.peak_flops
@@ -327,7 +327,7 @@ def test_cost_of_training(question, options, compiled_as):
     assert "80 – 160 chip-hours" in said[0]
     assert "2030-01-01 20:00 – 2030-01-02 16:00" in said[0]
     assert said[1].endswith("240 – 480 USD")
-    assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 32 rows)" in said[0]
+    assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 16 rows)" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_every_phase_is_planned(capsys):
     said = capsys.readouterr().out
     first, second = said.split("phase 2 of 2, after step 150 to 200")
     assert "phase 1 of 2, after step 0 to 150" in first
-    for part, rows in ((first, 32), (second, 8)):
+    for part, rows in ((first, 16), (second, 8)):
         assert re.search(rf"fsdp: fsdp 8, remat none \(as written\) *\| +{rows} \|", part), part
     assert cli.main([*told, "--json", "plan.json"]) == 2
     assert (
