@@ -60,17 +60,24 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
     mixers = [b for b in of_decoder if b.parameter == "mixer"]
     macros = {b.name: b for b in bindings if b.is_macro}
     found = {b.parameter: expand(b.value, macros) for b in fields}  # the last ones apply
-    if not any(expand(b.value, macros) for b in fields if b.parameter == old.parameter):
-        return []  # None, () and False were the defaults
+    is_default = not found[old.parameter]  # None, () and False were the defaults
+    same = [old.parameter] if is_default else ["mixer", *_OF_ATTENTION]
+    references = [leaf for b in mixers for leaf in leaves(expand(b.value, macros)) if isinstance(leaf, Reference)]
     short, example = _short(old.selector), "(@local/layers.Attention(), @layers.Attention())"
     what = ""
     if old.selector.endswith(".preset"):
         what = "and the preset has a mixer of its own"
-    elif any(b.scope != old.scope and b.value for b in of_decoder if b.parameter in ("mixer", *_OF_ATTENTION)):
+    elif any(b.scope != old.scope and expand(b.value, macros) for b in of_decoder if b.parameter in same):
         what = "and other scopes bind it or the mixer, too"
+    elif is_default:
+        return []
     elif mixers and found.get("pattern"):
         what = "and the layers have a mixer"
+    elif old.scope and any(reference.scope for reference in references):
+        what = "and the parts of the mixer have scopes of their own"
     if what:
+        if new := _OF_ATTENTION[old.parameter]:
+            example += f", with layers.Attention.{new}"
         fix = f"write the attention of the layers in {short}.mixer, such as {example}"
         return old.problem(f"{short}.{old.parameter} is an old name, {what}", fix=fix)
     attention, mixer = _CLASSES["attention"], f"{old.selector}.mixer"
@@ -88,9 +95,8 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
     else:
         homes = _heads(old, bindings, mixers) if mixers else [usual]
     values = [f"{home}.{_OF_ATTENTION[old.parameter]} = {render(old.value)}" for home in homes]
-    has_mixer = (
-        mixers or found.get("pattern") or old is not next(b for b in fields if b.parameter != "local_rope_theta")
-    )
+    own = [b for b in fields if b.parameter != "local_rope_theta" and expand(b.value, macros)]
+    has_mixer = mixers or found.get("pattern") or old is not own[0]
     return values if has_mixer else [f"{scoped(old.scope, mixer)} = @{attention}()", *values]
 
 

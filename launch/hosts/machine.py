@@ -130,8 +130,13 @@ def _require_gpus_in_use(asked: str | None, *, said: str = "") -> None:
     printed = f". JAX printed:\n{said[-_SAID:]}" if plugins and said else ""
     raise UserError(
         f"JAX would use the CPU of this machine, which has GPUs:\n  {listed}\n{why}. To use the CPU, set "
-        f"JAX_PLATFORMS=cpu{printed}"
+        f"JAX_PLATFORMS=cpu before JAX is imported{printed}"
     )
+
+
+def _asked() -> str | None:
+    """Returns the platforms that JAX was told to use, if any."""
+    return jax.config.values["jax_platforms"] or jax.config.values["jax_platform_name"]
 
 
 def _cuda_plugins() -> list[str]:
@@ -151,7 +156,7 @@ def of_this_process() -> slices.Slice:
       UserError: JAX can use no devices here, or not the GPUs, Renga does not know them, or they belong to a slice of
         several hosts.
     """
-    place, asked = tpu_host.look(), jax.config.values["jax_platforms"]
+    place, asked = tpu_host.look(), _asked()
     if not jax_internals.backends_are_initialized():
         _prepare_platform(on_tpu_host=place.on_tpu_host)
     try:
@@ -175,8 +180,9 @@ def of_this_process() -> slices.Slice:
 def _prepare_platform(*, on_tpu_host: bool) -> None:
     """Prepares the GPUs if JAX may use them; chooses the CPU if nothing else is there or was asked for."""
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
-    asked = jax.config.values["jax_platforms"]
+    asked = _asked()
     if not (asked or on_tpu_host or plugins):
+        _require_gpus_in_use(asked)
         jax.config.update("jax_platforms", "cpu")  # neither TPU nor GPU: an installed libtpu would print errors
     if any("cuda" in name for name in plugins) and (not asked or {"cuda", "gpu"} & set(asked.split(","))):
         prepare_gpus()

@@ -56,10 +56,12 @@ class Plans(hk.Module):
     def __init__(self, config: DecoderConfig, settings: Planner):
         super().__init__("planner")
         self.settings = settings
+        parts = (part for kind in config.layer_kinds for part in kind.mixers)
+        usual = next((part for part in parts if isinstance(part, layers.Heads)), layers.Attention())
         self.config = dataclasses.replace(
             config,
             num_layers=1,
-            mixer=layers.Attention(),
+            mixer=layers.Attention(qk_norm=usual.qk_norm, scale=usual.scale, softcap=usual.softcap),
             attention="auto",
             feed_forward=layers.Mlp(),
             positions="rotary",

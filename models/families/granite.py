@@ -24,7 +24,7 @@ def _read(config: Config) -> dict[str, Any]:
 def _write(model: DecoderConfig) -> dict[str, Any]:
     root = model.embed_dim**0.5 if model.scaled_embedding is True else model.scaled_embedding
     scale = family.attention_of(model).score_scale(model)
-    values = (float(root or 1), scale, model.residual_scale, 1 / model.logit_scale)
+    values = (float(root or 1), scale, model.residual_scale, round(1 / model.logit_scale, 12))
     return family.llama_config(model, **dict(zip(_MULTIPLIERS, values, strict=True)))
 
 

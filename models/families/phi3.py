@@ -59,7 +59,11 @@ def _check_factors(found: dict[str, Any], width: int) -> None:
 def _write(model: DecoderConfig) -> dict[str, Any]:
     usual = family.attention_of(model)
     found = family.llama_config(
-        model, sliding_window=usual.window, pad_token_id=None, **{_PARTIAL: usual.rotary_fraction}
+        model,
+        True,
+        sliding_window=usual.window,
+        pad_token_id=None,
+        **{_PARTIAL: usual.rotary_fraction},
     )
     if (rope := found["rope_scaling"]) is not None and _LENGTH in rope:
         found[_LENGTH] = rope[_LENGTH]

@@ -62,7 +62,7 @@ class BlockSparse(Heads):
     def __post_init__(self):
         super().__post_init__()
         for field in ("block", "global_blocks", "window", "random", "seed"):
-            check_integer(getattr(self, field), where=f"BlockSparse.{field}", least=field == "block")
+            check_integer(getattr(self, field), where=f"BlockSparse.{field}", least=int(field == "block"))
         if self.seed >= 2**63:
             raise UserError(f"BlockSparse.seed = {self.seed}: expected an integer below 2**63")
 

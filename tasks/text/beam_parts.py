@@ -41,7 +41,11 @@ class Beam:
     options: str = ""
 
     def __post_init__(self) -> None:
-        """Raises UserError if Beam is not installed."""
+        """Raises UserError if Beam is not installed, or the options have a quotation mark that is not closed."""
+        try:
+            shlex.split(self.options)
+        except ValueError as error:
+            raise UserError(f"--runner-options {self.options!r}: {error}") from error
         if importlib.util.find_spec("apache_beam") is None:
             raise UserError(
                 f"--runner {self.runner} needs the package apache_beam, which excludes versions of this environment: "
@@ -102,6 +106,11 @@ class Parts:
         """
         done: concurrent.futures.Future = concurrent.futures.Future()
         file = paths.resolve(_part(self._folder, lane, begin))
+        if not file.exists():
+            done.set_exception(
+                UserError(f"the workers did not write {file}: --out must be a bucket or a disk that all workers share")
+            )
+            return done
         found, problem = _read(file.read_bytes())
         if found is None:
             file.unlink()  # so that the next start tries again
@@ -143,18 +152,21 @@ def _write_lane(folder: str, asked: Asked, most: int, fields: tuple) -> int:
     """Writes the parts of a lane that are missing, on a worker; returns their number."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # seqio imports JAX, which must not take a worker's accelerator
     lane, begin, count, is_end = Lane(*fields), 0, 0, False
-    while not is_end:
-        file, found, problem = paths.resolve(_part(folder, lane, begin)), None, ""
-        if file.exists():
-            found, problem = _read(file.read_bytes())
-        if found is None:
-            try:
-                found = seqio_pipeline.convert(asked, lane, begin, most)
-            except UserError as error:
-                problem = str(error)
-            _write(file, found, problem)
-        count, is_end = count + 1, found is None or found.is_end
-        begin += found.read if found else 0
+    try:
+        while not is_end:
+            file, found, problem = paths.resolve(_part(folder, lane, begin)), None, ""
+            if file.exists():
+                found, problem = _read(file.read_bytes())
+            if found is None:
+                try:
+                    found = seqio_pipeline.convert(asked, lane, begin, most)
+                except UserError as error:
+                    problem = str(error)
+                _write(file, found, problem)
+            count, is_end = count + 1, found is None or found.is_end
+            begin += found.read if found else 0
+    finally:
+        seqio_pipeline.close(lane)
     return count
 
 

@@ -175,7 +175,9 @@ class SeqioCache(DocumentSource):
         from tasks.text import beam_parts
 
         def identity() -> str:
-            return json.dumps([self._identity(), self.definition["vocabulary"], [job.sources() for job in jobs]])
+            tasks = {n: {k: v for k, v in t.items() if k != "metrics"} for n, t in self.definition["tasks"].items()}
+            made = [self._identity(), self.definition["vocabulary"], tasks]  # with checksums of the first examples
+            return json.dumps([*made, [job.sources() for job in jobs]])
 
         before = identity()
         digest = hashlib.sha256(before.encode()).hexdigest()

@@ -156,6 +156,11 @@ def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[
 _open: dict[Lane, "_Examples"] = {}  # the lanes that this process reads
 
 
+def close(lane: Lane) -> None:
+    """Forgets a lane that is not read any further."""
+    _open.pop(lane, None)
+
+
 def convert(asked: Asked, lane: Lane, begin: int, most: int) -> Found:
     """Returns examples of a lane, in order.
 

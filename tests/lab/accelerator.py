@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             model = args.model and str(Path(args.model).absolute())
             out = str(args.out.absolute())
             request = Request(report.device["slice"], args.rehearse, work, out, model, args.python)
-            measure(report, request, order(report, names), ends=ends)
+            measure(report, request, args.only or order(report, names), ends=ends)
     except KeyboardInterrupt:
         code = exit_codes.INTERRUPTED
     show(report, names)
@@ -191,7 +191,7 @@ def _error(status: str, log: Path, began: int) -> dict[str, str]:
 
 
 def _environment(request: Request) -> dict[str, str]:
-    """Returns the variables of a step: our modules first, and one cache of compiled programs for all runs."""
+    """Returns the variables of a step: with our modules first."""
     path = [str(environment.WORKSPACE), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
     return os.environ | given | ({"JAX_PLATFORMS": "cpu"} if request.is_rehearsal else {})

@@ -147,6 +147,7 @@ def test_the_report_of_another_device_or_of_a_rehearsal_is_not_continued(report,
 def test_wrong_arguments_and_a_machine_without_accelerator_are_errors(tmp_path, capsys):
     out = ("--out", str(tmp_path / "out"))
     for words, said in [
+        ([], "JAX finds no accelerator on this machine"),
         (["--model", str(tmp_path)], "expected the folder of a published model"),
         (["--python", "no-such-python"], "there is no such program"),
         (["--minutes", "0"], "expected a number above 0"),

@@ -379,7 +379,7 @@ def resumed(run, **changes):
     return session.restore_or_init(ready, Checkpoints(ready.checkpoint_dir, keep=1, origin=ready.origin)).state
 
 
-@pytest.mark.slow  # tests/models/test_lora.py has a quick one
+@pytest.mark.slow  # tests/core/checkpoints/test_warm_start.py is quick
 @pytest.mark.covers("N07")
 def test_only_adapters_are_saved_and_the_base_is_read_again(adapted, tmp_path, capsys):
     base, run, state = adapted

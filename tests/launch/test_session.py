@@ -222,7 +222,7 @@ def test_a_signal_saves_at_one_step_of_all_hosts_and_the_run_continues(
     assert f"resumed from {saved}" in said
 
 
-@pytest.mark.slow  # a signal to several hosts is quick
+@pytest.mark.slow  # SIGTERM to hosts is quick; tests/core/hosts/test_interrupt.py
 def test_ctrl_c_in_a_local_run_saves_what_it_has_trained(launch, launch_command, tmp_path):
     endless = random_tokens("TOTAL_STEPS = 100000", "CHECKPOINT_INTERVAL = 100000", "EVAL_BATCHES = 0")
     command, env = launch_command("pod", "local", "gin/quickstart.gin", "--run-dir", str(tmp_path), *endless)

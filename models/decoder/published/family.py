@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
+from models.decoder import rotary
 from models.decoder.config import DecoderConfig, LayerKind
 from models.decoder.experts import Experts, experts_of
 from models.decoder.layers import Attention
@@ -198,11 +199,21 @@ def choices(config: Config, number: str) -> int:
     return top_k
 
 
-def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
+def llama_config(model: DecoderConfig, reads_long_rope: bool = False, /, **others: Any) -> dict[str, Any]:
     """Returns the keys of Llama, and others.
 
     Families in which transformers has a `pad_token_id` of its own, which may be beyond the vocabulary, write null.
+
+    Args:
+      model: the decoder.
+      reads_long_rope: whether the family has the original length of LongRoPE outside of `rope_scaling`.
+      others: keys of the family.
+
+    Raises:
+      UserError: the decoder has LongRoPE, and the family does not read it in every release of transformers.
     """
+    if isinstance(model.rope_scaling, rotary.LongRope) and not reads_long_rope:
+        raise UserError("LongRoPE is written as Phi-3 alone")
     found = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.embed_dim,

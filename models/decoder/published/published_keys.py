@@ -45,6 +45,9 @@ _PREFIXES = ("unsloth_",)  # of what one tool for fine-tuning writes about itsel
 ONLY: Mapping[str, Any] = {  # with the only supported value
     "attention_bias": False,
     "mlp_bias": False,
+    "lm_head_bias": False,
+    "full_attn_mod": 1,  # this and the next are of Phi-4 mini
+    "interpolate_factor": 1,
     "use_sliding_window": False,
     "use_bidirectional_attention": False,
     "is_causal": True,

@@ -28,7 +28,8 @@ _PARTS = ("gradients", "losses", "params", "opt_state")
 
 def measure(record: Recorder, request: Request) -> None:
     """Compares every model in float32 (full precision, and the device's default) and in bfloat16."""
-    place = slices.get(f"{machine.of_this_process().generation}:1") if not _is_tpu() else slices.get("v5e-1")
+    here = machine.of_this_process()
+    place = slices.get("v5e-1" if here.is_tpu else f"{here.generation}:1")
     device = jax.local_devices()[0]
     host = next(iter(_host_devices()), None)
     if host is None:
@@ -43,10 +44,6 @@ def measure(record: Recorder, request: Request) -> None:
             if device.platform == "cuda" and dtype == "float32":
                 by_default = agreement.compare(_run(model, place, device, dtype), there)["losses"]
                 record.figure(f"{name}, float32 by default: losses", by_default.relative, "relative")
-
-
-def _is_tpu() -> bool:
-    return jax.local_devices()[0].platform == "tpu"
 
 
 def _host_devices() -> list[jax.Device]:

@@ -92,7 +92,7 @@ def _products(record: Recorder, request: Request, chip: slices.Chip) -> None:
 
 
 def _copy(record: Recorder, request: Request, chip: slices.Chip) -> None:
-    count = request.sized(2**30, 2**22)  # float32
+    count = request.sized(2**28, 2**22)  # float32
     source = jax.random.normal(jax.random.key(0), (count,))
     negated = jax.jit(jnp.negative)
     rate = 2 * source.nbytes / seconds_of(lambda: negated(source), calls=4)

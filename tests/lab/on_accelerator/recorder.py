@@ -19,7 +19,7 @@ class Request:
     Attributes:
       slice: the devices of this machine, such as `h100:1`.
       is_rehearsal: whether sizes are small, for a CPU.
-      work: a folder for runs, which is deleted at the end; compiled programs are shared in it.
+      work: a folder for runs, which is deleted at the end.
       out: the folder of the report.
       model: the folder of a published model; "" if none was given.
       python: of an environment with torch and transformers.

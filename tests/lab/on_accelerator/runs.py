@@ -198,7 +198,7 @@ def _measure_training(record: Recorder, request: Request, run: Run, choice: deco
             saved_after = time.time() - _time_of(lines, _SAVED)
             record.figure("checkpoint complete after", saved_after, "s", beside=f"of step {_SAVED}; seen every 0.5 s")
         if saved_after is None and lines and time.time() - _time_of(lines, _SAVED) > patience:
-            record.absent("checkpoint", f"it was not complete {patience} s after step {_SAVED}")
+            record.figure("checkpoint", "not complete", beside=f"{patience} s after step {_SAVED}", ok=False)
             return
         if last >= _SAVED + 15 and saved_after is not None:
             beside = _median(lines, "step_seconds", after=_SAVED)
@@ -235,7 +235,7 @@ def _speed(record: Recorder, request: Request, lines: list[dict[str, Any]], choi
     if peaks:
         record.figure("peak memory", max(peaks), "GiB", f"{expected}: {choice.peak_bytes / GIB / max(peaks):.2f} times")
     else:
-        record.absent("peak memory", f"JAX counts no memory of CPUs; {expected}")
+        record.absent("peak memory", f"JAX counts no memory of these devices; {expected}")
 
 
 def _share(measured: float, choice: decoder.Choice) -> str:
@@ -249,7 +249,11 @@ def _profile(record: Recorder, request: Request, run: Run) -> bool:
         return False
     if (size := files[0].stat().st_size) <= _MOST_PROFILE_BYTES:
         Path(request.out, f"profile{SUFFIX}").write_bytes(files[0].read_bytes())
-    _, (host, *_) = profile_reader.read_session(str(run.folder))
+    try:
+        _, (host, *_) = profile_reader.read_session(str(run.folder))
+    except Exception as error:  # its names on this device are new to the reader
+        record.figure("profile", f"{type(error).__name__}: {error}", ok=False)
+        return True
     share = (
         f"{size / 2**20:.3g} MiB; {host.chips} devices, {'their own rows' if host.from_chips else 'rows of threads'}"
     )

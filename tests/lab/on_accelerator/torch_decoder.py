@@ -46,6 +46,8 @@ def main(asked: dict[str, Any]) -> None:
             rows //= 2
             model.zero_grad()
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            torch._dynamo.reset()  # or another number of rows is compiled with shapes of any size
     _generate(torch, model, asked, device)
 
 

@@ -318,6 +318,11 @@ def test_flags_may_remove_a_window_by_its_old_name(tmp_path):
     assert loader.load(str(tmp_path / "own.gin"), bindings=flags).build().model.mixer == Attention()
 
 
+def test_a_former_default_before_another_field_is_dropped():
+    flags = [f"{T}.attention_softcap = None", f"{T}.qk_norm = True"]
+    assert loader.load("gin/quickstart.gin", bindings=flags).build().model.mixer == Attention(qk_norm=True)
+
+
 @pytest.mark.parametrize(
     ("flags", "wrong"),
     [
@@ -339,6 +344,23 @@ def test_flags_may_remove_a_window_by_its_old_name(tmp_path):
             "@local/layers.Attention()",
         ),
         ([f"{T}.pattern = ('near',)"], "'local' or 'global'"),
+        (
+            [
+                "MODEL = @transformer.preset()",
+                "transformer.preset.name = 'qwen3-0.6b'",
+                "transformer.preset.qk_norm = False",  # which the preset has
+            ],
+            "layers.Attention.qk_norm",
+        ),
+        ([f"{T}.qk_norm = True", f"x/{T}.qk_norm = False"], "other scopes"),
+        (
+            [
+                "from models.decoder import layers",
+                f"x/{T}.mixer = (@local/layers.Attention(), @layers.Attention())",
+                f"x/{T}.qk_norm = True",
+            ],
+            "scopes of their own",
+        ),
     ],
 )
 def test_a_pattern_that_cannot_be_replaced_is_a_mistake(flags, wrong):

@@ -86,7 +86,7 @@ def test_a_host_with_another_configuration_is_named_by_all_before_anything_start
     told = {"workspace": str(environment.WORKSPACE), "run_dir": str(tmp_path / "run")}
     for result in run_hosts(OTHER_CONFIGURATION.format(**told), hosts=2, timeout=120):
         assert result.returncode == 2, result.output
-        assert "host 1: -BATCH_SIZE = 32 +BATCH_SIZE = 64\n" in result.output
+        assert "host 1: -BATCH_SIZE = 16 +BATCH_SIZE = 64\n" in result.output
         assert "Traceback" not in result.output
     assert not (tmp_path / "run").exists()
 

@@ -74,11 +74,11 @@ def test_the_quickest_as_scheduled_wins(options, compiled_as):
 
 
 def test_batches_are_compared_by_row(question):
-    asked = search.ask(question.path, slice_name=question.slice.name, batch_sizes=[32, 64])
+    asked = search.ask(question.path, slice_name=question.slice.name, batch_sizes=[16, 64])
     both = search.options(asked, only=["fsdp"])
-    assert {one.candidate.batch_size for one in both} == {32, 64}
+    assert {one.candidate.batch_size for one in both} == {16, 64}
     twice = [one for one in both if one.candidate.batch_size == 64]
-    assert all({"BATCH_SIZE = 64", "TOTAL_STEPS = 100"} <= set(one.bindings) for one in twice)
+    assert all({"BATCH_SIZE = 64", "TOTAL_STEPS = 50"} <= set(one.bindings) for one in twice)
     assert not any("TOTAL_STEPS" in binding for one in both if one not in twice for binding in one.bindings)
     rows = [one.candidate.batch_size for one in both if not one.reason]
     likely = [seconds(one) / one.candidate.batch_size for one in both if not one.reason]

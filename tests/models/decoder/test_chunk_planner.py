@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.decoder import chunk_planner, layers
 from models.decoder.planner_config import Planner
 from tests.models.decoder.test_layers import BATCH, PLAIN, check_generation, params_of
 
@@ -59,3 +61,14 @@ def test_a_plan_that_sees_the_future_is_refused():
         Planner(chunk=4, causal=False)
     with pytest.raises(ValueError, match=r"Planner.chunk = 0: expected an integer of at least 1"):
         Planner(chunk=0)
+
+
+def test_its_attention_has_the_norms_scale_and_bound_of_the_decoder():
+    usual = layers.Attention(qk_norm=True, scale=0.5, softcap=20.0)
+    model = dataclasses.replace(MODEL, mixer=usual)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), BATCH))
+    names = {name for module, arrays in params.items() if "planner" in module for name in arrays}
+    assert {"query_norm", "key_norm"} <= names
+    inner = []
+    hk.transform(lambda: inner.append(chunk_planner.Plans(model, model.planner).config.mixer)).init(jax.random.key(0))
+    assert inner == [usual]

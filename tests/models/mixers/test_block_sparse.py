@@ -149,7 +149,6 @@ MODEL = dataclasses.replace(
 )  # fmt: skip
 
 
-@pytest.mark.slow  # test_s5.py has a quick one
 @pytest.mark.covers("N09")
 def test_generation_with_the_cache_equals_the_full_pass():
     check_generation(MODEL, params_of(MODEL))

@@ -204,8 +204,6 @@ COUNTS = {
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
     "gemma-3-27b": 27_009_346_304,
-    "smollm3-3b": 3_075_098_624,
-    "phi-3-mini": 3_821_079_552,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
@@ -256,8 +254,6 @@ PUBLISHED = {
     "gemma-3-4b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
     "gemma-3-12b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
     "gemma-3-27b": ("gemma3_text", 131072, 1e6, 1e-6, True, 1024),
-    "smollm3-3b": ("smollm3", 32768, 2e6, 1e-6, True, None),
-    "phi-3-mini": ("llama", 4096, 1e4, 1e-5, False, None),  # without joined matrices, Phi-3 is Llama
     "smollm2-135m": ("llama", 8192, 1e5, 1e-5, True, None),
     "smollm2-360m": ("llama", 8192, 1e5, 1e-5, True, None),
     "smollm2-1.7b": ("llama", 8192, 1.3e5, 1e-5, True, None),
