@@ -265,8 +265,8 @@ def _families() -> Iterator[str]:
     yield from _table(["family", "`model_type`", "differs from Llama by"], rows)
     yield from ["", *_ABOUT_FAMILIES.splitlines(), ""]
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
-    yield "published size, with other fields as bound. The sizes of SmolLM3 and Phi-3 are the defaults of transformers,"
-    yield "and there are no presets of OLMo and Granite, whose defaults are of no published model:"
+    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo and Granite have none: their sizes are"
+    yield "read from a folder. The names:"
     yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
 
 
