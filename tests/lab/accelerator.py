@@ -133,7 +133,8 @@ def run_step(report: Report, request: Request, name: str, *, seconds: float, log
     asked.write_text(json.dumps(dataclasses.asdict(request)))
     answer.unlink(missing_ok=True)
     began, log_began = time.monotonic(), Path(log.name).stat().st_size
-    report.update(name, status=RUNNING, figures=[], absent=[], error="", revision=versions.git_revision())
+    report.steps.setdefault(name, {"figures": [], "absent": []})  # those of an earlier try stay until there are others
+    report.update(name, status=RUNNING, error="", revision=versions.git_revision())
     print(f"---- {name}", file=log, flush=True)
     process = subprocess.Popen(
         [sys.executable, "-m", _MODULE, name, str(asked), str(answer)],

@@ -72,6 +72,8 @@ def ran(folder: Path = FOLDER) -> dict[str, str]:
 def rendered(report: Report) -> str:
     """Returns the page of a report."""
     device, done = report.device, [name for name in STEPS if report.status(name) == DONE]
+    own = {step["revision"] for step in report.steps.values() if "revision" in step}
+    revisions = ", ".join(sorted(revision[:8] + revision[40:] for revision in own or {device["revision"]}))
     packages = ", ".join(f"{name} {text}" for name, text in device["versions"].items())
     lines = [
         GENERATED,
@@ -80,7 +82,7 @@ def rendered(report: Report) -> str:
         "",
         f"* **Claim:** {len(done)} of {len(STEPS)} steps ended; the table has every figure, also of the others.",
         f"* **Command:** `{_COMMAND}`",
-        f"* **Recorded:** {device['date']}, at revision {device['revision'][:8]}",
+        f"* **Recorded:** {device['date']}, at revision {revisions}",
         f"* **Machine:** {device['slice']}; {packages}",
         "",
         *_table(HEADINGS, report.rows(list(STEPS))),
