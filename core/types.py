@@ -203,7 +203,7 @@ class ExtendsCache(Protocol):
           params, cache: the parameters; the cache of all slots before `start`.
           ids: [B, T], int32; the id in slot s has position s - padding.
           start: slot of the first new id, [], int32.
-          padding: [B], int32; the first slots of a row, so many of them, are empty.
+          padding: [B], int32: the number of empty slots at the beginning of each row.
         """
 
 

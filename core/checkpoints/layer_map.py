@@ -49,7 +49,7 @@ class LayerMap:
 
     @property
     def initializes(self) -> bool:
-        """Whether some layer of a mapped parameter starts from the seed and not from the source."""
+        """Returns whether some layer of a mapped parameter starts from the seed and not from the source."""
         return any(map(self.needs_fresh, self.layers))
 
     def needs_fresh(self, path: str) -> bool:

@@ -63,7 +63,8 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
     is_default = not found[old.parameter]  # None, () and False were the defaults
     same = [old.parameter] if is_default else ["mixer", *_OF_ATTENTION]
     references = [leaf for b in mixers for leaf in leaves(expand(b.value, macros)) if isinstance(leaf, Reference)]
-    short, example = _short(old.selector), "(@local/layers.Attention(), @layers.Attention())"
+    short, new = _short(old.selector), _OF_ATTENTION[old.parameter]
+    example = "(@local/layers.Attention(), @layers.Attention())"
     what = ""
     if old.selector.endswith(".preset"):
         what = "and the preset has a mixer of its own"
@@ -76,8 +77,10 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
     elif old.scope and any(reference.scope for reference in references):
         what = "and the parts of the mixer have scopes of their own"
     if what:
-        if new := _OF_ATTENTION[old.parameter]:
-            example += f", with layers.Attention.{new}"
+        if old.parameter in _OF_HEADS:
+            example = "@layers.Attention()"
+        if new:
+            example += f", with layers.Attention.{new} = {render(old.value)}"
         fix = f"write the attention of the layers in {short}.mixer, such as {example}"
         return old.problem(f"{short}.{old.parameter} is an old name, {what}", fix=fix)
     attention, mixer = _CLASSES["attention"], f"{old.selector}.mixer"

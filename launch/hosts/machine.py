@@ -136,7 +136,7 @@ def _require_gpus_in_use(asked: str | None, *, said: str = "") -> None:
 
 def _asked() -> str | None:
     """Returns the platforms that JAX was told to use, if any."""
-    return jax.config.values["jax_platforms"] or jax.config.values["jax_platform_name"]
+    return jax.config.values["jax_platforms"] or jax.config.values.get("jax_platform_name")  # a former name
 
 
 def _cuda_plugins() -> list[str]:

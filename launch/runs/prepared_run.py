@@ -52,7 +52,7 @@ class Run:
 
     @property
     def origin(self) -> Origin:
-        """What reads the frozen parameters that checkpoints leave out, from the run's original source."""
+        """Returns the reader of frozen parameters that checkpoints leave out, from the run's original source."""
 
         def open_source(left_out: LeftOut) -> ParameterSource:
             from launch.runs import warm_start

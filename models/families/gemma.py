@@ -96,6 +96,9 @@ _GEMMA3 = {
     "final_logit_softcapping": None,
 }
 _NULLABLE = {"final_logit_softcapping", "max_position_embeddings", "sliding_window"}
+_CHECKS = dict.fromkeys(
+    ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"), family.NUMBER
+)  # which need not be whole
 _OTHERS = family.ROPE | {"hidden_act", "sliding_window_size"}  # not read: `hidden_activation`, `sliding_window` are
 _GEMMA3_OTHERS = (_OTHERS - {"original_max_position_embeddings"}) | {
     "attn_logit_softcapping",
@@ -111,6 +114,7 @@ _TEXT = Family(
     keys=_GEMMA3,
     nullable=_NULLABLE,
     others=_GEMMA3_OTHERS,
+    checks=_CHECKS,
 )
 _WITH_IMAGES = {
     **_GEMMA3,  # of the language model inside, published files leave out what is as in transformers
@@ -129,6 +133,7 @@ FAMILIES = {
         keys={**_KEYS, "attn_logit_softcapping": 50.0},
         nullable={*_NULLABLE, "attn_logit_softcapping"},
         others=_OTHERS,
+        checks=_CHECKS,
     ),
     "gemma3_text": _TEXT,
     "gemma3": _TEXT._replace(

@@ -12,7 +12,6 @@ from models.decoder.parts import Part
 from models.decoder.published import family, rope_settings
 from models.decoder.published.family import Config, Family, Sources
 
-_LENGTH = "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
 _FORMER = ("su", "yarn")  # names of LongRoPE in older files
 
@@ -32,7 +31,10 @@ def _read(config: Config) -> dict[str, Any]:
         rope["rope_type"] = "longrope"
     if rope["rope_type"] not in ("default", "longrope"):
         raise UserError(f"rope scaling {rope['rope_type']!r} is not known for this family; known is longrope")
-    usual = {"max_position_embeddings": config["max_position_embeddings"] or 4096, _LENGTH: config[_LENGTH]}
+    usual = {
+        "max_position_embeddings": config["max_position_embeddings"] or 4096,
+        rope_settings.ORIGINAL: config[rope_settings.ORIGINAL],
+    }
     read = rope_settings.of_all_layers({**config, "rope_parameters": rope, "rope_scaling": None, **usual})
     found = family.llama(
         config, rope=read, mixer=Attention(window=config["sliding_window"], rotary_fraction=float(fraction))
@@ -60,13 +62,12 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
     usual = family.attention_of(model)
     found = family.llama_config(
         model,
-        True,
         sliding_window=usual.window,
         pad_token_id=None,
         **{_PARTIAL: usual.rotary_fraction},
     )
-    if (rope := found["rope_scaling"]) is not None and _LENGTH in rope:
-        found[_LENGTH] = rope[_LENGTH]
+    if (rope := found["rope_scaling"]) is not None and rope_settings.ORIGINAL in rope:
+        found[rope_settings.ORIGINAL] = rope[rope_settings.ORIGINAL]
     return found
 
 
@@ -99,7 +100,13 @@ FAMILIES = {
         read=_read,
         write=_write,
         sources=functools.partial(family.llama_sources, attention=_attention, feed_forward=_feed_forward),
-        keys={**family.LLAMA, "rms_norm_eps": 1e-5, "sliding_window": None, _PARTIAL: 1.0, _LENGTH: 4096},
+        keys={
+            **family.LLAMA,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            _PARTIAL: 1.0,
+            rope_settings.ORIGINAL: 4096,
+        },
         nullable=family.NULLABLE | {"sliding_window"},
         others=family.ROPE,
     )

@@ -9,7 +9,7 @@ from models.decoder.config import DecoderConfig
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.published import family
-from models.decoder.published.family import Config, Family
+from models.decoder.published.family import Check, Config, Family
 
 
 def _qwen2(config: Config) -> dict[str, Any]:
@@ -45,6 +45,10 @@ def _layers_with_experts(config: Config) -> tuple[bool, ...]:
         )
     group = next(p for p in range(1, layers + 1) if layers % p == 0 and kinds == kinds[:p] * (layers // p))
     return tuple(kinds[:group])
+
+
+def _are_layers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)
 
 
 def _qwen3_moe_config(model: DecoderConfig) -> dict[str, Any]:
@@ -107,5 +111,6 @@ FAMILIES = {
         nullable={*family.NULLABLE, "mlp_only_layers"},
         others=_OTHERS,
         aliases={"num_local_experts": "num_experts"},
+        checks={"mlp_only_layers": Check(_are_layers, "a list of numbers of layers, counted from 0")},
     ),
 }

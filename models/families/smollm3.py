@@ -6,7 +6,7 @@ from core.errors import UserError
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import Attention
 from models.decoder.published import family
-from models.decoder.published.family import Config, Family
+from models.decoder.published.family import Check, Config, Family
 
 
 def _read(config: Config) -> dict[str, Any]:
@@ -17,6 +17,10 @@ def _read(config: Config) -> dict[str, Any]:
         raise UserError(f"no_rope_layers has {len(listed)} entries, and num_hidden_layers = {layers}")
     parts = [Attention(rotary_fraction=float(turns)) for turns in listed[:layers]]
     return family.without_windows(config, mixer=family.shortest(parts))
+
+
+def _are_flags(value: Any) -> bool:
+    return isinstance(value, list) and all(type(layer) is int and layer in (0, 1) for layer in value)
 
 
 def _write(model: DecoderConfig) -> dict[str, Any]:
@@ -42,5 +46,6 @@ FAMILIES = {
         },
         nullable=family.NULLABLE | {"no_rope_layers"},
         others=family.ROPE | family.WINDOWS_OF_QWEN,
+        checks={"no_rope_layers": Check(_are_flags, "a list of 0 (without rotary embedding) and 1")},
     )
 }

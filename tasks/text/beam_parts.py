@@ -1,7 +1,7 @@
 """Runs the pipelines of registered seqio tasks on Apache Beam, for token caches of much data.
 
-A worker reads a lane and writes what it gives to files. The command then reads these files in the order in which it
-would have made them itself, so the cache has the same bytes:
+A worker reads a lane and writes its examples to files. The command then reads these files in the order in which one
+machine makes examples, so the cache has the same bytes:
 
   lanes -> Reshuffle -> `_write_lane` on the workers -> parts-HASH/LANE-BEGIN.npz -> `Parts.submit`, in order
 
@@ -35,7 +35,7 @@ RUNNERS = ("DirectRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 @dataclasses.dataclass(frozen=True)
 class Beam:
-    """How to run a pipeline: the name of a runner of Beam, and options of Beam, as on a command line."""
+    """The choice of a runner of Beam, with options of Beam as on a command line."""
 
     runner: str
     options: str = ""
@@ -60,7 +60,7 @@ class Beam:
 
 
 class Parts:
-    """What the workers made, in the place of `seqio_pipeline.Processes`."""
+    """Makes parts on Beam's workers and reads them; `submit` takes the place of `seqio_pipeline.Processes.submit`."""
 
     def __init__(self, folder: str) -> None:
         """Takes their folder, which is of this task and these sources alone."""

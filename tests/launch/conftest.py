@@ -13,7 +13,7 @@ ROOT = environment.WORKSPACE
 
 @pytest.fixture(scope="session")
 def kept_programs(tmp_path_factory):
-    """What one run compiled the next need not, in any process of the tests."""
+    """Returns a folder of compiled programs, which all processes of the tests share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     folder.mkdir(exist_ok=True)

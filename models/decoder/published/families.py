@@ -9,7 +9,6 @@ docs/reference/published-families.md lists the families.
 
 import functools
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from core.checkpoints.published_files import CONFIG, read_object
 from core.errors import UserError
 from core.files import paths
 from core.model_settings import differing_settings
+from models.decoder import rotary
 from models.decoder.config import DecoderConfig
 from models.decoder.published import published_keys, rope_settings
 from models.decoder.published.family import Config, Family
@@ -62,7 +62,7 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
     aliases = {name: text[alias] for alias, name in family.aliases.items() if text.get(alias) is not None}
     found = {**family.keys, **text, **aliases}
     problems += published_keys.problems(text, {*family.keys, *family.aliases, *family.others})
-    problems += [line for key in family.keys if (line := _problem(key, found[key], nullable=key in family.nullable))]
+    problems += [line for key in family.keys if (line := family.problem(key, found[key]))]
     if problems:
         raise UserError(f"{where} (model_type {kind}): " + "; ".join(problems))
     try:
@@ -97,39 +97,6 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
             f"published model, with {CONFIG} and *.safetensors, or hf://OWNER/NAME"
         )
     return read_object(file)
-
-
-_TEXTS = {"hidden_act", "hidden_activation", "activation_function"}
-_TRUTHS = {"tie_word_embeddings", "norm_topk_prob", "attention_bias", "mlp_bias"}
-_NUMBERS = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
-_NUMBERS |= {"attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"}
-_NUMBERS |= {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
-
-
-def _problem(key: str, value: Any, *, nullable: bool) -> str:
-    """Returns what is wrong with the value of a key; "" if nothing is. `...` stands for an absent value."""
-    if value is ...:
-        return f"{key} is missing"
-    if value is None and nullable:
-        return ""
-    if key in _TRUTHS:
-        fits, expected = isinstance(value, bool), "true or false"
-    elif key in _TEXTS:
-        fits, expected = isinstance(value, str), "the name of an activation"
-    elif key == "mlp_only_layers":
-        fits = isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)
-        expected = "a list of numbers of layers, counted from 0"
-    elif key == "no_rope_layers":
-        fits = isinstance(value, list) and all(type(layer) is int and layer in (0, 1) for layer in value)
-        expected = "a list of 0 (without rotary embedding) and 1"
-    elif key in _NUMBERS:
-        fits, expected = rope_settings.is_positive(value), "a number above 0"
-    else:
-        fits, expected = (
-            rope_settings.is_positive(value) and isinstance(value, int) and value < 2**31,
-            "a whole number above 0",
-        )
-    return "" if fits else f"{key} = {json.dumps(value)}: expected {expected}"
 
 
 def family(model: DecoderConfig) -> str:
@@ -177,8 +144,14 @@ def differences(model: DecoderConfig, config: Config, *, where: str = CONFIG) ->
 
 
 def config(model: DecoderConfig, kind: str) -> dict[str, Any]:
-    """Returns the `config.json` of a decoder as a model of type `kind`."""
+    """Returns the `config.json` of a decoder as a model of type `kind`.
+
+    Raises:
+      UserError: the family lacks something that the decoder has.
+    """
     one = known()[kind]
     assert one.write is not None
+    if isinstance(model.rope_scaling, rotary.LongRope) and rope_settings.ORIGINAL not in one.keys:
+        raise UserError(f"model_type {kind} has no {rope_settings.ORIGINAL} of its own, which LongRoPE needs")
     heading = {"model_type": kind, "architectures": [one.architecture], "vocab_size": model.vocab_size}
     return heading | one.write(model)

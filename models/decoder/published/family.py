@@ -1,4 +1,4 @@
-"""What a family of published models says of itself, and what families that follow Llama share.
+"""Describes a family of published models; has the functions that families like Llama share.
 
 A family is a module in `models/families/` with `FAMILIES`: a `Family` for each of its `model_type`s. `families` finds
 the modules by their files, so a family is added without changing another file.
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
-from models.decoder import rotary
 from models.decoder.config import DecoderConfig, LayerKind
 from models.decoder.experts import Experts, experts_of
 from models.decoder.layers import Attention
@@ -35,6 +34,25 @@ _ACTIVATIONS = {
 }
 
 
+class Check(NamedTuple):
+    """A test of the value of a key, and the value that it expects, for messages."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+NUMBER = Check(rope_settings.is_positive, "a number above 0")
+_WHOLE = Check(
+    lambda value: rope_settings.is_positive(value) and isinstance(value, int) and value < 2**31,
+    "a whole number above 0",
+)
+_BY_DEFAULT = {  # of keys, by the type of the value that transformers gives absent ones
+    bool: Check(lambda value: isinstance(value, bool), "true or false"),
+    str: Check(lambda value: isinstance(value, str), "the name of an activation"),
+    float: NUMBER,
+}
+
+
 class Family(NamedTuple):
     """A family of configurations.
 
@@ -53,6 +71,8 @@ class Family(NamedTuple):
       prefixes: of tensor names, first that of exports.
       inside: the `model_type` of the configuration of the language model, if it is inside of another, `text_config`.
       around: the other keys of the configuration around it.
+      checks: of the values of keys; those of other keys follow from the type of their default, which is a whole number
+        if there is none.
     """
 
     title: str
@@ -68,6 +88,16 @@ class Family(NamedTuple):
     prefixes: Sequence[str] = PREFIXES
     inside: str = ""
     around: Collection[str] = ()
+    checks: Mapping[str, Check] = MappingProxyType({})
+
+    def problem(self, key: str, value: Any) -> str:
+        """Returns what is wrong with the value of a key, `...` for an absent one; "" if nothing is."""
+        if value is ...:
+            return f"{key} is missing"
+        check = self.checks.get(key) or _BY_DEFAULT.get(type(self.keys[key]), _WHOLE)
+        if check.fits(value) or (value is None and key in self.nullable):
+            return ""
+        return f"{key} = {json.dumps(value)}: expected {check.expected}"
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -199,21 +229,11 @@ def choices(config: Config, number: str) -> int:
     return top_k
 
 
-def llama_config(model: DecoderConfig, reads_long_rope: bool = False, /, **others: Any) -> dict[str, Any]:
+def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
     """Returns the keys of Llama, and others.
 
     Families in which transformers has a `pad_token_id` of its own, which may be beyond the vocabulary, write null.
-
-    Args:
-      model: the decoder.
-      reads_long_rope: whether the family has the original length of LongRoPE outside of `rope_scaling`.
-      others: keys of the family.
-
-    Raises:
-      UserError: the decoder has LongRoPE, and the family does not read it in every release of transformers.
     """
-    if isinstance(model.rope_scaling, rotary.LongRope) and not reads_long_rope:
-        raise UserError("LongRoPE is written as Phi-3 alone")
     found = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.embed_dim,

@@ -10,12 +10,13 @@ from models.decoder import rotary
 
 Config = Mapping[str, Any]
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+ORIGINAL = "original_max_position_embeddings"  # the context length before an extension
 _SCALINGS = {  # with the keys that they need
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("original_max_position_embeddings",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor", ORIGINAL),
+    "longrope": (ORIGINAL,),
 }
 _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
@@ -46,14 +47,14 @@ def of_all_layers(config: Config) -> Rope:
     a length before the extension that replaces theirs.
     """
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
-    outside = {key: config[key] for key in ("original_max_position_embeddings",) if key in config}
+    outside = {key: config[key] for key in (ORIGINAL,) if key in config}
     return _read(
         {"rope_theta": config["rope_theta"], **(scaling or parameters), **outside}, config["max_position_embeddings"]
     )
 
 
 def of_each_type(config: Config) -> tuple[Rope, float]:
-    """Returns the rotary embedding of layers with full attention, and the base of those with a window (Gemma 3).
+    """Returns the rotary embedding of layers with full attention, and the base of those with a window (as Gemma 3).
 
     `rope_parameters` has an object for each type of layer; `rope_scaling` is added to that of full attention.
     """
@@ -66,7 +67,7 @@ def of_each_type(config: Config) -> tuple[Rope, float]:
     full, local = (_settings(found, kind, "rope_parameters.") for kind in LAYER_TYPES)
     full = {**full, **_settings(config, "rope_scaling")}
     if full.get("truncate", True) is not True:
-        raise UserError(f"truncate = {json.dumps(full['truncate'])} is not supported for Gemma 3 (expected true)")
+        raise UserError(f"truncate = {json.dumps(full['truncate'])} is not supported in this family (expected true)")
     rope = _read({"rope_theta": config["rope_theta"], **full}, config["max_position_embeddings"])
     theta, scaling = _read({"rope_theta": config["rope_local_base_freq"], **local}, None)
     if scaling is not None:
@@ -100,14 +101,16 @@ def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
     if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"partial_rotary_factor = {part!r} of the rotary embedding is not supported (expected 1.0)")
     if max_positions is not None:
-        rope = {"original_max_position_embeddings": max_positions, **rope}
+        rope = {ORIGINAL: max_positions, **rope}
     optional = [key for key in _OPTIONAL.get(kind, ()) if rope.get(key) is not None]
     for key in (*_SCALINGS[kind], *optional):
         if not is_positive(rope.get(key)):
             raise UserError(f"rope scaling {kind!r} has {key} = {json.dumps(rope.get(key))}: expected a number above 0")
     if kind == "longrope":
+        if rope[ORIGINAL] <= 1:
+            raise UserError(f"rope scaling 'longrope' has {ORIGINAL} = {rope[ORIGINAL]}: expected a number above 1")
         if max_positions is not None and rope.get("factor") is None:
-            rope = {**rope, "factor": max_positions / rope["original_max_position_embeddings"]}
+            rope = {**rope, "factor": max_positions / rope[ORIGINAL]}
         for key in ("short_factor", "long_factor"):
             if not (isinstance(rope.get(key), list) and all(map(is_positive, rope[key]))):
                 raise UserError(f"rope scaling 'longrope' has {key} = {json.dumps(rope.get(key))}: expected numbers")
@@ -127,7 +130,7 @@ def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
             factor=rope["factor"],
             low_frequency_factor=rope["low_freq_factor"],
             high_frequency_factor=rope["high_freq_factor"],
-            original_length=rope["original_max_position_embeddings"],
+            original_length=rope[ORIGINAL],
         )
     if kind == "yarn":
         if not isinstance(rope.get("truncate", True), bool):
@@ -136,14 +139,14 @@ def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
             )
         return rotary.Yarn(
             factor=rope["factor"],
-            original_length=rope["original_max_position_embeddings"],
+            original_length=rope[ORIGINAL],
             beta_fast=rope.get("beta_fast") or 32.0,
             beta_slow=rope.get("beta_slow") or 1.0,
             sharpening=_sharpening(rope),
             truncate=rope.get("truncate", True),
         )
     if kind == "longrope":
-        factor, length = rope.get("factor") or 1.0, rope["original_max_position_embeddings"]
+        factor, length = rope.get("factor") or 1.0, rope[ORIGINAL]
         usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
         return rotary.LongRope(
             short=tuple(map(float, rope["short_factor"])),
@@ -173,21 +176,21 @@ def written(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_length,
+            ORIGINAL: scaling.original_length,
         }
     if isinstance(scaling, rotary.LongRope):
         return {
             "rope_type": "longrope",
             "short_factor": list(scaling.short),
             "long_factor": list(scaling.long),
-            "original_max_position_embeddings": scaling.original_length,
+            ORIGINAL: scaling.original_length,
             "attention_factor": scaling.sharpening,
         }
     if isinstance(scaling, rotary.Yarn):
         return {
             "rope_type": "yarn",
             "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_length,
+            ORIGINAL: scaling.original_length,
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
             "truncate": scaling.truncate,

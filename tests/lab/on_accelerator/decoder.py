@@ -31,7 +31,7 @@ TOTAL_STEPS = 1000
 
 
 class Choice(NamedTuple):
-    """What a device computes, with the predictions of planning."""
+    """The rows and the `remat` that suit a device, with predicted memory and speed."""
 
     remat: str
     rows: int

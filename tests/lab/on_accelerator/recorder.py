@@ -1,4 +1,4 @@
-"""What a step's process is asked, and the file in which it answers with one figure after another."""
+"""The request that a step's process gets, and the file to which it writes one figure after another."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from tests.lab.on_accelerator.report import Absent, Figure
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a step measures.
+    """The request that the process of a step gets.
 
     Attributes:
       slice: the devices of this machine, such as `h100:1`.

@@ -35,7 +35,7 @@ class Figure(NamedTuple):
 
 
 class Absent(NamedTuple):
-    """What could not be measured on this device, and why."""
+    """A measurement that this device does not allow, with the reason."""
 
     what: str
     reason: str

@@ -14,7 +14,7 @@ from core import logical, parameters
 from core.checkpoints import published
 from core.errors import UserError
 from models import pretrained
-from models.decoder import presets, transformer
+from models.decoder import presets, rotary, transformer
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.published import families, family_tensors
@@ -329,3 +329,16 @@ def test_a_model_of_no_family_is_refused_with_what_differs(name, change, says):
     with pytest.raises(UserError) as caught:
         families.family(model)
     assert says in str(caught.value)
+
+
+def test_long_rope_is_written_where_the_length_before_it_has_a_key_of_its_own():
+    scaling = rotary.LongRope(short=(1.0,) * 4, long=(2.0,) * 4, original_length=16)
+    model = transformer.Transformer(
+        vocab_size=59, num_layers=1, embed_dim=16, mlp_dim=24, num_heads=2, num_kv_heads=1, rope_scaling=scaling
+    )
+    assert families.family(model) == "phi3"
+    with pytest.raises(UserError, match="llama"):
+        families.config(model, "llama")
+    written = families.config(model, "phi3")
+    with pytest.raises(UserError, match="above 1"):
+        families.fields(written | {"original_max_position_embeddings": 1, "max_position_embeddings": 40})
