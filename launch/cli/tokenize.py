@@ -12,6 +12,7 @@ from core.training import run_lock
 from launch import flags
 from tasks import text
 from tasks.text import beam_parts, decontamination, near_duplicates, token_cache, tokenizing
+from tasks.text.filters import Filters
 from tasks.text.token_writer import Progress
 
 COMMAND = ("runs", "tokenize")
@@ -29,17 +30,7 @@ _LEFT_OUT = {
 }
 _SIMILARITY = 0.8
 _OF_TASKS = ("module", "length", "inputs_length", "epochs", "runner", "runner_options")
-_OF_TEXT = (
-    "data",
-    "validation",
-    "vocabulary",
-    "exclude",
-    "exclude_words",
-    "exclude_characters",
-    "deduplicate",
-    "field",
-    "skip_bad",
-)
+_OF_TEXT = ("data", "validation", "vocabulary", "field", "skip_bad")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,9 +88,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{' and '.join(alone)} must be given with --task, which names a registered seqio task")
     if missing := [f"--{name}" for name in ("data", "vocabulary", "out") if getattr(args, name) in (None, [])]:
         raise UserError(f"{' and '.join(missing)} must be given, or --task with a registered seqio task")
-    words, characters = args.exclude_words, args.exclude_characters
-    if (words or characters) and not args.exclude:
-        raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
     job = tokenizing.Job(
         tuple(args.data),
         tuple(args.validation),
@@ -107,10 +95,7 @@ def run(args: argparse.Namespace) -> int:
         args.vocabulary,
         args.out,
         args.skip_bad,
-        tuple(args.exclude),
-        _WORDS_IN_COMMON if words is characters is None else words,
-        characters,
-        args.deduplicate,
+        _filters(args),
     )
     _require_free(args.out)
     processes = args.processes or len(os.sched_getaffinity(0))
@@ -141,6 +126,7 @@ def _run_task(args: argparse.Namespace) -> int:
         raise UserError(f"--task {args.task} needs no cache: runs read its files, with text.seqio.name = {args.task!r}")
     if args.runner_options and not args.runner:
         raise UserError("--runner-options must be given with --runner, which names a runner of Apache Beam")
+    filters = _filters(args)
     beam = beam_parts.Beam(args.runner, args.runner_options or "") if args.runner else None
     named = {"name": args.task, "module": args.module, "inputs_length": args.inputs_length, "epochs": args.epochs}
     task = text.seqio(**named, cache=args.out, length=args.length, num_streams=1)
@@ -149,14 +135,25 @@ def _run_task(args: argparse.Namespace) -> int:
     assert isinstance(task.corpus, SeqioCache)
     is_complete = task.corpus.saved is not None
     try:
-        task.corpus.fill(processes=args.processes, say=_say, beam=beam)
+        task.corpus.fill(processes=args.processes, say=_say, beam=beam, filters=filters)
     except KeyboardInterrupt:
         _say("interrupted: run the same command again to continue")
         raise
     if is_complete:
         _say(f"{task.corpus.describe()}: is complete")
+    for reason, count in task.corpus.left_out().items():
+        _say(f"  left out: {units.counted(count, 'example')}, {_LEFT_OUT[reason]}")
     _say(f"  to train on it: gin/tasks/seqio.gin with TASK_NAME = {args.task!r}, TASK_MODULE = {args.module!r}")
     return 0
+
+
+def _filters(args: argparse.Namespace) -> Filters:
+    """Returns which documents are left out. Raises UserError if lengths are given for nothing."""
+    words, characters = args.exclude_words, args.exclude_characters
+    if (words or characters) and not args.exclude:
+        raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
+    words = _WORDS_IN_COMMON if words is characters is None else words
+    return Filters(tuple(args.exclude), words, characters, args.deduplicate)
 
 
 def _similarity(text: str) -> float:

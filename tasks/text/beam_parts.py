@@ -16,10 +16,12 @@ import importlib.util
 import io
 import os
 import re
+import secrets
 import shlex
+import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -29,6 +31,9 @@ from core.files import paths
 from tasks.text import seqio_pipeline
 from tasks.text.seqio_pipeline import Asked, Found, Lane
 from tasks.text.token_writer import Converted
+
+if TYPE_CHECKING:
+    from tasks.text.filters import Filters
 
 RUNNERS = ("DirectRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
@@ -66,23 +71,33 @@ class Parts:
         """Takes their folder, which is of this task and these sources alone."""
         self._folder = folder
 
-    def make(self, asked: Asked, lanes: Sequence[Lane], most: int, arguments: Sequence[str]) -> None:
+    def make(
+        self,
+        asked: Asked,
+        lanes: Sequence[Lane],
+        most: int,
+        filters: "Filters | None",
+        arguments: Sequence[str],
+    ) -> None:
         """Writes the parts of all lanes on the workers.
 
         Args:
           asked: the task or mixture.
           lanes: the lanes.
           most: examples of a part at most, empty ones included.
+          filters: of `seqio_pipeline.convert`.
           arguments: command-line options of the Apache Beam pipeline.
 
         Raises:
-          UserError: the pipeline ends before they are written.
+          UserError: the pipeline ends before they are written, or a worker does not see their folder.
         """
         import apache_beam
         from apache_beam.options.pipeline_options import PipelineOptions
 
         pipeline = apache_beam.Pipeline(options=PipelineOptions(list(arguments)))
-        write = functools.partial(_write_lane, self._folder, asked, most)
+        marker = f"{self._folder}/command-{secrets.token_hex(8)}"
+        paths.write_text_atomically(paths.resolve(marker), "workers look for this file\n")
+        write = functools.partial(_write_lane, marker, asked, most, filters)
         _ = pipeline | apache_beam.Create(list(map(tuple, lanes))) | apache_beam.Reshuffle() | apache_beam.Map(write)
         try:
             _run(pipeline)
@@ -92,12 +107,23 @@ class Parts:
                 f"Apache Beam failed: {type(error).__name__}: {said}. A killed worker often lacked memory: give "
                 "fewer --processes. Run the same command again: it continues"
             ) from error
+        finally:
+            paths.resolve(marker).unlink()
 
-    def submit(self, number: int, call: Callable[..., Any], asked: Asked, lane: Lane, begin: int, most: int) -> Any:
+    def submit(
+        self,
+        number: int,
+        call: Callable[..., Any],
+        asked: Asked,
+        lane: Lane,
+        begin: int,
+        most: int,
+        filters: "Filters | None",
+    ) -> Any:
         """Reads the part that `call` would make; one that failed is deleted, so that the next start tries again.
 
         Args:
-          number, call, asked, most: not used.
+          number, call, asked, most, filters: not used.
           lane: the lane of the part.
           begin: number of its first example.
 
@@ -148,8 +174,18 @@ def _run(pipeline: Any) -> None:
                 process.kill()
 
 
-def _write_lane(folder: str, asked: Asked, most: int, fields: tuple) -> int:
-    """Writes the parts of a lane that are missing, on a worker; returns their number."""
+def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None", fields: tuple) -> int:
+    """Writes the parts of a lane that are missing, on a worker, beside the marker; returns their number.
+
+    Raises:
+      UserError: the marker of the command is not there.
+    """
+    if not paths.resolve(marker).exists():
+        raise UserError(
+            f"the worker {socket.gethostname()} does not see {marker}, which the command wrote: --out must be a bucket "
+            "or a disk that all workers share"
+        )
+    folder = marker.rpartition("/")[0]
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # seqio imports JAX, which must not take a worker's accelerator
     lane, begin, count, is_end = Lane(*fields), 0, 0, False
     try:
@@ -159,7 +195,7 @@ def _write_lane(folder: str, asked: Asked, most: int, fields: tuple) -> int:
                 found, problem = _read(file.read_bytes())
             if found is None:
                 try:
-                    found = seqio_pipeline.convert(asked, lane, begin, most)
+                    found = seqio_pipeline.convert(asked, lane, begin, most, filters)
                 except UserError as error:
                     problem = str(error)
                 _write(file, found, problem)

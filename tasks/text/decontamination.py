@@ -8,7 +8,7 @@ without case and punctuation, characters without differences in white space.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,10 @@ class Excluded:
       digest: equal for the same texts and lengths.
     """
 
-    def __init__(self, texts: Iterable[str], *, words: int | None, characters: int | None) -> None:
-        """Reads the texts; those shorter than both lengths exclude nothing.
+    def __init__(
+        self, texts: Iterable[str], *, words: int | None, characters: int | None, via: Callable[[str], str] = str
+    ) -> None:
+        """Reads the texts, each converted by `via`; those shorter than both lengths exclude nothing.
 
         Raises:
           UserError: a length is too short, both are None, or no text is long enough to exclude anything.
@@ -95,6 +97,7 @@ class Excluded:
         digest = hashlib.sha256(repr((words, characters)).encode())
         for text in texts:
             digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+            text = via(text)
             self._runs.update(_runs(text, words) if words else ())
             if characters:
                 spaced = _spaced(text)

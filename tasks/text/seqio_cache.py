@@ -36,11 +36,12 @@ from tasks.text.mixed_documents import MixedChunks
 from tasks.text.sentencepieces import SentencePiece
 from tasks.text.seqio_pipeline import Asked, Lane
 from tasks.text.token_cache import FORMAT, SPLITS, TokenCache
-from tasks.text.token_writer import Batch, Converted, Counts, Progress, Writer
+from tasks.text.token_writer import FILTERED, Batch, Converted, Counts, Progress, Writer
 from tasks.text.vocabularies import Bytes
 
 if TYPE_CHECKING:
     from tasks.text.beam_parts import Beam
+    from tasks.text.filters import Filters
 
 FILE = "seqio.json"
 _EXAMPLES = 1024  # that a process returns at a time
@@ -120,6 +121,7 @@ class SeqioCache(DocumentSource):
         say: Callable[[str], None] = print,
         report: Callable[[Counts], None] | None = None,
         beam: "Beam | None" = None,
+        filters: "Filters | None" = None,
     ) -> None:
         """Writes the cache, or the rest of it.
 
@@ -128,11 +130,14 @@ class SeqioCache(DocumentSource):
           say: receives messages.
           report: receives the progress; default: `say` gets a line every 10 s.
           beam: runs the pipeline on Apache Beam, which makes the same cache.
+          filters: which examples of each task are left out; None: none, and a cache that is written may have had any.
 
         Raises:
-          UserError: the pipeline fails, or the folder is another command's.
+          UserError: the pipeline fails, or the folder is another command's, or the cache was begun with other filters.
         """
         self.__dict__.pop("saved", None)  # another host may have written it
+        if filters:
+            filters = self._checked(filters)
         if self.saved is None:
             if found := self.problems():
                 raise UserError("\n".join(found))
@@ -141,17 +146,42 @@ class SeqioCache(DocumentSource):
             try:
                 check = functools.partial(lock.check, now=True)
                 most = processes or len(os.sched_getaffinity(0))
-                self._write(most, beam, say=say, report=report or Progress(say), check=check)
+                self._write(most, beam, filters, say=say, report=report or Progress(say), check=check)
             finally:
                 lock.release()
                 seqio_pipeline.PROCESSES.close()
             self.__dict__.pop("saved", None)
             say(f"{self.describe()}: cached in {time.monotonic() - start:.0f} s")
 
-    def _write(self, processes: int, beam: "Beam | None", *, check: Callable[[], None], **options: Any) -> None:
+    def _checked(self, filters: "Filters") -> "Filters | None":
+        """Returns filters with their digest, or None for those that leave out nothing; UserError if they do not fit."""
+        from tasks.text import tokenizing
+
+        if excluded := filters.excluded():
+            filters = dataclasses.replace(filters, digest=excluded.digest)
+        for cache in self._opened if self.saved else ():
+            tokenizing.require_same_filters(self.path, cache.about, filters.described())
+        if not filters.leave_out:
+            return None
+        if drawing := [name for name, about in self.definition["tasks"].items() if about["draws"]]:
+            raise UserError(
+                f"--deduplicate and --exclude compare the texts of examples, which differ between the epochs of "
+                f"{drawing[0]}, whose preprocessors draw random numbers: leave these flags out, and filter its source"
+            )
+        return filters
+
+    def _write(
+        self,
+        processes: int,
+        beam: "Beam | None",
+        filters: "Filters | None",
+        *,
+        check: Callable[[], None],
+        **options: Any,
+    ) -> None:
         definition, folder, asked = self.definition, paths.resolve(self.path), self._identity()
         jobs = [
-            _TaskJob(self, name, about, str(folder / _folder(number, name)))
+            _TaskJob(self, name, about, str(folder / _folder(number, name)), filters)
             for number, (name, about) in enumerate(definition["tasks"].items())
         ]
         known = {run_lock.FILE, *(paths.resolve(job.out).name for job in jobs)}
@@ -159,30 +189,34 @@ class SeqioCache(DocumentSource):
         if others := sorted(names - known):
             found = ", ".join(units.shortened(others, most=3))
             raise UserError(f"{self.path} has other files than the cache of {self.asked.name} ({found}): name another")
-        submit = self._make_parts(jobs, beam.arguments(processes)) if beam else seqio_pipeline.PROCESSES.submit
+        submit = self._make_parts(jobs, filters, beam.arguments(processes)) if beam else seqio_pipeline.PROCESSES.submit
         for job in jobs:
             job.write(processes, submit, check=check, **options)
         saved = {key: value for key, value in definition.items() if key != "problems"} | {"asked": asked}
         for split in SPLITS:
             if not any(cache.about["splits"][split]["documents"] for cache in self._caches(definition)):
-                raise UserError(f"text.seqio: {self.asked.name} has no example for {split}")
+                kept = " that --exclude and --deduplicate keep" if filters else ""
+                raise UserError(f"text.seqio: {self.asked.name} has no example for {split}{kept}")
         paths.write_text_atomically(folder / FILE, json.dumps(saved, indent=1))
         for parts in [path for path in folder.iterdir() if _PARTS.fullmatch(path.name)]:
             parts.rmtree()
 
-    def _make_parts(self, jobs: Sequence["_TaskJob"], arguments: Sequence[str]) -> Callable[..., Any]:
+    def _make_parts(
+        self, jobs: Sequence["_TaskJob"], filters: "Filters | None", arguments: Sequence[str]
+    ) -> Callable[..., Any]:
         """Makes the parts of all jobs on Apache Beam; returns what gives them in place of a process."""
         from tasks.text import beam_parts
 
         def identity() -> str:
             tasks = {n: {k: v for k, v in t.items() if k != "metrics"} for n, t in self.definition["tasks"].items()}
             made = [self._identity(), self.definition["vocabulary"], tasks]  # with checksums of the first examples
+            made += [filters.described()] if filters else []
             return json.dumps([*made, [job.sources() for job in jobs]])
 
         before = identity()
         digest = hashlib.sha256(before.encode()).hexdigest()
         parts = beam_parts.Parts(str(paths.resolve(self.path) / f"parts-{digest[:12]}"))
-        parts.make(self.asked, [lane for job in jobs for lane in job.lanes()], _EXAMPLES, arguments)
+        parts.make(self.asked, [lane for job in jobs for lane in job.lanes()], _EXAMPLES, filters, arguments)
         if identity() != before:
             raise UserError(f"a source of {self.asked.name} was changed while it was read: run the same command again")
         return parts.submit
@@ -272,17 +306,24 @@ class SeqioCache(DocumentSource):
             f"{changed if self._is_changed(self.saved['asked']) else ''})"
         )
 
+    def left_out(self) -> dict[str, int]:
+        """Returns how many examples of a written cache the filters left out, by reason."""
+        found = {reason: [cache.about["left_out"][reason] for cache in self._opened] for reason in FILTERED}
+        return {reason: n for reason, each in found.items() if (n := sum(one["documents"] for one in each))}
+
     def train_tokens(self) -> int | None:
         """Returns the number of tokens of the training split; None for a mixture."""
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the metrics of at most so many examples of each task. Raises UserError if there are none."""
-        found = _metrics(self.definition)
-        if not found or (self.saved and self._is_changed(self.saved["asked"])):  # it may have others by now
-            found = _metrics(_definition(self.asked))
-            seqio_pipeline.PROCESSES.close()
-        seqio_metrics.require_kinds(self.asked.name, found)
+        """Returns the metrics of at most so many examples of each task. Raises UserError if there are none.
+
+        A task whose cache names none may have got some since. Then host 0 of a run, whose process reads the examples
+        before the first step, decides.
+        """
+        found = [kind for about in self.definition["tasks"].values() for kind in about.get("metrics", ())]
+        if not self.saved or (found and not self._is_changed(self.saved["asked"])):
+            seqio_metrics.require_kinds(self.asked.name, found)
         return self.asked.measured(most)
 
     def fingerprint(self) -> str:
@@ -317,16 +358,13 @@ def _definition(asked: Asked) -> Mapping[str, Any]:
     return found
 
 
-def _metrics(definition: Mapping[str, Any]) -> list[str]:
-    """Returns what the metrics of all tasks need of a model; empty for a cache that does not say it."""
-    return [kind for about in definition["tasks"].values() for kind in about.get("metrics", ())]
-
-
 class _TaskJob:
     """Writes the token cache of one task."""
 
-    def __init__(self, cache: SeqioCache, name: str, about: Mapping[str, Any], out: str) -> None:
-        self.out = out
+    def __init__(
+        self, cache: SeqioCache, name: str, about: Mapping[str, Any], out: str, filters: "Filters | None"
+    ) -> None:
+        self.out, self._filters = out, filters
         self._cache, self._name, self._about = cache, name, about
         self._progress: dict[str, Any] = {
             "phase": 0, "lane": 0, "read": [], "ended": [], "documents": {split: [] for split in SPLITS}
@@ -353,13 +391,14 @@ class _TaskJob:
             "near_duplicates": None,
             "has_prompts": self._cache.asked.inputs is not None,
             "seqio": self._cache._identity(),
-        }
+        } | (self._filters.described() if self._filters else {})
         tokenizing.write(
             self.out,
             begun,
             self.sources(),
             functools.partial(self._converted, functools.partial(self._submit, processes, submit)),
             require=self._require_examples,
+            seen=self._filters.seen() if self._filters else None,
             quiet=True,
             **options,
         )
@@ -411,12 +450,13 @@ class _TaskJob:
 
     def _submit(self, processes: int, submit: Callable[..., Any], lane: Lane) -> Any:
         begin, call = self._progress["read"][lane.index], seqio_pipeline.convert
-        return submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES)
+        return submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES, self._filters)
 
     def _require_examples(self, writer: Writer) -> None:
         """Records how many examples each cached epoch has."""
         for split, sizes in self._progress["documents"].items():
-            writer.counts.splits[split]["epochs"] = sizes or [0]
+            about = writer.counts.splits[split]
+            about["epochs"] = sizes if len(sizes) > 1 else [about["documents"]]  # filters leave out some of one epoch
 
 
 class DefinedVocabulary(Vocabulary):

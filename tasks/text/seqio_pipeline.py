@@ -20,15 +20,19 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from core.errors import UserError
-from tasks.text import seqio_metrics, seqio_tasks
+from tasks.text import near_duplicates, seqio_metrics, seqio_tasks
 from tasks.text.seqio_metrics import Measured
 from tasks.text.token_cache import SPLITS
 from tasks.text.token_writer import Converted
+
+if TYPE_CHECKING:
+    from tasks.text.decontamination import Excluded
+    from tasks.text.filters import Filters
 
 _SHOWN = 400  # characters of an error
 FIRST = 64  # examples that are tried before a run
@@ -161,7 +165,7 @@ def close(lane: Lane) -> None:
     _open.pop(lane, None)
 
 
-def convert(asked: Asked, lane: Lane, begin: int, most: int) -> Found:
+def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters | None" = None) -> Found:
     """Returns examples of a lane, in order.
 
     Args:
@@ -169,9 +173,10 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int) -> Found:
       lane: the lane; the process keeps it open between calls until its end.
       begin: number of the first example, empty ones included.
       most: examples to read at most, empty ones included.
+      filters: what they find is part of the result; they compare the texts of the ids of examples for training.
 
     Raises:
-      UserError: the pipeline fails, or an example has ids outside of the vocabulary.
+      UserError: the pipeline fails, an example has ids outside of the vocabulary, or a filter cannot be used.
     """
     examples = _open.get(lane)
     if examples is None or examples.number != begin:
@@ -188,16 +193,47 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int) -> Found:
     dtype = np.uint16 if examples.vocab_size <= 2**16 else np.uint32
     arrays = [ids.astype(dtype) for ids, _ in found]
     count = len(arrays)
+    shares_text, signatures = np.zeros(count, bool), None
+    if filters and lane.split == "train":
+        texts = [_text(examples.vocabulary, ids, prompt) for ids, prompt in found]
+        if excluded := _excluded(filters, asked.name):
+            shares_text = np.array([excluded.shares_text(text) for text in texts], bool)
+        signatures = near_duplicates.signatures(texts) if filters.near_duplicates else None
     converted = Converted(
         ids=np.concatenate([np.empty(0, dtype), *arrays]),
         sizes=np.array([len(ids) for ids in arrays], np.int64),
         text_bytes=np.zeros(count, np.int64),
         checks=np.array([zlib.crc32(ids.data) for ids in arrays], np.uint32),
         is_validation=np.full(count, lane.split == "validation"),
-        shares_text=np.zeros(count, bool),
+        shares_text=shares_text,
+        signatures=signatures,
         prompts=None if asked.inputs is None else np.array([prompt for _, prompt in found], np.int32),
     )
     return Found(converted, examples.number - begin, is_end)
+
+
+@functools.lru_cache(maxsize=1)
+def _excluded(filters: "Filters", name: str) -> "Excluded | None":
+    """Returns the texts of evaluation sets, as they are after the vocabulary of a task or mixture converted them."""
+    vocabulary = seqio_tasks.registered(name).output_features["targets"].vocabulary
+    return filters.excluded(lambda text: _decoded(vocabulary, vocabulary.encode(text)))
+
+
+def _text(vocabulary: Any, ids: np.ndarray, prompt: int) -> str:
+    """Returns the text of an example: that of its inputs, a line break, and that of its targets."""
+    return "\n".join(_decoded(vocabulary, part) for part in np.split(ids, [prompt]) if len(part))
+
+
+def _decoded(vocabulary: Any, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of ids, of which seqio decodes those up to an end of document."""
+    documents = np.split(ids, np.flatnonzero(np.equal(ids, vocabulary.eos_id)) + 1)
+    texts = [vocabulary.decode(part.tolist()) for part in documents if len(part)]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"--deduplicate and --exclude compare texts, and a {type(vocabulary).__name__} makes none of ids: leave "
+            "these flags out, and filter the source"
+        )
+    return "\n".join(texts)
 
 
 class _Examples(Iterator):
@@ -205,6 +241,7 @@ class _Examples(Iterator):
 
     Attributes:
       number: of the next example.
+      vocabulary: of all features.
       vocab_size: all ids are below it.
     """
 
@@ -213,7 +250,7 @@ class _Examples(Iterator):
         self._lane, self._features, self.number = lane, tuple(asked.lengths), begin
         _registered(asked)
         task = seqio.get_mixture_or_task(lane.task)
-        vocabulary = task.output_features["targets"].vocabulary
+        vocabulary = self.vocabulary = task.output_features["targets"].vocabulary
         self.vocab_size, self._lowest = int(vocabulary.vocab_size), 1 if seqio_tasks.reserves_zero(vocabulary) else 0
         with self._failing():
             _seed_tensorflow(None if _draws(task) else lane.epoch)

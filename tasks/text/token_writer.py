@@ -24,7 +24,8 @@ _SECONDS = 10.0  # between two lines of progress
 _COMMIT_TOKENS = token_cache.SHARD_TOKENS
 SIGNATURES = "signatures"  # of the documents that others are compared with; removed from a complete cache
 _AMOUNTS = ("documents", "tokens", "bytes")
-REASONS = ("malformed", "blank", "shares_text", "near_duplicate")  # why documents are left out
+FILTERED = ("shares_text", "near_duplicate")  # why documents are left out
+REASONS = ("malformed", "blank", *FILTERED)
 
 
 class Batch(NamedTuple):

@@ -58,23 +58,24 @@ def run(
     Raises:
       UserError: the sources or the vocabulary cannot be read, or differ from those with which the cache was begun.
     """
-    excluded = job.excluded()
+    excluded = job.filters.excluded()
+    filters = dataclasses.replace(job.filters, digest=excluded.digest if excluded else "")
     vocabulary, source = vocabularies.named(job.vocabulary), job.source()
     if found := [*job.problems(source), *job.vocabulary_problems(vocabulary)]:
         raise UserError("\n".join(dict.fromkeys(found)))
 
     def converted(files: Sequence[Mapping[str, Any]], position: Any) -> Generator[tuple[Batch, Converted]]:
         batches = _batches(job, source, files, tuple(position or (0, None)), say)
-        with _pool(job.vocabulary, excluded, job.near_duplicates is not None, processes) as pool:
+        with _pool(job.vocabulary, excluded, filters.near_duplicates is not None, processes) as pool:
             yield from _in_order(pool, batches, most=2 * processes + 2)
 
     return write(
         job.out,
-        _description(job, vocabulary, excluded),
+        _description(job, vocabulary) | filters.described(),
         _listed(source),
         converted,
         require=lambda writer: _require_documents(job, writer),
-        seen=Seen(job.near_duplicates) if job.near_duplicates else None,
+        seen=filters.seen(),
         say=say,
         report=report,
         check=check,
@@ -159,16 +160,14 @@ def _begun_with(
         return [{**entry, "sha256": digest} for entry, digest in zip(files, pool.map(_digest, files), strict=True)]
 
 
-def _description(job: Job, vocabulary: Vocabulary, excluded: Excluded | None) -> dict[str, Any]:
-    """Returns what a command that continues must have in common with the one that began."""
+def _description(job: Job, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Returns what a command that continues must have in common with the one that began, filters aside."""
     return {
         "format": FORMAT,
         "vocabulary": {"name": job.vocabulary, "described": vocabulary.describe(), "hash": vocabulary.hash},
         "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
         "field": job.field,
         "by_hash": not job.validation,
-        "excluded": excluded.digest if excluded else "",
-        "near_duplicates": job.near_duplicates and near_duplicates.settings(job.near_duplicates),
     }
 
 
@@ -247,20 +246,25 @@ def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], 
             f"{out} was begun with {saved['vocabulary']['described']}, and --vocabulary is now "
             f"{begun['vocabulary']['described']}: give another --out, or remove it"
         )
-    if saved["excluded"] != begun["excluded"]:
-        raise UserError(
-            f"{out} was begun with another --exclude, or other lengths of what it compares: give another --out"
-        )
     names = {"dtype": "dtype", "field": "--field", "by_hash": "the split by hash (without --validation)"}
     for key, name in names.items():
         if saved[key] != begun[key]:
             raise UserError(f"{out} was begun with {name} = {saved[key]!r}, now {begun[key]!r}: give another --out")
+    require_same_filters(out, saved, begun)
+    _require_unchanged(out, saved["sources"], files)
+
+
+def require_same_filters(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+    """Raises UserError if a cache was begun with other filters; both are descriptions of caches."""
+    if saved["excluded"] != begun["excluded"]:
+        raise UserError(
+            f"{out} was begun with another --exclude, or other lengths of what it compares: give another --out"
+        )
     before, now = (found["near_duplicates"] or {} for found in (saved, begun))
     if before != now:
         told = [f"--deduplicate {one['similarity']:g}" if one else "no --deduplicate" for one in (before, now)]
         how = "" if told[0] != told[1] else ", compared in another way by another version of this command"
         raise UserError(f"{out} was begun with {told[0]}{how}, now {told[1]}: give another --out")
-    _require_unchanged(out, saved["sources"], files)
 
 
 def _require_unchanged(out: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from core.errors import Problem, UserError
-from tasks.text import decontamination
-from tasks.text.decontamination import Excluded
+from tasks.text.filters import Filters
 from tasks.text.hub_source import HuggingFace
 from tasks.text.ids import Vocabulary
 from tasks.text.text_files import TextFiles
@@ -25,11 +24,8 @@ class Job:
       vocabulary: as `vocabularies.named` takes it.
       out: the folder of the cache, local or gs://.
       skip_bad: whether malformed documents are skipped and counted; otherwise they are refused.
-      exclude: patterns of files of evaluation sets (`decontamination.read`); documents for training that share text
-        with them are left out and counted.
-      exclude_words, exclude_characters: how much they share; see `decontamination.Excluded`.
-      near_duplicates: the similarity at which a document repeats an earlier one (`near_duplicates.Seen`) and is left
-        out; None keeps all. Documents of `validation` are not compared.
+      filters: which documents for training are left out and counted. A split by hash is made after near duplicates are
+        left out.
     """
 
     data: tuple[str, ...]
@@ -38,17 +34,7 @@ class Job:
     vocabulary: str
     out: str
     skip_bad: bool
-    exclude: tuple[str, ...] = ()
-    exclude_words: int | None = None
-    exclude_characters: int | None = None
-    near_duplicates: float | None = None
-
-    def excluded(self) -> Excluded | None:
-        """Reads the evaluation sets to exclude; None if there are none. Raises UserError if a file cannot be read."""
-        if not self.exclude:
-            return None
-        texts = decontamination.read(self.exclude)
-        return Excluded(texts, words=self.exclude_words, characters=self.exclude_characters)
+    filters: Filters
 
     def source(self) -> TextFiles | Tfds | HuggingFace:
         """Returns the documents; the split by hash is made later, of their texts. Raises UserError for two datasets."""

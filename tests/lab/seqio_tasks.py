@@ -6,6 +6,7 @@ Apache Beam needs an environment of its own (docs/how-to/tokenize.md). Without -
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -81,6 +82,7 @@ seqio.MixtureRegistry.add("mixed", [("lines", 1.0), ("random", 0.5)])
 _CASES = {  # of each task or mixture, its flags
     "asked": ("--inputs-length", "12"),
     "mixed": ("--epochs", "2"),
+    "lines": ("--deduplicate", "--exclude-words", "7", "--exclude", "SET"),
     "ended": (),
 }
 
@@ -128,13 +130,16 @@ def _write_sources(folder: Path) -> None:
     (folder / "texts").mkdir()
     for part in range(4):
         lines = [f"part {part} line {number} with some text" for number in range(1500 + 7 * part)]
+        lines[1::4] = [f"these words come again in line {number % 60}" for number in range(len(lines[1::4]))]
         (folder / "texts" / f"part-{part}.txt").write_text("\n".join(lines) + "\n")
+    (folder / "set.txt").write_text("from part 1 line 7 with some text")
     (folder / "beam_tasks.py").write_text(_MODULE)
 
 
 def _compare(folder: Path, name: str, own: tuple[str, ...], args: argparse.Namespace) -> dict[str, object]:
     """Writes the cache of a task on this machine and with Beam; returns figures of both."""
     marker = folder / "texts" / "ended"
+    own = tuple(str(folder / "set.txt") if each == "SET" else each for each in own)
     marker.touch()  # no process is killed
     here, _, _ = _tokenize(folder, sys.executable, name, f"{name}-here", *own, "--processes", str(args.workers))
     marker.unlink()
@@ -148,7 +153,11 @@ def _compare(folder: Path, name: str, own: tuple[str, ...], args: argparse.Names
     if code:
         raise UserError(f"{name} with Beam ends with exit code {code}: {said[-2000:]}")
     one, two = (_content(folder / f"{name}-{how}") for how in ("here", "beam"))
-    return found | {"files": len(one), "bytes": sum(map(len, one.values())), "same_bytes": one == two}
+    return (
+        found
+        | {"files": len(one), "bytes": sum(map(len, one.values())), "same_bytes": one == two}
+        | {"left_out": re.findall(r"left out: (.*)", said)}
+    )
 
 
 def _tokenize(folder: Path, python: str, name: str, out: str, *own: str) -> tuple[float, int, str]:

@@ -16,6 +16,7 @@ from core.types import DataLayout
 from launch import flags, terminal
 from tasks import text
 from tasks.text import text_files, tokenizing, vocabularies
+from tasks.text.filters import Filters
 
 HELP = "time launch/run tokenize against the tokenizers library, and reading what it wrote"
 EXAMPLE = "tests/run.sh lab tokens --folder smollm2"
@@ -85,7 +86,7 @@ def _tokenizing(vocabulary: str, data: str, folder: str, turns: int) -> list[lis
 
 def _ours(vocabulary: str, data: str, out: str) -> tuple[float, float]:
     """Returns tokens/s of a whole command, and after its first batch."""
-    job = tokenizing.Job((data,), (), "text", vocabulary, out, False)
+    job = tokenizing.Job((data,), (), "text", vocabulary, out, False, Filters())
     marks: list[tuple[float, int]] = []
     start = time.perf_counter()
     tokenizing.run(

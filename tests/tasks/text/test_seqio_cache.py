@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -16,11 +17,23 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
+from core.files import paths
 from core.types import DataLayout
 from launch import environment
 from tasks import text
-from tasks.text import beam_parts, chat_files, sentencepieces, seqio_cache, seqio_pipeline, tfds_source, token_writer
+from tasks.text import (
+    beam_parts,
+    chat_files,
+    near_duplicates,
+    sentencepieces,
+    seqio_cache,
+    seqio_pipeline,
+    tfds_source,
+    token_cache,
+    token_writer,
+)
 from tasks.text.documents import StreamSpec
+from tasks.text.filters import Filters
 
 pytestmark = pytest.mark.slow  # TensorFlow
 MODULE = "equal_tasks"
@@ -233,6 +246,10 @@ class Stopped(RuntimeError):
     """Interrupts a command."""
 
 
+def stopped():
+    raise Stopped
+
+
 def test_an_interrupted_cache_continues_to_the_same_bytes(files, tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "_COMMIT_TOKENS", 500)
     whole, broken = (make("lines", tmp_path / name) for name in ("whole", "broken"))
@@ -266,9 +283,10 @@ def content(folder):
 class PartsHere(beam_parts.Parts):
     """Makes the parts in this process, the last lane first; `tests/run.sh lab seqio_tasks` makes them with Beam."""
 
-    def make(self, asked, lanes, most, arguments):
+    def make(self, asked, lanes, most, filters, arguments):
+        pathlib.Path(self._folder).mkdir(exist_ok=True)
         for lane in reversed(lanes):
-            beam_parts._write_lane(self._folder, asked, most, tuple(lane))
+            beam_parts._write_lane(f"{self._folder}/.", asked, most, filters, tuple(lane))
 
 
 def test_a_cache_of_parts_has_the_bytes_of_a_cache_of_processes(files, tmp_path, monkeypatch):
@@ -284,6 +302,69 @@ def test_a_cache_of_parts_has_the_bytes_of_a_cache_of_processes(files, tmp_path,
         with pytest.raises(UserError, match=r"task fails_later, train split, example 70: "):
             task.corpus.fill(beam=beam)
         assert len(list((tmp_path / "fails").glob("parts-*/*-train-*.npz"))) == 10
+
+
+def documents(task):
+    """The texts of the examples for training, in order, of a task without inputs."""
+    (cache,), vocabulary = task.corpus._opened, importlib.import_module(MODULE).PIECES
+    folder, ends = cache.path + "/train", cache.about["splits"]["train"]["documents"]
+    ids, ends = (
+        token_cache.array(paths.resolve(folder), *each).read().result()
+        for each in (("tokens", "uint16"), ("ends", "int64"))
+    )
+    return [vocabulary.decode(part.tolist()) for part in np.split(ids, ends[:-1])]
+
+
+def test_filters_leave_out_the_same_examples_on_any_machine(files, tmp_path, monkeypatch):
+    """Of what is written without filters: in the order of the sources, in parts, and after an interruption."""
+    monkeypatch.setattr(beam_parts, "Parts", PartsHere)
+    monkeypatch.setattr(token_writer, "_COMMIT_TOKENS", 500)
+    every = documents(filled("lines", tmp_path / "every"))
+    (tmp_path / "set.jsonl").write_text(json.dumps({"question": max(every[20:40], key=len)}) + "\n")
+    found = Filters((f"{tmp_path}/set.jsonl",), words=6, near_duplicates=0.6)
+    excluded, seen = found.excluded(), found.seen()
+    compared = [text for text in every if not excluded.shares_text(text)]
+    repeats = seen.repeats(near_duplicates.signatures(compared))
+    assert len(every) > len(compared) > len(compared) - repeats.sum() > 20
+
+    whole, parts, broken = (make("lines", tmp_path / name) for name in ("whole", "parts", "broken"))
+    whole.corpus.fill(processes=2, filters=found)
+    assert documents(whole) == [text for text, is_repeat in zip(compared, repeats, strict=True) if not is_repeat]
+    counts = {"shares_text": len(every) - len(compared), "near_duplicate": repeats.sum()}
+    assert whole.corpus.left_out() == counts
+    assert sum(read(whole).values()) == len(documents(whole))  # an epoch has all of them
+    parts.corpus.fill(beam=types.SimpleNamespace(arguments=lambda processes: []), filters=found)
+    with pytest.raises(Stopped):
+        broken.corpus.fill(filters=found, report=lambda at: at.total("tokens") > 1200 and stopped())
+    broken.corpus.fill(filters=found)
+    assert content(tmp_path / "whole") == content(tmp_path / "parts") == content(tmp_path / "broken")
+
+    make("lines", tmp_path / "whole").corpus.fill()  # a run takes what is there
+    for other in (Filters(), dataclasses.replace(found, near_duplicates=0.7)):
+        with pytest.raises(UserError, match=r"whole was begun with"):
+            make("lines", tmp_path / "whole").corpus.fill(filters=other)
+    with pytest.raises(UserError, match=r"random.*draw random numbers"):
+        make("random", tmp_path / "random", epochs=2).corpus.fill(filters=found)
+    pinned = dataclasses.replace(found, digest="of others")
+    with pytest.raises(UserError, match="not those that the command began with"):
+        pinned.excluded()
+
+
+def test_a_text_is_compared_as_the_vocabulary_converts_it(files):
+    """Inputs and targets, and what comes after an end of document; evaluation sets lose the same words."""
+    module = importlib.import_module(MODULE)
+    ids = np.array([*module.BYTES.encode("a question"), *module.BYTES.encode("one"), 1, *module.BYTES.encode("two")])
+    assert seqio_pipeline._text(module.BYTES, ids, 10) == "a question\none\ntwo"
+    import seqio
+
+    with pytest.raises(UserError, match="PassThroughVocabulary makes none of ids"):
+        seqio_pipeline._text(seqio.PassThroughVocabulary(9, eos_id=1), np.array([3, 4]), 0)
+
+
+def test_a_worker_that_does_not_see_the_folder_of_the_command_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"does not see .*command-1, .*all workers share"):
+        beam_parts._write_lane(f"{tmp_path}/command-1", None, 7, None, ("lines", "train", 0, 0, 1))
+    assert not list(tmp_path.iterdir())
 
 
 def test_apache_beam_is_named_where_it_is_missing(monkeypatch):
@@ -390,13 +471,17 @@ def test_a_preprocessor_that_fails_later_is_named_with_its_example(files, tmp_pa
 
 
 def test_a_task_without_metrics_is_an_error_before_a_run(files, tmp_path, monkeypatch):
-    """Before the cache is written, and afterwards; a cache does not keep metrics from being added."""
+    """A written cache does not keep metrics from being added: then one process decides, which host 0 starts."""
     import seqio
 
     before, written = make("prefix", tmp_path / "none", inputs=True), filled("prefix", tmp_path / "cache", inputs=True)
-    for task in (before, written):
+    monkeypatch.setattr(seqio_cache, "_definition", None)  # no host of a run with a cache asks the module
+    own = written.own_metrics(3)
+    assert own == written.corpus.asked.measured(3)
+    monkeypatch.undo()
+    for asked in (lambda: before.own_metrics(3), own.questions):
         with pytest.raises(UserError, match="prefix has no metrics: expected metrics of predictions or scores"):
-            task.own_metrics(3)
+            asked()
     metric = types.SimpleNamespace(model_output_type=seqio.metrics.ModelOutputType.SCORE)
     monkeypatch.setitem(vars(seqio.TaskRegistry.get("prefix")), "metric_objs", [metric])
     seqio_cache._asked.cache_clear()

@@ -19,6 +19,7 @@ from core.types import DataLayout
 from tasks import text
 from tasks.text import document_streams, documents, token_cache, token_writer, tokenizing, vocabularies
 from tasks.text.documents import StreamSpec
+from tasks.text.filters import Filters
 
 LENGTH = 32
 TEXTS = [f"{i:03d} é" + "x" * (i * 7 % 50 + 300 * (i % 97 == 0)) for i in range(300)]
@@ -76,9 +77,10 @@ def tokenize(
     vocabulary="bytes",
     report=lambda counts: None,
     check=lambda: None,
-    **excluding,
+    **filters,
 ):
-    job = tokenizing.Job((str(data),), tuple(map(str, validation)), "text", vocabulary, str(out), skip_bad, **excluding)
+    sources = (str(data),), tuple(map(str, validation))
+    job = tokenizing.Job(*sources, "text", vocabulary, str(out), skip_bad, Filters(**filters))
     said = []
     return tokenizing.run(job, processes=1, say=said.append, report=report, check=check), said
 
@@ -529,7 +531,7 @@ def test_a_dataset_of_the_hub_is_converted(tmp_path, monkeypatch):
     task = make_task(tmp_path / "out")
     assert sorted([*decoded(task, "train"), *decoded(task, "validation")]) == TEXTS
     with pytest.raises(UserError, match="names a dataset and something else"):
-        tokenizing.Job(("tfds:a", "b"), (), "text", "bytes", "out", False).source()
+        tokenizing.Job(("tfds:a", "b"), (), "text", "bytes", "out", False, Filters()).source()
 
 
 @pytest.mark.covers("D13")
@@ -570,13 +572,13 @@ def test_documents_that_share_text_with_an_evaluation_set_are_left_out(tmp_path)
     texts = [f"{text} {shared.upper() if i % 10 == 0 else ''}" for i, text in enumerate(TEXTS)]
     train, held = write_lines(tmp_path / "a.jsonl", texts), write_lines(tmp_path / "b.jsonl", [shared])
     (tmp_path / "set.jsonl").write_text(json.dumps({"task": 1, "parts": [{"text": f"? {shared}!"}]}) + "\n")
-    how = {"validation": (held,), "exclude": (str(tmp_path / "set.jsonl"),), "exclude_words": 13}
+    how = {"validation": (held,), "exclude": (str(tmp_path / "set.jsonl"),), "words": 13}
     about, _ = tokenize(tmp_path / "out", train, **how)
     assert about["left_out"]["shares_text"]["documents"] == 30
     assert about["splits"]["train"]["documents"] == 270
     assert about["splits"]["validation"]["documents"] == 1
     with pytest.raises(UserError, match="was begun with another --exclude"):
-        tokenize(tmp_path / "out", train, **{**how, "exclude_words": 12})
+        tokenize(tmp_path / "out", train, **{**how, "words": 12})
 
 
 @pytest.mark.parametrize("concatenate", [False, True])
