@@ -22,6 +22,7 @@ COMMANDS = (
     "lm_eval_scores",
     "long_context",
     "long_range",
+    "mutants",
     "peers",
     "pictures",
     "recording",

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from core.batches import Field
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import streams, synthetic
@@ -64,6 +65,22 @@ def test_a_host_opens_only_the_streams_of_its_rows():
     layout = DataLayout(16, (0, 3, 13), (0, 3, 13))
     streams.StreamBatches(layout, spec=TASK.spec(16), num_streams=8, open_stream=open_stream, identity={})
     assert opened == [(0, 2), (1, 2), (6, 2)]
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 12])
+def test_a_pass_reads_every_row_once_in_order_and_fills_the_last_batch_with_zeros(count, host_layouts, global_batch):
+    spec = {"x": Field((6, 2), np.int32, ("batch", "length"))}
+
+    def rows():
+        for row in range(1, count + 1):
+            yield {"x": np.full((1, 2), row, np.int32)}
+
+    layouts = host_layouts(6, 3, strided=True)
+    hosts = [iter(streams.PassBatches(layout, spec=spec, stream=rows())) for layout in layouts]
+    found = [global_batch(layouts, batches)["x"] for batches in zip(*hosts, strict=True)]
+    expected = np.zeros(-(-count // 6) * 6, np.int32)
+    expected[:count] = range(1, count + 1)
+    np.testing.assert_array_equal(np.concatenate(found), np.repeat(expected[:, None], 2, axis=1))
 
 
 def test_spec_is_of_the_global_batch(host_layouts):

@@ -1,6 +1,7 @@
 """The check that gs:// can be reached, with ports of this machine in place of the service."""
 
 import socket
+import threading
 import time
 
 import pytest
@@ -45,6 +46,23 @@ def test_a_name_that_no_host_can_have_is_the_same_error(closed_port, monkeypatch
     monkeypatch.setattr(buckets, "REACH_SECONDS", 0.3)
     with pytest.raises(UnreachableError, match="label empty or too long"):
         buckets.require_reachable("http://storage..invalid")
+
+
+def test_a_name_that_is_looked_up_forever_does_not_keep_the_process(monkeypatch):
+    ended, before = threading.Event(), set(threading.enumerate())
+
+    def never(*_, **__):
+        ended.wait()
+        raise OSError("ended")
+
+    monkeypatch.setattr(socket, "create_connection", never)
+    monkeypatch.setattr(buckets, "REACH_SECONDS", 0.05)
+    with pytest.raises(UnreachableError, match=r"no answer within 0\.05 s"):
+        buckets.require_reachable("http://looked-up-forever.invalid")
+    (looking,) = set(threading.enumerate()) - before
+    assert looking.daemon
+    ended.set()
+    looking.join()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import errno
 import os
 import resource
+import uuid
 
 import pytest
 
@@ -99,3 +100,53 @@ def test_the_fix_for_a_full_disk_is_free_space(tmp_path, monkeypatch, number):
     )
     with pytest.raises(ValueError, match=says):
         paths.check_writable(tmp_path)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def place(request, tmp_path, monkeypatch):
+    """A folder that exists."""
+    if request.param == "disk":
+        return paths.resolve(tmp_path)
+    for name, value in request.getfixturevalue("bucket").environment.items():
+        monkeypatch.setenv(name, value)
+    return paths.resolve(f"gs://bucket/{uuid.uuid4().hex}")
+
+
+def test_a_file_is_replaced_and_removed_in_the_version_that_was_read_alone(place):
+    file = place / "lock"
+    assert paths.read_versioned(file) is None
+    assert paths.write_if_unchanged(file, "one", version=None)
+    assert not paths.write_if_unchanged(file, "another's first", version=None)
+    first = paths.read_versioned(file)
+    assert paths.write_if_unchanged(file, "two", version=first.version)
+    assert not paths.write_if_unchanged(file, "late", version=first.version)
+    paths.remove_if_unchanged(file, version=first.version)
+    second = paths.read_versioned(file)
+    assert (first.text, second.text) == ("one", "two")
+    assert paths.sizes(place) == {"lock": 3}  # no part of a write is left
+    paths.remove_if_unchanged(file, version=second.version)
+    assert paths.read_versioned(file) is None
+    assert not paths.write_if_unchanged(file, "late", version=second.version)
+
+
+def test_files_of_a_pattern_are_listed_at_any_depth(place):
+    for name in ("a/b/one.txt", "a/two.txt", "three.txt", "a/four.csv"):
+        paths.write_text_atomically(place / name, name)
+    found = {name.removeprefix(f"{place}/"): about.size_bytes for name, about in paths.listed(f"{place}/**/*").items()}
+    assert found == {"a/b/one.txt": 11, "a/two.txt": 9, "three.txt": 9, "a/four.csv": 10}
+    assert list(paths.listed(f"{place}/*.txt")) == [f"{place}/three.txt"]
+
+
+def test_a_range_of_a_file_has_its_length_or_is_an_error(place):
+    paths.write_text_atomically(place / "f", "0123456789")
+    assert [paths.read_range(place / "f", *span) for span in ((0, 10), (3, 5), (4, 4))] == [b"0123456789", b"34", b""]
+    with pytest.raises(ValueError, match=r"ended after byte 10, expected 11 or more"):
+        paths.read_range(place / "f", 3, 11)
+
+
+def test_the_version_of_a_file_changes_with_it(place):
+    versions = set()
+    for text in ("one", "two"):
+        paths.write_text_atomically(place / "f", text)
+        versions.add(paths.file_version(str(place / "f")))
+    assert len(versions) == 2

@@ -35,6 +35,17 @@ def test_a_donated_array_is_described_as_deleted():
     assert global_arrays.describe(array) == ("array float32[4]: deleted, because it was donated to a later computation")
 
 
+def test_long_values_are_shortened_to_both_ends_and_four_digits():
+    *_, short = global_arrays.describe(jnp.arange(5) / 3).splitlines()
+    *_, long = global_arrays.describe(jnp.arange(6) / 3).splitlines()
+    assert short.endswith(": [0. 0.3333 0.6667 1. 1.3333]")
+    assert long.endswith(": [0. 0.3333 ... 1.3333 1.6667]")
+
+
+def test_a_key_of_random_bits_is_described():
+    assert global_arrays.describe({"rng": jax.random.key(3)}).startswith("rng Array((), dtype=key<fry>)")
+
+
 def test_an_array_that_is_too_large_is_refused():
     array = laid_out(jnp.arange(8.0), "fsdp")
     np.testing.assert_array_equal(global_arrays.gathered(array), np.arange(8.0))

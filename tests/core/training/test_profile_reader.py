@@ -112,6 +112,32 @@ def test_skew_is_the_time_between_the_first_and_the_last_host(tmp_path, capsys):
     assert "CPU devices" not in said
 
 
+def host(name, *, starts=(), operations=()):
+    of_steps = dict(enumerate(starts))
+    return profile_reader.HostProfile(name, 0, 1, True, of_steps, 0.0, 0.0, tuple(operations), 1.0)
+
+
+def test_the_latest_host_is_the_latest_on_average():
+    hosts = [host("z", starts=(1.0, 2.0, 3.3)), host("b", starts=(1.5, 2.4, 3.0)), host("a", starts=(1.2, 2.2, 3.2))]
+    seconds, last = profile_reader.skew_seconds(hosts)
+    assert (seconds, last.name) == (pytest.approx((0.5 + 0.4 + 0.3) / 3), "b")
+
+
+def test_operations_of_hosts_are_added_and_the_longest_comes_first():
+    def operation(name, seconds, count):
+        return profile_reader.Operation(name, seconds, count, name == "all-gather")
+
+    hosts = [
+        host("a", operations=[operation("fusion", 0.2, 3), operation("all-gather", 0.1, 5)]),
+        host("b", operations=[operation("all-gather", 0.4, 7), operation("copy", 0.3, 2)]),
+    ]
+    assert profile_reader.merged_operations(hosts) == [
+        operation("all-gather", 0.5, 12),
+        operation("copy", 0.3, 2),
+        operation("fusion", 0.2, 3),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "is_collective"),
     [

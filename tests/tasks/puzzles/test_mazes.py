@@ -42,6 +42,11 @@ def distances(is_open, start):
         steps = better
 
 
+def test_the_least_length_of_paths_is_proportional_to_the_area_unless_given():
+    assert [MazeSet(size=size).exceeds for size in (30, 15, 6)] == [110, 27, 4]
+    assert MazeSet(size=30, min_path=7).exceeds == 7
+
+
 @pytest.mark.parametrize(("size", "min_path"), [(30, 110), (9, 12), (6, 5)])
 def test_a_generated_maze_has_a_long_shortest_path(size, min_path):
     rng = np.random.default_rng(0)

@@ -109,6 +109,14 @@ def test_bytes_that_are_not_a_position_are_refused_and_change_nothing(fake):
     assert stream.state() == before
 
 
+@pytest.mark.parametrize(("num_streams", "is_shared"), [(4, False), (5, True)])
+def test_every_shard_is_a_part_which_more_streams_than_shards_have_in_common(fake, num_streams, is_shared):
+    source = hub_source.HuggingFace("owner/some:en", "train", "validation", field="text", streaming=True)
+    found = source.parts("validation", num_streams)
+    assert [(part.split, part.index, part.count) for part in found.parts] == [("validation", n, 4) for n in range(4)]
+    assert found.is_shared == is_shared
+
+
 @pytest.mark.parametrize("num_streams", [2, 8])
 def test_evaluation_reads_every_document(fake, num_streams):
     task = make(num_streams)
