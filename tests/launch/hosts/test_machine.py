@@ -167,6 +167,14 @@ def test_a_cpu_in_place_of_gpus_that_jax_cannot_use_is_an_error(nvidia_smi, monk
             assert machine.local().name == "cpu:1"
 
 
+def test_a_machine_on_which_jax_finds_nothing_is_an_error_with_the_end_of_what_it_said(monkeypatch):
+    monkeypatch.setattr(machine, "_LOOK", "import sys; sys.exit('x' * 5000 + ' no driver')")
+    with pytest.raises(UserError, match="JAX finds no devices on this machine") as raised:
+        machine.local()
+    assert str(raised.value).endswith(" no driver")
+    assert len(str(raised.value)) < 2000
+
+
 def test_a_process_that_got_the_cpu_of_a_machine_with_gpus_is_an_error(nvidia_smi, monkeypatch):
     before = jax.config.jax_platforms
     nvidia_smi(600)

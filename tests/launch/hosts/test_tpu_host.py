@@ -133,6 +133,10 @@ def test_a_silent_metadata_server_takes_half_a_second_without_chips(here, metada
     assert "metadata server: no answer to 1 question" in place.looked_at
 
 
+def test_a_host_without_a_metadata_server_knows_it_within_seven_seconds():
+    assert tpu_host.METADATA_TIMEOUT_SECONDS + sum(tpu_host.METADATA_RETRY_SECONDS) < 7
+
+
 def test_slow_answers_do_not_lose_a_host_that_has_chips(here, chips, metadata, monkeypatch):
     monkeypatch.setattr(tpu_host, "METADATA_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(tpu_host, "METADATA_RETRY_SECONDS", (0.1, 0.1, 5.0))

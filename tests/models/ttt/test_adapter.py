@@ -244,6 +244,20 @@ def test_small_models_of_any_chunk_are_legal(chunk, mini_batch, loss_positions, 
     assert (made.chunk, made.layer.mini_batch, made.loss_positions) == small
 
 
+@pytest.mark.parametrize(
+    ("options", "heads", "rate"),
+    [
+        ({"head_dim": 8}, 4, 1.0),
+        ({"head_dim": 12, "inner": "mlp"}, 2, 0.1),
+        ({}, 1, 1.0),  # heads of 64 in a width of 32
+        ({"head_dim": 8, "num_heads": 3, "base_rate": 0.7}, 3, 0.7),
+    ],
+)
+def test_heads_fill_the_width_of_the_base_and_rates_are_those_of_the_inner_model(options, heads, rate):
+    layer = adapter.adapted(base=BASE, **options).layer
+    assert (layer.num_heads, layer.base_rate) == (heads, rate)
+
+
 def test_rows_that_chunks_do_not_divide_are_refused_before_anything_is_compiled():
     with pytest.raises(UserError, match="chunk = 16 does not divide the 24 positions of a row"):
         bind(dataclasses.replace(MODEL, chunk=16), agreement.Example("v5e-1", strategies.data_parallel()), batch())

@@ -1,9 +1,11 @@
 """Rotary settings in `config.json`: what is written is read as the same scaling."""
 
 import dataclasses
+import math
 
 import pytest
 
+from core.errors import UserError
 from models.decoder import rotary
 from models.decoder.published import rope_settings
 
@@ -43,3 +45,30 @@ def test_every_field_is_written_and_read_again(kind):
         scaling = kind(**values)
         config = {"rope_theta": 500.0, "max_position_embeddings": 96, "rope_scaling": rope_settings.written(scaling)}
         assert rope_settings.of_all_layers(config) == (500.0, scaling)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharpening"),
+    [
+        ({"mscale": 1.5, "mscale_all_dim": 0.5}, (1 + 0.15 * math.log(4)) / (1 + 0.05 * math.log(4))),
+        ({"mscale": 1.5, "mscale_all_dim": 0.5, "attention_factor": 1.7}, 1.7),
+        ({"mscale": 1.5}, None),
+        ({"mscale_all_dim": 0.5}, None),
+        ({}, None),
+    ],
+)
+def test_the_scales_of_yarn_give_a_factor_if_both_are_there_and_none_is_given(settings, sharpening):
+    scaling = {"rope_type": "yarn", "factor": 4.0, rope_settings.ORIGINAL: 24, **settings}
+    config = {"rope_theta": 500.0, "max_position_embeddings": 96, "rope_scaling": scaling}
+    found = rope_settings.of_all_layers(config).scaling
+    assert found.sharpening == (sharpening if sharpening is None else pytest.approx(sharpening))
+
+
+def test_settings_of_two_types_of_layers_are_read_and_those_of_a_third_are_an_error():
+    full = {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5}
+    parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}
+    config = {"rope_theta": 1.0, "rope_local_base_freq": 2.0, "max_position_embeddings": 96}
+    read = rope_settings.of_each_type({**config, "rope_parameters": parameters})
+    assert read == ((700.0, rotary.Linear(2.5)), 90.0)
+    with pytest.raises(UserError, match=r"rope_parameters has chunked_attention = \{\}: expected an object for each of"):
+        rope_settings.of_each_type({**config, "rope_parameters": {**parameters, "chunked_attention": {}}})
