@@ -69,6 +69,8 @@ def test_settings_of_two_types_of_layers_are_read_and_those_of_a_third_are_an_er
     parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}
     config = {"rope_theta": 1.0, "rope_local_base_freq": 2.0, "max_position_embeddings": 96}
     read = rope_settings.of_each_type({**config, "rope_parameters": parameters})
-    assert read == ((700.0, rotary.Linear(2.5)), 90.0)
-    with pytest.raises(UserError, match=r"rope_parameters has chunked_attention = \{\}: expected an object for each of"):
+    assert read == ((700.0, rotary.Linear(factor=2.5)), 90.0)
+    with pytest.raises(
+        UserError, match=r"rope_parameters has chunked_attention = \{\}: expected an object for each of"
+    ):
         rope_settings.of_each_type({**config, "rope_parameters": {**parameters, "chunked_attention": {}}})
