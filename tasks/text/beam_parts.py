@@ -98,17 +98,18 @@ class Parts:
         marker = f"{self._folder}/command-{secrets.token_hex(8)}"
         paths.write_text_atomically(paths.resolve(marker), "workers look for this file\n")
         write = functools.partial(_write_lane, marker, asked, most, filters)
-        _ = pipeline | apache_beam.Create(list(map(tuple, lanes))) | apache_beam.Reshuffle() | apache_beam.Map(write)
+        given = pipeline | apache_beam.Create(list(map(tuple, lanes))) | apache_beam.Reshuffle()
+        _ = given | "write parts" >> apache_beam.Map(write)  # errors show this name
         try:
             _run(pipeline)
         except Exception as error:  # a runner has types of its own
             said = " ".join(str(error).split())[-400:]
             raise UserError(
-                f"Apache Beam failed: {type(error).__name__}: {said}. A killed worker often lacked memory: give "
-                "fewer --processes. Run the same command again: it continues"
+                f"Apache Beam failed: {type(error).__name__}: {said}. If a worker was killed, it often lacked memory: "
+                "give fewer --processes. Run the same command again: it continues"
             ) from error
         finally:
-            paths.resolve(marker).unlink()
+            paths.resolve(marker).unlink(missing_ok=True)
 
     def submit(
         self,
