@@ -8,7 +8,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -232,18 +232,21 @@ def rehearse(run: Run) -> None:
             statistics=run.statistics_step,
         )
     checkpoints.close()
-    for number, loss in again.by_step.items():
-        if loss != first.by_step[number]:
-            raise RuntimeError(
-                f"smoke: step {number} has loss {first.by_step[number]!r}, after a restore from step {start.step} "
-                f"{loss!r}"
-            )
+    _require_equal(first.by_step, again.by_step, restored=start.step)
     if run.host.is_zero:
         begun = f"continued from the checkpoint of step {span.first_step}; " if span.first_step else ""
         print(
             f"PASS  {f'{span}, ' if span.count > 1 else ''}{STEPS} steps; {begun}restored at step {start.step}, "
             f"{units.counted(len(again.by_step), 'step')} repeated bit for bit"
         )
+
+
+def _require_equal(first: Mapping[int, float], again: Mapping[int, float], *, restored: int) -> None:
+    for number, loss in again.items():
+        if loss != first[number]:
+            raise RuntimeError(
+                f"smoke: step {number} has loss {first[number]!r}, after a restore from step {restored} {loss!r}"
+            )
 
 
 def _microbatches(experiment: Experiment) -> int:

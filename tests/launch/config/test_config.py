@@ -782,6 +782,16 @@ def test_a_slice_that_no_parameter_takes(bench):
     assert bench.problem(slice_name="v4-8").place == "--slice"
 
 
+def test_a_module_that_is_not_imported_is_reported_where_it_is_first_named_alone(tmp_path):
+    lines = ["from __gin__ import dynamic_registration", "include 'gin/quickstart.gin'"]
+    lines += ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2", "SEED = 7"]
+    (tmp_path / "a.gin").write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as raised:
+        config.load(str(tmp_path / "a.gin"))
+    (problem,) = raised.value.problems
+    assert (problem.line, problem.fix.rpartition(": ")[2]) == (3, "from parallel import strategies")
+
+
 def test_all_mistakes_at_once(bench):
     bench.add("""
         include 'default.gin'

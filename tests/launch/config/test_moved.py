@@ -229,3 +229,13 @@ def test_a_module_of_the_users_that_imports_a_moved_one_is_told_its_new_name(tmp
     with pytest.raises(ConfigError) as error:
         loader.load(str(tmp_path / "own.gin"))
     assert [p.fix for p in error.value.problems] == ["import models.decoder.parts, as that module is called now"]
+
+
+def test_a_note_names_the_imports_that_a_new_spelling_needs_once_and_no_others(tmp_path):
+    head = "from __gin__ import dynamic_registration\nfrom launch import experiment\ninclude 'gin/quickstart.gin'\n"
+    old = "experiment.Experiment.log_interval = 7\nexperiment.Experiment.watchdog = 'report'\n"
+    (tmp_path / "old.gin").write_text(head + old)
+    (note,) = loader.load(str(tmp_path / "old.gin")).notes
+    first, second = (line for line in note.splitlines() if "write" in line)
+    assert first.partition("; add ")[2] == "from launch import settings"
+    assert "; add " not in second

@@ -4,11 +4,15 @@ import csv
 import json
 import math
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from core.hosts import exit_codes
 from launch import __main__ as main
+from launch.experiments import gates
+from models.ttt import evaluation
 
 SMALL = (
     "transformer.Transformer.num_layers = 1",
@@ -77,3 +81,48 @@ def test_gates_are_compared_and_a_run_continues_with_the_state_of_its_gate(launc
 def test_unknown_gates_and_budgets_are_refused_before_a_run_is_read(capsys, options, words):
     assert main.main(["evaluate", "no_such_run", *options]) == exit_codes.USER_ERROR
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+CHUNKS = evaluation.Chunks(
+    document=np.array([0, 0, 1]),
+    place=np.array([0, 1, 0]),
+    tokens=np.array([2.0, 4.0, 5.0]),
+    loss_skip=np.array([2.0, 6.0, 10.0]),
+    loss_update=np.array([1.0, 2.0, 10.0]),
+    initial=np.array([7.0, 8.0, 9.0]),
+    step_0=np.array([3.0, 4.0, 2.5]),
+    step_1=np.array([2.0, 2.0, 2.0]),
+)
+
+
+def test_the_table_of_chunks_has_the_decisions_and_thresholds_of_every_gate():
+    decided = {
+        "fixed": evaluation.Decided(np.array([True, False, True]), None),
+        "moving": evaluation.Decided(np.array([False, True, True]), np.array([0.5, 0.25, 0.125])),
+    }
+    report = SimpleNamespace(chunks=CHUNKS, losses={"shuffled": np.array([1.5, 3.0, 4.5])}, decided=decided)
+    rows = list(csv.DictReader(gates._Report._csv(report).splitlines()))
+    assert rows[0].keys() == {*CHUNKS._fields, "advantage", "loss_shuffled", "fixed", "moving", "threshold_moving"}
+    for name, values in (*CHUNKS._asdict().items(), ("advantage", [0.5, 1.0, 0.0]), ("loss_shuffled", [1.5, 3.0, 4.5])):
+        assert [float(row[name]) for row in rows] == list(values)
+    assert [[int(row[name]) for row in rows] for name in decided] == [[1, 0, 1], [0, 1, 1]]
+    assert [float(row["threshold_moving"]) for row in rows] == [0.5, 0.25, 0.125]
+
+
+def test_gates_differences_and_correlations_are_printed(capsys):
+    row = {name: 0.125 for name in (*gates._COLUMNS, "gain_low", "gain_high", "gflops")}
+    row |= {"gain": 0.75, "milliseconds": math.nan}
+    report = SimpleNamespace(
+        chunks=CHUNKS,
+        rows={"fixed": row},
+        differences={"fixed against skip": (0.25, -0.125, 0.5)},
+        _correlations=lambda: gates._Report._correlations(SimpleNamespace(chunks=CHUNKS)),
+    )
+    gates._Report.show(report)
+    said = capsys.readouterr().out
+    assert "3 chunks of 2 documents, 11 tokens" in said
+    assert re.search(r"fixed .*\+0\.7500 \[\+0\.1250, \+0\.1250\] +0\.12 +-", said)
+    assert "fixed against skip: +0.2500 nats a token, 95 % [-0.1250, +0.5000]" in said
+    for name, signal in (("loss of the base", [1, 1.5, 2]), ("reconstruction loss", [3, 4, 2.5])):
+        expected = np.corrcoef(signal, [0.5, 1.0, 0.0])[0, 1]
+        assert f"correlation of {name} and advantage: {expected:+.3f}" in said

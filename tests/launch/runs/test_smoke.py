@@ -1,12 +1,21 @@
 """Every experiment file rehearses its slice."""
 
+import math
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from core.batches import Field
+from core.errors import UserError
 from core.hosts import exit_codes
+from core.types import LossOutput
 from launch import __main__ as cli
 from launch import environment
 from launch.config import loader
 from launch.runs import smoke
+from parallel import strategies
 
 ROOT = environment.WORKSPACE
 
@@ -69,6 +78,64 @@ def test_the_phases_of_a_smoke_run_differ_as_those_of_the_experiment():
     assert {first.total_steps, second.total_steps} == {40}
     (only,) = smoke.shrink_phases(loader.load("gin/quickstart.gin").build())
     assert (only.last_step, only.experiment.total_steps) == (20, 20)
+
+
+@pytest.mark.parametrize("loss", [0.25, math.nan])
+def test_a_loss_that_a_restore_changes_fails_the_smoke_run(loss):
+    first = {9: 1.0, 10: 0.75, 11: 0.5}
+    smoke._require_equal(first, {10: 0.75, 11: 0.5}, restored=9)
+    with pytest.raises(RuntimeError, match=f"step 11 has loss 0.5, after a restore from step 9 {loss}"):
+        smoke._require_equal(first, {10: 0.75, 11: loss}, restored=9)
+
+
+class Points:
+    """A task that cannot be made smaller."""
+
+    num_streams = 2
+
+    def spec(self, rows):
+        return {"x": Field((rows, 3), np.float32, ("batch", None)), "n": Field((rows,), np.int32, ("batch",))}
+
+    def problems(self):
+        return ()
+
+
+class Linear:
+    """A model of points; with `together`, the loss of a row depends on the others."""
+
+    def __init__(self, together):
+        self.together = together
+
+    def init(self, rng, batch):
+        return {"~": {"w": jnp.ones(3)}}
+
+    def init_carry(self, batch):
+        return ()
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        found = batch["x"] @ params["~"]["w"]
+        found = found - jnp.mean(found) if self.together else found
+        return carry, LossOutput(jnp.sum(found**2), jnp.float32(found.size), {})
+
+
+def test_the_rows_of_a_task_that_cannot_be_made_smaller_are_compared_too():
+    def compared(*, together):
+        strategy = strategies.data_parallel()
+        return smoke.require_divisible_rows(
+            SimpleNamespace(model=Linear(together), task=Points(), strategy=strategy, accum_steps=2, row_length=1)
+        )
+
+    assert compared(together=False)
+    with pytest.raises(UserError, match="couples_rows"):
+        compared(together=True)
+
+
+def test_random_rows_of_a_task_have_its_shapes_and_kinds_of_values():
+    found = smoke._random_batch(Points(), model=object())
+    shapes = {name: (field.shape, field.dtype) for name, field in Points().spec(smoke._ROWS).items()}
+    assert {name: (values.shape, values.dtype) for name, values in found.items()} == shapes
+    assert np.unique(found["x"]).size == found["x"].size  # no two are alike
+    assert set(np.unique(found["n"])) <= {0, 1}
 
 
 @pytest.mark.slow

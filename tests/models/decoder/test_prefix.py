@@ -94,6 +94,17 @@ def test_the_kernel_over_sharded_positions(inputs, window):
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("window", [1, 5, 90])
+def test_the_mask_of_the_kernel_is_what_a_query_sees_in_a_window(inputs, window):
+    """At every pair of positions, also at the last one that each query sees."""
+    until = inputs[4]
+    mask = prefix.PrefixMask(LENGTH, window=window, shard_count=1)
+    packed = prefix.sequence(until, window=window)
+    np.testing.assert_array_equal(
+        mask.mask_function(packed[:, :, None], jnp.arange(LENGTH)), prefix.visible(until, window=window)
+    )
+
+
 def test_rows_too_long_for_two_positions_in_one_number_are_refused():
     until = jnp.zeros((1, 32769), jnp.int32)
     with pytest.raises(UserError, match="a prefix and a window: 32769 positions; expected at most 32768"):

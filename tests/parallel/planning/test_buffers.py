@@ -1,5 +1,7 @@
 """Attribution of HBM at the peak to values that share memory."""
 
+import pytest
+
 from parallel.planning import buffers
 
 ASSIGNMENT = """BufferAssignment:
@@ -49,3 +51,22 @@ def test_a_place_goes_to_the_larger_of_two():
 
 def test_an_assignment_without_values_is_empty():
     assert buffers.fullest(buffers.parse("BufferAssignment:\n", "").values) == []
+
+
+def test_the_largest_files_of_a_folder_are_those_of_the_program(tmp_path):
+    names = ("buffer-assignment", "live-range")
+    for name, text in zip(names, (ASSIGNMENT, LIVE), strict=True):
+        (tmp_path / f"module_1.jit_step.after_optimizations-{name}.txt").write_text(text)
+        (tmp_path / f"module_2.jit_iota.after_optimizations-{name}.txt").write_text("small")
+    assert buffers.read(tmp_path) == buffers.parse(ASSIGNMENT, LIVE)
+    for path in tmp_path.glob("*live-range.txt"):
+        path.write_text("")
+    with pytest.raises(FileNotFoundError, match="after_optimizations-live-range"):
+        buffers.read(tmp_path)
+
+
+def test_a_value_of_several_arrays_has_no_array_of_its_own():
+    assignment = ASSIGNMENT.replace("(size=500,offset=0): f32[125]{0}", "(size=500,offset=0): (f32[100], f32[25])")
+    found = {value.name: value.array for value in buffers.parse(assignment, LIVE).values}
+    assert found["early"] is not None
+    assert found["late"] is None

@@ -106,3 +106,18 @@ def test_one_computation_called_twice_depends_on_each_argument():
     text = "%same (x: s32[]) -> s32[] {\n  ROOT %x = s32[] parameter(0)\n}\n" + text
     (branch,) = {b for e in executions.walk(program.parse(text)) for b in e.branches}
     assert branch.depends_on == "data"
+
+
+def test_operands_that_many_operations_share_are_looked_at_once():
+    steps = [f"%p{n + 1} = s32[] add(%p{n}, %p{n})" for n in range(60)]  # 2 ** 60 paths
+    decides = "\n  ".join(["%p0 = s32[] constant(1)", *steps, "%p = s32[] negate(%p60)"])
+    text = CONDITIONAL.replace("%p = s32[] parameter(1)", decides)
+    (branch,) = {b for e in executions.walk(program.parse(text)) for b in e.branches}
+    assert branch.depends_on == "constant"
+
+
+def test_operations_without_an_estimate_have_no_cycles_and_a_start_is_of_its_kind():
+    text = CONDITIONAL.replace("tan(%x)", "all-gather-start(%x)")
+    found = list(executions.walk(program.parse(text)))
+    assert {e.cycles for e in found} == {0}
+    assert {"all-gather", "add"} <= {executions.base_opcode(e.instruction) for e in found}
