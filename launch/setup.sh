@@ -151,7 +151,8 @@ make_venv() {
   "$python" -m venv "$venv" >>"$log" 2>&1 || fail "$python -m venv failed: $(tail -n 3 "$log")"
 }
 
-# Prints the packages of the extras $2… and the dependencies of pyproject.toml, one a line; without conditions if $1 is 1.
+# Prints the packages of the extras $2… and the dependencies of pyproject.toml, one a line; if $1 is 1, without conditions
+# and upper bounds.
 packages() {
   "$venv/bin/python" -c 'import re, sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
@@ -160,7 +161,7 @@ for name in ("", *sys.argv[3:]):
     for package in extras[name]:
         within = re.match(r"renga\[(.*)\]", package)
         extras[name] += [p for n in within[1].split(",") for p in extras[n.strip()]] if within else []
-    listed = [p.partition(";")[0] if sys.argv[2] == "1" else p for p in extras[name]]
+    listed = [re.sub(r",?<[^,;]*|;.*", "", p) if sys.argv[2] == "1" else p for p in extras[name]]
     print(*(p for p in listed if not p.startswith("renga[")), sep="\n")' "$project" "$@"
 }
 

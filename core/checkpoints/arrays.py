@@ -1,27 +1,33 @@
-"""Reads the arrays of a saved step block by block, on a single machine and without the model.
+"""Reads the arrays of a saved step, written by any number of hosts and with any mesh.
 
-It reads steps written by any number of hosts and with any mesh. A block is the shard that one device wrote; only a few
-are in memory at a time, so the step may be larger than the machine's memory. No accelerator is used, so a step can be
-read while a job runs.
+`read_arrays` puts a host's shards on its devices. `Arrays` reads block by block, on a single machine and without the
+model: a block is the shard that one device wrote; only a few are in memory at a time, so the step may be larger than
+the machine's memory. It uses no accelerator, so a step can be read while a job runs.
+
+Both read the same files and no others, so that they agree on whether a step is intact. Orbax's metadata of the tree and
+of shardings is not needed, because the checksummed description contains it; it may be damaged or missing.
 """
 
 import collections
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import tensorstore
 
-from core.checkpoints import reading
-from core.checkpoints.reading import JOINED_BY
+from core.checkpoints import reading, steps
+from core.checkpoints.steps import DamagedError
 from core.files import paths
 
-PART = "state"  # subfolder of a step's folder
 _KIND = ".zarray"  # the file with an array's dtype and shape
 _DIRECTORY_BYTES = 2**26
-_AHEAD_BYTES = 2**28  # limit on the bytes that are read ahead
+_AHEAD_BYTES = 2**28  # limit on the bytes of blocks that are read ahead
+_TOGETHER_BYTES = 96 * 10**9  # limit on the host memory used for arrays that `read_arrays` reads at the same time
+_FILES_TOGETHER = 128
+_JOINED_BY = "."  # separator in the names under which arrays are stored; elsewhere it is "/"
 
 
 class Block(NamedTuple):
@@ -41,9 +47,14 @@ class Arrays:
 
     def __init__(self, step_folder: paths.Path):
         """Lists the arrays. Damaged files cause exceptions of many types."""
-        self._files = {"driver": "ocdbt", "base": paths.kvstore(step_folder / PART)}
+        self._files = {"driver": "ocdbt", "base": paths.kvstore(step_folder / steps.STATE_PART)}
         # The cache makes TensorStore read the directory of a bucket once, and not once per array.
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _DIRECTORY_BYTES}})
+        self._context = tensorstore.Context(
+            {
+                "cache_pool": {"total_bytes_limit": _DIRECTORY_BYTES},
+                "file_io_concurrency": {"limit": _FILES_TOGETHER},
+            }
+        )
         keys = tensorstore.KvStore.open(self._files, context=self._context).result().list().result()
         ends = f"/{_KIND}".encode()
         stored = [key.removesuffix(ends).decode() for key in keys if key.endswith(ends)]
@@ -87,7 +98,19 @@ class Arrays:
         opened = self._open(name)
         return (opened if index is None else opened[index]).read().result()
 
+    def placed(self, wanted: Mapping[str, Any]) -> Iterator[jax.Array]:
+        """Yields the arrays of `wanted`, jax.ShapeDtypeStruct by name, in order; reads all of them at the same time."""
+        opening = {name: self._opening(name) for name in wanted}
+        begun = {name: _Shards(name, opening[name].result(), leaf) for name, leaf in wanted.items()}
+        for name, leaf in wanted.items():
+            yield jax.make_array_from_callback(leaf.shape, leaf.sharding, begun.pop(name), dtype=leaf.dtype)
+
     def _open(self, name: str) -> Any:
+        return self._opening(name).result()
+
+    def _opening(self, name: str) -> Any:
+        if name not in self:
+            raise FileNotFoundError(f"no array {name}")
         spec = {
             "driver": "zarr",
             "recheck_cached_metadata": False,
@@ -95,12 +118,31 @@ class Arrays:
             "fill_missing_data_reads": False,
             "kvstore": {**self._files, "path": f"{self._stored[_comparable(name)]}/"},
         }
-        return tensorstore.open(spec, open=True, read=True, context=self._context).result()
+        return tensorstore.open(spec, open=True, read=True, context=self._context)
+
+
+class _Shards:
+    """This host's shards of an array, which are being read, by their index in the array."""
+
+    def __init__(self, name: str, opened: Any, leaf: Any):
+        if opened.shape != leaf.shape:
+            raise DamagedError(f"{name} has shape {list(opened.shape)}, not {list(leaf.shape)}")
+        self._shape, self._dtype = leaf.shape, leaf.dtype
+        places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        once = {self._bounds(index): index for index in places}  # several devices may have the same shard
+        self._reads = {bounds: opened[index].read() for bounds, index in once.items()}
+
+    def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return self._reads[self._bounds(index)].result().astype(self._dtype, copy=False)
+
+    def _bounds(self, index: tuple[slice, ...]) -> tuple[tuple[int, int, int], ...]:
+        return tuple(part.indices(size) for part, size in zip(index, self._shape, strict=True))
 
 
 def _comparable(name: str) -> str:
     """Normalizes a name, so that the one in a description equals the one under which the array is stored."""
-    return name.replace("/", JOINED_BY)
+    return name.replace("/", _JOINED_BY)
 
 
 def _block_shape(opened: Any) -> tuple[int, ...]:
@@ -119,3 +161,33 @@ def _region(opened: Any, origin: tuple[int, ...]) -> tuple[slice, ...]:
 
 def _finished(origin: tuple[int, ...], pending: Any) -> Block:
     return Block(origin, pending.result())
+
+
+def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:
+    """Returns a tree like `abstract_state` with the arrays of the same names; does not wait for other hosts.
+
+    Args:
+      step_folder: folder of a step.
+      abstract_state: a tree of jax.ShapeDtypeStruct, each with the sharding to restore into.
+
+    Raises:
+      Exception: of many types, if files are damaged.
+    """
+    stored, wanted = Arrays(step_folder), reading.by_name(abstract_state)
+    found = [array for group in _groups(wanted) for array in stored.placed(group)]
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), found)
+
+
+def _groups(wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the arrays, in order, in groups that fit into a host's memory on the way to its devices."""
+    group: dict[str, Any] = {}
+    group_bytes = 0
+    for name, leaf in wanted.items():
+        own_bytes = reading.host_bytes(leaf)
+        if group and group_bytes + own_bytes > _TOGETHER_BYTES:
+            yield group
+            group, group_bytes = {}, 0
+        group[name] = leaf
+        group_bytes += own_bytes
+    if group:
+        yield group

@@ -69,21 +69,19 @@ def asked(described: Mapping[int, Mapping[str, Any]]) -> Metric | None:
 
 
 class Kept:
-    """A preservation policy of Orbax: the latest steps, and the best one."""
+    """The steps that stay: the latest and, with a metric, the best one."""
 
-    def __init__(self, latest: int, metric: Metric, known: Mapping[int, float]):
-        """Takes how many of the latest steps are kept, and the values of steps that were saved before."""
-        self._latest, self._metric, self._known = latest, metric, dict(known)
+    def __init__(self, latest: int, metric: Metric | None = None, known: Mapping[int, float] | None = None):
+        """Takes how many of the latest steps stay, and the values of steps that were saved before."""
+        self._latest, self._metric, self._known = latest, metric, dict(known or {})
 
     def saving(self, step: int, meta: Mapping[str, Any]) -> None:
         """Notes the value of a step before it is saved."""
         self._known.pop(step, None)
-        if (value := self._metric.value(meta)) is not None:
+        if self._metric and (value := self._metric.value(meta)) is not None:
             self._known[step] = value
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """See Orbax's `PreservationPolicy`; `checkpoints` are ascending."""
-        del context
-        there = [checkpoint.step for checkpoint in checkpoints]
-        best = self._metric.best({step: self._known[step] for step in there if step in self._known})
-        return [step == best or step in there[-self._latest :] for step in there]
+    def others(self, there: Sequence[int]) -> list[int]:
+        """Returns those of the complete steps, ascending, that do not stay."""
+        best = self._metric and self._metric.best({step: self._known[step] for step in there if step in self._known})
+        return [step for step in there[: -self._latest] if step != best]

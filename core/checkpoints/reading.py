@@ -5,17 +5,12 @@ a missing permission or an unreachable bucket do not: a later attempt may succee
 aside, and only after an older step was restored: if no step can be read, this revision or its libraries may be at
 fault.
 
-Arrays are read from the same files as by `arrays` and from no others, so that both agree on whether a step is intact.
-Orbax's metadata of the tree and of shardings is not needed, because the checksummed description contains it; it may be
-damaged or missing.
-
 The description of an array includes a 32-bit fingerprint, which does not depend on the sharding. Each element is hashed
 together with its index in the global array, and the hashes are summed modulo 2^32 in any order. Arrays that differ in
 one element always have different fingerprints, because the hash is a bijection (the finalizer of MurmurHash3); other
 different arrays have equal fingerprints with probability 2^-32.
 """
 
-import asyncio
 import contextlib
 import json
 import math
@@ -24,26 +19,21 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from core.hosts import distributed
-
-from core.files import paths  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from core import library_errors, parameters
 from core.checkpoints import steps
 from core.checkpoints.steps import DamagedError
 from core.errors import Problem, UserError
+from core.files import paths
+from core.hosts import distributed
 
-JOINED_BY = "."  # separator in the names under which Orbax stores arrays; here it is "/"
 _SPREAD = 0x9E3779B9  # multiplier of the index
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-_PART = "state"  # subfolder of a step's folder
 SLOW_SECONDS = 3600  # timeout for the slowest host: hosts may read different amounts at different speeds
 RETRY_SECONDS = 5.0  # pause before the single retry of a read that may succeed later
-_AHEAD_BYTES = 96 * 10**9  # limit on the host memory used for arrays that are read at the same time
 _PROOFS = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error)
 
 
@@ -51,11 +41,11 @@ class Misfit(UserError):
     """A checkpoint does not fit the requested state."""
 
 
-def by_name(tree: Any, *, joined_by: str = "/") -> dict[str, Any]:
+def by_name(tree: Any) -> dict[str, Any]:
     """Returns leaves by name, such as "params/decoder/linear/w"; names are equal for a NamedTuple and Orbax's dict."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
-        joined_by.join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
+        "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
         for path, leaf in flat
     }
 
@@ -325,48 +315,3 @@ def _first_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:
-    """Returns a tree like `abstract_state` with the arrays of the same names; does not wait for other hosts.
-
-    Args:
-      step_folder: folder of a step.
-      abstract_state: a tree of jax.ShapeDtypeStruct, each with the sharding to restore into.
-
-    Raises:
-      Exception: of many types, if files are damaged.
-    """
-    handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
-    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
-    wanted = by_name(abstract_state, joined_by=JOINED_BY)
-    found: list[jax.Array] = []
-    for names in _groups(wanted):
-        infos = [
-            ocp.type_handlers.ParamInfo(
-                name=name, parent_dir=step_folder / _PART, is_ocdbt_checkpoint=True, ts_context=context
-            )
-            for name in names
-        ]
-        asked = [
-            ocp.type_handlers.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-            for leaf in map(wanted.__getitem__, names)
-        ]
-        found += asyncio.run(handler.deserialize(infos, asked))
-    return jax.tree.unflatten(jax.tree.structure(abstract_state), found)
-
-
-def _groups(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yields the names, in order, in groups that fit into a host's memory on the way to its devices."""
-    group: list[str] = []
-    group_bytes = 0
-    for name, leaf in wanted.items():
-        own_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-        own_bytes *= len(leaf.sharding.addressable_devices)
-        if group and group_bytes + own_bytes > _AHEAD_BYTES:
-            yield group
-            group, group_bytes = [], 0
-        group.append(name)
-        group_bytes += own_bytes
-    if group:
-        yield group

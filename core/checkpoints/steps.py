@@ -13,7 +13,6 @@ their source, and has their fingerprints too, so that another source is refused.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import time
@@ -21,14 +20,10 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from core.files import paths
-
-from core import units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
-import orbax.checkpoint as ocp
-
+from core import units
 from core.checkpoints import best
 from core.errors import UserError
-from core.files import foreign_json
+from core.files import foreign_json, paths
 from core.hosts import distributed
 
 BEST = "best"  # in place of a step: RUN@best
@@ -38,13 +33,13 @@ AVERAGED = "averaged"  # in the metadata of such a step: whether they are the op
 _COMPLETE_MARK = "_CHECKPOINT_METADATA"
 COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into a bucket
 MARKS = (_COMPLETE_MARK, COMMITTED_MARK)  # the files that make a step complete, written last and in this order
-PART = "meta"  # subfolder of a step's folder
-STREAMS_PART = "data"
+STATE_PART, STREAMS_PART, PART = "state", "data", "meta"  # subfolders of a step's folder
 _FILE, _SUFFIX = "metadata", ".bin"
 _STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # keys added to the caller's
 _LEFT_OUT = "left_out"
 _KINDS: Mapping[str, foreign_json.Kind] = {_CHECKSUM: str, _CONTENT: dict, _STREAMS: (dict, list)}
 _DIGEST_BYTES = 32
+_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a local folder until all hosts have written
 
 
 class Leftover(NamedTuple):
@@ -64,12 +59,13 @@ def complete(directory: paths.Path) -> list[int]:
     """Returns the steps that have all parts that a restore needs, ascending."""
     if not directory.exists():
         return []
-    found = ocp.path.step.standard_name_format().find_all(directory)
-    return sorted(step.step for step in found if _is_complete(step.path))
+    return sorted(int(folder.name) for folder in directory.iterdir() if folder.name.isdecimal() and is_complete(folder))
 
 
-def _is_complete(folder: paths.Path) -> bool:
-    return all((folder / name).exists() for name in (_COMPLETE_MARK, "state", "meta"))
+def is_complete(folder: paths.Path) -> bool:
+    """Returns whether the folder of a step has all parts that a restore needs."""
+    marks = MARKS if paths.is_remote(folder) else (_COMPLETE_MARK,)  # a local folder gets its name last
+    return all((folder / name).exists() for name in (*marks, STATE_PART, PART))
 
 
 def folder_of(run: str) -> paths.Path:
@@ -198,17 +194,13 @@ def select_together(run_dir: str, *, step: int | None, every: bool) -> list[int]
     return distributed.decided_by_host_zero(lambda: select(run_dir, step=step, every=every))
 
 
-def set_incomplete_aside(directory: paths.Path) -> None:
-    """Renames step folders that cannot be restored, because Orbax would count them among the latest.
-
-    In a bucket a step without its last object is an interrupted save, which Orbax removes.
-    """
-    if not directory.exists():
-        return
-    for folder in sorted(directory.iterdir()):
-        counted = not paths.is_remote(folder) or (folder / COMMITTED_MARK).exists()
-        if folder.name.isdigit() and folder.is_dir() and counted and not _is_complete(folder):
-            folder.rename(directory / f"incomplete-{folder.name}-{time.time_ns()}")
+def clear(directory: paths.Path) -> None:
+    """Removes what interrupted saves left, and renames other folders of steps that cannot be restored."""
+    for left in list(leftovers(directory)):
+        if left.what == "unfinished":
+            left.folder.rmtree()
+        elif left.what == "empty":
+            left.folder.rename(directory / f"incomplete-{left.folder.name}-{time.time_ns()}")
 
 
 def set_damaged_aside(directory: paths.Path, step: int) -> paths.Path:
@@ -229,12 +221,11 @@ def leftovers(directory: paths.Path) -> Iterator[Leftover]:
     there = set(complete(directory))
     for folder in sorted(directory.iterdir()) if directory.exists() else ():
         put_aside = folder.name.split("-")[0]
-        if ".orbax-checkpoint-tmp" in folder.name:
-            yield Leftover(folder, "unfinished")
-        elif put_aside in ("damaged", "incomplete"):
+        if put_aside in ("damaged", "incomplete"):
             yield Leftover(folder, put_aside)
-        elif folder.name.isdigit() and int(folder.name) not in there:
-            yield Leftover(folder, "empty")
+        elif _TEMPORARY in folder.name or (folder.name.isdecimal() and int(folder.name) not in there):
+            is_begun = paths.is_remote(folder) and not (folder / COMMITTED_MARK).exists()
+            yield Leftover(folder, "unfinished" if _TEMPORARY in folder.name or is_begun else "empty")
 
 
 def saved_at(step_folder: paths.Path) -> float:
@@ -385,33 +376,17 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {line if len(line) < 500 else f'{line[:200]} … {line[-250:]}'}"
 
 
-class StreamsHandler(ocp.AsyncCheckpointHandler):
-    """An Orbax handler that writes the positions of this host's streams."""
-
-    async def async_save(self, directory: Any, args: StreamsSave) -> list[ocp.future.Future]:
-        """Starts writing; Orbax may create the folder only after this returns."""
-        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args.streams), name="streams")]
-
-    async def _write(self, directory: Any, streams: Mapping[str, bytes]) -> None:
-        for name, position in streams.items():
-            file = directory / (urllib.parse.quote(name, safe="") + _SUFFIX)
-            file.write_bytes(hashlib.sha256(position).digest() + position)
-
-    def save(self, directory: Any, args: StreamsSave) -> None:
-        """Never called: the interface requires it, but `Checkpoints` always saves in the background."""
-        raise NotImplementedError("streams are saved by async_save")
-
-    def restore(self, directory: Any, args: Any = None) -> dict[str, bytes]:
-        """Never called: the interface requires it, but `read_streams` reads without Orbax."""
-        raise NotImplementedError("streams are read by read_streams")
+def metadata_files(sealed: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the files of the metadata that `sealed` returned: content by name."""
+    return {_FILE: json.dumps(sealed).encode()}
 
 
-@ocp.args.register_with_handler(StreamsHandler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class StreamsSave(ocp.args.CheckpointArgs):
-    """The positions of this host's streams, by name."""
-
-    streams: Mapping[str, bytes]
+def stream_files(positions: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns the files of the positions of streams: content by name."""
+    return {
+        urllib.parse.quote(name, safe="") + _SUFFIX: hashlib.sha256(position).digest() + position
+        for name, position in positions.items()
+    }
 
 
 def read_streams(step_folder: paths.Path) -> dict[str, bytes]:

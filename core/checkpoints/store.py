@@ -2,7 +2,7 @@
 
 One step is one folder with three parts, written by all hosts together and made visible at once:
 
-    RUN/checkpoints/100/state   every array, sharded: each host writes its own shards (orbax)
+    RUN/checkpoints/100/state   every array, sharded: each host writes its own shards (Orbax)
                         data    one file per input stream, written by the host that owns the stream
                         meta    JSON: config text, versions, git revision, seed …, and fingerprints of every array and
                                 stream of this step
@@ -24,24 +24,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from core.files import paths
-from core.hosts import distributed, log_filters
-
-from core import units  # isort: skip (paths decides how etils reaches buckets, before orbax imports it)
 import jax
-import orbax.checkpoint as ocp
 
-from core.checkpoints import best, reading, steps
+from core import units
+from core.checkpoints import best, reading, steps, writing
 from core.checkpoints.reading import Misfit, UnreadableError
-from core.checkpoints.steps import DamagedError, LeftOut, StreamsHandler, StreamsSave
+from core.checkpoints.steps import DamagedError, LeftOut
 from core.checkpoints.warm_start import Origin, ParameterSource
-from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds, telling
+from core.checkpoints.writing import Cost, WriteFailedError, Writing, limit_seconds
 from core.errors import UserError
-from core.hosts import activity
+from core.files import paths
+from core.hosts import activity, distributed, log_filters
 
 OPEN_SECONDS = 300.0  # for the slowest host to open the folder
-_NEVER_SECONDS = 10**6  # disables Orbax's own timeout; `Writing` enforces the limit
-
 REMOVAL_SECONDS = 10.0  # a step that is being removed may look complete for this long
 
 
@@ -87,44 +82,24 @@ class Checkpoints:
         self._origin = origin
         self.left_out: LeftOut | None = None
         self._writing: Writing | None = None
-        self._given_up = False
         self._timeout_seconds = timeout_seconds
         self._costs: list[Cost] = []
         self._quiet = contextlib.ExitStack()  # from the start of a save until it is complete, or until `close`
-        self._kept = best.Kept(keep, metric := best.parse(keep_best), self._values(metric)) if keep_best else None
-        self._manager = self._opened_at(self._directory, keep, read_only=read_only, kept=self._kept)
+        metric = best.parse(keep_best) if keep_best else None
+        self._kept = best.Kept(keep, metric, self._values(metric) if metric else None)
         self._params_directory = self._directory.parent / steps.PARAMS_FOLDER
-        self._params_manager = self._opened_at(self._params_directory, keep_params) if keep_params else None
+        self._params_kept = best.Kept(keep_params) if keep_params else None
+        for folder in () if read_only else (self._directory, *([self._params_directory] if keep_params else [])):
+            if distributed.is_host_zero():
+                folder.mkdir(parents=True, exist_ok=True)
+                steps.clear(folder)
+            distributed.barrier(f"checkpoints/open {folder.name}", timeout_seconds=OPEN_SECONDS)
 
     def _values(self, metric: best.Metric) -> dict[int, float]:
         """Returns the values of the steps that host 0 sees, on every host."""
         described = steps.described_steps(self._directory) if distributed.is_host_zero() else {}
         found = best.values(described, metric)
         return {int(step): value for step, value in json.loads(distributed.from_host_zero(json.dumps(found))).items()}
-
-    def _opened_at(
-        self, directory: paths.Path, keep: int, *, read_only: bool = False, kept: best.Kept | None = None
-    ) -> ocp.CheckpointManager:
-        if not read_only and distributed.is_host_zero():
-            steps.set_incomplete_aside(directory)
-        distributed.barrier(f"checkpoints/open {directory.name}", timeout_seconds=OPEN_SECONDS)
-        options = ocp.CheckpointManagerOptions(
-            # For a reader, the values that Orbax would otherwise set with a warning: it neither saves nor removes.
-            max_to_keep=None if read_only or kept else keep,
-            preservation_policy=None if read_only else kept,
-            save_interval_steps=0 if read_only else 1,
-            create=not read_only,
-            read_only=read_only,
-            cleanup_tmp_directories=not read_only,
-            async_options=ocp.AsyncOptions(timeout_secs=_NEVER_SECONDS),
-        )
-        handlers = {
-            "state": telling(ocp.StandardCheckpointHandler(), self._tell),
-            "data": telling(StreamsHandler(), self._tell),
-            "meta": telling(ocp.JsonCheckpointHandler(), self._tell),
-        }
-        with log_filters.without_records("Given directory is read only=%s"):  # a warning of what was asked for
-            return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def save(self, step: int, *, state: Any, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
         """Waits for the previous save, then starts an asynchronous one.
@@ -143,32 +118,32 @@ class Checkpoints:
         """
         reading.require_arrays(state)
         self.wait()
-        if step in self._manager.all_steps():
+        if steps.is_complete(self._directory / str(step)):
             raise RuntimeError(f"step {step} is already saved in {self._directory}; a save never overwrites")
-        if self._kept:
-            self._kept.saving(step, meta)
-        self._start(self._manager, self._directory, step, state=state, data=data, meta=meta)
+        self._kept.saving(step, meta)
+        self._start(self._directory, step, state=state, data=data, meta=meta, kept=self._kept)
 
     def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:
         """Starts an asynchronous save of parameters alone; otherwise like `save`.
 
         Saved parameters of this step and later ones are removed: a resumed run repeats these steps.
         """
-        assert self._params_manager is not None, "opened without keep_params"
+        assert self._params_kept is not None, "opened without keep_params"
         self.wait()
-        for repeated in [there for there in self._params_manager.all_steps() if there >= step]:
-            self._params_manager.delete(repeated)
-        self._start(self._params_manager, self._params_directory, step, state={"params": params}, data={}, meta=meta)
+        if distributed.is_host_zero():
+            for repeated in [there for there in steps.complete(self._params_directory) if there >= step]:
+                steps.remove(self._params_directory / str(repeated))
+        self._start(self._params_directory, step, state={"params": params}, data={}, meta=meta, kept=self._params_kept)
 
     def _start(
         self,
-        manager: ocp.CheckpointManager,
         directory: paths.Path,
         step: int,
         *,
         state: Any,
         data: Mapping[str, bytes],
         meta: Mapping[str, Any],
+        kept: best.Kept,
     ) -> None:
         began = time.monotonic()
         content, left_out = reading.describe(state), self.left_out
@@ -176,11 +151,7 @@ class Checkpoints:
         described = steps.sealed(
             meta, step=step, content=content, streams=_digests_of_all_hosts(data), left_out=left_out
         )
-        parts = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            data=StreamsSave(dict(data)),
-            meta=ocp.args.JsonSave(described),
-        )
+        files = steps.metadata_files(described) if distributed.is_host_zero() else {}
         described_seconds = time.monotonic() - began
         size_bytes = sum(leaf.nbytes for leaf in reading.by_name(state).values())
         host_bytes = reading.host_bytes(state)
@@ -193,12 +164,13 @@ class Checkpoints:
             blocked_seconds=described_seconds,
         )
         self._quiet.enter_context(log_filters.while_saving())
-        with self._giving_up():
-            self._writing.start(lambda: manager.save(step, args=parts, force=True), finish=lambda: _finish(manager))
 
-    def _tell(self, error: BaseException) -> None:
-        if self._writing is not None:
-            self._writing.fail(error)
+        def begin() -> Callable[[], None]:
+            finish = writing.begin(directory / str(step), state, data=steps.stream_files(data), meta=files)
+            return lambda: _finish(finish, directory, kept)
+
+        with self._forgetting_failures():
+            self._writing.start(begin)
 
     def latest_step(self) -> int | None:
         """Returns the latest complete step that host 0 sees, or None."""
@@ -270,13 +242,11 @@ class Checkpoints:
                     aside = steps.set_damaged_aside(self._directory, step)
                     print(f"checkpoint {step} is damaged ({said}); it is {aside.name} now", flush=True)
         distributed.barrier(f"checkpoints/{max(damaged)} aside", timeout_seconds=reading.SLOW_SECONDS)
-        self._manager.reload()
 
     def _attempt(self, step: int, abstract_state: Any) -> tuple[Any, str]:
         """Restores a step; returns the result and, if the step is damaged, a description of it, equal on all hosts.
 
-        Raises Misfit, and UnreadableError if the step could not be read for a reason that does not prove damage. Does
-        not use Orbax's manager, whose hosts wait for one another after every read: for minutes if one of them failed.
+        Raises Misfit, and UnreadableError if the step could not be read for a reason that does not prove damage.
         """
         reading.require_shardings(abstract_state)
         folder = self._directory / str(step)
@@ -363,13 +333,13 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises RuntimeError if the current save has failed on a host. Does not wait; not collective."""
-        with self._giving_up():
+        with self._forgetting_failures():
             if self._writing is not None and self._writing.is_done():
                 self._finished(self._writing)
 
     def wait(self) -> None:
         """Waits until the last save is complete. Raises RuntimeError soon after it fails on any host."""
-        with self._giving_up():
+        with self._forgetting_failures():
             if self._writing is not None:
                 self._writing.wait()
                 self._finished(self._writing)
@@ -380,12 +350,12 @@ class Checkpoints:
         self._quiet.close()
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Makes `close` skip waiting for Orbax after a failed save: it would wait for other hosts."""
+    def _forgetting_failures(self) -> Iterator[None]:
+        """Makes `close` return after a failed save."""
         try:
             yield
         except WriteFailedError:
-            self._writing, self._given_up = None, True
+            self._writing = None
             raise
 
     def costs(self) -> list[Cost]:
@@ -394,18 +364,18 @@ class Checkpoints:
         return costs
 
     def close(self) -> None:
-        """Waits for the last save and releases all resources. Raises RuntimeError if that save failed."""
+        """Waits for the last save. Raises RuntimeError if it failed."""
         with self._quiet:
             self.wait()
-            if not self._given_up:
-                self._manager.close()
-                if self._params_manager is not None:
-                    self._params_manager.close()
 
 
-def _finish(manager: ocp.CheckpointManager) -> None:
-    manager.wait_until_finished()
-    manager.check_for_errors()
+def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) -> None:
+    """Waits until a step is complete, and removes those that do not stay."""
+    finish()
+    if distributed.is_host_zero():
+        for step in kept.others(steps.complete(directory)):
+            with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                steps.remove(directory / str(step))
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
@@ -416,7 +386,9 @@ def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[Any, dict[str, bytes]]:
-    return reading.read_arrays(folder, abstract_state), steps.read_streams(folder)
+    from core.checkpoints import arrays  # a run that starts afresh does not import it
+
+    return arrays.read_arrays(folder, abstract_state), steps.read_streams(folder)
 
 
 def _completed(state: Any, like: Any, others: Mapping[str, Any]) -> Any:

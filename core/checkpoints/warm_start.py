@@ -258,6 +258,8 @@ class SavedParameters(ParameterSource):
                 f"{self.describe()} was removed after it was chosen: that run is still training and keeps its latest "
                 "KEEP_CHECKPOINTS steps. Start again, or copy the step and name the copy"
             )
+        from core.checkpoints import arrays  # a run that starts from no other does not import it
+
         progress("all together", len(wanted), len(wanted))
         by_path = self._read_left_out(wanted, _by_path(specs))
         places = {path: self._stored[path].rpartition("/")[::2] for path in wanted if path not in by_path}
@@ -265,7 +267,7 @@ class SavedParameters(ParameterSource):
         for path, (module, name) in places.items():
             stored.setdefault(module, {})[name] = wanted[path]
         with reading.refusing_damage(self.folder):
-            found = reading.read_arrays(self.folder, {"params": stored})["params"]
+            found = arrays.read_arrays(self.folder, {"params": stored})["params"]
             own = {path: found[module][name] for path, (module, name) in places.items()}
             self._require_as_saved(own)
         by_path |= own

@@ -1,26 +1,38 @@
-"""Runs a save in the background, reports a failure on one host to all hosts at once, and records the cost of saves.
+"""Writes a step in the background, reports a failure on one host to all hosts at once, and records the cost of saves.
 
 Orbax would wait minutes for a host whose disk is full, so training never waits inside Orbax. A host that fails posts
-its error through the coordination service at once (`telling`), and every host raises the first error that is posted.
+its error through the coordination service at once, and every host raises the first error that is posted.
+
+This is the only module that uses Orbax, by the public names of its V1, which is experimental: pyproject.toml pins its
+version. `store` decides which steps stay, because Orbax's `Checkpointer` waits for minutes for a host that failed.
+`arrays` reads, because Orbax's `load` needs a file that has no checksum.
 """
 
+import asyncio
 import contextlib
+import functools
+import itertools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
+from core.files import paths  # isort: skip (it decides how etils reaches buckets, before orbax imports it)
+import orbax.checkpoint.experimental.v1 as ocp
+
 from core import library_errors, units
+from core.checkpoints import steps
 from core.checkpoints.steps import said
 from core.errors import UserError
-from core.files import paths
 from core.hosts import activity, distributed
 from core.slices import GIB
 
 THREAD = "checkpoint "  # prefix of the name of the thread that writes a checkpoint
 BASE_SECONDS, SECONDS_PER_GIB = 300.0, 20.0  # 55 MB/s per host: a bucket accepts several times that
 _LOOK_SECONDS = 0.5  # interval at which errors of other hosts are read
+_NEVER_SECONDS = 10**6  # disables Orbax's own timeout; `Writing` enforces the limit
+_numbers = itertools.count()
 
 
 class Cost(NamedTuple):
@@ -113,19 +125,19 @@ class Writing:
         self._lock = threading.Lock()
         self._thread: threading.Thread
 
-    def start(self, begin: Callable[[], object], *, finish: Callable[[], None]) -> None:
+    def start(self, begin: Callable[[], Callable[[], None]]) -> None:
         """Starts the save and continues it in the background.
 
         Args:
-          begin: returns when the arrays are copied off the devices.
-          finish: returns when all hosts have written their parts; raises an error of this host.
+          begin: returns when the arrays are copied off the devices. Returns a function that returns when all hosts have
+            written their parts, and raises an error of this host.
 
         Raises:
           WriteFailedError: the save could not start.
         """
         try:
             with activity.enter(activity.SAVING, limit_seconds=self._limit_seconds):
-                begin()
+                finish = begin()
         except Exception as error:
             self.fail(error)
             self._raise_own()
@@ -212,42 +224,6 @@ class Writing:
             raise WriteFailedError(f"host {host}: {text}")
 
 
-class _Told:
-    """Wraps Orbax's future of a write, and reports its error."""
-
-    def __init__(self, future: Any, tell: Callable[[BaseException], None]):
-        self._future = future
-        self._tell = tell
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            return self._future.result(timeout)
-        except BaseException as error:
-            self._tell(error)
-            raise
-
-    def cancel(self) -> None:
-        self._future.cancel()
-
-
-def telling(handler: Any, tell: Callable[[BaseException], None]) -> Any:
-    """Modifies an Orbax handler so that it calls `tell` with an error before raising it; returns the handler."""
-    save, finalize = handler.async_save, handler.finalize
-
-    async def async_save(*args: Any, **kwargs: Any) -> list[_Told]:
-        return [_Told(future, tell) for future in await save(*args, **kwargs) or ()]
-
-    def finalize_telling(*args: Any, **kwargs: Any) -> None:
-        try:
-            finalize(*args, **kwargs)
-        except BaseException as error:
-            tell(error)
-            raise
-
-    handler.async_save, handler.finalize = async_save, finalize_telling
-    return handler
-
-
 def space(directory: paths.Path, *, needed_bytes: int) -> str:
     """Describes the size of a checkpoint and, on a disk, the free space: `a checkpoint takes 1.2 GiB, …; `."""
     takes = f"a checkpoint takes {needed_bytes / GIB:.3g} GiB"
@@ -255,6 +231,69 @@ def space(directory: paths.Path, *, needed_bytes: int) -> str:
         if not paths.is_remote(directory) and directory.exists():
             return f"{takes}, {paths.free_space(directory)}; "
     return f"{takes}; "
+
+
+class _Files:
+    """The files that this host writes into a part of a step: content by name."""
+
+    def __init__(self, content: Mapping[str, bytes]):
+        """Takes the files. Every host constructs the parts of all saves in the same order."""
+        self.content, self.number = content, next(_numbers)
+
+
+class _FilesHandler(ocp.handlers.CheckpointableHandler):
+    """Tells Orbax how to write `_Files`."""
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Returns whether this handler writes the part."""
+        return isinstance(checkpointable, _Files)
+
+    async def save(self, directory: Any, checkpointable: _Files) -> Coroutine[Any, Any, None]:
+        """Returns what Orbax awaits in the background; only then is there a folder."""
+        return self._write(directory, checkpointable)
+
+    async def _write(self, directory: Any, files: _Files) -> None:
+        folder = await directory.await_creation()
+        await asyncio.to_thread(_write_files, folder, files.content)
+        # Host 0 makes the step complete as soon as its own parts are written.
+        await ocp.multihost.sync_global_processes("files", operation_id=str(files.number), timeout=_NEVER_SECONDS)
+
+
+def _write_files(folder: paths.Path, content: Mapping[str, bytes]) -> None:
+    for name, written in content.items():
+        (folder / name).write_bytes(written)
+
+
+@functools.cache
+def _context() -> Any:
+    context = ocp.Context()
+    context.array.saving.use_zarr3 = False  # `arrays` reads zarr 2, as do earlier revisions
+    context.asynchronous.timeout_secs = _NEVER_SECONDS
+    context.file.skip_sync_file_validations = True  # `store` has looked
+    registry = ocp.handlers.local_registry()
+    registry.add(_FilesHandler)
+    context.checkpointables.registry = registry
+    return context
+
+
+def begin(
+    folder: paths.Path, state: Any, *, data: Mapping[str, bytes], meta: Mapping[str, bytes]
+) -> Callable[[], None]:
+    """Starts to write a step; returns when its arrays are copied off the devices and may be donated.
+
+    Args:
+      folder: of the step, which does not exist.
+      state: a pytree of jax.Arrays with any shardings, and None.
+      data: the files of its data positions that this host writes.
+      meta: the files of its metadata that this host writes.
+
+    Returns:
+      A function that returns when all hosts have written their parts and the step is complete. It raises an error of
+      this host at once.
+    """
+    parts = {steps.STATE_PART: state, steps.STREAMS_PART: _Files(data), steps.PART: _Files(meta)}
+    with _context():
+        return ocp.save_checkpointables_async(folder, parts).result
 
 
 class SaveCosts:

@@ -110,16 +110,8 @@ def without_records(*templates: str) -> Iterator[None]:
         logging.getLogger("absl").removeFilter(is_shown)
 
 
-# Orbax logs the error of a failed save with its traceback, up to three times, and raises it as well.
-# The error of writing metadata is not here, because Orbax only logs it.
-_FAILED_SAVE = (
-    "[process=%s][thread=%s][step=%s][wait_until_finished] Save Finalize thread (%s) failed.",
-    "[process=%d][thread=%s][operation_id=%s] _SignalingThread.run() raised an exception: %s",
-)
-_FAILED_SAVE_FILLED_IN = re.compile(  # its values are in the template already
-    r"\[process=\d+\] Failed to run \d+ Handler Commit operations or the Commit callback in background save thread, "
-    r"directory: .+"
-)
+# Orbax logs the error of a failed save with its traceback, once or twice, and raises it as well.
+_FAILED_SAVE = "[process=%d][thread=%s][operation_id=%s] _SignalingThread.run() raised an exception: %s"
 _lock = threading.Lock()
 _open = 0
 
@@ -150,9 +142,8 @@ def while_saving() -> Iterator[None]:
 
 
 def _is_other_record(record: logging.LogRecord) -> bool:
-    """Returns False for the log records with which Orbax reports a failed save."""
-    is_error = bool(record.exc_info) and record.levelno == logging.ERROR
-    return not (is_error and (record.msg in _FAILED_SAVE or _FAILED_SAVE_FILLED_IN.fullmatch(str(record.msg))))
+    """Returns False for the log record with which Orbax reports a failed save."""
+    return not (record.exc_info and record.levelno == logging.ERROR and record.msg == _FAILED_SAVE)
 
 
 class _Unraisable:

@@ -105,7 +105,7 @@ def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[st
 
 def newest_step(run_dir: str) -> int | None:
     """Returns the step of a run's newest complete checkpoint, or None. Raises the errors of the bucket's client."""
-    from core.checkpoints import steps  # orbax takes a second to import
+    from core.checkpoints import steps  # it imports jax, which takes a second
 
     return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
 

@@ -94,11 +94,11 @@ def test_a_disk_with_room_again_takes_the_next_save(tmp_path):
 def test_a_save_that_cannot_start_is_reported(tmp_path, monkeypatch):
     state = {"w": jax.device_put(np.zeros(3))}
 
-    async def refuse(self, directory, args):
+    def refuse(*_):
         raise PermissionError("read-only file system")
 
     with monkeypatch.context() as patched:
-        patched.setattr(steps.StreamsHandler, "async_save", refuse)
+        patched.setattr(writing.ocp, "save_checkpointables_async", refuse)
         checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
         says = r"saving the checkpoint of step 1 to .* failed: PermissionError: read-only"
         with pytest.raises(writing.WriteFailedError, match=says):
@@ -119,7 +119,7 @@ def test_a_missing_folder_is_reported_on_all_hosts(tmp_path):
         r"step 4 to .*gone failed: OSError: .*Stale file handle; a checkpoint takes 1 GiB; earlier checkpoints are in"
     )
     with pytest.raises(writing.WriteFailedError, match=said):
-        save.start(begin, finish=lambda: None)
+        save.start(begin)
     (told,) = distributed.posted("checkpoints/step_4/failed").values()
     assert re.search(said, told)
 
@@ -139,6 +139,10 @@ def test_the_watchdog_knows_the_limit_of_a_save(tmp_path):
     save = writing.Writing(4, paths.resolve(tmp_path), size_bytes=1, host_bytes=1, limit_seconds=5000.0)
     places = []
 
+    def begin():
+        places.append(activity.place())
+        return finish
+
     def finish():
         until = time.monotonic() + 5.0
         while activity.place().activity != activity.SAVING and time.monotonic() < until:
@@ -146,20 +150,20 @@ def test_the_watchdog_knows_the_limit_of_a_save(tmp_path):
         places.append(activity.place())
 
     with activity.enter(activity.TRAINING):
-        save.start(lambda: places.append(activity.place()), finish=finish)
+        save.start(begin)
         save.wait()
         assert (activity.place().activity, activity.place().limit_seconds) == (activity.TRAINING, 0.0)
     assert [(p.activity, p.limit_seconds) for p in places] == [(activity.SAVING, 5000.0)] * 2
 
 
 def test_a_save_over_its_limit_fails_and_names_the_setting(tmp_path, monkeypatch):
-    written = steps.StreamsHandler._write
+    written = writing._write_files
 
-    async def slowly(*args):
+    def slowly(*args):
         time.sleep(2.0)
-        await written(*args)
+        written(*args)
 
-    monkeypatch.setattr(steps.StreamsHandler, "_write", slowly)
+    monkeypatch.setattr(writing, "_write_files", slowly)
     checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3, timeout_seconds=1.0)
     checkpoints.save(3, state={"w": jax.device_put(np.zeros(3))}, data={"a": b"1"}, meta={})
     says = r"step 3 to .*: TooSlowError: it was not written within 1 s .*set save_limit_seconds of the experiment to 2,"

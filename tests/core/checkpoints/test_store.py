@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import inspection, reading, steps, store
+from core.checkpoints import arrays, inspection, reading, steps, store, writing
 from core.checkpoints.warm_start import SavedParameters
 from core.errors import UserError
 from core.files import paths
@@ -68,13 +68,13 @@ def opened(tmp_path):
 
 def test_the_watchdog_waits_for_a_restore_as_long_as_for_a_save_of_the_same_bytes(opened, state, monkeypatch):
     limits = Limits(step_seconds=1.0, slow_seconds=10.0)
-    seen, read = [], store.reading.read_arrays
+    seen, read = [], arrays.read_arrays
 
     def restore(*args):
         seen.append((activity.place().activity, limits.of(activity.place())))
         return read(*args)
 
-    monkeypatch.setattr(store.reading, "read_arrays", restore)
+    monkeypatch.setattr(arrays, "read_arrays", restore)
     writer = opened()
     writer.save(5, state=state, data={}, meta={})
     writer.wait()
@@ -279,10 +279,10 @@ def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_
     checkpoints.save(1, state=state, data={"a": b"1"}, meta={})
     checkpoints.wait()
 
-    async def fail(*_):
+    def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(steps.StreamsHandler, "_write", fail)
+    monkeypatch.setattr(writing, "_write_files", fail)
     checkpoints.save(2, state=state, data={"a": b"2"}, meta={})
     with pytest.raises(RuntimeError, match=r"step 2 to .* failed.*No space left"):
         checkpoints.save(3, state=state, data={"a": b"3"}, meta={})

@@ -72,12 +72,7 @@ def record(msg, *, failed=True):
     return logging.LogRecord("absl", logging.ERROR, "manager.py", 1, msg, (), error)
 
 
-FAILED = (
-    "[process=0] Failed to run 5 Handler Commit operations or the Commit callback in background save thread, "
-    "directory: /run/checkpoints/2",
-    "[process=%d][thread=%s][operation_id=%s] _SignalingThread.run() raised an exception: %s",
-    "[process=%s][thread=%s][step=%s][wait_until_finished] Save Finalize thread (%s) failed.",
-)
+FAILED = "[process=%d][thread=%s][operation_id=%s] _SignalingThread.run() raised an exception: %s"
 
 
 def test_while_saving_the_error_that_is_raised_is_not_also_printed_and_all_else_is(monkeypatch):
@@ -90,13 +85,13 @@ def test_while_saving_the_error_that_is_raised_is_not_also_printed_and_all_else_
             pass
         for unraisable in (closed, other, by_python):
             sys.unraisablehook(unraisable)
-        assert not any(absl.filter(record(msg)) for msg in FAILED)
-        assert absl.filter(record(FAILED[1], failed=False))
+        assert not absl.filter(record(FAILED))
+        assert absl.filter(record(FAILED, failed=False))
         assert absl.filter(record("Handler Commit operations are slow"))
     own = [one for one in passed_on if any(one is mine for mine in (closed, other, by_python))]
     assert own == [other, by_python]  # what other tests left may be collected meanwhile, too
     assert sys.unraisablehook == before
-    assert all(absl.filter(record(msg)) for msg in FAILED)
+    assert absl.filter(record(FAILED))
 
 
 def test_a_hook_that_was_put_over_ours_stays_and_gets_everything(monkeypatch):
@@ -127,7 +122,5 @@ def texts_in(module):
 
 
 def test_the_libraries_have_these_templates():
-    modules = ("checkpoint_manager", "_src.futures.future", "_src.metadata.checkpoint")
-    found = set().union(*(texts_in(f"orbax.checkpoint.{name}") for name in modules))
-    assert {*log_filters._FAILED_SAVE, "Given directory is read only=%s"} <= found
+    assert log_filters._FAILED_SAVE in texts_in("orbax.checkpoint.{}.futures.future".format("_src"))
     assert set(seqio_live._HARMLESS) <= texts_in("seqio.dataset_providers") | texts_in("seqio.utils")
