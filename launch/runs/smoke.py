@@ -241,7 +241,7 @@ def rehearse(run: Run) -> None:
         )
 
 
-def _require_equal(first: Mapping[int, float], again: Mapping[int, float], *, restored: int) -> None:
+def _require_equal(first: Mapping[int, float], again: Mapping[int, float], *, restored: int | None) -> None:
     for number, loss in again.items():
         if loss != first[number]:
             raise RuntimeError(
