@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from parallel.pipeline import stage as one_stage
-from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.schedules import SCOPES, Schedule
 from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take_tree
 
 
@@ -79,8 +79,9 @@ def _sweep(
         queue = put_if(t >= stages, queue, arrived, turn(t - stages).microbatch)
         at = turn(t - rank)
         x = jax.tree.map(functools.partial(jnp.where, rank == 0), take_tree(queue, at.microbatch), arrived)
-        y, state = work(state, at, stage.input(at, x))
-        return (one_stage.send(y, toward=toward), queue, state), None
+        with jax.named_scope(SCOPES["F" if toward == 1 else "B"]):
+            y, state = work(state, at, stage.input(at, x))
+            return (one_stage.send(y, toward=toward), queue, state), None
 
     carry = (jax.tree.map(lambda a: jnp.zeros_like(a[0]), queue), queue, state)
     (arrived, queue, state), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks(stages)))

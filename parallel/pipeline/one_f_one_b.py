@@ -30,7 +30,7 @@ from core.stack import Layer, LayerFn, Side, Stream, Tail
 from parallel.derivative_rules import Trained
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.region import over_stages
-from parallel.pipeline.schedules import OneFOneB, Phase
+from parallel.pipeline.schedules import SCOPES, OneFOneB, Phase
 from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take, take_tree
 
 _BY_STAGE = P(STAGE)
@@ -126,16 +126,20 @@ class OnePass(NamedTuple):
     def _tick(self, kinds: str, carry: tuple[Flow, Sums], t: jax.Array) -> tuple[Flow, Sums]:
         (flow, sums), dleft = carry, None
         if "F" in kinds:
-            flow, left = self._on_stages(_forward, t, flow=flow, out_specs=(P(STAGE), P()))
+            with jax.named_scope(SCOPES["F"]):
+                flow, left = self._on_stages(_forward, t, flow=flow, out_specs=(P(STAGE), P()))
         if "T" in kinds:
             number = t - self.schedule.starts(self.stages)["B"]
             at = one_stage.turn(self.schedule, number, stages=self.stages, is_backward=True)
             side = jax.tree.map(lambda a: take(a, at.microbatch), self.sides)
-            dleft, sums = self._run_tail(left, side, sums)
+            with jax.named_scope(SCOPES["T"]):
+                dleft, sums = self._run_tail(left, side, sums)
         if "B" in kinds:
-            flow = self._on_stages(_backward, t, dleft, flow=flow)
+            with jax.named_scope(SCOPES["B"]):
+                flow = self._on_stages(_backward, t, dleft, flow=flow)
         if "W" in kinds:
-            flow = self._on_stages(_weights, t, flow=flow)
+            with jax.named_scope(SCOPES["W"]):
+                flow = self._on_stages(_weights, t, flow=flow)
         return flow, sums
 
     def _run_tail(self, left: Travelling, side: Side, sums: Sums) -> tuple[Travelling, Sums]:

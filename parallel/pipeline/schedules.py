@@ -30,6 +30,13 @@ from core.logical import Axes
 SAVES = ("layers", "stage")
 # Forward; backward, without the gradients of matrices where these are work of their own; gradients of matrices.
 KINDS = ("F", "B", "W")
+# The names of their operations in profiles. T: the tail, which runs on what leaves the last layer.
+SCOPES = {
+    "F": "pipeline_forward",
+    "T": "pipeline_tail",
+    "B": "pipeline_backward",
+    "W": "pipeline_matrices",
+}
 
 
 class Work(NamedTuple):

@@ -27,6 +27,7 @@ COMMANDS = (
     "pictures",
     "recording",
     "reference",
+    "schedules",
     "seqio_tasks",
     "soak",
     "status",

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.ticker
@@ -55,14 +56,20 @@ def schedules_picture() -> Figure:
     figure = Figure(figsize=(9.5, 2.05 * len(SHOWN) + 0.4), layout="constrained")
     panels = figure.subplots(len(SHOWN), 1)
     for panel, (title, schedule) in zip(panels, SHOWN.items(), strict=True):
-        _draw(panel, title, schedule)
-    handles = [mpl.patches.Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in COLORS]
-    handles.append(mpl.patches.Patch(facecolor=IDLE, label="bubble"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+        draw_schedule(panel, title, schedule)
+    add_legend(figure)
     return figure
 
 
-def _draw(panel, title: str, schedule: Schedule) -> None:
+def add_legend(figure: Figure) -> None:
+    """Adds the colors of the kinds of work."""
+    handles = [mpl.patches.Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in COLORS]
+    handles.append(mpl.patches.Patch(facecolor=IDLE, label="bubble"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+
+
+def draw_schedule(panel: Any, title: str, schedule: Schedule) -> None:
+    """Draws a row for each stage and a column for each tick on the axes `panel`."""
     ticks = list(schedule.timeline(STAGES))
     for tick, stages in enumerate(ticks):
         for stage, works in enumerate(stages):
@@ -73,9 +80,15 @@ def _draw(panel, title: str, schedule: Schedule) -> None:
                 panel.add_patch(mpl.patches.Rectangle((tick + 0.04, low), 0.92, height, facecolor=color))
                 if work:
                     panel.text(tick + 0.5, low + height / 2, work.microbatch, ha="center", va="center", fontsize=7)
-    panel.set(xlim=(0, len(ticks)), ylim=(STAGES, 0), title=f"{title}: bubble {100 * schedule.bubble(STAGES):.0f} %")
+    panel.set(title=f"{title}: bubble {100 * schedule.bubble(STAGES):.0f} %")
+    label_stages(panel, "tick", end=len(ticks))
+
+
+def label_stages(panel: Any, unit: str, *, end: float) -> None:
+    """Labels the rows of a panel as stages, and its columns, from 0 to `end`, in this unit."""
+    panel.set(xlim=(0, end), ylim=(STAGES, 0))
     panel.set_yticks([stage + 0.5 for stage in range(STAGES)], [f"stage {stage}" for stage in range(STAGES)])
-    panel.set_xlabel("tick")
+    panel.set_xlabel(unit)
     panel.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
     panel.tick_params(length=0)
     for side in panel.spines.values():

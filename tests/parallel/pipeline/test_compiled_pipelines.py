@@ -64,6 +64,8 @@ def test_weights_are_gathered_once_and_gradients_reduced_once(name, analyze):
     assert trips == ticks | {MODEL.num_layers // schedule.layer_unit(4)}  # and the layers that a stage runs in one
     if isinstance(schedule, schedules.OneFOneB):
         assert ticks == {phase.ticks for _, phases in schedule.rounds(4) for phase in phases}
+    named = {kind for kind, scope in schedules.SCOPES.items() if f"/{scope}/" in found.compiled.hlo}  # in profiles
+    assert named == set(schedule.starts(4)) | ({"T"} if isinstance(schedule, schedules.OneFOneB) else set())
     inside = inside_of_ticks(found)
     assert not {pair for pair in inside if pair[0] != "stage"}
     assert {kind for _, kind in inside} == {"collective-permute"} | (

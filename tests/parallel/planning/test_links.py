@@ -1,14 +1,16 @@
 """Links of groups of chips, counted by hand on the grids of real slices."""
 
 import math
+import re
 
 import jax
 import pytest
 
 from core import slices
+from launch import environment
 from parallel import mesh
 from parallel.compiled import traffic
-from parallel.planning import links
+from parallel.planning import arithmetic, links
 
 
 def links_of(slice_name, devices=None, dcn_shape=None, **shape):
@@ -41,6 +43,18 @@ def collective(kind, axes, *, payload, wire, group_size, network="ICI", times=1,
 )
 def test_links_of_a_group(slice_name, shape, axes, expected):
     assert links_of(slice_name, **shape).count(axes) == expected
+
+
+def test_the_page_of_pipelines_says_from_how_many_tokens_fsdp_can_hide_its_traffic():
+    page = (environment.WORKSPACE / "docs" / "explanation" / "pipelines.md").read_text()
+    section = page.split("## Inside a slice")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| (v\S+) \| ([\d,]+) \|$", section, flags=re.MULTILINE))
+    assert len(rows) == 7
+    for slice_name, tokens in rows.items():
+        slice_ = slices.get(slice_name)
+        links_ = links_of(slice_name, fsdp=slice_.chips).count(("fsdp",))
+        flops = arithmetic.PRODUCT_SHARE_OF_PEAK * slice_.chip.peak_flops
+        assert int(tokens.replace(",", "")) == round(flops / (links_ * slice_.chip.link_bytes_per_second))
 
 
 def test_groups_that_lie_between_one_another_share_their_links():
