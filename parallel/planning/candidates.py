@@ -27,7 +27,7 @@ _NOT_STRATEGIES = {"REPLICATED", "Strategy", "override"}
 _REMAT_LISTS = ("REMAT", "REMAT_CHOICES")  # names under which a model lists its choices
 LONG_ROW = 16_384  # positions
 _SAVING, _REPEATING = ("gpipe", "one_f_one_b"), ("circular", "interleaved")  # schedules by their arguments
-_REPEATS = (2, 4)
+_REPEATS = (2, 4, 8)
 _MICROBATCHES_PER_STAGE = (1, 2, 4)
 
 

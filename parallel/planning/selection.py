@@ -108,19 +108,26 @@ def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -
 
     At the beginning of the order, each mesh has an equal number of places for candidates that fit into `usable_bytes`
     by the estimate and for those that exceed it, so that candidates that turn out too large displace none that fit.
+    Pipelines have at most half of the first places, because their estimates are the least certain.
     """
     possible = sorted((one for one in judged if not one.reason), key=lambda one: not one.is_as_written)
-    share = max(1, wanted // _MESHES_IN_FIRST)
+    share, of_pipelines = max(1, wanted // _MESHES_IN_FIRST), max(1, wanted // 2)
     taken: collections.Counter = collections.Counter()
-    later = []
+    pipelines: list[AnyCandidate] = []
+    later: list[AnyCandidate] = []
     for one in possible:
         is_doubtful = one.estimate is not None and one.estimate.peak_bytes > usable_bytes
+        is_pipeline = one.candidate.layout is not None and one.candidate.layout.choice is not None
         place = one.name.partition(",")[0], one.candidate.batch_size, is_doubtful
         taken[place] += not one.is_as_written
-        if taken[place] <= share:
-            yield one
-        else:
+        if not one.is_as_written and taken[place] > share:
             later.append(one)
+        elif not one.is_as_written and is_pipeline and taken["pipelines", is_doubtful] == of_pipelines:
+            pipelines.append(one)
+        else:
+            taken["pipelines", is_doubtful] += is_pipeline
+            yield one
+    yield from pipelines
     yield from later
 
 

@@ -84,3 +84,11 @@ def test_another_schedule_is_another_layout():
         bound(written, slice_name="v4-8"),
     )
     assert [one.name for one in found] == ["1F1B"]
+
+
+def test_pipelines_have_at_most_half_of_the_first_places():
+    piped = [Layout("pipeline", (("stage", n),), Choice("gpipe", (("num_microbatches", n),))) for n in (2, 4, 8, 16)]
+    fast = [tried(f"pipeline {n}", layout, seconds=0.1 * n) for n, layout in enumerate(piped, 1)]
+    others = [tried(f"mesh {n}", mesh3d(n, 2), seconds=n) for n in (1, 2, 4)]
+    ordered = [one.name for one in selection.order([*fast, *others], wanted=4, usable_bytes=1.0)]
+    assert ordered == ["pipeline 1", "pipeline 2", "mesh 1", "mesh 2", "mesh 4", "pipeline 3", "pipeline 4"]

@@ -1,0 +1,108 @@
+"""`launch/run describe`: says from `config.json` what a published model is, and which slices hold it for tuning."""
+
+import argparse
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from core import optimizers, slices, units
+from core.slices import GIB, Slice
+from launch import flags, terminal
+from launch.check import chip_memory
+from models import lora, pretrained
+from models.decoder.published import families
+from models.decoder.transformer import Transformer, parts_of
+from parallel import strategies
+from parallel.compiled import compiling, report
+from parallel.generation.decoding import Decoder
+from parallel.partitioner import Partitioner, Program
+from tasks import streams
+
+COMMAND = ("layouts", "describe")
+HELP = "say what a published model is: layers, parameters, cache, FLOPs, and slices that hold it for tuning"
+EXAMPLE = """launch/run describe hf://HuggingFaceTB/SmolLM2-135M
+  launch/run describe gs://models/Llama-3.1-8B --length 8192"""
+_GENERATIONS = ("v4", "v5e", "v5p", "v6e")
+_MOST_CHIPS = 512
+_ATTENTION = ("query", "key", "value", "output")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the folder and --length."""
+    parser.add_argument("folder", metavar="FOLDER", help="with config.json: local, gs:// or hf://OWNER/NAME")
+    parser.add_argument("--length", metavar="N", type=flags.at_least(2), default=2048, help="tokens of a row")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the description; reads no weights."""
+    model = pretrained.model(args.folder, remat="full")
+    whole = _program(model, slices.get("v5e-1"), jax.devices()[:1], length=args.length)
+    for name, said in _facts(model, whole, length=args.length):
+        terminal.say(f"{name:<12}{said}")
+    tuned = {"all parameters": model, "LoRA of attention, rank 8": lora.adapted(model=model, targets=_ATTENTION)}
+    table = Table("chips", *tuned, box=None)
+    for generation in _GENERATIONS:
+        table.add_row(generation, *(_smallest(each, generation, length=args.length) for each in tuned.values()))
+    terminal.say("\nsmallest slice that holds a training step, by arithmetic: fsdp(), AdamW, remat 'full', and")
+    terminal.say(f"a row of {args.length:,} tokens per chip; GiB of each chip")
+    terminal.console(100).print(table)
+    return 0
+
+
+def _facts(model: Transformer, program: Program, *, length: int) -> Iterator[tuple[str, str]]:
+    yield "family", families.family(model)
+    layers = [parts_of(model.layer_kind(layer)) for layer in range(model.num_layers)]
+    yield "layers", _pattern([" + ".join(map(_part, parts.values())) for parts in layers])
+    widths = f"embed {model.embed_dim:,}, mlp {model.mlp_dim:,}, heads {model.num_heads} ({model.num_kv_heads} of keys)"
+    yield "sizes", f"{widths}, vocabulary {model.vocab_size:,}"
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.abstract_state.params))
+    used = sum(part.work(model, length).matrices for parts in layers for part in parts.values())
+    used += model.embed_dim * model.stored_vocab_size
+    yield "parameters", f"{total:,}; a token is multiplied with {used:,.0f}"
+    yield "cache", f"{units.size(_cache_bytes(program, length))} for a row of {length:,} tokens, in {model.dtype}"
+    yield "training", f"{units.significant(model.flops_per_token(length) / 1e9)} GFLOPs a token, in rows of {length:,}"
+
+
+def _pattern(layers: Sequence[str]) -> str:
+    """Says which layers there are: `24: 5 x A, B; 4 times` has 24 layers, a pattern of six in four repetitions."""
+    period = next(n for n in range(1, len(layers) + 1) if all(a == b for a, b in zip(layers, layers[n:], strict=False)))
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(layers[:period])]
+    said = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
+    times = len(layers) / period
+    return f"{len(layers)}: {said}" + (f"; {times:.3g} times" if times > 1 and period > 1 else "")
+
+
+def _part(part: Any) -> str:
+    fields = [field for field in dataclasses.fields(part) if getattr(part, field.name) != field.default]
+    return f"{type(part).__name__}({', '.join(f'{f.name}={getattr(part, f.name)!r}' for f in fields)})"
+
+
+def _cache_bytes(program: Program, length: int) -> int:
+    _, cache = Decoder(program).abstract(1, length)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+def _smallest(model: Any, generation: str, *, length: int) -> str:
+    """Returns the smallest slice that holds a step, with the memory of a chip."""
+    for slice_ in slices.SLICES.values():
+        if not slice_.name.startswith(f"{generation}-") or slice_.chips > _MOST_CHIPS:
+            continue
+        program = _program(model, slice_, compiling.devices_of(slice_), length=length)
+        have = slice_.chip.usable_hbm_bytes
+        if report.totals(program).everything > have:
+            continue
+        found, _ = chip_memory.estimate(program)
+        if found is not None and found.peak_bytes <= have:
+            return f"{slice_.name}: {units.significant(found.peak_bytes / GIB)} of {have / GIB:.4g}"
+    return f"none of {_MOST_CHIPS} chips or fewer"
+
+
+def _program(model: Any, slice_: Slice, devices: Sequence[jax.Device], *, length: int) -> Program:
+    bound = Partitioner(strategies.fsdp(), slice=slice_, devices=devices)
+    adamw = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
+    return bound.program(model, adamw, streams.batch_spec(slice_.chips, length=length), seed=0)

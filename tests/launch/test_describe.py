@@ -1,0 +1,60 @@
+"""`launch/run describe` says what a folder holds, without weights."""
+
+import json
+
+import pytest
+
+from core.hosts import exit_codes
+from launch import __main__ as cli
+from launch.cli import describe
+from models.decoder.experts import Experts
+from models.decoder.layers import Attention
+from models.decoder.published import families
+from models.decoder.transformer import Transformer
+
+SIZES = {"vocab_size": 384, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+
+
+@pytest.fixture
+def described(tmp_path, capsys, monkeypatch):
+    def run(model, family, *generations):
+        monkeypatch.setattr(describe, "_GENERATIONS", generations)
+        (tmp_path / "config.json").write_text(json.dumps(families.config(model, family)))
+        assert cli.main(["describe", str(tmp_path), "--length", "64"]) == exit_codes.DONE
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_model_is_described_by_its_configuration(described):
+    said = described(Transformer(**SIZES, num_layers=3), "llama", "v5e")
+    layer, table = 32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 48, 384 * 32
+    total = 3 * (layer + 2 * 32) + 2 * table + 32
+    assert f"parameters  {total:,}; a token is multiplied with {3 * layer + table:,}\n" in said
+    assert "layers      3: Attention() + Mlp()\n" in said
+    assert "cache       12 KiB for a row of 64 tokens, in bfloat16\n" in said  # 3 layers x 2 x 2 heads x 8 x 2 bytes
+    assert " v5e    v5e-1: " in said
+
+
+def test_of_experts_those_count_that_a_token_uses(described):
+    sparse = Transformer(**SIZES, num_layers=2, feed_forward=Experts(num_experts=8, top_k=2))
+    said = described(sparse, "mixtral")
+    assert f"a token is multiplied with {2 * (32 * 8 * 12 + 32 * 8 + 2 * 3 * 32 * 48) + 384 * 32:,}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [("a", "1: a"), ("aaa", "3: a"), ("aab" * 4, "12: 2 x a, b; 4 times"), ("aabaa", "5: 2 x a, b; 1.67 times"),
+     ("aaab", "4: 3 x a, b")],
+)  # fmt: skip
+def test_patterns_of_layers_are_counted(layers, said):
+    assert describe._pattern(layers) == said
+
+
+def test_parts_are_named_with_what_is_not_the_default():
+    assert describe._part(Attention(window=512)) == "Attention(window=512)"
+
+
+def test_a_folder_without_a_configuration_is_an_error(tmp_path, capsys):
+    assert cli.main(["describe", str(tmp_path)]) == exit_codes.USER_ERROR
+    assert "config.json" in capsys.readouterr().err
