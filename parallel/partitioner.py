@@ -76,7 +76,8 @@ class Partitioner:
             return cpu_runner.cpu_runner if is_cpu else None
         from parallel.pipeline import runner  # of no use without a pipeline
 
-        return runner.runner(self.pipeline, tables.param_rules, tables.activation_rules)
+        spans_slices = tables.dcn_shape.get("stage", 1) > 1
+        return runner.runner(self.pipeline, tables.param_rules, tables.activation_rules, spans_slices=spans_slices)
 
     @property
     def pipeline(self) -> Schedule | None:

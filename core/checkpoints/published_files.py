@@ -84,7 +84,7 @@ def copy_of(text: str) -> paths.Path | None:
 
 @functools.lru_cache(maxsize=1)
 def _copies(run_dir: str) -> dict[str, paths.Path]:
-    from core.checkpoints import steps  # which imports orbax
+    from core.checkpoints import steps  # which imports jax
 
     folder = paths.resolve(run_dir)
     try:

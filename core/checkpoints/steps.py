@@ -59,7 +59,11 @@ def complete(directory: paths.Path) -> list[int]:
     """Returns the steps that have all parts that a restore needs, ascending."""
     if not directory.exists():
         return []
-    return sorted(int(folder.name) for folder in directory.iterdir() if folder.name.isdecimal() and is_complete(folder))
+    return sorted(int(folder.name) for folder in directory.iterdir() if _is_step(folder.name) and is_complete(folder))
+
+
+def _is_step(name: str) -> bool:
+    return name.isdecimal() and name == str(int(name))
 
 
 def is_complete(folder: paths.Path) -> bool:
@@ -223,7 +227,7 @@ def leftovers(directory: paths.Path) -> Iterator[Leftover]:
         put_aside = folder.name.split("-")[0]
         if put_aside in ("damaged", "incomplete"):
             yield Leftover(folder, put_aside)
-        elif _TEMPORARY in folder.name or (folder.name.isdecimal() and int(folder.name) not in there):
+        elif _TEMPORARY in folder.name or (_is_step(folder.name) and int(folder.name) not in there):
             is_begun = paths.is_remote(folder) and not (folder / COMMITTED_MARK).exists()
             yield Leftover(folder, "unfinished" if _TEMPORARY in folder.name or is_begun else "empty")
 

@@ -118,7 +118,8 @@ class Checkpoints:
         """
         reading.require_arrays(state)
         self.wait()
-        if steps.is_complete(self._directory / str(step)):
+        folder = self._directory / str(step)
+        if distributed.decided_by_host_zero(lambda: steps.is_complete(folder)):
             raise RuntimeError(f"step {step} is already saved in {self._directory}; a save never overwrites")
         self._kept.saving(step, meta)
         self._start(self._directory, step, state=state, data=data, meta=meta, kept=self._kept)
@@ -155,7 +156,7 @@ class Checkpoints:
         described_seconds = time.monotonic() - began
         size_bytes = sum(leaf.nbytes for leaf in reading.by_name(state).values())
         host_bytes = reading.host_bytes(state)
-        self._writing = Writing(
+        self._writing = under_way = Writing(
             step,
             directory,
             size_bytes=size_bytes,
@@ -166,7 +167,8 @@ class Checkpoints:
         self._quiet.enter_context(log_filters.while_saving())
 
         def begin() -> Callable[[], None]:
-            finish = writing.begin(directory / str(step), state, data=steps.stream_files(data), meta=files)
+            folder, streams = directory / str(step), steps.stream_files(data)
+            finish = writing.begin(folder, state, data=streams, meta=files, fail=under_way.fail)
             return lambda: _finish(finish, directory, kept)
 
         with self._forgetting_failures():
@@ -372,10 +374,15 @@ class Checkpoints:
 def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) -> None:
     """Waits until a step is complete, and removes those that do not stay."""
     finish()
-    if distributed.is_host_zero():
+    if not distributed.is_host_zero():
+        return
+    try:
         for step in kept.others(steps.complete(directory)):
             with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
                 steps.remove(directory / str(step))
+    except Exception as error:  # disks and buckets raise many types; the new step is complete
+        said = steps.said(error)
+        print(f"a checkpoint in {directory} that is no longer kept was not removed: {said}; the next save tries again")
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Writes a step in the background, reports a failure on one host to all hosts at once, and records the cost of saves.
 
-Orbax would wait minutes for a host whose disk is full, so training never waits inside Orbax. A host that fails posts
-its error through the coordination service at once, and every host raises the first error that is posted.
+Orbax would wait minutes for a host whose disk is full, so training waits inside Orbax only until the arrays are copied
+off the devices. A host that fails posts its error through the coordination service at once, and every host raises the
+first error that is posted.
 
 This is the only module that uses Orbax, by the public names of its V1, which is experimental: pyproject.toml pins its
 version. `store` decides which steps stay, because Orbax's `Checkpointer` waits for minutes for a host that failed.
@@ -236,9 +237,9 @@ def space(directory: paths.Path, *, needed_bytes: int) -> str:
 class _Files:
     """The files that this host writes into a part of a step: content by name."""
 
-    def __init__(self, content: Mapping[str, bytes]):
-        """Takes the files. Every host constructs the parts of all saves in the same order."""
-        self.content, self.number = content, next(_numbers)
+    def __init__(self, content: Mapping[str, bytes], fail: Callable[[BaseException], None]):
+        """Takes the files, and who is told of an error. Every host constructs those of all saves in one order."""
+        self.content, self.fail, self.number = content, fail, next(_numbers)
 
 
 class _FilesHandler(ocp.handlers.CheckpointableHandler):
@@ -254,7 +255,11 @@ class _FilesHandler(ocp.handlers.CheckpointableHandler):
 
     async def _write(self, directory: Any, files: _Files) -> None:
         folder = await directory.await_creation()
-        await asyncio.to_thread(_write_files, folder, files.content)
+        try:
+            await asyncio.to_thread(_write_files, folder, files.content)
+        except BaseException as error:  # Orbax would raise it when all parts have ended, which may wait for other hosts
+            files.fail(error)
+            raise
         # Host 0 makes the step complete as soon as its own parts are written.
         await ocp.multihost.sync_global_processes("files", operation_id=str(files.number), timeout=_NEVER_SECONDS)
 
@@ -277,7 +282,12 @@ def _context() -> Any:
 
 
 def begin(
-    folder: paths.Path, state: Any, *, data: Mapping[str, bytes], meta: Mapping[str, bytes]
+    folder: paths.Path,
+    state: Any,
+    *,
+    data: Mapping[str, bytes],
+    meta: Mapping[str, bytes],
+    fail: Callable[[BaseException], None],
 ) -> Callable[[], None]:
     """Starts to write a step; returns when its arrays are copied off the devices and may be donated.
 
@@ -286,12 +296,13 @@ def begin(
       state: a pytree of jax.Arrays with any shardings, and None.
       data: the files of its data positions that this host writes.
       meta: the files of its metadata that this host writes.
+      fail: called at once with an error of these files, which may be raised much later.
 
     Returns:
       A function that returns when all hosts have written their parts and the step is complete. It raises an error of
-      this host at once.
+      this host when its other parts have ended.
     """
-    parts = {steps.STATE_PART: state, steps.STREAMS_PART: _Files(data), steps.PART: _Files(meta)}
+    parts = {steps.STATE_PART: state, steps.STREAMS_PART: _Files(data, fail), steps.PART: _Files(meta, fail)}
     with _context():
         return ocp.save_checkpointables_async(folder, parts).result
 

@@ -153,7 +153,8 @@ def _filters(args: argparse.Namespace) -> Filters:
     if (words or characters) and not args.exclude:
         raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
     words = _WORDS_IN_COMMON if words is characters is None else words
-    return Filters(tuple(args.exclude), words, characters, args.deduplicate)
+    excluded = tuple(str(paths.resolve(pattern)) for pattern in args.exclude)  # workers have folders of their own
+    return Filters(excluded, words, characters, args.deduplicate)
 
 
 def _similarity(text: str) -> float:

@@ -81,9 +81,9 @@ def _sweep(
         x = jax.tree.map(functools.partial(jnp.where, rank == 0), take_tree(queue, at.microbatch), arrived)
         with jax.named_scope(SCOPES["F" if toward == 1 else "B"]):
             y, state = work(state, at, stage.input(at, x))
-            return (one_stage.send(y, toward=toward), queue, state), None
+            return (one_stage.send(stage, y, toward=toward), queue, state), None
 
     carry = (jax.tree.map(lambda a: jnp.zeros_like(a[0]), queue), queue, state)
     (arrived, queue, state), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.ticks(stages)))
     queue = one_stage.put_tree(queue, arrived, jnp.asarray(schedule.num_microbatches - 1))  # sent in the last tick
-    return one_stage.broadcast(queue, source=first), state
+    return one_stage.broadcast(stage, queue, source=first), state

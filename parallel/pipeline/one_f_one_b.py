@@ -81,6 +81,7 @@ class OnePass(NamedTuple):
       sides: arrays that belong to rows, leaves [M, b, ...].
       stages: S.
       trained: parameters of a layer that get gradients.
+      spans_slices: whether stages are on several slices.
     """
 
     schedule: OneFOneB
@@ -90,6 +91,7 @@ class OnePass(NamedTuple):
     sides: Side
     stages: int
     trained: Trained
+    spans_slices: bool
 
     def run(self, xs: Stream) -> tuple[Sums, Any, Stream]:
         """Returns the tail's sums, gradients of the layers in float32, k trees [S, ...], and of the input, [M, b, ...].
@@ -127,7 +129,8 @@ class OnePass(NamedTuple):
         (flow, sums), dleft = carry, None
         if "F" in kinds:
             with jax.named_scope(SCOPES["F"]):
-                flow, left = self._on_stages(_forward, t, flow=flow, out_specs=(P(STAGE), P()))
+                forward = functools.partial(_forward, leaves="T" in kinds)
+                flow, left = self._on_stages(forward, t, flow=flow, out_specs=(P(STAGE), P()))
         if "T" in kinds:
             number = t - self.schedule.starts(self.stages)["B"]
             at = one_stage.turn(self.schedule, number, stages=self.stages, is_backward=True)
@@ -166,7 +169,8 @@ class OnePass(NamedTuple):
 
         def local(layers: Layer, sides: Side, flow: Flow | None, *args: Any) -> Any:
             depth = jax.tree.leaves(layers.params)[0].shape[0]
-            stage = Stage(self.fn, layers, sides, depth // self.schedule.repeats, self.schedule, self.trained)
+            depth //= self.schedule.repeats
+            stage = Stage(self.fn, layers, sides, depth, self.schedule, self.trained, self.spans_slices)
             return fn(self.schedule, stage, jax.tree.map(lambda a: a[0], flow), *args)
 
         specs = (P(STAGE), P(), P(STAGE), *(P() for _ in args))
@@ -182,15 +186,17 @@ def _start(schedule: OneFOneB, stage: Stage, _: None, xs: Stream) -> Flow:
     return _over_stages(Flow(nothing, nothing, xs, saved, deferred, one_stage.zero_grads(stage)))
 
 
-def _forward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array) -> tuple[Flow, Travelling]:
-    """Runs one microbatch forward; also returns the output of the last stage, on every stage."""
+def _forward(
+    schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, *, leaves: bool
+) -> tuple[Flow, Travelling | None]:
+    """Runs one microbatch forward; if it leaves the last layer, returns its output on every stage as well."""
     at = _turn(schedule, t - _index())
     is_first = (_index() == 0) & (at.repeat == 0)
     start = Travelling(take_tree(flow.queue, at.microbatch), stage.fn.zero_sums())
     y = _where(is_first, start, flow.arrived)
     y, saved = one_stage.forward(stage, at, stage.input(at, y), flow.saved, _place(schedule, at))
-    left = one_stage.broadcast(y, source=_last())
-    return _over_stages(flow._replace(arrived=one_stage.send(y, toward=1), saved=saved)), left
+    left = one_stage.broadcast(stage, y, source=_last()) if leaves else None
+    return _over_stages(flow._replace(arrived=one_stage.send(stage, y, toward=1), saved=saved)), left
 
 
 def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft: Travelling | None) -> Flow:
@@ -207,7 +213,7 @@ def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft:
     else:
         (dy, grads), deferred = one_stage.backward(stage, at, flow.saved, place, dy, flow.grads), ()
     queue = put_if(at.valid, flow.queue, dy.x, at.microbatch)
-    returned = one_stage.send(dy, toward=-1)
+    returned = one_stage.send(stage, dy, toward=-1)
     return _over_stages(flow._replace(returned=returned, queue=queue, grads=grads, deferred=deferred))
 
 
@@ -222,8 +228,8 @@ def _weights(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array) -> Flow
 
 
 def _finish(schedule: OneFOneB, stage: Stage, flow: Flow) -> tuple[Any, Stream]:
-    del schedule, stage
-    return flow.grads.layers(), one_stage.broadcast(flow.queue, source=0)
+    del schedule
+    return flow.grads.layers(), one_stage.broadcast(stage, flow.queue, source=0)
 
 
 def _loop(body: Callable[[Any, jax.Array], Any], carry: Any, each: jax.Array) -> Any:

@@ -109,7 +109,9 @@ class Passes:
         def local(params: Any, head: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Any, tuple]:
             layers = fixed._replace(params=self._gather(params))
             own = Tail(lambda picked, *args: tail.fn(of_tail.fill(picked, head), *args), of_tail.pick(head))
-            one_pass = one_f_one_b.OnePass(schedule, self._fn, own, layers, self._split(side), self._stages, trained)
+            one_pass = one_f_one_b.OnePass(
+                schedule, self._fn, own, layers, self._split(side), self._stages, trained, self._at.spans_slices
+            )
             sums, grads, dx = one_pass.run(self._split(x))
             of_head = jax.tree.map(lambda g: g[None], sums.grads)  # summed outside, where it can stay sharded
             return self._at.sum(sums.out), (self._reduce(grads, trained), of_head, _merge(dx))
@@ -142,7 +144,9 @@ class Passes:
 
     def _stage(self, gathered: Any, fixed: Layer, sides: Side, trained: Trained | None) -> Stage:
         depth = jax.tree.leaves(gathered)[0].shape[0] // self.schedule.repeats
-        return Stage(self._fn, fixed._replace(params=gathered), sides, depth, self.schedule, trained)
+        return Stage(
+            self._fn, fixed._replace(params=gathered), sides, depth, self.schedule, trained, self._at.spans_slices
+        )
 
     def _start(self, x: Stream) -> Travelling:
         return Travelling(self._split(x), self._of_each(self._fn.zero_sums()))

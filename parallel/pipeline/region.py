@@ -35,6 +35,7 @@ class Region(NamedTuple):
       dtypes: tree of the compute dtypes of the layers, in which weights are sent.
       layers: L, of the model.
       padded: the number of layers that the stages run, with padding.
+      spans_slices: whether stages are on several slices.
     """
 
     rows: tuple[str, ...]
@@ -45,6 +46,7 @@ class Region(NamedTuple):
     dtypes: Any
     layers: int
     padded: int
+    spans_slices: bool
 
     @property
     def by_rows(self) -> P:
@@ -106,7 +108,9 @@ class Region(NamedTuple):
         return jax.lax.psum(tree, self.rows) if self.rows else tree
 
 
-def region(fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> Region:
+def region(
+    fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, activation_rules: Rules, spans_slices: bool
+) -> Region:
     """Returns the region of a layer stack; axes that are already manual are left out.
 
     Args:
@@ -114,6 +118,7 @@ def region(fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, ac
       stacked: its parameters, leaves [L, ...].
       schedule: how stages run layers.
       param_rules, activation_rules: the strategy's tables.
+      spans_slices: whether stages are on several slices.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     automatic = [axis for axis in sizes if axis in logical.automatic_axes() and sizes[axis] > 1]
@@ -134,6 +139,7 @@ def region(fn: LayerFn, stacked: Any, schedule: Schedule, param_rules: Rules, ac
         dtypes=fn.dtypes,
         layers=layers,
         padded=schedules.padded(layers, schedule.layer_unit(sizes[STAGE])),
+        spans_slices=spans_slices,
     )
 
 

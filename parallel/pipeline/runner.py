@@ -24,18 +24,21 @@ from parallel.pipeline.schedules import OneFOneB, Schedule
 from parallel.pipeline.stage import Travelling
 
 
-def runner(schedule: Schedule, param_rules: Rules, activation_rules: Rules) -> stack.Runner:
+def runner(
+    schedule: Schedule, param_rules: Rules, activation_rules: Rules, *, spans_slices: bool = False
+) -> stack.Runner:
     """Returns a runner of layer stacks over the mesh axis `stage`; models must be traced inside `jax.set_mesh`.
 
     Args:
       schedule: the schedule.
       param_rules, activation_rules: the strategy's tables.
+      spans_slices: whether stages are on several slices.
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
         fn, weights, fixed = derivative_rules.differentiated(fn, stacked)
         sizes = jax.sharding.get_abstract_mesh().shape
-        at = region.region(fn, weights, schedule, param_rules, activation_rules)
+        at = region.region(fn, weights, schedule, param_rules, activation_rules, spans_slices)
         rows, unit = (
             jax.tree.leaves(x)[0].shape[0],
             math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches,

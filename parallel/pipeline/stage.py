@@ -17,12 +17,14 @@ b rows of a microbatch, k layers that a stage runs in a tick.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
 
 from core import logical
 from core.errors import UserError
@@ -97,6 +99,7 @@ class Stage(NamedTuple):
       depth: k.
       schedule: the schedule.
       trained: parameters of a layer that the backward pass computes gradients of; None if none follows.
+      spans_slices: whether stages are on several slices.
     """
 
     fn: LayerFn
@@ -105,6 +108,7 @@ class Stage(NamedTuple):
     depth: int
     schedule: Schedule
     trained: Trained | None
+    spans_slices: bool
 
     def input(self, at: Turn, x: Any) -> Any:
         """Returns the tree `x`, or the bubble's value in a bubble."""
@@ -455,19 +459,19 @@ def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int
     return jax.tree.map(lambda a, value: put(a, jnp.where(condition, value, take(a, *index)), *index), tree, values)
 
 
-def send(tree: Any, *, toward: int) -> Any:
+def send(stage: Stage, tree: Any, *, toward: int) -> Any:
     """Sends a tree to the next (+1) or previous (-1) stage of the ring; returns the tree from the other neighbor."""
     stages = jax.lax.axis_size(STAGE)
     pairs = [(i, (i + toward) % stages) for i in range(stages)]
-    return jax.tree.map(lambda a: jax.lax.ppermute(a, STAGE, pairs), tree)
+    return jax.tree.map(functools.partial(_permuted, stage, pairs=pairs), tree)
 
 
-def broadcast(tree: Any, *, source: int) -> Any:
+def broadcast(stage: Stage, tree: Any, *, source: int) -> Any:
     """Returns on every stage the tree of stage `source`."""
-    return jax.tree.map(functools.partial(_broadcast, source=source), tree)
+    return jax.tree.map(functools.partial(_broadcast, stage, source=source), tree)
 
 
-def _broadcast(x: jax.Array, *, source: int) -> jax.Array:
+def _broadcast(stage: Stage, x: jax.Array, *, source: int) -> jax.Array:
     """Broadcasts one array; the number of stages that have it doubles in every step.
 
     A sum with zeros elsewhere would cost arithmetic, and XLA cannot compile it for CPUs in bfloat16.
@@ -476,7 +480,28 @@ def _broadcast(x: jax.Array, *, source: int) -> jax.Array:
     offset = (jax.lax.axis_index(STAGE) - source) % stages
     while have < stages:
         pairs = [((source + i) % stages, (source + i + have) % stages) for i in range(min(have, stages - have))]
-        arrived = jax.lax.ppermute(x, STAGE, pairs)
+        arrived = _permuted(stage, x, pairs=pairs)
         x = jnp.where((offset >= have) & (offset < 2 * have), arrived, x)
         have *= 2
     return x
+
+
+def _permuted(stage: Stage, x: jax.Array, *, pairs: list[tuple[int, int]]) -> jax.Array:
+    """Sends an array between stages.
+
+    The chips of a stage that compute on the same rows, such as those of `tensor`, have equal values. Between slices,
+    whose network is slow, each sends a part of the array, which is then gathered inside the slice (Narayanan et al.
+    2021, section 4.1, "scatter/gather").
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = tuple(axis for axis in sizes if axis in logical.automatic_axes() and sizes[axis] > 1)
+    parts = math.prod(sizes[axis] for axis in axes)
+    divided = [dim for dim, size in enumerate(x.shape) if size % parts == 0]
+
+    def sent(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, STAGE, pairs)
+
+    if not (stage.spans_slices and axes and divided):
+        return sent(x)
+    spec = P(*[None] * divided[0], axes)
+    return jax.shard_map(sent, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)(x)

@@ -17,6 +17,9 @@ agreement --model nosuch_module:build
 agreement --experiment {no}.gin
 agreement --only fsdp --json {no}
 bisect v4-8 {no}.gin v4-8
+describe {no}
+describe {folder}
+describe {file}
 draw nosuch --stages 2 --microbatches 2
 plan v4-9 {experiment}
 plan v4-8 {no}.gin

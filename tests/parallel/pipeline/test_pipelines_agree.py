@@ -153,9 +153,20 @@ def test_numbers_are_those_of_one_device(case, one_device):
 
 @pytest.mark.covers("M12")
 @pytest.mark.slow
-def test_numbers_across_slices_are_those_of_one_device(one_device):
-    schedule = dataclasses.replace(schedules.gpipe(num_microbatches=4), bubble_input=float("nan"))
-    across = Example("2xv4-8", strategies.pipeline_data(slices=2, schedule=schedule))
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [
+        (strategies.pipeline_data, schedules.gpipe(num_microbatches=4)),
+        (functools.partial(strategies.pipeline_fsdp_tensor, stage=1, tensor=2), schedules.gpipe(num_microbatches=2)),
+        (
+            functools.partial(strategies.pipeline_fsdp_tensor, stage=1, tensor=2),
+            schedules.interleaved(num_microbatches=4, repeats=2),
+        ),
+    ],
+    ids=["data", "tensor", "tensor, interleaved"],
+)
+def test_numbers_across_slices_are_those_of_one_device(make, schedule, one_device):
+    across = Example("2xv4-8", make(slices=2, schedule=dataclasses.replace(schedule, bubble_input=float("nan"))))
     same_numbers(across, MODEL, 16, one_device(MODEL, 16))
 
 
