@@ -11,6 +11,8 @@ import jax
 from rich.table import Table
 
 from core import optimizers, slices, units
+from core.checkpoints import published_files
+from core.errors import UserError
 from core.slices import GIB, Slice
 from launch import flags, terminal
 from launch.check import chip_memory
@@ -28,6 +30,7 @@ HELP = "say what a published model is: layers, parameters, cache, FLOPs, and sli
 EXAMPLE = """launch/run describe hf://HuggingFaceTB/SmolLM2-135M
   launch/run describe gs://models/Llama-3.1-8B --length 8192"""
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e")
+_LENGTH = 2048
 _MOST_CHIPS = 512
 _ATTENTION = ("query", "key", "value", "output")
 
@@ -35,34 +38,46 @@ _ATTENTION = ("query", "key", "value", "output")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the folder and --length."""
     parser.add_argument("folder", metavar="FOLDER", help="with config.json: local, gs:// or hf://OWNER/NAME")
-    parser.add_argument("--length", metavar="N", type=flags.at_least(2), default=2048, help="tokens of a row")
+    help_ = "tokens of a row (default: 2048, or the model's positions if it has fewer)"
+    parser.add_argument("--length", metavar="N", type=flags.at_least(2), help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the description; reads no weights."""
     model = pretrained.model(args.folder, remat="full")
-    whole = _program(model, slices.get("v5e-1"), jax.devices()[:1], length=args.length)
-    for name, said in _facts(model, whole, length=args.length):
+    length = _length(model, args.length)
+    config = families.read_config(published_files.small_files(args.folder))
+    only = " (its language model alone)" if "text_config" in config else ""
+    terminal.say(f"{'family':<12}{config['model_type']}{only}")
+    for name, said in _facts(dataclasses.replace(model, vocab_multiple=1), length=length):
         terminal.say(f"{name:<12}{said}")
     tuned = {"all parameters": model, "LoRA of attention, rank 8": lora.adapted(model=model, targets=_ATTENTION)}
     table = Table("chips", *tuned, box=None)
     for generation in _GENERATIONS:
-        table.add_row(generation, *(_smallest(each, generation, length=args.length) for each in tuned.values()))
+        table.add_row(generation, *(_smallest(each, generation, length=length) for each in tuned.values()))
     terminal.say("\nsmallest slice that holds a training step, by arithmetic: fsdp(), AdamW, remat 'full', and")
-    terminal.say(f"a row of {args.length:,} tokens per chip; GiB of each chip")
+    terminal.say(f"a row of {length:,} tokens per chip; GiB of each chip")
     terminal.console(100).print(table)
     return 0
 
 
-def _facts(model: Transformer, program: Program, *, length: int) -> Iterator[tuple[str, str]]:
-    yield "family", families.family(model)
+def _length(model: Transformer, asked: int | None) -> int:
+    most = model.max_positions or asked or _LENGTH
+    if asked is not None and asked > most:
+        raise UserError(f"--length {asked}: the model has {most} positions; give {most} or less")
+    return asked or min(_LENGTH, most)
+
+
+def _facts(model: Transformer, *, length: int) -> Iterator[tuple[str, str]]:
+    """Yields names and what is said of a model whose vocabulary is not padded."""
     layers = [parts_of(model.layer_kind(layer)) for layer in range(model.num_layers)]
     yield "layers", _pattern([" + ".join(map(_part, parts.values())) for parts in layers])
     widths = f"embed {model.embed_dim:,}, mlp {model.mlp_dim:,}, heads {model.num_heads} ({model.num_kv_heads} of keys)"
     yield "sizes", f"{widths}, vocabulary {model.vocab_size:,}"
+    program = _program(model, slices.get("v5e-1"), jax.devices()[:1], length=length)
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.abstract_state.params))
     used = sum(part.work(model, length).matrices for parts in layers for part in parts.values())
-    used += model.embed_dim * model.stored_vocab_size
+    used += model.embed_dim * model.vocab_size
     yield "parameters", f"{total:,}; a token is multiplied with {used:,.0f}"
     yield "cache", f"{units.size(_cache_bytes(program, length))} for a row of {length:,} tokens, in {model.dtype}"
     yield "training", f"{units.significant(model.flops_per_token(length) / 1e9)} GFLOPs a token, in rows of {length:,}"
@@ -92,14 +107,18 @@ def _smallest(model: Any, generation: str, *, length: int) -> str:
     for slice_ in slices.SLICES.values():
         if not slice_.name.startswith(f"{generation}-") or slice_.chips > _MOST_CHIPS:
             continue
+        if model.embed_dim % slice_.chips:  # which `fsdp` divides
+            continue
         program = _program(model, slice_, compiling.devices_of(slice_), length=length)
         have = slice_.chip.usable_hbm_bytes
         if report.totals(program).everything > have:
             continue
-        found, _ = chip_memory.estimate(program)
-        if found is not None and found.peak_bytes <= have:
+        found, why_not = chip_memory.estimate(program)
+        if found is None:
+            return why_not
+        if found.peak_bytes <= have:
             return f"{slice_.name}: {units.significant(found.peak_bytes / GIB)} of {have / GIB:.4g}"
-    return f"none of {_MOST_CHIPS} chips or fewer"
+    return f"none of {_MOST_CHIPS} chips or fewer that divide the width"
 
 
 def _program(model: Any, slice_: Slice, devices: Sequence[jax.Device], *, length: int) -> Program:

@@ -108,7 +108,7 @@ def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -
 
     At the beginning of the order, each mesh has an equal number of places for candidates that fit into `usable_bytes`
     by the estimate and for those that exceed it, so that candidates that turn out too large displace none that fit.
-    Pipelines have at most half of the first places, because their estimates are the least certain.
+    Of either kind at most `wanted` / 2 pipelines are first, because their estimates are the least certain.
     """
     possible = sorted((one for one in judged if not one.reason), key=lambda one: not one.is_as_written)
     share, of_pipelines = max(1, wanted // _MESHES_IN_FIRST), max(1, wanted // 2)
@@ -122,7 +122,7 @@ def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -
         taken[place] += not one.is_as_written
         if not one.is_as_written and taken[place] > share:
             later.append(one)
-        elif not one.is_as_written and is_pipeline and taken["pipelines", is_doubtful] == of_pipelines:
+        elif not one.is_as_written and is_pipeline and taken["pipelines", is_doubtful] >= of_pipelines:
             pipelines.append(one)
         else:
             taken["pipelines", is_doubtful] += is_pipeline

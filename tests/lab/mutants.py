@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core.errors import UserError
+from launch import flags
 from launch.environment import WORKSPACE
 from tests.lab.without import PRODUCT, imported, module_of
 
@@ -98,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", help="folder, file, or FILE:LINE of the workspace")
     parser.add_argument("--without", metavar="FOLDER", nargs="*", default=[], help="folders or files to leave out")
-    parser.add_argument("--sample", metavar="N", type=int, help="mutants to draw (default: all)")
+    parser.add_argument("--sample", metavar="N", type=flags.at_least(1), help="mutants to draw (default: all)")
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="chooses the sample (default: 0)")
     parser.add_argument(
         "--limit", metavar="SECONDS", type=float, default=60, help="of one mutant on a quiet machine (default: 60)"

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from core import optimizers, slices
 from core.batches import Field
+from core.errors import UserError
 from launch import flags, terminal
 from models.decoder.transformer import Transformer
 from parallel import partitioner, strategies
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints, or draws; no timing fails."""
+    if undivided := [m for m in args.microbatches if m % STAGES]:
+        raise UserError(f"--microbatches {undivided[0]}: expected a multiple of {STAGES}, the number of stages")
     jax.config.update("jax_num_cpu_devices", STAGES)
     if args.picture:
         pictures.save(profiled_picture(), pictures.FOLDER / PICTURE)

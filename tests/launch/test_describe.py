@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from core.errors import UserError
 from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch.cli import describe
@@ -12,7 +13,7 @@ from models.decoder.layers import Attention
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
 
-SIZES = {"vocab_size": 384, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+SIZES = {"vocab_size": 385, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
 
 @pytest.fixture
@@ -28,18 +29,34 @@ def described(tmp_path, capsys, monkeypatch):
 
 def test_a_model_is_described_by_its_configuration(described):
     said = described(Transformer(**SIZES, num_layers=3), "llama", "v5e")
-    layer, table = 32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 48, 384 * 32
+    layer, table = 32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 48, 385 * 32
     total = 3 * (layer + 2 * 32) + 2 * table + 32
+    assert "family      llama\n" in said
     assert f"parameters  {total:,}; a token is multiplied with {3 * layer + table:,}\n" in said
     assert "layers      3: Attention() + Mlp()\n" in said
     assert "cache       12 KiB for a row of 64 tokens, in bfloat16\n" in said  # 3 layers x 2 x 2 heads x 8 x 2 bytes
     assert " v5e    v5e-1: " in said
 
 
+def test_rows_are_no_longer_than_the_model_has_positions():
+    learned = Transformer(**SIZES, num_layers=1, positions="learned", max_positions=16)
+    assert describe._length(learned, None) == 16
+    with pytest.raises(UserError, match="--length 17: the model has 16 positions"):
+        describe._length(learned, 17)
+    assert describe._length(Transformer(**SIZES, num_layers=1), 4096) == 4096
+
+
+@pytest.mark.slow
+def test_slices_that_do_not_divide_the_width_are_left_out():
+    """All of the state fits on 64 chips and more, over which 96 does not divide."""
+    large = Transformer(**{**SIZES, "embed_dim": 96, "vocab_size": 2**28}, num_layers=1)
+    assert describe._smallest(large, "v5e", length=8) == "none of 512 chips or fewer that divide the width"
+
+
 def test_of_experts_those_count_that_a_token_uses(described):
     sparse = Transformer(**SIZES, num_layers=2, feed_forward=Experts(num_experts=8, top_k=2))
     said = described(sparse, "mixtral")
-    assert f"a token is multiplied with {2 * (32 * 8 * 12 + 32 * 8 + 2 * 3 * 32 * 48) + 384 * 32:,}\n" in said
+    assert f"a token is multiplied with {2 * (32 * 8 * 12 + 32 * 8 + 2 * 3 * 32 * 48) + 385 * 32:,}\n" in said
 
 
 @pytest.mark.parametrize(
