@@ -382,7 +382,8 @@ def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) 
                 steps.remove(directory / str(step))
     except Exception as error:  # disks and buckets raise many types; the new step is complete
         said = steps.said(error)
-        print(f"a checkpoint in {directory} that is no longer kept was not removed: {said}; the next save tries again")
+        old = f"a checkpoint in {directory} that is no longer kept"
+        print(f"{old} was not removed: {said}; the next save tries again", flush=True)
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:

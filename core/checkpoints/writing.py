@@ -257,7 +257,7 @@ class _FilesHandler(ocp.handlers.CheckpointableHandler):
         folder = await directory.await_creation()
         try:
             await asyncio.to_thread(_write_files, folder, files.content)
-        except BaseException as error:  # Orbax would raise it when all parts have ended, which may wait for other hosts
+        except Exception as error:  # Orbax raises it when all parts have ended, for which it may wait for other hosts
             files.fail(error)
             raise
         # Host 0 makes the step complete as soon as its own parts are written.

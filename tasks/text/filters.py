@@ -32,7 +32,7 @@ class Filters:
         """Reads the evaluation sets; None if there are none.
 
         Args:
-          via: what the documents went through before they are compared; their texts go through it, too.
+          via: converts a text of an evaluation set as the documents were converted before they are compared.
 
         Raises:
           UserError: a file cannot be read, or the texts are not those of `digest`.
@@ -51,7 +51,7 @@ class Filters:
 
     @property
     def leave_out(self) -> bool:
-        """Whether they may leave out anything."""
+        """Returns whether a document may be left out."""
         return bool(self.exclude or self.near_duplicates)
 
     def described(self) -> dict[str, Any]:

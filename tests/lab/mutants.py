@@ -79,9 +79,9 @@ class Mutant(NamedTuple):
       file: of the module, relative to the workspace.
       line: where it begins.
       begin: first byte of the source that changes.
-      end: byte behind the last that changes.
+      end: offset of the first byte after the replaced text.
       before: the source of these bytes.
-      after: what stands there instead.
+      after: the replacement.
     """
 
     file: str

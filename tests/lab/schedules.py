@@ -28,7 +28,7 @@ from models.decoder.transformer import Transformer
 from parallel import partitioner, strategies
 from parallel.compiled.hlo import program
 from parallel.pipeline import schedules
-from parallel.pipeline.schedules import SCOPES, Schedule, Work
+from parallel.pipeline.schedules import SCOPES, OneFOneB, Schedule, Work
 from tasks import streams
 from tests.lab import pictures
 
@@ -38,7 +38,7 @@ EXAMPLE = """tests/run.sh lab schedules
   tests/run.sh lab schedules --picture"""
 STAGES = 8
 LAYERS = 16
-PICTURE = "schedules-profiled.svg"
+PICTURE = "schedules-profiled.png"
 _VOCABULARY = 256
 MAKE: Mapping[str, Callable[[int], Schedule]] = {
     "gpipe": lambda m: schedules.gpipe(num_microbatches=m),
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--microbatches {undivided[0]}: expected a multiple of {STAGES}, the number of stages")
     jax.config.update("jax_num_cpu_devices", STAGES)
     if args.picture:
-        pictures.save(profiled_picture(), pictures.FOLDER / PICTURE)
+        profiled_picture().savefig(pictures.FOLDER / PICTURE, dpi=100)
         print(f"docs/pictures/{PICTURE}")
         return 0
     terminal.console(100).print(_table(measure(args.microbatches, turns=args.turns)))
@@ -251,18 +251,20 @@ def profiled_picture() -> Figure:
 
 
 def _draw_profile(panel: Any, schedule: Schedule, ticks: Mapping[tuple[str, int], list[Tick]]) -> None:
+    lanes = (
+        list(schedule.starts(pictures.STAGES)) if isinstance(schedule, OneFOneB) else [""]
+    )  # work of a tick overlaps
+    height = 0.9 / len(lanes)
     for (kind, stage), row in ticks.items():
-        if kind not in pictures.COLORS:
+        if kind not in pictures.COLORS:  # the tail belongs to no stage
             continue
+        low = stage + 0.05 + (height * lanes.index(kind) if kind in lanes else 0)
         for tick, work in zip(row, works(schedule, kind, stage, stages=pictures.STAGES), strict=True):
             start, width = 1000 * tick.start, 1000 * (tick.end - tick.start)
             color = pictures.COLORS[kind] if work else pictures.IDLE
-            panel.add_patch(
-                mpl.patches.Rectangle((start, stage + 0.05), width, 0.9, facecolor=color, edgecolor="white")
-            )
+            panel.add_patch(mpl.patches.Rectangle((start, low), width, height, facecolor=color, edgecolor="white"))
             if work:
-                middle = start + width / 2, stage + 0.5
-                panel.text(*middle, work.microbatch, ha="center", va="center", fontsize=7)
+                panel.text(start + width / 2, low + height / 2, work.microbatch, ha="center", va="center", fontsize=7)
     end = max(tick.end for row in ticks.values() for tick in row)
     panel.set(title="profile of a step on CPU devices")
     pictures.label_stages(panel, "ms", end=1000 * end)

@@ -124,9 +124,9 @@ def test_memory_of_1f1b_does_not_grow_with_layers_times_microbatches(analyze):
     """From 8 to 32 microbatches: gpipe keeps inputs of 4 layers for each, 1F1B what enters alone."""
     names = ("gpipe", "1F1B")
     grown = {name: analyze(name, 32).compiled.temp_bytes - analyze(name, 8).compiled.temp_bytes for name in names}
-    inputs = 24 * 4 * LENGTH * MODEL.embed_dim * 2
-    assert grown["gpipe"] > inputs / 2
-    assert grown["1F1B"] < inputs / 10
+    one = 24 * LENGTH * MODEL.embed_dim * 2  # the inputs of a layer for 24 microbatches of one row
+    assert grown["gpipe"] > 2 * one
+    assert grown["1F1B"] < 1.2 * one  # the microbatches wait on the first stage
 
 
 @pytest.mark.slow

@@ -316,7 +316,7 @@ def documents(task):
 
 
 def test_filters_leave_out_the_same_examples_on_any_machine(files, tmp_path, monkeypatch):
-    """Of what is written without filters: in the order of the sources, in parts, and after an interruption."""
+    """The filtered cache has the unfiltered examples but those left out: on one machine, in parts, and interrupted."""
     monkeypatch.setattr(beam_parts, "Parts", PartsHere)
     monkeypatch.setattr(token_writer, "_COMMIT_TOKENS", 500)
     every = documents(filled("lines", tmp_path / "every"))
