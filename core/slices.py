@@ -1,8 +1,10 @@
 """The table of TPU slices and of other devices: chips, hosts, links and memory of a name such as `v4-32` or `h100:8`.
 
-The number in a v4 or v5p name counts TensorCores, two per chip, while JAX has one device per chip ("megacore"); in v5e
-and v6e names it counts chips. So `v4-32` has 16 devices on 4 hosts. `2xv4-32` is two such slices in one job, connected
-by the data-center network (DCN). GPUs and CPU devices are named by kind and number: `h100:8`, on two hosts `h100:8x2`.
+The number in a v4, v5p or tpu7x name counts TensorCores, two per chip; in v5e and v6e names it counts chips. JAX has
+one device per chip, which joins the cores of v4 and v5p ("megacore"), except on tpu7x, where each core is a device. So
+`v4-32` has 16 devices on 4 hosts, and `tpu7x-32` 32 devices on 16 chips and 4 hosts. What memory, FLOP/s and meshes
+are counted by is the device. `2xv4-32` is two such slices in one job, connected by the data-center network (DCN). GPUs
+and CPU devices are named by kind and number: `h100:8`, on two hosts `h100:8x2`.
 
 Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
 compare with `Slice.chips_by_host`); NVIDIA's data sheets, dense bfloat16 without sparsity.
@@ -26,18 +28,19 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The properties of one chip, which is one JAX device.
+    """The properties of one JAX device: a chip, or one of the `devices` of a chip.
 
     Attributes:
-      kinds: names that JAX versions give the chip as `device_kind`; the first is libtpu's.
+      kinds: names that JAX versions give the device as `device_kind`; the first is libtpu's.
       peak_flops: bfloat16 FLOP/s; 0 for a CPU, whose speed depends on the machine.
-      hbm_bytes: memory of the chip.
+      hbm_bytes: memory of the device.
       usable_hbm_bytes: the part of it that XLA may allocate.
       hbm_bytes_per_second: memory bandwidth.
-      link_bytes_per_second: bandwidth in one direction of one ICI link, or of a GPU's NVLink or PCIe.
-      host_memory_bytes: memory of a host divided by its number of chips.
+      link_bytes_per_second: bandwidth in one direction of one ICI link of the chip, or of a GPU's NVLink or PCIe.
+      host_memory_bytes: memory of a host divided by its number of devices.
       chips_per_name_unit: chips per unit of the number in a slice's name.
       platform: JAX's name: `tpu`, `cuda` or `cpu`.
+      devices: number of JAX devices of a chip, which share its ICI links.
     """
 
     kinds: tuple[str, ...]
@@ -49,6 +52,12 @@ class Chip:
     host_memory_bytes: float
     chips_per_name_unit: float = 1
     platform: str = "tpu"
+    devices: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What reports call one device: a chip if it is a whole one."""
+        return "chip" if self.devices == 1 else "device"
 
 
 CHIPS: Mapping[str, Chip] = {
@@ -56,6 +65,8 @@ CHIPS: Mapping[str, Chip] = {
     "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 95 * GIB, 2.77e12, 90e9, 448e9 / 4, 0.5),
     "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 48e9, 1),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 180e9, 1),
+    # Half of a chip's 2,307 TFLOP/s, 192 GiB and 7.38 TB/s. Its six links are as fast as those of v5p.
+    "tpu7x": Chip(("TPU7x",), 1153.5e12, 96 * GIB, int(94.75 * GIB), 3.69e12, 90e9, 960e9 / 8, 0.5, devices=2),
 }
 
 _A100 = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")
@@ -83,6 +94,9 @@ _TOPOLOGIES_3D = {
     512: (8, 8, 8),
     1024: (8, 8, 16),
     2048: (8, 16, 16),
+    4096: (16, 16, 16),
+    8192: (16, 16, 32),
+    9216: (16, 24, 24),
 }
 _TOPOLOGIES_2D = {
     1: (1, 1),
@@ -94,7 +108,7 @@ _TOPOLOGIES_2D = {
     128: (8, 16),
     256: (16, 16),
 }
-_LARGEST = {"v4": 2048, "v5p": 512, "v5e": 256, "v6e": 256}  # chips
+_LARGEST = {"v4": 2048, "v5p": 512, "v5e": 256, "v6e": 256, "tpu7x": 9216}  # chips
 _ALIASES = {"v5litepod": "v5e"}
 
 
@@ -106,7 +120,7 @@ class Slice:
 
     Attributes:
       name: Google Cloud's name, `v4-32`; `2xv4-32` for two slices; `h100:8x2` for two hosts with 8 GPUs each.
-      generation: `v4`, `v5p`, `v5e` or `v6e`; a name in `GPUS`, or `cpu`.
+      generation: a name in `CHIPS` or `GPUS`, or `cpu`.
       topology: chips along x, y (and z) of one slice.
       host_bounds: the block of chips of one host.
       num_slices: number of slices.
@@ -120,7 +134,7 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """Properties of one chip."""
+        """Properties of one JAX device, and their number on a chip."""
         if self.generation == "cpu":
             return _cpu(self.chips_per_host)
         return CHIPS.get(self.generation) or GPUS[self.generation]
@@ -132,18 +146,38 @@ class Slice:
 
     @property
     def chips(self) -> int:
-        """Number of chips (JAX devices) of the whole job."""
-        return self.num_slices * self.chips_per_slice
-
-    @property
-    def chips_per_slice(self) -> int:
-        """Number of chips of one slice, which ICI connects."""
-        return math.prod(self.topology)
+        """Number of chips of the whole job."""
+        return self.num_slices * math.prod(self.topology)
 
     @property
     def chips_per_host(self) -> int:
-        """Number of chips (JAX devices) per host."""
+        """Number of chips per host."""
         return math.prod(self.host_bounds)
+
+    @property
+    def devices(self) -> int:
+        """Number of JAX devices of the whole job."""
+        return self.chips * self.chip.devices
+
+    @property
+    def devices_per_slice(self) -> int:
+        """Number of JAX devices of one slice, which ICI connects."""
+        return self.devices // self.num_slices
+
+    @property
+    def devices_per_host(self) -> int:
+        """Number of JAX devices per host."""
+        return self.chips_per_host * self.chip.devices
+
+    @property
+    def counted(self) -> str:
+        """The number of chips as text, and of devices where they differ: `4 chips (8 devices)`."""
+        return _counted(self.chips, self.chip)
+
+    @property
+    def counted_per_host(self) -> str:
+        """The number of chips of a host as text, and of devices where they differ."""
+        return _counted(self.chips_per_host, self.chip)
 
     @property
     def single(self) -> Slice:
@@ -172,7 +206,7 @@ class Slice:
 
     @property
     def wraparound(self) -> tuple[bool, ...]:
-        """Returns whether each axis is a ring: all of v4 and v5p if each is a multiple of 4; one of 16 of v5e and v6e.
+        """Returns whether each axis is a ring: of 3, all if each is a multiple of 4; of 2 (v5e, v6e), one of 16.
 
         GPUs have no such axes.
         """
@@ -186,7 +220,7 @@ class Slice:
         """Returns model FLOPs utilization: the model's FLOP/s as a fraction of the bfloat16 peak.
 
         Args:
-          flops: FLOPs of one step on all chips, without recomputation.
+          flops: FLOPs of one step on all devices, without recomputation.
           seconds: duration of the step.
           peak_flops: FLOP/s of the whole job; None: those of the table, which has none for CPUs.
 
@@ -207,33 +241,42 @@ class Slice:
     @property
     def host_memory_bytes(self) -> int:
         """Memory of one host in bytes, as specified for its virtual machine."""
-        return int(self.chips_per_host * self.chip.host_memory_bytes)
+        return int(self.devices_per_host * self.chip.host_memory_bytes)
 
     @property
     def peak_flops(self) -> float:
         """Peak bfloat16 FLOP/s of the whole job; 0 for CPUs."""
-        return self.chips * self.chip.peak_flops
+        return self.devices * self.chip.peak_flops
 
     @property
     def hbm_bytes(self) -> int:
         """HBM of the whole job in bytes."""
-        return self.chips * self.chip.hbm_bytes
+        return self.devices * self.chip.hbm_bytes
 
     @property
     def topology_name(self) -> str:
         """The topology as text, for example `2x2x4`."""
         return "x".join(map(str, self.topology))
 
-    def chips_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Returns the coordinates of every chip of one slice, by host (process) and local device; x varies fastest."""
+    def devices_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Returns the coordinates of the chip of every device of one slice, and its number on the chip, by host.
+
+        A host (process) has its devices in this order: those of a chip are neighbors, then x varies fastest.
+        """
         blocks = [t // b for t, b in zip(self.topology, self.host_bounds, strict=True)]
         return tuple(
             tuple(
-                tuple(h * b + c for h, b, c in zip(host, self.host_bounds, chip, strict=True))
+                (*(h * b + c for h, b, c in zip(host, self.host_bounds, chip, strict=True)), core)
                 for chip in _x_fastest(self.host_bounds)
+                for core in range(self.chip.devices)
             )
             for host in _x_fastest(blocks)
         )
+
+
+def _counted(chips: int, chip: Chip) -> str:
+    also = f" ({units.counted(chips * chip.devices, 'device')})" if chip.devices > 1 else ""
+    return units.counted(chips, "chip") + also
 
 
 def _x_fastest(bounds) -> list[tuple[int, ...]]:
@@ -278,8 +321,18 @@ def get(name: str) -> Slice:
         return SLICES[canonical]
     raise UserError(
         f"unknown TPU slice {name!r}: expected one of {', '.join(SLICES)}. "
-        f"Nearest: {', '.join(_nearest(canonical))}. `launch/run slices` prints what each has."
+        f"Nearest: {', '.join(_nearest(canonical))}.{_by_chips(canonical)} `launch/run slices` prints what each has."
     )
+
+
+def _by_chips(name: str) -> str:
+    """Returns a hint if the part after the dash is a topology, or a number of chips where names count cores."""
+    generation, _, size = name.partition("-")
+    for found in SLICES.values():
+        if found.generation == generation and size in (found.topology_name, str(found.chips)):
+            counts = "chips" if found.chip.chips_per_name_unit == 1 else "TensorCores, two per chip"
+            return f" The number counts {counts}: {found.name} has {found.counted}, {found.topology_name}."
+    return ""
 
 
 def _of_devices(name: str) -> Slice:

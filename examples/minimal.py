@@ -88,7 +88,7 @@ def train(program, state):
 
 def main():
     """Trains, saves, and continues from the parameters under another strategy with another optimizer."""
-    distributed.initialize(single_process=True, local_cpu_devices=SLICE.chips)  # before anything uses a device
+    distributed.initialize(single_process=True, local_cpu_devices=SLICE.devices)  # before anything uses a device
     with tempfile.TemporaryDirectory() as run:
         program = program_of(strategies.fsdp(), optax.adamw(1e-2))
         state, position = train(program, program.init())

@@ -175,7 +175,7 @@ def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
     if is_simulated or not (jax.config.values["jax_platforms"] or tpu_host.chips()):
         jax.config.update("jax_platforms", "cpu")  # without chips, libtpu would print errors
     if is_simulated:
-        jax.config.update("jax_num_cpu_devices", slices.get(slice_name or ONE_CHIP).chips)
+        jax.config.update("jax_num_cpu_devices", slices.get(slice_name or ONE_CHIP).devices)
 
 
 def load(
@@ -286,7 +286,7 @@ def _published(
     if (published_files.small_files(folder) / published_files.TOKENIZER).exists():
         vocabulary = vocabularies.tokenizer(folder)
         vocabularies.check_fits(vocabulary, vocab_size=model.vocab_size)
-    chips = slices.get(slice_name or ONE_CHIP).chips
+    chips = slices.get(slice_name or ONE_CHIP).devices
     program = _bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(chips, length=32))
     begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
     found = LoadedModel(program, None, vocabulary, folder, begins_with_bos)
@@ -311,9 +311,9 @@ def _bound(
     model: Any, strategy: Strategy | None, slice_name: str | None, spec: Any, *, optimizer: Any = None, **stored: Any
 ) -> Program:
     slice_ = slices.get(slice_name or ONE_CHIP)
-    devices = jax.devices()[: slice_.chips]
-    if len(devices) < slice_.chips:
-        raise UserError(f"{slice_.name} has {slice_.chips} chips, and this process {len(devices)}: give --simulate")
+    devices = jax.devices()[: slice_.devices]
+    if len(devices) < slice_.devices:
+        raise UserError(f"{slice_.name} has {slice_.devices} devices, and this process {len(devices)}: give --simulate")
     at = Partitioner(strategy or strategies.data_parallel(), slice=slice_, devices=devices)
     unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))
     return at.program(model, optimizer or unused, spec, seed=0, **stored)

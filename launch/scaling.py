@@ -30,12 +30,12 @@ def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str
     experiment = loader.load(file, bindings=given, slice_name=scale_from).build()
     if any(phase.batch_size for phase in experiment.phases):
         raise UserError(f"--scale-from: PHASES of {file} set batch sizes; scale them by hand, in a copy of the file")
-    share = fractions.Fraction(slices.get(slice_name).chips, slices.get(scale_from).chips)
+    share = fractions.Fraction(slices.get(slice_name).devices, slices.get(scale_from).devices)
     rows = experiment.batch_size * share
     if rows.denominator > 1:
         raise UserError(
-            f"--scale-from {scale_from}: BATCH_SIZE = {experiment.batch_size} on {slices.get(scale_from).chips} chips "
-            f"is {float(rows):g} rows on {slices.get(slice_name).chips}; expected whole rows: give --gin "
+            f"--scale-from {scale_from}: BATCH_SIZE = {experiment.batch_size} on {slices.get(scale_from).devices} "
+            f"devices is {float(rows):g} rows on {slices.get(slice_name).devices}; expected whole rows: give --gin "
             f'"BATCH_SIZE = N" with a multiple of {share.denominator}'
         )
     streams = math.gcd(experiment.task.num_streams, int(rows))

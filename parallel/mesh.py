@@ -36,13 +36,13 @@ _COMPILE_ONLY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _DescribedChip:
-    """A device with the attributes that `create_device_mesh` reads; for CPU devices, those of the simulated chip."""
+class _Described:
+    """A device with the attributes that `create_device_mesh` reads; for CPU devices, those of the simulated device."""
 
     device: jax.Device
     id: int
     process_index: int
-    coords: tuple[int, int, int]
+    coords: tuple[int, ...]
     device_kind: str
     platform: str = "tpu"
     core_on_chip: int = 0
@@ -65,7 +65,7 @@ def make_mesh(
         the axes of the outer region before those of the inner one, and aborts the process otherwise.
       dcn_shape: degree by mesh axis across slices; the product is `slice.num_slices`.
       slice: the slice that the devices are, or simulate.
-      devices: all devices of all hosts; CPU devices may be more than `slice.chips`.
+      devices: all devices of all hosts; CPU devices may be more than `slice.devices`.
 
     Raises:
       UserError: the number or kind of devices does not match the slice.
@@ -74,18 +74,22 @@ def make_mesh(
     simulated = devices[0].platform == "cpu"
     if not simulated:
         _check_kind(devices, slice)
-    if len(devices) < slice.chips or (len(devices) > slice.chips and not simulated):
+    if len(devices) < slice.devices or (len(devices) > slice.devices and not simulated):
         raise UserError(
-            f"{slice.name} has {units.counted(slice.chips, 'device')} on {units.counted(slice.hosts, 'host')}, but "
+            f"{slice.name} has {units.counted(slice.devices, 'device')} on {units.counted(slice.hosts, 'host')}, but "
             f"JAX sees {units.counted(len(devices), f'{devices[0].device_kind} device')} on "
             f"{units.counted(len({d.process_index for d in devices}), 'host')}. "
-            + (f"Simulate it with JAX_NUM_CPU_DEVICES={slice.chips} or more" if simulated else "Name the actual slice")
+            + (
+                f"Simulate it with JAX_NUM_CPU_DEVICES={slice.devices} or more"
+                if simulated
+                else "Name the actual slice"
+            )
         )
     if slice.is_tpu:
-        chips = simulated_chips(devices, slice) if simulated else [_described(device, slice) for device in devices]
+        chips = simulated_devices(devices, slice) if simulated else [_described(device, slice) for device in devices]
         grid = np.vectorize(lambda chip: chip.device, otypes=[object])(_grid(shape, dcn_shape or {}, chips))
     else:  # GPUs of a host are connected alike, and the last axes of a mesh are those of the fastest network
-        grid = np.asarray(devices[: slice.chips]).reshape(tuple(shape.values()))
+        grid = np.asarray(devices[: slice.devices]).reshape(tuple(shape.values()))
     axes = sorted(shape, key=lambda axis: leading.index(axis) if axis in leading else len(leading))
     grid = grid.transpose([list(shape).index(axis) for axis in axes])
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -102,33 +106,36 @@ def _grid(shape: Mapping[str, int], dcn_shape: Mapping[str, int], chips: Sequenc
 def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
     if devices[0].device_kind not in slice.chip.kinds:
         raise UserError(
-            f"{slice.name} has {units.counted(slice.chips, f'{slice.chip.kinds[0]} chip')}, but JAX sees "
-            f"{units.counted(len(devices), f'{devices[0].device_kind} device')}; name the slice that this runs on"
+            f"{slice.name} has {units.counted(slice.devices, f'{slice.chip.kinds[0]} {slice.chip.unit}')}, but JAX "
+            f"sees {units.counted(len(devices), f'{devices[0].device_kind} device')}; name the slice that this runs on"
         )
 
 
-def simulated_chips(devices: Sequence[jax.Device], slice: Slice) -> list[_DescribedChip]:
-    """Returns the first `slice.chips` CPU devices, in process order, with the attributes of the chips they simulate."""
-    coordinates = [c for host in slice.chips_by_host() for c in host] * slice.num_slices
+def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Described]:
+    """Returns the first `slice.devices` CPU devices, in process order, described as those they simulate."""
+    places = [
+        ((c[0], c[1], *c[2:], 0)[:3], core) for host in slice.devices_by_host() for *c, core in host
+    ] * slice.num_slices
     x, y = slice.topology[:2]
     return [
-        _DescribedChip(
+        _Described(
             device=device,
-            id=c[0]
-            + x * (c[1] + y * (c[2] if len(c) == 3 else 0))
-            + slice.chips_per_slice * (i // slice.chips_per_slice),
-            process_index=i // slice.chips_per_host,
-            coords=(c[0], c[1], c[2] if len(c) == 3 else 0),
+            id=core
+            + slice.chip.devices * (c[0] + x * (c[1] + y * c[2]))
+            + slice.devices_per_slice * (i // slice.devices_per_slice),
+            process_index=i // slice.devices_per_host,
+            coords=c,
             device_kind=slice.chip.kinds[0],
-            slice_index=i // slice.chips_per_slice,
+            core_on_chip=core,
+            slice_index=i // slice.devices_per_slice,
         )
-        for i, (device, c) in enumerate(zip(devices, coordinates, strict=False))
+        for i, (device, (c, core)) in enumerate(zip(devices, places, strict=False))
     ]
 
 
-def _described(device: jax.Device, slice: Slice) -> _DescribedChip:
-    """Returns a TPU chip under the first name of its kind, which JAX uses to choose the order of some slices."""
-    return _DescribedChip(
+def _described(device: jax.Device, slice: Slice) -> _Described:
+    """Returns a TPU device under the first name of its kind, which JAX uses to choose the order of some slices."""
+    return _Described(
         device=device,
         id=device.id,
         process_index=device.process_index,
@@ -145,7 +152,7 @@ def devices_of(slice: Slice) -> list[jax.Device]:
     Those of TPUs are libtpu's descriptions, for which programs can be compiled. Those of GPUs and CPUs are CPU devices
     of this process, which must have as many (`jax_num_cpu_devices`).
     """
-    return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.chips]
+    return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.devices]
 
 
 def topology_devices(slice: Slice) -> list[jax.Device]:
@@ -164,7 +171,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
     if slice.generation == "v4":
         options["chip_config_name"] = "megacore"  # without it a device is one of a chip's two cores
     name = f"{slice.generation}:{slice.topology_name}"
-    with _environment(_COMPILE_ONLY | {"TPU_ACCELERATOR_TYPE": slice.name.rpartition("x")[2]}):
+    with _environment(_COMPILE_ONLY | {"TPU_ACCELERATOR_TYPE": slice.single.name}):
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 

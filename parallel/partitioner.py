@@ -270,7 +270,7 @@ class Program:
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
-            stages, chips = at.shape["stage"], at.slice.chips
+            stages, chips = at.shape["stage"], at.slice.devices
             if found := schedules.problems(at.pipeline, shapes.params, axes.params, stages=stages, chips=chips):
                 raise UserError(f"strategy {at.strategy.name!r} on {at.slice.name}:\n  " + "\n  ".join(found))
         _ = self.abstract_state

@@ -261,7 +261,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
             f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {units.counted(slices, 'slice')}, "
             f"but {slice.name} has {slice.num_slices}. {fix}"
         )
-    within = _resolve_within(strategy, slice.chips_per_slice, where=slice.name)
+    within = _resolve_within(strategy, slice.devices_per_slice, where=slice.name)
     return {axis: degree * across[axis] for axis, degree in within.items()}
 
 

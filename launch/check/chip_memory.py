@@ -38,7 +38,7 @@ def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> 
     """
     have, sizes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program)
     state = f"state {units.significant(sizes.everything / GIB)} GiB"
-    of = f"of {have / GIB:.4g} GiB per chip (arithmetic"
+    of = f"of {have / GIB:.4g} GiB per {program.partitioner.slice.chip.unit} (arithmetic"
     if sizes.everything > have:
         excess = f"{units.significant((sizes.everything - have) / GIB)} GiB too much"
         return Finding("memory", False, f"{state} {of}; activations not counted), {excess}. {_more_chips(program)}")
@@ -60,16 +60,16 @@ def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> 
 def _more_chips(program: Program) -> str:
     """Says how to need less memory per chip: split the state over more chips of the slice, or take a larger one."""
     slice_, sizes = program.partitioner.slice, report.totals(program)
-    least = sizes.whole / slice_.chips
+    least = sizes.whole / slice_.devices
     if least > slice_.chip.usable_hbm_bytes:
         needed = math.ceil(sizes.whole / slice_.chip.usable_hbm_bytes)
         return (
-            f"Take a larger slice: {slice_.name} has {slice_.chips:,} chips, and the whole state of "
+            f"Take a larger slice: {slice_.name} has {slice_.devices:,} {slice_.chip.unit}s, and the whole state of "
             f"{units.size(sizes.whole)} alone fills {needed:,}."
         )
     if sizes.everything > 2 * least:
         return (
-            f"Split it over more chips (STRATEGY = @strategies.fsdp(), or tensor): over all {slice_.chips:,} of "
-            f"{slice_.name} the state is {units.significant(least / GIB)} GiB per chip."
+            f"Split it over more chips (STRATEGY = @strategies.fsdp(), or tensor): over all {slice_.devices:,} of "
+            f"{slice_.name} the state is {units.significant(least / GIB)} GiB per {slice_.chip.unit}."
         )
     return "Take a larger slice."

@@ -29,7 +29,7 @@ COMMAND = ("layouts", "describe")
 HELP = "say what a published model is: layers, parameters, cache, FLOPs, and slices that hold it for tuning"
 EXAMPLE = """launch/run describe hf://HuggingFaceTB/SmolLM2-135M
   launch/run describe gs://models/Llama-3.1-8B --length 8192"""
-_GENERATIONS = ("v4", "v5e", "v5p", "v6e")
+_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _LENGTH = 2048
 _MOST_CHIPS = 512
 _ATTENTION = ("query", "key", "value", "output")
@@ -105,9 +105,9 @@ def _cache_bytes(program: Program, length: int) -> int:
 def _smallest(model: Any, generation: str, *, length: int) -> str:
     """Returns the smallest slice that holds a step, with the memory of a chip."""
     for slice_ in slices.SLICES.values():
-        if not slice_.name.startswith(f"{generation}-") or slice_.chips > _MOST_CHIPS:
+        if not slice_.name.startswith(f"{generation}-") or slice_.devices > _MOST_CHIPS:
             continue
-        if model.embed_dim % slice_.chips:  # which `fsdp` divides
+        if model.embed_dim % slice_.devices:  # which `fsdp` divides
             continue
         program = _program(model, slice_, compiling.devices_of(slice_), length=length)
         have = slice_.chip.usable_hbm_bytes
@@ -124,4 +124,4 @@ def _smallest(model: Any, generation: str, *, length: int) -> str:
 def _program(model: Any, slice_: Slice, devices: Sequence[jax.Device], *, length: int) -> Program:
     bound = Partitioner(strategies.fsdp(), slice=slice_, devices=devices)
     adamw = optimizers.adamw(learning_rate=optimizers.constant(1e-4))
-    return bound.program(model, adamw, streams.batch_spec(slice_.chips, length=length), seed=0)
+    return bound.program(model, adamw, streams.batch_spec(slice_.devices, length=length), seed=0)

@@ -4,7 +4,7 @@ import argparse
 
 from rich.table import Table
 
-from core import slices
+from core import slices, units
 from core.slices import GIB
 from launch import terminal
 
@@ -19,12 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the slices whose names begin with the given text."""
-    chosen = [s for s in slices.SLICES.values() if s.name.startswith(args.name)] or [slices.get(args.name)]
-    table = Table("slice", "chips = JAX devices", "hosts", "topology", "wraparound", "bf16 peak", "HBM", box=None)
+    chosen = [s for s in slices.SLICES.values() if s.generation.startswith(args.name)] or [slices.get(args.name)]
+    table = Table("slice", "chips", "JAX devices", "hosts", "topology", "wraparound", "bf16 peak", "HBM", box=None)
     for s in chosen:
         wrap = ", ".join(axis for axis, w in zip("xyz", s.wraparound, strict=False) if w) or "no"
         memory = s.hbm_bytes / GIB
-        hbm = f"{memory / 1024:.3g} TiB" if memory >= 1024 else f"{memory:.3g} GiB"
-        table.add_row(s.name, str(s.chips), str(s.hosts), s.topology_name, wrap, f"{s.peak_flops / 1e15:.3g} PF", hbm)
+        hbm = f"{units.significant(memory / 1024)} TiB" if memory >= 1024 else f"{memory:.3g} GiB"
+        counts = map(str, (s.chips, s.devices, s.hosts))
+        table.add_row(s.name, *counts, s.topology_name, wrap, f"{units.significant(s.peak_flops / 1e15)} PF", hbm)
     terminal.console(100).print(table)
     return 0

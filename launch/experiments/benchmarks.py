@@ -121,7 +121,7 @@ def _require_memory(model: LoadedModel) -> None:
     """Checks that this machine has the memory for the parameters, if it simulates the chips of all hosts."""
     at = model.program.partitioner
     if at.mesh.devices.flat[0].platform == "cpu":
-        needed = report.totals(model.program).params * at.slice.chips
+        needed = report.totals(model.program).params * at.slice.devices
         name = at.slice.name
         distributed.decided_by_host_zero(lambda: host_memory.require_simulated(needed, slice_name=name))
 

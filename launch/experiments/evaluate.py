@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from core import slices, units, versions
+from core import slices, versions
 from core.checkpoints import steps as saved_steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
@@ -170,8 +170,7 @@ def run(args: argparse.Namespace) -> int:
         for note in found.config.notes:
             print(f"note: {note}")
         if alone:
-            chips = units.counted(slice_.chips, "chip")
-            print(f"no TPU here: the CPU simulates the {chips} of {slice_.name}", flush=True)
+            print(f"no TPU here: the CPU simulates the {slice_.counted} of {slice_.name}", flush=True)
     _evaluate(args, found, experiment, asked, host)
     return 0
 
@@ -212,7 +211,7 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
     # One error, not one per host, for a missing checkpoint and a wrong layout.
     saved_steps.select(found.run_dir, step=args.step, every=args.all_steps)
     program = experiment.bind(mesh.topology_devices(slice_))
-    host_memory.require_simulated(report.totals(program).everything * slice_.chips, slice_name=slice_.name)
+    host_memory.require_simulated(report.totals(program).everything * slice_.devices, slice_name=slice_.name)
     return simulated_hosts.evaluate(args, slice_)
 
 

@@ -81,14 +81,13 @@ def join(
     played = environment.read("RENGA_SIMULATE")
     if played and played != slice_.name:
         raise UserError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
-    own_chips = slice_.shared_by(layout.count or 1).chips_per_host if played else None
+    own_chips = slice_.shared_by(layout.count or 1).devices_per_host if played else None
     if not played and not slice_.is_tpu:
         own_chips = _use_platform(slice_)
     if not played and layout.count not in (None, slice_.hosts):
         raise UserError(
             f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {units.counted(slice_.hosts, 'host')} with "
-            f"{units.counted(slice_.chips_per_host, 'chip')} each: set {slice_.hosts}, or on a TPU leave it unset: JAX "
-            "finds the peers"
+            f"{slice_.counted_per_host} each: set {slice_.hosts}, or on a TPU leave it unset: JAX finds the peers"
         )
     faulthandler.enable()  # if C++ code aborts this process, its log has the stacks
     distributed.exit_at_once_on_exception()
@@ -123,7 +122,7 @@ def _use_platform(slice_: Slice) -> int | None:
 
         machine.prepare_gpus()
     jax.config.update("jax_platforms", platform_)
-    return slice_.chips_per_host if platform_ == "cpu" else None
+    return slice_.devices_per_host if platform_ == "cpu" else None
 
 
 def _devices(slice_: Slice) -> list[jax.Device]:
@@ -150,11 +149,11 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
             f"and no TPU. On a TPU host: is libtpu missing? Its chips: {tpu_host.chip_holders().detail}. "
             "On another machine, add --simulate"
         )
-    if len(devices) != slice_.chips:
+    if len(devices) != slice_.devices:
         raise UserError(
-            f"{slice_.name} has {units.counted(slice_.chips, 'device')} on {units.counted(slice_.hosts, 'host')}, but "
-            f"JAX sees {len(devices)} on {units.counted(jax.process_count(), 'host')}: run the same command on every "
-            "host of the slice, or name the slice this is"
+            f"{slice_.name} has {units.counted(slice_.devices, 'device')} on {units.counted(slice_.hosts, 'host')}, "
+            f"but JAX sees {len(devices)} on {units.counted(jax.process_count(), 'host')}: run the same command on "
+            "every host of the slice, or name the slice this is"
             + ("; slices find one another through MEGASCALE_NUM_SLICES, …_SLICE_ID" if slice_.num_slices > 1 else "")
         )
 

@@ -28,7 +28,13 @@ HELP = "write the JobSet with which GKE runs an experiment on a slice"
 EXAMPLE = "launch/run jobset v4-32 gin/valkyrie_7b.gin --image IMAGE --run-dir gs://bucket/first --out job.json"
 
 # Node labels of GKE by generation.
-ACCELERATORS = {"v4": "tpu-v4-podslice", "v5p": "tpu-v5p-slice", "v5e": "tpu-v5-lite-podslice", "v6e": "tpu-v6e-slice"}
+ACCELERATORS = {
+    "v4": "tpu-v4-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
+}
 PORTS = (8471, 8080)  # of libtpu between hosts, and of Megascale between slices
 _CONTAINER = "train"
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")

@@ -39,6 +39,7 @@ RUNTIMES = {
     "v5p": "v2-alpha-tpuv5",
     "v5e": "v2-alpha-tpuv5-lite",
     "v6e": "v2-alpha-tpuv6e",
+    "tpu7x": "v2-alpha-tpu7-ubuntu2404",
 }
 
 

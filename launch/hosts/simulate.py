@@ -44,8 +44,8 @@ rm -rf "$1"
 
 def announce(slice_: slices.Slice, log_directory: Path) -> None:
     """Prints the slice that is about to be simulated, with its hosts and chips."""
-    hosts, chips = units.counted(slice_.hosts, "host"), units.counted(slice_.chips_per_host, "chip")
-    print(f"Simulating {slice_.name}: {hosts} x {chips}; logs in {log_directory}", flush=True)
+    hosts = units.counted(slice_.hosts, "host")
+    print(f"Simulating {slice_.name}: {hosts} x {slice_.counted_per_host}; logs in {log_directory}", flush=True)
 
 
 def run(
@@ -108,7 +108,7 @@ def _environment(slice_: slices.Slice, *, index: int, port: int, secret: str, ho
         **os.environ,
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(slice_.chips_per_host),
+        "JAX_NUM_CPU_DEVICES": str(slice_.devices_per_host),
         "RENGA_JOIN_SECRET": secret,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_PROCESS_INDEX": str(index),

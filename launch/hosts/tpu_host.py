@@ -82,7 +82,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
         raise UserError(f"{where} is a {accelerator_type}, which the slice table does not have: {error}") from error
     if actual != slice_.single:
         told, asked = (
-            f"{s.name} ({units.counted(s.chips, 'device')} on {units.counted(s.hosts, 'host')})"
+            f"{s.name} ({units.counted(s.devices, 'device')} on {units.counted(s.hosts, 'host')})"
             for s in (actual, slice_)
         )
         raise UserError(

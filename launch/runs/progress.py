@@ -109,7 +109,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
     sizes = report.totals(program)
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
     card = {
-        "slice": f"{slice_.name}: {units.counted(slice_.chips, 'chip' if slice_.is_tpu else 'device')} on "
+        "slice": f"{slice_.name}: {slice_.counted if slice_.is_tpu else units.counted(slice_.devices, 'device')} on "
         f"{units.counted(slice_.hosts, 'host')}"
         + (f", {slice_.topology_name}" if slice_.is_tpu else f", {jax.devices()[0].device_kind}")
         + (f"; simulated by {units.counted(host.count, 'process', 'processes')}" if host.simulated else ""),
@@ -117,8 +117,8 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(experiment.model),
         "data": experiment.task.describe(),
         "batch": _batch(experiment),
-        "state": f"{units.size(sizes.everything)} per chip (parameters {units.size(sizes.params)}, optimizer "
-        f"{units.size(sizes.opt_state)}); {units.size(sizes.whole)} in all",
+        "state": f"{units.size(sizes.everything)} per {slice_.chip.unit} (parameters {units.size(sizes.params)}, "
+        f"optimizer {units.size(sizes.opt_state)}); {units.size(sizes.whole)} in all",
     }
     if slice_.chip.platform == "cuda":
         card |= _on_gpus(experiment, program)

@@ -71,7 +71,7 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
 
 def rows_for(examples: Mapping[str, Example]) -> int:
     """Returns a number of rows that divides over the chips of all these slices."""
-    return math.lcm(ROWS, *(slices.get(example.slice).chips for example in examples.values()))
+    return math.lcm(ROWS, *(slices.get(example.slice).devices for example in examples.values()))
 
 
 def measure_played(
@@ -271,7 +271,7 @@ def _provide_devices(examples: Iterable[Example]) -> None:
     Raises:
       UserError: a module of the experiment has already used a device, which fixes their number.
     """
-    needed = max(slices.get(example.slice).chips for example in examples)
+    needed = max(slices.get(example.slice).devices for example in examples)
     try:
         if jax.config.values["jax_num_cpu_devices"] < needed:
             jax.config.update("jax_num_cpu_devices", needed)

@@ -58,7 +58,7 @@ def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: fl
         "batches": _ASSEMBLED * rows * row_bytes,
         "row numbers": rows * _ROW_NUMBER_BYTES,
         "evaluation": 0 if held_out_rows_end else eval_batches * rows * row_bytes,
-        "saved activations": int(saved_bytes * program.partitioner.slice.chips_per_host),
+        "saved activations": int(saved_bytes * program.partitioner.slice.devices_per_host),
         "a checkpoint": report.totals(program).whole // program.partitioner.slice.hosts,
     }
 
@@ -72,7 +72,7 @@ def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, i
         "batches": slice_.hosts * own["batches"] + prefetch.HELD * batch,
         "row numbers": slice_.hosts * own["row numbers"],
         "evaluation": slice_.hosts * own["evaluation"],
-        "state and gradients": (sizes.everything + sizes.params) * slice_.chips,
+        "state and gradients": (sizes.everything + sizes.params) * slice_.devices,
     }
 
 

@@ -111,7 +111,7 @@ def _work(sharded: ShardedState, step: Step) -> Work:
 
 def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, float]:
     """Returns the FLOPs of a chip's products, and of its kernels, in a step; bubbles of a pipeline compute layers."""
-    schedule, rows = sharded.tables.pipeline, step.batch_size / sharded.trace.slice.chips
+    schedule, rows = sharded.tables.pipeline, step.batch_size / sharded.trace.slice.devices
     if schedule is None:
         return work.flops * rows, work.kernel_flops * rows
     bubbles = schedule.ticks(sharded.shape["stage"]) / schedule.turns - 1

@@ -173,7 +173,7 @@ def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple
     """Yields degrees: the free axis takes the remaining chips, others each divisor above 1, and 1 by default."""
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
         return  # a strategy for several slices
-    divisors = [n for n in range(2, slice.chips_per_slice + 1) if slice.chips_per_slice % n == 0]
+    divisors = [n for n in range(2, slice.devices_per_slice + 1) if slice.devices_per_slice % n == 0]
     if "slices" in defaults and slice.num_slices > 1:
         divisors.insert(0, 1)  # stages across slices need no axis within a slice
     fixed = {"slices": [slice.num_slices]} | {name: [-1] for name, default in defaults.items() if default == -1}
@@ -181,7 +181,7 @@ def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple
     for values in itertools.product(*options):
         degrees = tuple(zip(defaults, values, strict=True))
         within = math.prod(degree for name, degree in degrees if name != "slices" and degree > 0)
-        if slice.chips_per_slice % within == 0:
+        if slice.devices_per_slice % within == 0:
             yield degrees
 
 

@@ -26,8 +26,9 @@ from parallel.planning.links import Links
 
 # Cycles per second. v4: Jouppi et al. 2023 ("TPU v4"), table 4: 1050 MHz. The others: peak FLOP/s over the FLOPs that
 # the matrix units do per cycle (Google Cloud, "TPU v5p", "TPU v5e", "TPU v6e"): 2 x 4 units of 128 x 128 in v5p, 4 in
-# v5e, and in v6e as many FLOPs as the compiler counts per cycle (a test compiles a product for each generation).
-CLOCK_HZ: Mapping[str, float] = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9}
+# v5e, and in v6e as many FLOPs as the compiler counts per cycle (a test compiles a product for each generation). The
+# peak of tpu7x is that of 2.2 GHz; by default it runs at 1.9 GHz, where its published products reach 956 TFLOP/s.
+CLOCK_HZ: Mapping[str, float] = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9, "tpu7x": 1.9e9}
 # Of peak, in a kernel. Assumed; published rates of causal flash attention on TPUs are 30 to 60 %.
 KERNEL_SHARE_OF_PEAK = 0.4
 _GROUPED = (

@@ -4,7 +4,8 @@ Chips form a grid with a link between neighbors along every dimension. In a gath
 has one link's bandwidth for each dimension that it spans, or two where wraparound links close the dimension into a
 ring, so that each chip sends in both directions. On an open line the chips at the ends have only one link, and all
 data must cross it; therefore a v4-32 (2x2x4, no wraparound) has 3 links for a group of all its chips, not 6. A group
-of every second chip shares its links with the interleaved group and gets half.
+of every second chip shares its links with the interleaved group and gets half. So does a group of one device of each
+chip where a chip has two (tpu7x); a group of both needs the links once, because they pass to one another what arrives.
 
 Wraparound is `core.slices.Slice.wraparound`: v4 and v5p from a 4x4x4 cube up, v5e and v6e along a dimension of 16
 (Google Cloud, "TPU architecture"; "How to Scale Your Model", chapter 2). Link bandwidths are `core.slices.CHIPS`, in
@@ -22,12 +23,22 @@ from core.slices import Slice
 from parallel import mesh as meshes
 from parallel.compiled.traffic import Collective
 
-# Bytes per second that one chip can send to other slices ("How to Scale Your Model", chapter 2: typical DCN bandwidth
-# per TPU). With 4 chips on a v4 or v5p host that is `core.slices.DCN_BYTES_PER_SECOND_PER_HOST`.
-DCN_BYTES_PER_SECOND: Mapping[str, float] = {"v4": 6.25e9, "v5p": 6.25e9, "v5e": 3.125e9, "v6e": 12.5e9}
-# Between a chip and its host, in one direction. Assumed: "How to Scale Your Model", chapter 2, says about 16 GB/s per
-# chip; v6e has PCIe 5 (Google Cloud, "TPU v6e"), of which half is counted here.
-PCIE_BYTES_PER_SECOND: Mapping[str, float] = {"v4": 16e9, "v5p": 16e9, "v5e": 16e9, "v6e": 32e9}
+# Bytes per second that one device can send to other slices ("How to Scale Your Model", chapter 2: typical DCN bandwidth
+# per TPU; half of the 100 Gb/s of a chip for tpu7x: Google Cloud, "TPU7x"). With 4 chips on a v4 or v5p host that is
+# `core.slices.DCN_BYTES_PER_SECOND_PER_HOST`.
+DCN_BYTES_PER_SECOND: Mapping[str, float] = {
+    "v4": 6.25e9,
+    "v5p": 6.25e9,
+    "v5e": 3.125e9,
+    "v6e": 12.5e9,
+    "tpu7x": 6.25e9,
+}
+# Between a device and its host, in one direction. Assumed: "How to Scale Your Model", chapter 2, says about 16 GB/s per
+# chip; v6e has PCIe 5 (Google Cloud, "TPU v6e"), of which half is counted here. For tpu7x, two devices share as much.
+PCIE_BYTES_PER_SECOND: Mapping[str, float] = {"v4": 16e9, "v5p": 16e9, "v5e": 16e9, "v6e": 32e9, "tpu7x": 16e9}
+
+# Bandwidth between the two devices of a tpu7x chip, in ICI links (Google Cloud, "TPU7x": six times one of them).
+LINKS_WITHIN_CHIP = 6
 
 
 class Extent(NamedTuple):
@@ -35,7 +46,8 @@ class Extent(NamedTuple):
 
     Attributes:
       chips: number of coordinates that the group occupies.
-      stride: distance between neighbors; interleaved groups share the same links.
+      stride: number of groups that share its links: the distance between neighbors of the group, times the devices
+        of a chip if each is in another group.
       is_ring: whether wraparound links close it.
     """
 
@@ -56,7 +68,7 @@ class Links:
         """Takes a mesh over the chips of `slice`, or over CPU devices that simulate them."""
         self.slice = slice
         self._shape = dict(mesh.shape)
-        self._coordinates = _chip_coordinates(mesh, slice)
+        self._coordinates = _coordinates(mesh, slice)
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
         """Returns the extent of a group of chips along each dimension of the slice that the group spans.
@@ -64,25 +76,35 @@ class Links:
         Args:
           axes: mesh axes that vary in the group; all groups of a mesh have the same extents.
         """
-        index = tuple(slice(None) if axis in axes else 0 for axis in self._shape)
-        group = self._coordinates[index].reshape(-1, self._coordinates.shape[-1])  # [chips, dimensions]
+        group, sharing = self._group(axes), self.slice.chip.devices // self._on_chip(axes)
         bounds = zip(self.slice.topology, self.slice.wraparound, strict=True)
         found = [_extent(group[:, i], *bound) for i, bound in enumerate(bounds)]
-        return tuple(extent for extent in found if extent.chips > 1)
+        return tuple(extent._replace(stride=extent.stride * sharing) for extent in found if extent.chips > 1)
+
+    def _group(self, axes: Sequence[str]) -> np.ndarray:
+        """Returns the coordinates of the first group, and the number of each device on its chip, [devices, D + 1]."""
+        index = tuple(slice(None) if axis in axes else 0 for axis in self._shape)
+        return self._coordinates[index].reshape(-1, self._coordinates.shape[-1])
+
+    def _on_chip(self, axes: Sequence[str]) -> int:
+        """Returns the number of devices of each chip that are in a group."""
+        return len(set(self._group(axes)[:, -1]))
 
     def count(self, axes: Sequence[str], *, group_size: int | None = None) -> float:
-        """Returns the number of links, in one direction, that a chip can use at once in a gather or a reduction.
+        """Returns the number of links, in one direction, that a device can use at once in a gather or a reduction.
 
         Args:
           axes: mesh axes that vary in the group.
-          group_size: number of chips of the group, if it spans only part of these axes: 2 chips use one link, 4 chips
-            at most two.
+          group_size: number of devices of the group, if it spans only part of these axes: 2 chips use one link, 4
+            chips at most two.
         """
-        whole = math.prod(self._shape[axis] for axis in axes)
+        whole, on_chip = math.prod(self._shape[axis] for axis in axes), self._on_chip(axes)
+        if 1 < (group_size or whole) <= on_chip:
+            return LINKS_WITHIN_CHIP
         total = sum(extent.links for extent in self.extents(axes)) or 1.0
         if group_size is None or group_size >= whole:
             return total
-        return min(total, max(1, int(math.log2(group_size))))
+        return min(total, max(1, int(math.log2(group_size // on_chip))))
 
     def permute_load(self, axes: Sequence[str]) -> float:
         """Returns the number of messages on the busiest link when every chip sends to the next one along `axes`.
@@ -101,24 +123,26 @@ class Links:
         rate, axes = self.slice.chip.link_bytes_per_second, collective.axes
         if not axes:
             return 0.0
+        if not self.extents(axes):  # between the devices of a chip
+            return collective.wire_bytes / (rate * self.count(axes))
         if collective.kind == "collective-permute":
             return collective.wire_bytes * self.permute_load(axes) / rate
         if collective.kind.endswith("all-to-all"):
-            crossing = max((_crossing(extent) for extent in self.extents(axes)), default=0.0)
+            crossing = max(_crossing(extent) for extent in self.extents(axes)) * self._on_chip(axes)
             return max(collective.payload_bytes * crossing, collective.wire_bytes) / rate
         return collective.wire_bytes / (rate * self.count(axes, group_size=collective.group_size))
 
 
-def _chip_coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> np.ndarray:
-    """Returns the position of each chip of a mesh inside its slice, [*mesh shape, dimensions of the topology]."""
-    chips = list(mesh.devices.flat)
-    if chips[0].platform == "cpu":
-        simulated = meshes.simulated_chips(sorted(chips, key=lambda d: (d.process_index, d.id)), slice)
-        by_device = {chip.device: chip for chip in simulated}
-        chips = [by_device[device] for device in chips]
+def _coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> np.ndarray:
+    """Returns the place of each device, [*mesh shape, D + 1]: of its chip in the slice, then its number on the chip."""
+    devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        simulated = meshes.simulated_devices(sorted(devices, key=lambda d: (d.process_index, d.id)), slice)
+        by_device = {described.device: described for described in simulated}
+        devices = [by_device[device] for device in devices]
     dimensions = len(slice.topology)
-    coordinates = np.array([chip.coords[:dimensions] for chip in chips])
-    return coordinates.reshape(*mesh.devices.shape, dimensions)
+    coordinates = np.array([(*device.coords[:dimensions], device.core_on_chip) for device in devices])
+    return coordinates.reshape(*mesh.devices.shape, dimensions + 1)
 
 
 def _extent(places: np.ndarray, size: int, wraps: bool) -> Extent:

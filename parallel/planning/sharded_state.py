@@ -99,7 +99,7 @@ class ShardedState:
         schedule, shapes, axes = self.tables.pipeline, self.trace.shapes.params, self.trace.axes.params
         if schedule is None:
             return
-        sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.chips}
+        sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.devices}
         if found := schedules.problems(schedule, shapes, axes, **sizes):
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 

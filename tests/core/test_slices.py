@@ -1,10 +1,12 @@
 """The slice table against published figures and libtpu's description of each topology."""
 
 import math
+import re
 
 import pytest
 
 from core import slices
+from core.errors import UserError
 
 # name: (chips, hosts, topology, wraparound, bf16 PFLOP/s, HBM GiB); Google's TPU pages.
 PUBLISHED = {
@@ -21,6 +23,9 @@ PUBLISHED = {
     "v5p-256": (128, 32, "4x4x8", True, 59, 12160),
     "v5p-512": (256, 64, "4x8x8", True, 118, 24320),
     "v5p-1024": (512, 128, "8x8x8", True, 235, 48640),
+    "tpu7x-8": (4, 1, "2x2x1", False, 9.228, 768),
+    "tpu7x-128": (64, 16, "4x4x4", True, 147.6, 12288),
+    "tpu7x-18432": (9216, 2304, "16x24x24", True, 21261, 1769472),
 }
 
 
@@ -33,6 +38,16 @@ def test_published_figures(name):
     assert s.wraparound == (wraparound,) * 3
     assert math.isclose(s.peak_flops / 1e15, petaflops, rel_tol=0.01)
     assert s.hbm_bytes == hbm_gib * slices.GIB
+    assert s.devices == chips * (2 if name.startswith("tpu7x") else 1)
+
+
+def test_a_chip_may_have_two_devices():
+    two = slices.get("2xtpu7x-32")
+    assert (two.chips, two.devices, two.devices_per_slice) == (32, 64, 32)
+    assert (two.hosts, two.chips_per_host, two.devices_per_host) == (8, 4, 8)
+    assert (two.counted, two.counted_per_host) == ("32 chips (64 devices)", "4 chips (8 devices)")
+    assert two.single is slices.get("tpu7x-32")
+    assert slices.get("v4-32").counted == "16 chips"
 
 
 def test_gpus_are_on_no_ring():
@@ -46,14 +61,17 @@ def test_range_of_the_table():
     assert slices.get("v6e-128").wraparound == (False, True)
 
 
-@pytest.mark.parametrize("name", ["v4-8", "v4-32", "v4-64", "v5p-128", "v5e-8", "v5e-32", "v6e-16"])
+@pytest.mark.parametrize(
+    "name", ["v4-8", "v4-32", "v4-64", "v5p-128", "v5e-8", "v5e-32", "v6e-16", "tpu7x-16", "tpu7x-128"]
+)
 def test_host_order_and_coordinates_are_those_of_libtpu(name, tpu_topology):
     s = slices.get(name)
     real: dict[int, list] = {}
     for device in tpu_topology(name):
         assert device.device_kind == s.chip.kinds[0]
-        real.setdefault(device.process_index, []).append(tuple(device.coords)[: len(s.topology)])
-    assert tuple(tuple(real[h]) for h in sorted(real)) == s.chips_by_host()
+        place = (*device.coords[: len(s.topology)], device.core_on_chip)
+        real.setdefault(device.process_index, []).append(place)
+    assert tuple(tuple(real[h]) for h in sorted(real)) == s.devices_by_host()
 
 
 @pytest.mark.covers("R08")
@@ -62,6 +80,20 @@ def test_host_order_and_coordinates_are_those_of_libtpu(name, tpu_topology):
 )
 def test_unknown_slice_names_the_nearest(wrong, nearest):
     with pytest.raises(ValueError, match=f"unknown TPU slice '{wrong}'.*Nearest:.*{nearest}"):
+        slices.get(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("tpu7x-4", "TensorCores, two per chip: tpu7x-8 has 4 chips (8 devices), 2x2x1"),
+        ("tpu7x-4x4x4", "TensorCores, two per chip: tpu7x-128 has 64 chips (128 devices), 4x4x4"),
+        ("v4-4", "TensorCores, two per chip: v4-8 has 4 chips, 2x2x1"),
+        ("v5e-4x4", "chips: v5e-16 has 16 chips, 4x4"),
+    ],
+)
+def test_a_name_that_counts_otherwise_is_answered_with_the_right_number(wrong, meant):
+    with pytest.raises(UserError, match=re.escape(f"The number counts {meant}.")):
         slices.get(wrong)
 
 

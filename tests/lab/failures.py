@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     from tests.lab import harness, scenarios
 
     os.environ["RENGA_JOIN_SECONDS"] = str(scenarios.JOIN_SECONDS)
-    jax.config.update("jax_num_cpu_devices", slices.get(harness.SLICE).chips)  # to restore checkpoints in this process
+    jax.config.update(
+        "jax_num_cpu_devices", slices.get(harness.SLICE).devices
+    )  # to restore checkpoints in this process
     for name in ("kills", "flips"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} {getattr(args, name)}: expected 0 or more")

@@ -78,12 +78,12 @@ def write_sparse(model: transformer.Transformer, folder: pathlib.Path) -> None:
 
 def _host(args: argparse.Namespace) -> int:
     slice_ = slices.get(args.slice)
-    jax.config.update("jax_num_cpu_devices", slice_.chips // slice_.hosts)
+    jax.config.update("jax_num_cpu_devices", slice_.devices // slice_.hosts)
     jax.distributed.initialize(f"127.0.0.1:{args.port}", slice_.hosts, args.host)
     partitioner = Partitioner(strategies.fsdp(), slice=slice_, devices=jax.devices())
     unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))
     program = partitioner.program(
-        pretrained.model(args.folder), unused, streams.batch_spec(slice_.chips, length=32), seed=0
+        pretrained.model(args.folder), unused, streams.batch_spec(slice_.devices, length=32), seed=0
     )
     if args.host == 0:
         print(_measured(program, args.folder), flush=True)

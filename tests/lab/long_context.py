@@ -55,7 +55,7 @@ def measure(model: Transformer, length: int) -> dict[str, Any]:
     """Compiles a training step of one row per chip; `needed` is the HBM of one that does not fit."""
     slice_ = slices.get(SLICE)
     at = Partitioner(strategies.fsdp(), slice=slice_, devices=compiling.devices_of(slice_))
-    spec = streams.batch_spec(slice_.chips, length=length)
+    spec = streams.batch_spec(slice_.devices, length=length)
     bound = at.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
     try:
         found = analysis.analyze(bound)

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 
-from core import slices, types
+from core import slices, types, units
 from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch import environment, experiment, settings
@@ -179,15 +179,23 @@ def _slices() -> Iterator[str]:
     yield "`launch/run slices` prints this table. `NxSLICE`, such as `2xv4-32`, is a job of several slices."
     yield "`local` stands for the devices of this machine, and `h100:8x2` for 2 hosts with 8 GPUs each."
     yield ""
+    yield "The number of a v4, v5p or tpu7x counts TensorCores, of which a chip has two; others count chips."
+    yield "Each TensorCore of tpu7x is a JAX device with half of the chip's memory and FLOP/s."
+    yield ""
     rows = (
-        [f"`{s.name}`", str(s.chips), str(s.hosts), s.topology_name, f"{s.peak_flops / 1e15:.3g}", _memory(s.hbm_bytes)]
+        [
+            f"`{s.name}`",
+            *map(str, (s.chips, s.devices, s.hosts, s.topology_name)),
+            units.significant(s.peak_flops / 1e15),
+            _memory(s.hbm_bytes),
+        ]
         for s in slices.SLICES.values()
     )
-    yield from _table(["slice", "JAX devices", "hosts", "topology", "peak, bf16 PFLOP/s", "HBM"], rows)
+    yield from _table(["slice", "chips", "JAX devices", "hosts", "topology", "peak, bf16 PFLOP/s", "HBM"], rows)
 
 
 def _memory(count: float) -> str:
-    return f"{count / GIB / 1024:.3g} TiB" if count >= 1024 * GIB else f"{count / GIB:.3g} GiB"
+    return f"{units.significant(count / GIB / 1024)} TiB" if count >= 1024 * GIB else f"{count / GIB:.3g} GiB"
 
 
 def _exit_codes() -> Iterator[str]:

@@ -49,7 +49,7 @@ def test_a_strategy_file_binds_a_table_that_fits(name):
     experiment = valkyrie(f"strategies/{name}", at=AT.get(name, "v4-32"))
     assert experiment.strategy.name == name
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
-    assert program.partitioner.mesh.size == slices.get(experiment.slice).chips
+    assert program.partitioner.mesh.size == slices.get(experiment.slice).devices
 
 
 def test_there_is_a_file_for_every_strategy_and_each_says_what_it_is():

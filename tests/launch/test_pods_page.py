@@ -24,7 +24,7 @@ def test_the_table_of_slices_is_true():
     assert len(rows) == 6
     for name, hosts, devices, topology in rows:
         found = slices.get(name)
-        assert (found.hosts, found.chips, found.topology_name) == (int(hosts), int(devices), topology)
+        assert (found.hosts, found.devices, found.topology_name) == (int(hosts), int(devices), topology)
 
 
 @pytest.mark.covers("E10")
@@ -57,7 +57,7 @@ def test_the_rehearsal_on_one_host_is_the_same_experiment_with_the_same_work_for
     assert repr(small.model) == repr(loader.load("gin/arrcoc/v5p_8.gin").build().model)
     assert repr(small.model) == repr(large.model)
     assert small.strategy.name == large.strategy.name
-    per_chip = [e.batch_size / slices.get(e.slice).chips for e in (small, large)]
+    per_chip = [e.batch_size / slices.get(e.slice).devices for e in (small, large)]
     assert per_chip == [4, 4]
     assert small.task.spec(16)["images"].shape[1:] == large.task.spec(256)["images"].shape[1:]
     assert (small.row_length, small.total_steps) == (large.row_length, large.total_steps)

@@ -56,7 +56,7 @@ def test_a_row_of_zeros_and_one_large_value_stay_apart():
 
 def bind(tables, slice_name="v4-16", model=MODEL, devices=None):
     chips = slices.get(slice_name)
-    at = Partitioner(tables, slice=chips, devices=devices or jax.devices()[: chips.chips])
+    at = Partitioner(tables, slice=chips, devices=devices or jax.devices()[: chips.devices])
     spec = streams.batch_spec(agreement_subjects.ROWS, length=agreement_subjects.LENGTH)
     return at.program(model, agreement_subjects.OPTIMIZER, spec, seed=0)
 

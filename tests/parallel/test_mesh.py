@@ -40,17 +40,17 @@ class Cpu:
 
 @pytest.mark.covers("M03")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["v4-8", "v4-16", "v4-32", "v4-64", "v5p-128", "v5e-16"])
+@pytest.mark.parametrize("name", ["v4-8", "v4-16", "v4-32", "v4-64", "v5p-128", "v5e-16", "tpu7x-32", "tpu7x-128"])
 def test_the_simulated_mesh_is_that_of_libtpu(name, shape, tpu_topology, monkeypatch):
     slice_ = slices.get(name)
-    shape = sized(shape, slice_.chips)
+    shape = sized(shape, slice_.devices)
     monkeypatch.setattr(mesh, "Mesh", lambda grid, names, **_: grid)  # a Mesh wants real devices
-    played = mesh.make_mesh(shape, slice=slice_, devices=[Cpu(i) for i in range(slice_.chips)])
+    played = mesh.make_mesh(shape, slice=slice_, devices=[Cpu(i) for i in range(slice_.devices)])
     real = mesh.make_mesh(shape, slice=slice_, devices=tpu_topology(name))
-    coordinates = [c for host in slice_.chips_by_host() for c in host]
-    want = [tuple(chip.coords)[: len(slice_.topology)] for chip in real.flat]
+    places = [place for host in slice_.devices_by_host() for place in host]
+    want = [(*device.coords[: len(slice_.topology)], device.core_on_chip) for device in real.flat]
     assert played.shape == real.shape == tuple(shape.values())
-    assert [coordinates[cpu.id] for cpu in played.flat] == want
+    assert [places[cpu.id] for cpu in played.flat] == want
 
 
 @pytest.mark.covers("M03")
@@ -76,6 +76,15 @@ def test_neighbours_in_the_mesh_are_neighbours_in_the_slice(tpu_topology):
         assert all(1 <= np.abs(a - b).sum() <= 2 for a in coordinates for b in coordinates if (a != b).any())
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"), [("tpu7x-32", {"fsdp": 8, "tensor": 4}), ("tpu7x-128", {"fsdp": 64, "tensor": 2})]
+)
+def test_the_last_axis_has_the_devices_of_a_chip(name, shape, tpu_topology):
+    built = mesh.make_mesh(shape, slice=slices.get(name), devices=tpu_topology(name))
+    pairs = built.devices.reshape(-1, 2)
+    assert all(tuple(a.coords) == tuple(b.coords) for a, b in pairs)
+
+
 def test_axes_are_automatic_and_in_the_order_of_the_shape():
     built = mesh.make_mesh({"data": 2, "tensor": 2}, slice=slices.get("v4-8"), devices=jax.devices())
     assert built.axis_names == ("data", "tensor")
@@ -94,9 +103,10 @@ def test_leading_axes_come_first_in_the_mesh_and_no_chip_moves():
 def test_devices_are_taken_in_process_order_whatever_order_they_come_in():
     slice_ = slices.get("v4-16")
     devices = [Cpu(id=100 * host + i, process_index=host) for host in (0, 1) for i in range(4)]
-    chips = mesh.simulated_chips(sorted(devices, key=lambda d: (d.process_index, d.id)), slice_)
+    chips = mesh.simulated_devices(sorted(devices, key=lambda d: (d.process_index, d.id)), slice_)
     assert [c.process_index for c in chips] == [0] * 4 + [1] * 4
-    assert [c.coords for c in chips] == [c for host in slice_.chips_by_host() for c in host]
+    places = [place for host in slice_.devices_by_host() for place in host]
+    assert [(*c.coords, c.core_on_chip) for c in chips] == places
     assert sorted(c.id for c in chips) == list(range(8))
 
 
@@ -113,7 +123,7 @@ def test_devices_are_taken_in_process_order_whatever_order_they_come_in():
 def test_devices_of_another_slice_are_refused(name, devices, message, tpu_topology):
     slice_ = slices.get(name)
     with pytest.raises(ValueError, match=message):
-        mesh.make_mesh({"fsdp": slice_.chips}, slice=slice_, devices=devices(tpu_topology))
+        mesh.make_mesh({"fsdp": slice_.devices}, slice=slice_, devices=devices(tpu_topology))
 
 
 def test_describing_a_slice_leaves_no_trace_in_the_environment(tpu_topology, monkeypatch):

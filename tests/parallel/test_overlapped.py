@@ -40,7 +40,7 @@ def test_rings_sum_as_a_reduce_scatter(chips, toward):
 
 def bind(tables, model=MODEL, slice_name="v4-16", **options):
     chips = slices.get(slice_name)
-    at = Partitioner(tables, slice=chips, devices=jax.devices()[: chips.chips])
+    at = Partitioner(tables, slice=chips, devices=jax.devices()[: chips.devices])
     spec = streams.batch_spec(agreement_subjects.ROWS, length=agreement_subjects.LENGTH)
     return at.program(model, agreement_subjects.OPTIMIZER, spec, seed=0, **options)
 

@@ -186,7 +186,7 @@ def test_a_program_needs_microbatches_and_features(accum_steps, spec):
 )
 def test_a_few_layers_run_without_a_loop_on_cpus(slice_name, changes, loops):
     """The backward pass is a second loop."""
-    bound = bind(FSDP, slice_name, jax.devices()[: slices.get(slice_name).chips])
+    bound = bind(FSDP, slice_name, jax.devices()[: slices.get(slice_name).devices])
     program = bound.program(dataclasses.replace(TINY, **changes), ADAMW, batch_spec(4), seed=0)
     with bound.tracing():
         traced = program.jitted_train_step.trace(program.abstract_state, program.abstract_batch)

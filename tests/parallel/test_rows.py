@@ -86,10 +86,10 @@ def test_played_hosts_supply_the_rows_of_real_ones(name, at, monkeypatch):
     monkeypatch.setattr(mesh, "Mesh", lambda grid, names, **_: grid)  # a Mesh wants real devices
     make = functools.partial(mesh.make_mesh, shape, slice=slice_, dcn_shape=tables.dcn_shape)
     count = functools.partial(rows_of_hosts, tables=tables, shape=shape, batch_size=128)
-    played = make(devices=[Cpu(i, i // slice_.chips_per_host) for i in range(slice_.chips)])
+    played = make(devices=[Cpu(i, i // slice_.devices_per_host) for i in range(slice_.devices)])
     real = make(devices=chips(at))
     assert count(played, host_of=lambda cpu: cpu.process_index) == count(real, host_of=lambda c: c.process_index)
-    alone = make(devices=[Cpu(i, 0) for i in range(slice_.chips)])  # one process that plays every host
+    alone = make(devices=[Cpu(i, 0) for i in range(slice_.devices)])  # one process that plays every host
     assert [cpu.id for cpu in alone.flat] == [cpu.id for cpu in played.flat]
 
 

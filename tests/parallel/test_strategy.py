@@ -34,7 +34,7 @@ def test_a_shipped_table_is_named_after_what_makes_it_and_fills_its_slice(name):
     assert getattr(strategies, constructor).__name__ == constructor
     shape = strategy.resolve(table, slice_)
     assert tuple(shape) == tuple(axis for axis in strategy.MESH_AXES if axis != "expert" or "experts" in name)
-    assert math.prod(shape.values()) == slice_.chips
+    assert math.prod(shape.values()) == slice_.devices
 
 
 def test_only_zero1_stores_optimizer_state_otherwise_than_parameters():

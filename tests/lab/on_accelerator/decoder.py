@@ -48,7 +48,7 @@ def write(request: Request) -> Path:
     """Writes the experiment file into the folder of work."""
     sizes, vocab, length = request.sized((SIZES, VOCAB, LENGTH), (SMALL, SMALL_VOCAB, SMALL_LENGTH))
     bindings = [f"transformer.Transformer.{name} = {size}" for name, size in sizes.items()]
-    bindings += [f"VOCAB_SIZE = {vocab}", f"LENGTH = {length}", f"NUM_STREAMS = {slices.get(request.slice).chips}"]
+    bindings += [f"VOCAB_SIZE = {vocab}", f"LENGTH = {length}", f"NUM_STREAMS = {slices.get(request.slice).devices}"]
     file = Path(request.work, "decoder.gin")
     file.write_text("\n".join([_TEXT, *bindings]) + "\n")
     return file
@@ -62,7 +62,7 @@ def planned_for(request: Request) -> slices.Slice:
 def choices(request: Request) -> list[Choice]:
     """Returns the rows and `remat` that fit by arithmetic, the fastest first; uses no device."""
     place = planned_for(request)
-    first = f"BATCH_SIZE = {place.chips}"
+    first = f"BATCH_SIZE = {place.devices}"
     experiment: Any = loader.load(write(request), slice_name=place.name, bindings=[first]).build()
     spec = experiment.task.spec(experiment.batch_size)
     traced = model_trace.trace(experiment.model, experiment.optimizer, spec, slice=place)
@@ -70,7 +70,7 @@ def choices(request: Request) -> list[Choice]:
     found = []
     for remat in traced.works:
         for rows in ROWS if not request.is_rehearsal else ROWS[:4]:
-            batch_size = rows * place.chips
+            batch_size = rows * place.devices
             cost = arithmetic.estimate(sharded, Step(remat, batch_size, 1))
             if cost.peak_bytes <= place.chip.usable_hbm_bytes:
                 speed = batch_size * experiment.row_length / cost.time.exposed
@@ -80,6 +80,6 @@ def choices(request: Request) -> list[Choice]:
 
 def experiment(request: Request, choice: Choice | None = None) -> Experiment:
     """Returns the experiment, with these rows and `remat`, on the devices of this machine."""
-    bindings = choice.bindings if choice else [f"BATCH_SIZE = {slices.get(request.slice).chips}"]
+    bindings = choice.bindings if choice else [f"BATCH_SIZE = {slices.get(request.slice).devices}"]
     found: Any = loader.load(write(request), slice_name=request.slice, bindings=bindings).build()
     return found

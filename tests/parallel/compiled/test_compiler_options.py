@@ -56,7 +56,7 @@ def warnings_of(*cases, monkeypatch):
     return json.loads(ran.stdout)
 
 
-@pytest.mark.compiled("v4-8", "v5p-8", "v5e-8", "v6e-8")
+@pytest.mark.compiled("v4-8", "v5p-8", "v5e-8", "v6e-8", "tpu7x-8")
 def test_no_generation_compiles_with_a_warning(monkeypatch):
     unsafe = {**compiler_options.options("v4"), "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
     exchanging = {"expert": 8}

@@ -39,6 +39,9 @@ def collective(kind, axes, *, payload, wire, group_size, network="ICI", times=1,
         ("v5p-1024", {"fsdp": 512}, ("fsdp",), 6),
         ("v6e-256", {"fsdp": 256}, ("fsdp",), 4),  # 16x16: two rings
         ("v6e-64", {"fsdp": 64}, ("fsdp",), 2),  # 8x8: open
+        ("tpu7x-128", {"fsdp": 128}, ("fsdp",), 6),  # 4x4x4: three rings, of which both devices of a chip are
+        ("tpu7x-128", {"fsdp": 64, "tensor": 2}, ("tensor",), 6),  # the devices of a chip: as six links
+        ("tpu7x-128", {"fsdp": 64, "tensor": 2}, ("fsdp",), 3),  # two groups share three rings
     ],
 )
 def test_links_of_a_group(slice_name, shape, axes, expected):
@@ -52,7 +55,7 @@ def test_the_page_of_pipelines_says_from_how_many_tokens_fsdp_can_hide_its_traff
     assert len(rows) == 7
     for slice_name, tokens in rows.items():
         slice_ = slices.get(slice_name)
-        links_ = links_of(slice_name, fsdp=slice_.chips).count(("fsdp",))
+        links_ = links_of(slice_name, fsdp=slice_.devices).count(("fsdp",))
         flops = arithmetic.PRODUCT_SHARE_OF_PEAK * slice_.chip.peak_flops
         assert int(tokens.replace(",", "")) == round(flops / (links_ * slice_.chip.link_bytes_per_second))
 
@@ -100,6 +103,19 @@ def test_seconds_of_collectives_by_hand():
     assert found.seconds(nobody) == 0
 
 
+def test_seconds_between_and_beside_the_devices_of_a_chip():
+    found = links_of("tpu7x-32", stage=4, fsdp=4, tensor=2)  # a line along z, the square of a host, the pair
+    pair = collective("all-to-all", ("tensor",), payload=8_000_000, wire=4_000_000, group_size=2)
+    assert found.seconds(pair) == pytest.approx(4e6 / (6 * 90e9))
+    shift = collective("collective-permute", ("stage",), payload=9_000_000, wire=9_000_000, group_size=4)
+    assert found.seconds(shift) == pytest.approx(2 * 9e6 / 90e9)  # both devices of a chip send over one link
+    exchange = collective("all-to-all", ("stage",), payload=8_000_000, wire=6_000_000, group_size=4)
+    assert found.seconds(exchange) == pytest.approx(2 * 8e6 / 90e9)
+    both = collective("all-to-all", ("stage", "tensor"), payload=8_000_000, wire=7_000_000, group_size=8)
+    assert found.seconds(both) == pytest.approx(2 * 8e6 / 90e9)  # 4 x 4 parts of an eighth over the link in the middle
+    assert [links_of("tpu7x-32", fsdp=32).count(("fsdp",), group_size=n) for n in (2, 4, 8, 32)] == [6, 1, 2, 3]
+
+
 def test_slices_are_joined_by_the_network_of_hosts():
     found = links_of("2xv4-32", dcn_shape={"data": 2}, data=2, fsdp=16)
     assert found.count(("fsdp",)) == 3
@@ -112,5 +128,5 @@ def test_the_table_of_networks_agrees_with_that_of_slices():
     assert set(links.DCN_BYTES_PER_SECOND) == set(slices.CHIPS)
     for name in ("v4-32", "v5p-128"):
         slice_ = slices.get(name)
-        per_host = links.DCN_BYTES_PER_SECOND[slice_.generation] * slice_.chips_per_host
+        per_host = links.DCN_BYTES_PER_SECOND[slice_.generation] * slice_.devices_per_host
         assert math.isclose(per_host, slices.DCN_BYTES_PER_SECOND_PER_HOST)

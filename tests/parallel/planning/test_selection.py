@@ -27,7 +27,7 @@ MODEL = transformer.Transformer(
 def bound(tables, *, slice_name="v4-32"):
     slice_ = slices.get(slice_name)
     spec = streams.batch_spec(16, length=16)
-    played = Partitioner(tables, slice=slice_, devices=jax.devices()[: slice_.chips])
+    played = Partitioner(tables, slice=slice_, devices=jax.devices()[: slice_.devices])
     return played.program(MODEL, optimizers.adamw(learning_rate=optimizers.constant(1e-4)), spec, seed=0)
 
 
