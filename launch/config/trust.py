@@ -37,6 +37,7 @@ _NAMES = {
     "models.ttt.mixer": "TTTMixer",
     "models.vision.families": "pretrained",
     "models.vision.model": "VisionLanguageModel",
+    "models.vision.reader": "Reader",
     "models.vision.selector": "Selector",
     "models.vision.tower": "VisionTower",
     "parallel.pipeline.schedules": "circular gpipe interleaved one_f_one_b zero_bubble",

@@ -28,6 +28,7 @@ from models.decoder.prefix import Prefix
 from models.decoder.published import families
 from models.decoder.transformer import Inserted, Transformer
 from models.vision import selector as selecting
+from models.vision import small
 from models.vision import tower as towers
 from models.vision.selector import Chosen, Selector
 from models.vision.tower import VisionTower
@@ -128,7 +129,7 @@ class VisionLanguageModel:
         """Returns the logits, [B, T, vocab_size], float32."""
 
         def run(batch: Batch) -> jax.Array:
-            read, inserted, _ = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
+            read, inserted, *_ = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
             return self.decoder.all_logits(read, inserted=inserted)
 
         rng = jax.random.key(0) if self._draws(is_training=False) else None
@@ -142,7 +143,7 @@ class VisionLanguageModel:
         """
 
         def run(batch: Batch) -> tuple[jax.Array, jax.Array]:
-            read, inserted, chosen = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
+            read, inserted, chosen, _ = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
             return self.decoder.all_logits(read, inserted=inserted), chosen.hard
 
         drawn = rng if self._draws(is_training=False) else None
@@ -169,13 +170,31 @@ class VisionLanguageModel:
         return drops or self._selector.method == "random" or (is_training and self._selector.method == "gumbel")
 
     def _sums(self, batch: Batch, step: jax.Array, *, is_training: bool) -> LossOutput:
-        read, inserted, _ = self._read(batch, step, is_training=is_training)
+        read, inserted, _, guesses = self._read(batch, step, is_training=is_training)
         lora = self.decoder.lora
         rows = random_bits.row_ids(batch) if is_training and lora is not None and lora.dropout > 0 else None
-        return self.decoder.sums(read, rows, is_training=is_training, inserted=inserted)
+        out = self.decoder.sums(read, rows, is_training=is_training, inserted=inserted)
+        if guesses is None:
+            return out
+        metrics = {**out.metrics, "reader_accuracy": guesses.metrics["accuracy"]}
+        if is_training:
+            out = out._replace(loss_sum=out.loss_sum + self._answers * guesses.loss_sum)
+        return out._replace(metrics=metrics)
 
-    def _read(self, batch: Batch, step: jax.Array, *, is_training: bool) -> tuple[Batch, Inserted, Chosen]:
-        """Returns the batch of the decoder, what takes the place of its embeddings, and the chosen patches."""
+    @property
+    def _answers(self) -> float:
+        """The weight of the loss of the reader's own answers."""
+        reader = self._selector.reader
+        return reader.answers if reader is not None and self._selector.is_learned else 0.0
+
+    def _read(
+        self, batch: Batch, step: jax.Array, *, is_training: bool
+    ) -> tuple[Batch, Inserted, Chosen, LossOutput | None]:
+        """Returns what the decoder reads.
+
+        That is its batch, what takes the place of its embeddings, the chosen patches, and the sums of the reader's own
+        answers, if it gives some.
+        """
         images, rows = batch["images"], len(batch["inputs"])
         images = images.reshape(-1, *images.shape[-3:])  # [B I, H, W, 3]
         number = len(images) // rows
@@ -185,12 +204,12 @@ class VisionLanguageModel:
         self._check_positions(batch["inputs"].shape[1] + n - s)
         at = Placed.of(batch, slots)
         patches = self.vision.embedded(images, dtype=self.decoder.dtype)
-        scores = None
+        scores, guesses = None, None
         if selector.is_learned:
             words = self.decoder.token_embeddings(batch["inputs"]).astype(jnp.float32)
-            question = jnp.einsum("bit,btd->bid", at.question, words)
-            question /= jnp.maximum(jnp.sum(at.question, axis=-1), 1)[..., None]
-            scores = selector.scores(images, patches, question.reshape(rows * number, -1))
+            scores, seen = selector.scores(images, patches, words, at.question)
+            if self._answers and seen is not None:
+                guesses = self._guessed(batch, at, seen)
         ids = random_bits.row_ids(batch)[:, None] * number + jnp.arange(number)
         chosen = selector.choose(
             scores,
@@ -205,7 +224,16 @@ class VisionLanguageModel:
             taken = jax.nn.one_hot(chosen.indices, n, dtype=features.dtype)
             features = jnp.einsum("bsn,bnv->bsv", taken, features)
         visual = self._connected(features).reshape(rows, number * s, -1)
-        return at.decoded(batch, visual, chosen, shift=n - s)
+        return *at.decoded(batch, visual, chosen, shift=n - s), guesses
+
+    def _guessed(self, batch: Batch, at: Placed, seen: jax.Array) -> LossOutput:
+        """Returns the sums of the reader's guesses at the first token of each answer, from what it saw [B I, W]."""
+        after = jnp.pad(at.question[..., 1:], ((0, 0), (0, 0), (0, 1)))
+        last = at.question * (1 - after)  # the last word of a question, whose target the answer begins with
+        targets, weights = (jnp.einsum("bit,bt->bi", last, batch[name]) for name in ("targets", "weights"))
+        size = self.decoder.vocab_size
+        logits = small.dense("reader_answer", seen, size).reshape(*targets.shape, size)
+        return losses.cross_entropy(logits, targets.astype(jnp.int32), weights, vocab_size=size)
 
     def _check_positions(self, length: int) -> None:
         most = self.decoder.max_positions

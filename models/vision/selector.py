@@ -36,10 +36,10 @@ import numpy as np
 
 from core import logical, random_bits
 from core.errors import UserError
-from models import derivatives
 from models.decoder.prefix import HIDDEN
+from models.vision.reader import Reader
+from models.vision.small import NAME, dense, unit
 
-NAME = "selector"  # first part of the paths of all parameters
 LEARNED = ("straight_through", "gumbel", "soft")
 METHODS = (*LEARNED, "all", "random", "center", "blind")
 _MAPS = ("entropy", "edges", "relevance")
@@ -72,6 +72,9 @@ class Selector:
       balancer_width: of the hidden layer that weighs the maps.
       temperature: at the first step and from `temperature_steps` on.
       temperature_steps: steps over which the temperature falls.
+      reader: computes the relevance from all patches and the words in their order; None: each patch is compared with
+        the mean of the words.
+      reads_question: whether scores depend on the question; False is a control, which knows the image alone.
 
     Raises:
       UserError: an unknown method, or a number out of range.
@@ -83,6 +86,8 @@ class Selector:
     balancer_width: int = 128
     temperature: tuple[float, float] = (1.0, 0.2)
     temperature_steps: int = 1000
+    reader: Reader | None = None
+    reads_question: bool = True
 
     def __post_init__(self):
         if self.method not in METHODS:
@@ -120,34 +125,48 @@ class Selector:
                 "set the task's image_tokens"
             )
 
-    def scores(self, images: jax.Array, patches: jax.Array, question: jax.Array) -> jax.Array:
-        """Returns the score of every patch, [B, N], float32.
+    def scores(
+        self, images: jax.Array, patches: jax.Array, words: jax.Array, is_word: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the score of every patch, [R I, N], float32, for R rows of I images, and what the reader saw.
 
         Args:
-          images: [B, H, W, 3], uint8.
-          patches: [B, N, D], before they attend to one another.
-          question: [B, E].
+          images: [R I, H, W, 3], uint8.
+          patches: [R I, N, D], before they attend to one another.
+          words: [R, T, E], float32, the embeddings of a row.
+          is_word: [R, I, T], float32, 1 at the words of the question about each image.
         """
         side = math.isqrt(patches.shape[1])
-        raw = [*texture_maps(images, side), self._relevance(patches, question)]
+        question = jnp.einsum("bit,btd->bid", is_word, words)
+        question /= jnp.maximum(jnp.sum(is_word, axis=-1), 1)[..., None]
+        question = question.reshape(len(images), -1)
+        if not self.reads_question:
+            is_word, question = jnp.zeros_like(is_word), jnp.zeros_like(question)
+        raw, seen = texture_maps(images, side), None
+        if self.reader is None:
+            found = self._relevance(patches, question)
+        else:
+            words = jnp.repeat(words, is_word.shape[1], axis=0)
+            found, seen = self.reader.glimpsed(patches, words, is_word.reshape(len(images), -1))
+        raw = [*raw, found]
         maps = jnp.stack([standardized(a) for a in raw], axis=1)  # [B, 3, N]
         weights = self._weights(jnp.stack(raw, axis=1), question)
         gain = jnp.exp(logical.param(f"{NAME}_gain", (1,), (None,), jnp.zeros, kind="bias"))
-        return gain * jnp.einsum("bm,bmn->bn", weights, maps)
+        return gain * jnp.einsum("bm,bmn->bn", weights, maps), seen
 
     def _relevance(self, patches: jax.Array, question: jax.Array) -> jax.Array:
-        x = _dense("patch_hidden", _unit(patches), self.width, "gelu")
-        keys = _dense("patch", x, self.width)
-        query = _dense("question", _dense("question_hidden", _unit(question), self.width, "gelu"), self.width)
-        own = _dense("salience", keys, 1)[..., 0]
+        x = dense("patch_hidden", unit(patches), self.width, "gelu")
+        keys = dense("patch", x, self.width)
+        query = dense("question", dense("question_hidden", unit(question), self.width, "gelu"), self.width)
+        own = dense("salience", keys, 1)[..., 0]
         return jnp.einsum("bnw,bw->bn", keys, query) / math.sqrt(self.width) + own
 
     def _weights(self, raw: jax.Array, question: jax.Array) -> jax.Array:
         """Returns the weights of the maps [B, 3, N], [B, 3], from 3 statistics of each map and the question."""
         statistics = [jnp.mean(raw, axis=-1), jnp.std(raw, axis=-1), jnp.max(raw, axis=-1)]
-        known = jnp.concatenate([*statistics, _unit(question)], axis=-1)
-        hidden = _dense("balancer_hidden", known, self.balancer_width, "gelu")
-        return len(_MAPS) * jax.nn.softmax(_dense("balancer", hidden, len(_MAPS)), axis=-1)
+        known = jnp.concatenate([*statistics, unit(question)], axis=-1)
+        hidden = dense("balancer_hidden", known, self.balancer_width, "gelu")
+        return len(_MAPS) * jax.nn.softmax(dense("balancer", hidden, len(_MAPS)), axis=-1)
 
     def choose(
         self,
@@ -269,17 +288,3 @@ def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
 def _patch_means(x: jax.Array, side: int) -> jax.Array:
     b, h, w = x.shape
     return jnp.mean(x.reshape(b, side, h // side, side, w // side), axis=(2, 4)).reshape(b, -1)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """Normalizes the last dimension of x, in float32, without parameters."""
-    width = x.shape[-1]
-    return derivatives.layer_norm(x.astype(jnp.float32), jnp.ones(width), jnp.zeros(width), 1e-6)
-
-
-def _dense(name: str, x: jax.Array, width: int, activation: str | None = None) -> jax.Array:
-    """A small layer in float32, replicated."""
-    init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
-    w = logical.param(f"{NAME}_{name}", (x.shape[-1], width), (None, None), init)
-    y = x @ w + logical.param(f"{NAME}_{name}_bias", (width,), (None,), jnp.zeros, kind="bias")
-    return y if activation is None else derivatives.ACTIVATIONS[activation](y)

@@ -1,7 +1,8 @@
 """Reads questions about images from JSON lines.
 
 A line has `image` (a path, relative to the folder of its file), `question` and `answer`, and may have `kind`, by which
-evaluations count answers, and `weight`: how often it is drawn in training, relative to others.
+evaluations count answers, and `weight`: how often it is drawn in training, relative to others. With `grid` and `cells`
+it says where in the image its question points: some cells of a grid of `grid` x `grid`, row by row from 0.
 
   line -> image [H, W, 3] uint8;   slots, question, answer -> ids, weights, until [T]
 
@@ -18,10 +19,9 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,33 +32,15 @@ from core.files import paths
 from core.types import Batches, DataLayout
 from tasks import streams
 from tasks.sampled import SampledTask
-from tasks.text import content_hash, documents, text_formats
+from tasks.text import content_hash, documents
 from tasks.text.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
 from tasks.text.ids import Vocabulary, with_eos
 from tasks.vision import images
+from tasks.vision.question_lines import Question, read_question, read_questions
 
 BROKEN = ("refuse", "skip")
 _CACHE_BYTES = 2**28  # of decoded images
 NO_KIND = -1
-
-
-class Question(NamedTuple):
-    """One line.
-
-    Attributes:
-      where: `file:line`, for messages.
-      image: path of the image.
-      question, answer: texts.
-      kind: "" if the line has none.
-      weight: how often it is drawn.
-    """
-
-    where: str
-    image: str
-    question: str
-    answer: str
-    kind: str = ""
-    weight: float = 1.0
 
 
 class BrokenImage(UserError):
@@ -407,56 +389,6 @@ def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: i
         "slots": np.arange(slots, dtype=np.int32),
         "until": np.where(place < prefix, prefix - 1, place).astype(np.int32),
     }
-
-
-def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] = ()) -> Question | None:
-    """Returns the question of one line; None if it holds only white space.
-
-    Args:
-      path, number: the file and the line number, for messages; a relative image path starts at the file's folder.
-      line: the line.
-      kinds: the kinds that a question may have; empty: kinds are not read.
-
-    Raises:
-      UserError: the line is not JSON, or lacks something; the message names file and line.
-    """
-    record, where = documents.json_line(path, number, line), f"{path}:{number}"
-    if record is None and not line.strip():
-        return None
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: {str(record)[:40]!r}: expected an object with image, question and answer")
-    for key in ("image", "question", "answer"):
-        if not isinstance(record.get(key), str) or not record[key].strip():
-            raise UserError(f"{where}: {key} is {str(record.get(key))[:40]!r}, expected text")
-        documents.encoded(record[key], where=where)
-    kind, weight = record.get("kind", ""), record.get("weight", 1.0)
-    if kinds and kind not in kinds:
-        raise UserError(f"{where}: kind is {kind!r}, expected one of {', '.join(kinds)}")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-        raise UserError(f"{where}: weight is {weight!r}, expected a number of at least 0")
-    image = record["image"]
-    if not image.startswith("/") and not paths.is_remote(image):
-        image = str(paths.resolve(path).parent / image)
-    return Question(where, image, record["question"], record["answer"], kind if kinds else "", float(weight))
-
-
-def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of files."""
-    for file in files:
-        with text_formats.opened(file.path) as stream:
-            for number, line in enumerate(_lines(stream, file.path), 1):
-                if found := read_question(file.path, number, line, kinds=kinds):
-                    yield found
-
-
-def _lines(stream: Iterator[bytes], path: str) -> Iterator[bytes]:
-    """Yields the lines of an open file. Raises UnreadableFile, which names it, if reading fails."""
-    while True:
-        with text_formats.reading(path):
-            line = next(stream, None)
-        if line is None:
-            return
-        yield line
 
 
 def _try_decode(path: str, *, size: int) -> np.ndarray | str:

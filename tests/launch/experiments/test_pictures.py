@@ -7,7 +7,7 @@ from PIL import Image
 
 from launch import __main__ as command
 from launch.experiments import pictures
-from tasks.vision.image_questions import Question
+from tasks.vision.question_lines import Question
 
 
 def test_patches_that_were_not_chosen_are_pale():
@@ -29,6 +29,12 @@ def test_questions_about_one_image_are_of_different_kinds():
     groups = list(pictures.same_image(questions))
     assert [len(group) for group in groups] == [4] * 6
     assert [question.question for question in groups[1]] == ["1 0", "1 4", "1 5", "1 1"]
+
+
+def test_questions_about_one_image_are_about_different_cells():
+    cells = ((0, 1), (0,), (2,), (0, 1), (1, 0), (3,))
+    questions = [Question("", "a.png", str(i), "a", "x", grid=2, cells=own) for i, own in enumerate(cells)]
+    assert [question.question for question in next(pictures.same_image(questions))] == ["0", "2", "4", "5"]
 
 
 def test_a_run_without_images_has_no_pictures(tmp_path, capsys):

@@ -1,0 +1,90 @@
+"""`launch/run evaluate RUN --relevance`: measures whether a selector looks where questions point.
+
+Lines of the data say which cells of an image a question is about (`tasks.vision.question_lines`). For each kind of
+question a table has the right answers, and the share of the chosen patches that lie in these cells. Two questions about
+one image without a common cell should share few patches.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from rich.table import Table
+
+from core import units
+from core.errors import UserError
+from launch import terminal
+from launch.experiments import asked
+from launch.experiments.asked import Answered
+
+EVALUATION = {"relevance": ()}
+EXAMPLE = "launch/run evaluate runs/arrcoc/mosaics-v5e-1 --relevance"
+_WIDTH = 100  # without a terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument of this evaluation."""
+    help_ = "show the share of chosen patches in the cells that questions are about, and how choices overlap"
+    parser.add_argument("--relevance", action="store_true", help=help_)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table."""
+    if args.num_examples:
+        raise UserError("--relevance does not use --num-examples")
+    found = asked.opened(args, "--relevance")
+    questions = found.task.questions("validation")
+    if missing := next((question for question in questions if not question.cells), None):
+        raise UserError(f"{missing.where}: --relevance needs `grid` and `cells`, the cells that the question is about")
+    answers = list(found.answers(questions))
+    print(f"{found.loaded.where}: {units.counted(len(answers), 'question')}")
+    terminal.console(_WIDTH).print(table(answers))
+    shared = overlaps(answers)
+    if len(shared):
+        pairs = units.counted(len(shared), "pair")
+        print(f"{pairs} of questions about other cells of the same image share {np.mean(shared):.1%} of their patches")
+    return 0
+
+
+def table(answers: Sequence[Answered]) -> Table:
+    """Returns a row for each kind of question, and one for all."""
+    found = Table("kind", "questions", "right", "chosen patches in the asked cells", "of all patches")
+    kinds = sorted({answer.question.kind for answer in answers})
+    for kind in [*kinds, *([""] if len(kinds) > 1 else [])]:
+        own = [answer for answer in answers if answer.question.kind == kind or not kind]
+        inside = [share_inside(a.chosen, a.question.grid, a.question.cells) for a in own]
+        area = [len(set(a.question.cells)) / a.question.grid**2 for a in own]
+        shares = [np.mean([a.is_right for a in own]), np.mean(inside), np.mean(area)]
+        found.add_row(kind or "all", f"{len(own):,}", *(f"{share:.1%}" for share in shares))
+    return found
+
+
+def share_inside(chosen: np.ndarray, grid: int, cells: Iterable[int]) -> float:
+    """Returns the share of the chosen patches that lie in some cells of an image; 0 if none is chosen.
+
+    Args:
+      chosen: [N], whether each patch of a square image was chosen.
+      grid: cells along a side, which need not divide the patches along a side.
+      cells: their numbers, row by row. A patch lies in the cell of its center.
+    """
+    side = round(len(chosen) ** 0.5)
+    cell = ((np.arange(side) + 0.5) * grid / side).astype(int)
+    inside = np.isin(cell[:, None] * grid + cell, list(cells)).reshape(-1)
+    return float(np.sum(chosen & inside) / max(np.sum(chosen), 1))
+
+
+def overlaps(answers: Sequence[Answered]) -> list[float]:
+    """Returns, for each pair of questions about one image without a common cell, the share of patches in both choices.
+
+    The share is of the larger choice.
+    """
+    by_image: dict[str, list[Answered]] = {}
+    for answer in answers:
+        by_image.setdefault(answer.question.image, []).append(answer)
+    pairs = (pair for group in by_image.values() for pair in itertools.combinations(group, 2))
+    return [
+        float(np.sum(a.chosen & b.chosen) / max(np.sum(a.chosen), np.sum(b.chosen), 1))
+        for a, b in pairs
+        if not set(a.question.cells) & set(b.question.cells)
+    ]

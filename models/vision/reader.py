@@ -1,0 +1,133 @@
+"""Finds where in an image a question points, in a few glimpses at a coarse view of the image.
+
+    content of a block = mean over its patches of MLP(patch);   block = content + place
+    question = words, read with the state;   a = softmax(key(block) . query(question, state));   state += a value(block)
+
+A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are, so the second
+one can go from the circle to what is left of it. The relevance of a patch is the last glimpse at its block, plus a
+product of its own with a query of the block and the question, which finds the patches of a block that tell most.
+
+A choice of patches teaches little about where the others would have led. So the reader also answers the question from
+what its last glimpse saw (`Glimpsed.seen`), and the model adds that loss to its own. The decoder gets nothing of it: it
+knows the chosen patches alone.
+
+B images, N patches, D width of patches, M blocks, T words, E width of words, W width of the reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from core import logical
+from core.errors import UserError, check_integer, check_number
+from models.vision.small import NAME, dense, unit
+
+_NORMAL = hk.initializers.RandomNormal()
+
+
+class Glimpsed(NamedTuple):
+    """What a reader found.
+
+    Attributes:
+      relevance: [B, N], float32, of the patches.
+      seen: [B, W], float32: the question, and what the last glimpse saw.
+    """
+
+    relevance: jax.Array
+    seen: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Computes the relevance of patches from a coarse view of all patches and the words of the question.
+
+    Attributes:
+      block: patches along the side of a block; divides those along the side of an image.
+      glimpses: how often blocks are looked at.
+      width: W, even.
+      answers: weight of the loss of the reader's own answers; 0: it does not answer.
+
+    Raises:
+      UserError: a number out of range.
+    """
+
+    block: int
+    glimpses: int = 2
+    width: int = 64
+    answers: float = 1.0
+
+    def __post_init__(self):
+        for name in ("block", "glimpses", "width"):
+            check_integer(getattr(self, name), where=f"Reader.{name}", least=1)
+        check_number(self.answers, where="Reader.answers", least=0)
+        if self.width % 2:
+            raise UserError(f"Reader.width = {self.width}: expected an even number")
+
+    def glimpsed(self, patches: jax.Array, words: jax.Array, is_word: jax.Array) -> Glimpsed:
+        """Returns what it finds in images.
+
+        Args:
+          patches: [B, N, D], before they attend to one another.
+          words: [B, T, E], embeddings.
+          is_word: [B, T], 1 at the words of the question.
+        """
+        side = math.isqrt(patches.shape[1])
+        if side % self.block:
+            raise UserError(
+                f"Reader.block = {self.block} does not divide {side}, the patches along the side of an image"
+            )
+        across, wide = side // self.block, self.width
+        fine = dense("reader_patch", unit(patches), wide, "gelu")
+        fine = dense("reader_patch_2", fine, wide, "gelu")
+        blocks = fine.reshape(len(fine), across, self.block, across, self.block, wide)
+        content = dense("reader_content", unit(jnp.max(blocks, axis=(2, 4))), wide, "gelu")
+        blocks = (unit(content) + self._places(across)).reshape(len(fine), -1, wide)  # [B, M, W]
+
+        order = jnp.cumsum(is_word, axis=-1) - 1
+        read = dense("reader_words", unit(words), wide) + _sinusoids(order, wide)
+        mean = jnp.sum(read * is_word[..., None], axis=1) / jnp.maximum(jnp.sum(is_word, axis=-1), 1)[:, None]
+        state, logits = jnp.zeros_like(mean), jnp.zeros(blocks.shape[:2])
+        for glimpse in range(self.glimpses):
+            name = f"reader_{glimpse}"
+            sought = dense(f"{name}_sought", jnp.concatenate([mean, state], axis=-1), wide)
+            weights = jnp.einsum("btw,bw->bt", dense(f"{name}_word", read, wide), sought) / math.sqrt(wide)
+            asked = jnp.einsum("bt,btw->bw", jax.nn.softmax(jnp.where(is_word > 0, weights, -1e9), axis=-1), read)
+            known = jnp.concatenate([mean, asked * jnp.any(is_word > 0, axis=-1)[:, None], state], axis=-1)
+            query = dense(f"{name}_query", dense(f"{name}_known", known, 2 * wide, "gelu"), wide)
+            keys = dense(f"{name}_key", dense(f"{name}_block", blocks, wide, "gelu"), wide)
+            logits = jnp.einsum("bmw,bw->bm", keys, query) / math.sqrt(wide)
+            seen = jnp.einsum("bm,bmw->bw", jax.nn.softmax(logits, axis=-1), dense(f"{name}_value", blocks, wide))
+            state = unit(state + seen)
+        seen = dense("reader_seen", jnp.concatenate([seen, known], axis=-1), wide, "gelu")
+        own = dense("reader_own", known, wide)[:, None] + dense("reader_own_block", blocks, wide)
+        return Glimpsed(self._of_patches(fine, own, logits, across), seen)
+
+    def _places(self, across: int) -> jax.Array:
+        """Returns a learned vector for each block, the sum of one for its row and one for its column."""
+        tables = [
+            logical.param(f"{NAME}_reader_{of}", (across, self.width), (None, None), _NORMAL, kind="embedding")
+            for of in ("rows", "columns")
+        ]
+        return tables[0][:, None] + tables[1]
+
+    def _of_patches(self, fine: jax.Array, own: jax.Array, logits: jax.Array, across: int) -> jax.Array:
+        """Returns the relevance of patches, from queries [B, M, W] and logits [B, M] of their blocks."""
+        rows = len(fine)
+        fine = fine.reshape(rows, across, self.block, across, self.block, self.width)
+        own = own.reshape(rows, across, across, self.width)
+        within = jnp.einsum("byrxcw,byxw->byrxc", fine, own) / math.sqrt(self.width)
+        return (within + logits.reshape(rows, across, 1, across, 1)).reshape(rows, -1)
+
+
+def _sinusoids(order: jax.Array, width: int) -> jax.Array:
+    """Returns sines and cosines of places [B, T], [B, T, width]."""
+    frequency = 100.0 ** (-np.arange(width // 2) / (width // 2))
+    angle = order[..., None] * frequency
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
