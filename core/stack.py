@@ -43,10 +43,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.extend.core.primitives import sharding_constraint_p
 
 from core import logical, stack_checks
-from core.errors import UserError
+from core.rematerialization import REMAT_CHOICES, Remat, rematerialized
 
 Stream = Any  # pytree of [B, ...]: the x of a block
 Side = Any  # pytree of [B, ...]
@@ -144,7 +143,7 @@ class LayerFn:
         Args:
           layer, x, side: its arrays.
           kind: one of `kinds`.
-          in_loop: whether the layer runs in a loop, which saves barriers; see `_rematerialized`.
+          in_loop: whether the layer runs in a loop, which saves barriers; see `core.rematerialization`.
         """
         if (kind, in_loop) not in self._calls:  # JAX traces the same function once
             self._calls[kind, in_loop] = self.rematerialized(kind, in_loop)
@@ -158,43 +157,6 @@ class LayerFn:
 # (one layer, stacked layers, x, side, tail) -> (x or the result of the tail, outputs of all layers)
 # A runner calls `tail.fn(tail.params, x, side, summed)`, whatever the signature of the model's tail is.
 Runner = Callable[[LayerFn, Layer, Stream, Side, Tail | None], tuple[Any, Outputs]]
-
-
-def _all_but_layouts(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Saves whatever the derivatives need, but what differs from a saved array by its layout alone."""
-    return primitive is not sharding_constraint_p
-
-
-REMAT_POLICIES = {
-    "none": _all_but_layouts,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-REMAT_CHOICES = tuple(REMAT_POLICIES)
-
-
-@dataclasses.dataclass(frozen=True)
-class OnHost:
-    """Checkpoint names of what each layer saves for its backward pass; the rest, but its input, is recomputed.
-
-    Attributes:
-      on_host: arrays that are sent to the memory of the host in the forward pass and back in the backward pass.
-      on_device: arrays that stay on the device.
-    """
-
-    on_host: tuple[str, ...]
-    on_device: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        for field in ("on_host", "on_device"):
-            names = getattr(self, field)
-            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise UserError(f"OnHost.{field} = {names!r}: expected a tuple of checkpoint names, such as ('query',)")
-        if both := set(self.on_host) & set(self.on_device):
-            raise UserError(f"OnHost: {sorted(both)} are on the host and on the device: name each once")
-
-
-Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is saved, on the device or also on the host
 UNROLLED = 12  # most layers of a stack that is small (`LayerFn.is_small`)
 
 
@@ -330,7 +292,7 @@ class _Block:
         def one_layer(layer: Layer, x: Stream, side: Side) -> tuple[Stream, Outputs]:
             return self.apply(layer, x, side, kind)
 
-        return _rematerialized(one_layer, remat, in_loop=in_loop)
+        return rematerialized(one_layer, remat, in_loop=in_loop)
 
     def plain(self, layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
         """Runs a layer without rematerialization."""
@@ -492,32 +454,6 @@ def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) 
         allowed, arguments = "tail.params, x, side and summed outputs", [*arguments, summed]
     stack_checks.refuse_closure(jax.make_jaxpr(tail.fn)(*arguments), "tail", allowed)
     return Tail(lambda *args: tail.fn(*args[: len(arguments)]), tail.params)
-
-
-def _rematerialized(fn: Callable, remat: Remat, *, in_loop: bool) -> Callable:
-    """Wraps a layer in `jax.checkpoint` with the policy that `remat` names.
-
-    With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
-    run in different loops, so the compiler cannot merge the recomputation with the forward pass.
-
-    Without rematerialization a loop would save a second copy of all weights, laid out for computation (with FSDP,
-    gathered). The policy saves everything else, and lays out the stored weights again. Outside of a loop such a layer
-    is jitted, so that JAX traces equal layers once.
-    """
-    if remat == "none" and not in_loop:
-        return jax.jit(fn)
-    return jax.checkpoint(fn, policy=_policy(remat), prevent_cse=not in_loop)
-
-
-def _policy(remat: Remat) -> Callable:
-    if isinstance(remat, OnHost):
-        return jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(remat.on_device),
-            names_which_can_be_offloaded=list(remat.on_host),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    return REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
 
 
 def _split(out: Any, outputs: Any) -> tuple[Stream, Outputs]:

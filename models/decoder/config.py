@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
-from core import stack
 from core.errors import UserError, check_number
+from core.rematerialization import OnHost, Remat
 from models import derivatives, quantized
 from models.decoder import chunked_loss, rotary
 from models.decoder.attention import attention
@@ -22,15 +22,17 @@ from models.lora import Lora
 # comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
 # layer's matrix products that is recomputed.
 _ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
-REMAT: Mapping[str, stack.Remat] = {
+REMAT: Mapping[str, Remat] = {
     "none": "none",  # saves whatever the derivatives need, but weights as stored
     "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
     "attention_and_mlp": (*_ATTENTION, "gate", "up"),  # 166 MiB, 1/12: all but attention's output projection
     "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
     "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
-    "attention_on_host": stack.OnHost(on_host=_ATTENTION[1:], on_device=("norm",)),  # as attention; 64 MiB on the host
+    "attention_on_host": OnHost(on_host=_ATTENTION[1:], on_device=("norm",)),  # as attention; 64 MiB on the host
+    "attention_and_input_on_host": OnHost(("input", *_ATTENTION[1:]), ("norm",)),  # as attention; 80 MiB there
     "dots": "dots",  # as projections, but the kernel runs again
     "halves": ("norm", "attended"),  # 32 MiB, 7/10: the inputs of attention and of the feed-forward layer
+    "input_on_host": OnHost(("input",), ("norm",)),  # as full; 16 MiB on the host
     "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
 }
 _CHOICES = {
@@ -84,8 +86,8 @@ class DecoderConfig(Decoder):
       tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
         of 1.
       remat: what the backward pass saves and does not recompute: "none" (saves all it needs), "projections",
-        "attention_and_mlp", "attention_and_up", "attention", "attention_on_host" (as "attention", in the memory of the
-        host), "dots", "halves", "full" (saves least); see `REMAT`. Pipelines always use "full".
+        "attention_and_mlp", "attention_and_up", "attention", "dots", "halves", "full" (saves least); in the memory of
+        the host "attention_on_host", "attention_and_input_on_host", "input_on_host"; see `REMAT`.
       quantization: "none" or "int8": the products of attention and dense feed-forward layers are computed in int8,
         with rounding errors of about 1 % each; see `models.quantized`. Predicted to be faster on v5p and v6e, not on v4
         and v5e.

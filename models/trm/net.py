@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from core import logical, stack
+from core import logical, rematerialization
 from models.decoder import rotary
 from models.trm import operations
 
@@ -31,7 +31,7 @@ LATENTS = ("two", "single", "many")
 GRADIENTS = ("last_cycle", "last_calls")
 _keep = jax.checkpoint_policies.save_only_these_names
 REMAT_POLICIES = {
-    **stack.REMAT_POLICIES,
+    **rematerialization.REMAT_POLICIES,
     "norms": _keep(operations.NORMED),
     "mixing": _keep(operations.NORMED, operations.GATED),
 }

@@ -22,7 +22,8 @@ class Compiled(NamedTuple):
 
     Attributes:
       slice: the slice it was compiled for.
-      peak_bytes: maximum HBM in use at any time, arguments included.
+      peak_bytes: maximum HBM in use at any time, arguments included; if arrays are kept in the memory of the host, an
+        upper bound of it.
       argument_bytes: state and batch.
       temp_bytes: everything else.
       compile_seconds: time to compile, on this machine.
@@ -94,14 +95,27 @@ def compile_lowered(
 def results(executable: Any, program: Program, *, seconds: float) -> Compiled:
     """Returns the compiler's results for an executable that took `seconds` to compile."""
     memory: Any = executable.memory_analysis()
+    slice_ = program.partitioner.slice
     return Compiled(
-        slice=program.partitioner.slice,
-        peak_bytes=memory.peak_memory_in_bytes,
+        slice=slice_,
+        peak_bytes=_peak_bytes(memory, usable=slice_.chip.usable_hbm_bytes),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         compile_seconds=seconds,
         hlo=executable.as_text(),
     )
+
+
+def _peak_bytes(memory: Any, *, usable: int) -> int:
+    """Returns the most HBM in use, from `executable.memory_analysis()` of a program that fits in `usable` bytes.
+
+    With arrays in the memory of the host, the compiler's peak counts these, and no longer the temporaries of the chip.
+    The bound is then all temporaries of the chip, as if none reused the memory of another, and at most what is usable.
+    """
+    if not memory.host_temp_size_in_bytes:
+        return memory.peak_memory_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes  # of arguments whose memory is not used again
+    return min(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes, usable)
 
 
 # The compiler has one message for the whole program, and another when temporaries alone exceed the HBM.

@@ -49,7 +49,7 @@ def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: fl
 
     Args:
       program, task, eval_batches: what runs.
-      saved_bytes: activations that each chip keeps in the memory of its host (`core.stack.OnHost`).
+      saved_bytes: activations that each chip keeps in the memory of its host (`core.rematerialization.OnHost`).
     """
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)

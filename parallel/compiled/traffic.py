@@ -1,7 +1,7 @@
 """Lists the collectives of a compiled program, by mesh axis, with their bytes and number of executions.
 
-Copies between a chip and the memory of its host (`core.stack.OnHost`) are listed with them: kind `to host` or
-`from host`, network "PCIe", and `host` in place of mesh axes.
+Copies between a chip and the memory of its host (`core.rematerialization.OnHost`) are listed with them: kind `to host`
+or `from host`, network "PCIe", and `host` in place of mesh axes.
 
 The compiler numbers chips; each group of numbers is mapped to the axes of the program's mesh that vary inside it. Two
 sizes are defined for every collective over n chips:

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from core import logical, stack, wrappers
+from core import logical, wrappers
 from core.errors import UserError
+from core.rematerialization import OnHost
 from core.slices import Slice
 from core.types import ChoosesRemat, Model, can
 from parallel import strategies, strategy
@@ -238,7 +239,7 @@ def remats(model: Model) -> list[str | None]:
 
 
 def _is_on_host(choices: Any, name: str) -> bool:
-    return isinstance(choices, Mapping) and isinstance(choices[name], stack.OnHost)
+    return isinstance(choices, Mapping) and isinstance(choices[name], OnHost)
 
 
 def _accepts(model: Any, remat: str) -> bool:

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from core import logical, stack
 from core.errors import UserError
 from core.parameters import ParamSpec
+from core.rematerialization import REMAT_CHOICES, OnHost
 
 # B batch 4, D width 3, L layers 5.
 KEY, LAYERS = jax.random.key(3), 5
@@ -78,7 +79,7 @@ def test_scan_is_the_composition_of_the_layers():
 
 @pytest.mark.parametrize(
     "remat",
-    [*stack.REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names"), stack.OnHost(("activation",))],
+    [*REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names"), OnHost(("activation",))],
 )
 def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
     params = network().init(KEY, X, SIDE)
@@ -102,7 +103,7 @@ def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
 )
 def test_names_for_the_host_are_checked(arguments, message):
     with pytest.raises(UserError, match=message):
-        stack.OnHost(*arguments)
+        OnHost(*arguments)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

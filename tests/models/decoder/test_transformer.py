@@ -211,6 +211,8 @@ PRODUCTS_AGAIN = {  # of a layer: projections to queries, keys (both turned), va
     "attention_and_up": 1,
     "attention": 3,
     "attention_on_host": 3,
+    "attention_and_input_on_host": 3,
+    "input_on_host": 6 + 2,
     "halves": 5 + 2,
     "full": 6 + 2,
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import types
 
 import jax
 import pytest
@@ -153,3 +154,25 @@ def test_valkyrie_7b_fits_v4_32_in_10_gib():
     model = transformer.preset("7b", remat="full")
     result = compiling.compile_for_slice(program(model, strategies.fsdp(), "v4-32", rows=32, length=2048))
     assert result.peak_bytes <= 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("on_host", "peak", "usable", "expected"),
+    [
+        (0, 1079, 2000, 1079),  # nothing on the host: the compiler's own
+        (514, 856, 2000, 945),  # of the state and what is on the host alone: too little
+        (642, 984, 2000, 945),
+        (642, 984, 900, 900),  # it fits, so the bound is not reached
+    ],
+)
+def test_the_peak_is_that_of_the_chip_if_arrays_are_on_the_host(on_host, peak, usable, expected):
+    """Mebibytes of a decoder of 16 layers on v4-8, as the compiler gave them, with results of 3 MiB of their own."""
+    memory = types.SimpleNamespace(
+        peak_memory_in_bytes=peak,
+        host_temp_size_in_bytes=on_host,
+        argument_size_in_bytes=342,
+        output_size_in_bytes=345,
+        alias_size_in_bytes=342,
+        temp_size_in_bytes=600,
+    )
+    assert compiling._peak_bytes(memory, usable=usable) == expected

@@ -235,15 +235,17 @@ def test_a_fusion_that_copies_to_the_host_is_traffic_and_nothing_else():
 def test_what_is_saved_on_the_host_crosses_pcie_twice_and_frees_memory():
     """Queries, keys, values and outputs of attention, of two layers; they leave and return beside other work."""
     model = dataclasses.replace(MODEL, num_layers=2, attention="plain")
-    kept, moved = (
+    kept, moved, all_moved = (
         analyze(strategies.fsdp(), "v4-8", model=dataclasses.replace(model, remat=remat))
-        for remat in ("attention", "attention_on_host")
+        for remat in ("attention", "attention_on_host", "attention_and_input_on_host")
     )
     copies = [c for c in moved.collectives if c.network == "PCIe"]
     sent, fetched = (sum(c.wire_bytes * c.times for c in copies if c.kind == kind) for kind in ("to host", "from host"))
     assert sent == fetched > 0
     assert not [c for c in kept.collectives if c.network == "PCIe"]
     assert kept.compiled.peak_bytes - moved.compiled.peak_bytes > sent / 2
+    for one in (moved, all_moved):
+        assert one.compiled.argument_bytes < one.compiled.peak_bytes < kept.compiled.peak_bytes
 
 
 SLICED = """

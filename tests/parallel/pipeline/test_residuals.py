@@ -30,10 +30,13 @@ SAVED = {
     "halves": ("x", "norm", "attended"),
     "attention": ("x", "norm", "query", "key", "value"),
     "attention_on_host": ("x", "norm", "query", "key", "value"),
+    "attention_and_input_on_host": ("x", "norm", "query", "key", "value"),
+    "input_on_host": ("x", "norm"),
     "attention_and_up": ("x", "norm", "query", "key", "value", "attended", "up"),
     "attention_and_mlp": ("x", "norm", "query", "key", "value", "gate", "up"),
     "projections": ("x", "norm", "query", "key", "value", "attended", "gate", "up"),
 }
+ON_HOST = {"attention_on_host": 3, "attention_and_input_on_host": 4, "input_on_host": 1}  # arrays of a layer
 CASES = [(MODEL, remat) for remat in REMAT] + [(WINDOWS, "attention")]
 QUICK = [(MODEL, "none"), (MODEL, "full"), (WINDOWS, "attention")]
 
@@ -108,7 +111,7 @@ def test_what_remat_names_is_saved_and_no_weight_is_saved_or_waits(remat):
     assert all(a.shape[0] == ROWS for a in (*saving.shapes, *split.shapes))
     assert elements(saving.shapes) == ROWS * LENGTH * sum(map(NUMBERS.get, SAVED[remat]))
     on_host = [a for a in saving.shapes if a.memory_space == jax.memory.Space.Host]
-    assert len(on_host) == (3 if remat == "attention_on_host" else 0)
+    assert len(on_host) == ON_HOST.get(remat, 0)
     if remat == "projections":
         # Gradients of the outputs of products, and the weighted values, which attention computes again.
         of_products = ("query", "key", "value", "attended", "gate", "up", "down", "mixed")

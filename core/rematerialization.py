@@ -1,0 +1,85 @@
+"""What each layer saves for its backward pass; the rest is recomputed (Chen et al. 2016, `jax.checkpoint`)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core.primitives import sharding_constraint_p
+
+from core.errors import UserError
+
+
+def _all_but_layouts(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Saves whatever the derivatives need, but what differs from a saved array by its layout alone."""
+    return primitive is not sharding_constraint_p
+
+
+REMAT_POLICIES = {
+    "none": _all_but_layouts,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+REMAT_CHOICES = tuple(REMAT_POLICIES)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """Checkpoint names of what each layer saves for its backward pass; the rest, but its input, is recomputed.
+
+    Attributes:
+      on_host: arrays that are sent to the memory of the host in the forward pass and back in the backward pass; "input"
+        is the input of the layer, which otherwise stays on the device.
+      on_device: arrays that stay on the device.
+    """
+
+    on_host: tuple[str, ...]
+    on_device: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for field in ("on_host", "on_device"):
+            names = getattr(self, field)
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise UserError(f"OnHost.{field} = {names!r}: expected a tuple of checkpoint names, such as ('query',)")
+        if both := set(self.on_host) & set(self.on_device):
+            raise UserError(f"OnHost: {sorted(both)} are on the host and on the device: name each once")
+
+
+_INPUT = "input"
+Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is saved, on the device or also on the host
+
+
+def rematerialized(fn: Callable, remat: Remat, *, in_loop: bool) -> Callable:
+    """Wraps a layer in `jax.checkpoint` with the policy that `remat` names.
+
+    With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
+    run in different loops, so the compiler cannot merge the recomputation with the forward pass.
+
+    Without rematerialization a loop would save a second copy of all weights, laid out for computation (with FSDP,
+    gathered). The policy saves everything else, and lays out the stored weights again. Outside of a loop such a layer
+    is jitted, so that JAX traces equal layers once.
+    """
+    if remat == "none" and not in_loop:
+        return jax.jit(fn)
+    if isinstance(remat, OnHost) and _INPUT in remat.on_host:
+        return jax.checkpoint(_with_named_input(fn), policy=_policy(remat), prevent_cse=not in_loop)
+    return jax.checkpoint(fn, policy=_policy(remat), prevent_cse=not in_loop)
+
+
+def _with_named_input(fn: Callable) -> Callable:
+    def named(layer: Any, x: Any, side: Any) -> Any:
+        return fn(layer, jax.tree.map(lambda a: checkpoint_name(a, _INPUT), x), side)
+
+    return named
+
+
+def _policy(remat: Remat) -> Callable:
+    if isinstance(remat, OnHost):
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(remat.on_device),
+            names_which_can_be_offloaded=list(remat.on_host),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return REMAT_POLICIES[remat] if isinstance(remat, str) else jax.checkpoint_policies.save_only_these_names(*remat)
