@@ -1,7 +1,8 @@
 """Compares the steps of a run with what was predicted from its compiled program.
 
-A prediction is a range, from all traffic hidden to none hidden. On a TPU, a measurement more than a quarter outside it
-causes one warning: the time model is wrong, or the machine or configuration is not the expected one.
+A prediction is a number of seconds, with the interval that nine in ten published steps were within. On a TPU, a
+measurement more than a quarter outside the interval causes one warning: the time model is wrong, or the machine or
+configuration is not the expected one.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,24 +24,33 @@ Prediction = Mapping[str, Any]
 
 
 def line(record: Prediction) -> str:
-    """Returns `0.907 to 1.28 s per step, 48 to 68 % MFU, 18.4 GiB (compiled by libtpu …)`."""
+    """Returns `1.1 s (0.99 to 1.2) per step, 55 % MFU, 18.4 GiB (compiled by libtpu …)`."""
     return f"{figures(record)} ({label(record)})"
 
 
 def figures(record: Prediction) -> str:
-    """Formats predicted time, MFU and memory, from all traffic hidden to none hidden, without the label."""
-    seconds, mfu = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
-    ends = dict.fromkeys(units.significant(100 * share, 2) for share in (mfu["exposed"], mfu["hidden"])) if mfu else ()
-    shares = f"{' to '.join(ends)} % MFU, " if ends else ""
+    """Formats predicted time, MFU and memory, without the label."""
+    mfu = record["predicted"]["mfu"]
+    share = f"{units.significant(100 * mfu['scheduled'], 2)} % MFU, " if mfu else ""
+    low, seconds, high = between(record)
     return (
-        f"{units.seconds_between(seconds['hidden'], seconds['exposed'])} per step, {shares}"
+        f"{units.seconds(seconds)} ({units.seconds_between(low, high)}) per step, {share}"
         f"{units.size(record['memory']['peak_bytes'])}"
     )
 
 
-def label(record: Prediction) -> str:
-    """Returns the label of a prediction: the compiler's version, and the spread against published measurements."""
+def between(record: Prediction) -> tuple[float, float, float]:
+    """Returns the seconds of a step: the least that are expected, predicted, and the most."""
     from parallel.planning import calibration  # a run without a recorded prediction needs none of planning
+
+    seconds = record["predicted"]["step_seconds"]["scheduled"]
+    low, high = calibration.interval(seconds)
+    return low, seconds, high
+
+
+def label(record: Prediction) -> str:
+    """Returns the label of a prediction: the compiler's version, and the error for published steps."""
+    from parallel.planning import calibration
 
     return calibration.label(libtpu=record["versions"]["libtpu"])
 
@@ -103,12 +113,11 @@ class PredictionCheck:
         if used:
             found["hbm_gib"] = used / GIB
         if self._record:
-            time, peak = self._record["predicted"]["step_seconds"], self._record["memory"]["peak_bytes"] / GIB
-            found["predicted/step_seconds_hidden"] = time["hidden"]
-            found["predicted/step_seconds_exposed"] = time["exposed"]
+            (low, predicted, high), peak = between(self._record), self._record["memory"]["peak_bytes"] / GIB
+            found["predicted/step_seconds"] = predicted
             found["predicted/hbm_gib"] = peak
             if not self._is_first:  # the first report includes compilation
-                self._check("s per step", seconds, time["hidden"], time["exposed"], label(self._record))
+                self._check("s per step", seconds, low, high, label(self._record))
                 if used:
                     self._check("GiB of HBM", used / GIB, peak, peak, label(self._record))
         self._is_first = False

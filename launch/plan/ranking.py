@@ -20,18 +20,18 @@ _SENT_WIDTH = 20
 _LAYOUT_WIDTH = 44  # to which layouts may be broken to show more columns
 _LEAST_GIB_SENT = 0.005
 _SENT = "sent, GiB a step"
-_HEADINGS: tuple[str, ...] = ("", "layout", "rows", "HBM GiB", "free", "step s", "scheduled", "tokens/s", "MFU %")
+_HEADINGS: tuple[str, ...] = ("", "layout", "rows", "HBM GiB", "free", "step s", "predicted", "tokens/s", "MFU %")
 _HEADINGS += ("bubble", _SENT, "hours", "compiled in s")
 _TEXT = ("layout", _SENT)
 _NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # in 80 columns
 _WIDER = ("MFU %", "bubble", _SENT, "free", "hours")  # in this order where the width allows
-_OF_COMPILED = ("scheduled", "compiled in s")
+_OF_COMPILED = ("predicted", "compiled in s")
 
 
 def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
-    """Prints ranked candidates. Ranges are from all traffic hidden to none hidden, smaller number first.
+    """Prints ranked candidates. Ranges are those of `CandidateMetrics`, the smaller number first.
 
-    Rows are ranked by `scheduled`, the step time that counts as hidden the traffic that the compiler overlapped. The
+    Rows are ranked by `predicted`, the step time that counts as hidden the traffic that the compiler overlapped. The
     table has as many columns as the width allows, and with `wide` all.
 
     Args:
@@ -181,6 +181,6 @@ def header(question: Question, best: CandidateMetrics, *, label: str) -> list[st
         f"{units.counted(best.rows, 'row')} x {tokens}: "
         f"{best.used_bytes / GIB:.2f} GiB of {question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
         f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
-        f"(between all traffic hidden and none; {label}).",
+        f"({label}).",
         "Include it after the experiment's own choices, or give it as --gin \"include 'FILE'\".",
     ]

@@ -1,45 +1,111 @@
-"""Compares predictions with published measurements, for the label on every predicted figure.
+"""Compares predictions with published steps, which give every predicted time its interval and its label.
 
-`published.json` lists training runs whose speed on TPUs is public, with the prediction for the same sizes on the same
-slices (`gin/published/`, filled in by `tests/run.sh lab golden --write`). Tokens per second are compared, not MFU:
-published MFUs count FLOPs in different ways (full or causal attention).
+`published.json` lists training steps whose speed on TPUs is public, each with an experiment file in `gin/published/`,
+and the parts of the step as compiled for the same slice (`tests/run.sh lab published --write`). Nothing is fitted: a
+predicted time is `cost.StepTime.scheduled`, and its interval is that of nine in ten published steps.
 """
 
+import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from core import versions
+from core import slices, versions
 
 FILE = Path(__file__).parent / "published.json"
-BOUNDS = ("hidden", "scheduled", "exposed")
+SHARE = 0.9  # of the published steps, that are within the interval
 
 PublishedRun = Mapping[str, Any]
 
 
+class Error(NamedTuple):
+    """The error of predicted seconds, over published steps.
+
+    Attributes:
+      runs: number of steps.
+      median, largest: of |predicted / published - 1|.
+      nine_in_ten: that nine in ten steps do not exceed.
+      shortest, longest: published over predicted seconds, between which nine in ten steps lie.
+    """
+
+    runs: int
+    median: float
+    nine_in_ten: float
+    largest: float
+    shortest: float
+    longest: float
+
+
 def label(*, libtpu: str | None = None) -> str:
-    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1, uncalibrated, spread 0.9 to 1.5 of published`.
+    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1; intervals from 24 published steps`.
 
     Args:
       libtpu: version that compiled the step; None for the installed one.
     """
-    found = spread(rows())
-    said = f"spread {found[0]:.2f} to {found[1]:.2f} of published" if found else "spread not known"
-    return f"compiled by libtpu {libtpu or versions.version('libtpu')}, uncalibrated, {said}"
+    found = known_error()
+    compiled = f"compiled by libtpu {libtpu or versions.version('libtpu')}"
+    if found is None:
+        return f"{compiled}, not compared with published steps"
+    return f"{compiled}; intervals from {found.runs} published steps"
+
+
+def interval(seconds: float) -> tuple[float, float]:
+    """Returns the seconds between which a step is expected that is predicted to take `seconds`."""
+    found = known_error()
+    return (seconds, seconds) if found is None else (found.shortest * seconds, found.longest * seconds)
+
+
+@functools.cache
+def known_error() -> Error | None:
+    """Returns the error over the committed published steps."""
+    return error(rows())
 
 
 def rows() -> list[dict[str, Any]]:
-    """Returns the published runs, with `predicted` if they have been compiled."""
+    """Returns the published steps, with `predicted` if they have been compiled."""
     return json.loads(FILE.read_text())
 
 
-def spread(published: Sequence[PublishedRun]) -> tuple[float, float] | None:
-    """Returns the smallest and largest ratio of predicted to published speed; None without predictions."""
-    found = [ratio for row in published if "predicted" in row for ratio in ratios(row)]
-    return (min(found), max(found)) if found else None
+def error(published: Sequence[PublishedRun]) -> Error | None:
+    """Returns the error over published steps; None if none has been compiled."""
+    ratios = sorted(ratio(row) for row in published if "predicted" in row)
+    if not ratios:
+        return None
+    wrong = sorted(abs(1 / each - 1) for each in ratios)
+    outside = (1 - SHARE) / 2
+    return Error(
+        len(ratios),
+        _quantile(wrong, 0.5),
+        _quantile(wrong, SHARE),
+        wrong[-1],
+        _quantile(ratios, outside),
+        _quantile(ratios, 1 - outside),
+    )
 
 
-def ratios(row: PublishedRun) -> list[float]:
-    """Returns the ratios of predicted to published tokens per second, by bound."""
-    return [row["predicted"][bound] / row["tokens_per_second_per_chip"] for bound in BOUNDS]
+def ratio(row: PublishedRun) -> float:
+    """Returns published over predicted seconds."""
+    return published_seconds(row) / predicted_seconds(row)
+
+
+def published_seconds(row: PublishedRun) -> float:
+    """Returns the published seconds of a step."""
+    return row["predicted"]["tokens_per_step"] / slices.get(row["slice"]).chips / row["tokens_per_second_per_chip"]
+
+
+def predicted_seconds(row: PublishedRun) -> float:
+    """Returns the predicted seconds of a step, with the work of attention kernels that the source's program does."""
+    found = row["predicted"]
+    busy = found["compute"] + found["kernels"] * row.get("kernel_work", 1)
+    traffic = found["traffic"].values()
+    return busy + sum(part["all"] for part in traffic) - min(busy, sum(part["beside"] for part in traffic))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Returns the value below which `share` of the ordered values are, between neighbors in proportion."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,12 +1,14 @@
 """The metrics of one candidate layout, from a compiled step or from arithmetic.
 
-A `Range` has two values: with all traffic hidden behind computation, and with none hidden. The first is never slower.
+A `Range` has two values, the faster first. Of a compiled step they are the interval of `planning.calibration`; of
+arithmetic, the times with all traffic hidden behind computation and with none hidden.
 """
 
 import dataclasses
 from typing import Any
 
 from core.slices import Slice
+from parallel.planning import calibration
 from parallel.planning.cost import StepTime
 
 Range = tuple[float, float]
@@ -49,31 +51,35 @@ class CandidateMetrics:
 
     @property
     def step_seconds(self) -> Range:
-        """Seconds per step."""
-        return self.time.hidden, self.time.exposed
+        """Seconds per step, at least and at most."""
+        if self.compile_seconds is None:
+            return self.time.hidden, self.time.exposed
+        return calibration.interval(self.time.scheduled)
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Seconds per step if only the traffic that the compiler overlapped is hidden; None if it was not compiled."""
+        """Predicted seconds per step, with the traffic hidden that the compiler overlapped; None if not compiled."""
         return None if self.compile_seconds is None else self.time.scheduled
 
     @property
     def tokens_per_second(self) -> Range:
         """Tokens per second of the whole slice."""
-        return self.tokens / self.time.hidden, self.tokens / self.time.exposed
+        fast, slow = self.step_seconds
+        return self.tokens / fast, self.tokens / slow
 
     @property
     def mfu(self) -> Range | None:
         """Model FLOPs utilization; None if the model does not count its FLOPs."""
         if not self.flops:
             return None
-        hidden, exposed = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
-        return hidden, exposed
+        fast, slow = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
+        return fast, slow
 
     @property
     def hours(self) -> Range:
         """Hours of the whole run."""
-        return self.time.hidden * self.steps / 3600, self.time.exposed * self.steps / 3600
+        fast, slow = self.step_seconds
+        return fast * self.steps / 3600, slow * self.steps / 3600
 
     def as_json(self) -> dict[str, Any]:
         """Returns all metrics as JSON values."""

@@ -42,6 +42,9 @@ _FUSED_BACKWARD = 5
 _FUSED_RESULT_RANK = 5  # it returns dQ in one part per block of keys: [B, blocks, H, Q, K]
 
 
+BOUNDS = ("hidden", "scheduled", "exposed")  # times of `StepTime`
+
+
 class AxisTime(NamedTuple):
     """The traffic of a step over one group of mesh axes.
 

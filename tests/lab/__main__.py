@@ -25,6 +25,7 @@ COMMANDS = (
     "mutants",
     "peers",
     "pictures",
+    "published",
     "recording",
     "reference",
     "schedules",
@@ -47,7 +48,7 @@ def _command(argv: Sequence[str]) -> int:
         print("\n".join(["tests/run.sh lab COMMAND …", *map(_overview, COMMANDS)]))
         return exit_codes.USER_ERROR if argv else exit_codes.DONE
     name, *rest = argv
-    if name in ("golden", "long_context"):  # before jax is imported: it compiles for TPUs without one
+    if name in ("golden", "long_context", "published"):  # before jax is imported: it compiles for TPUs without one
         os.environ.update(messages.AUDIBLE_WARNINGS, JAX_PLATFORMS="cpu")
     return cli.run_command(f"tests.lab.{name}", rest, program=f"tests/run.sh lab {name}")
 

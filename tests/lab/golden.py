@@ -24,7 +24,7 @@ from launch.experiment import Experiment
 from parallel import prediction as measured
 from parallel.compiled import analysis, compiling
 from parallel.compiled.compiling import OutOfHbmError
-from parallel.planning import calibration, cost, records
+from parallel.planning import cost, records
 from parallel.planning.cost import StepTime
 from parallel.prediction import Prediction
 from tests.lab import recorded_predictions
@@ -66,7 +66,7 @@ class Source:
 
 def files() -> dict[str, Source]:
     """Returns what is recorded, by the name of its record."""
-    found = [*sorted(_GIN.glob("*.gin")), *sorted((_GIN / "published").glob("*.gin")), _GIN / "trm" / "suite.gin"]
+    found = [*sorted(_GIN.glob("*.gin")), _GIN / "trm" / "suite.gin"]
     found += [*sorted((_GIN / "arrcoc").glob("v5p_*.gin")), *sorted((_GIN / "long").glob("*.gin"))]
     incomplete = [_GIN / "defaults.gin", *_GIN.glob("finetune*.gin")]  # the latter need the user's folder
     sources = {_name(path): Source(_file(path)) for path in found if path not in incomplete}
@@ -156,7 +156,7 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
       UserError: an MFU above 100 %: the model of time or the count of FLOPs is wrong.
     """
     slice_, flops = slices.get(experiment.slice), experiment.flops_per_step
-    bounds = {bound: getattr(time, bound) for bound in calibration.BOUNDS}
+    bounds = {bound: getattr(time, bound) for bound in cost.BOUNDS}
     return {
         "compute_seconds": _rounded(time.compute),
         "kernel_seconds": _rounded(time.kernels),
@@ -168,21 +168,6 @@ def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
         "mfu": {bound: _rounded(slice_.mfu(flops, seconds=s)) for bound, s in bounds.items()} if flops else {},
         "unpriced": list(time.unpriced),
     }
-
-
-def write_published() -> None:
-    """Writes the predictions of published runs to `planning.calibration`, then updates every header."""
-    recorded = {row["name"]: read(row["name"]) for row in calibration.rows()}
-    recorded_predictions.write_published({name: _speed(record) for name, record in recorded.items() if record})
-    write_headers()
-
-
-def _speed(record: Prediction) -> dict[str, Any]:
-    """Returns tokens per second per chip by bound, and the compiler's version."""
-    per_chip = record["tokens_per_step"] / slices.get(record["slice"]).chips
-    seconds: Mapping[str, float] = record["predicted"]["step_seconds"]
-    speeds = {bound: _rounded(per_chip / seconds[bound]) for bound in calibration.BOUNDS}
-    return speeds | {"libtpu": record["versions"]["libtpu"]}
 
 
 def write_headers() -> None:
@@ -287,7 +272,7 @@ def _write(names: list[str], *, again: bool) -> int:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
         write(name, record)
-        write_published()
+        write_headers()
         print(f"  {measured.line(record)}", flush=True)
     return code
 

@@ -235,8 +235,8 @@ def _abilities() -> Iterator[str]:
 def _experiments() -> Iterator[str]:
     yield from ["# Experiments", ""]
     yield "The header of each file says what it trains and how to run it. The table has the experiments that were"
-    yield "compiled for their slice. **Times and MFU are predicted, never measured**: from all communication hidden"
-    yield "behind computation to none ([how, and how far off](../explanation/predictions.md))."
+    yield "compiled for their slice. **Times and MFU are predicted, never measured** ([how, and how far off]"
+    yield "(../explanation/predictions.md))."
     yield ""
     records = {name: golden.read(name) for name in golden.files()}
     rows = (_experiment(record) for record in records.values())
@@ -258,8 +258,8 @@ def _experiment(record: dict) -> list[str]:
         record["slice"],
         f"{record['tokens_per_step']:,}",
         f"{memory['peak_bytes'] / GIB:.1f} of {memory['usable_bytes'] / GIB:.1f}",
-        f"{times['hidden']:.3g} – {times['exposed']:.3g}",
-        f"{100 * shares['exposed']:.0f} – {100 * shares['hidden']:.0f}",
+        f"{times['scheduled']:.3g}",
+        f"{100 * shares['scheduled']:.0f}",
     ]
 
 

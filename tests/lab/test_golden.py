@@ -25,7 +25,6 @@ def loaded(path="gin/valkyrie_7b.gin", *bindings, slice_name=None):
 def test_every_experiment_file_has_a_name():
     files = golden.files()
     assert files["valkyrie_7b"] == golden.Source("gin/valkyrie_7b.gin")
-    assert files["published-llama2_70b"] == golden.Source("gin/published/llama2_70b.gin")
     assert files["trm-suite"] == golden.Source("gin/trm/suite.gin")
     assert "defaults" not in files
     assert all((environment.WORKSPACE / source.file).is_file() for source in files.values())
@@ -136,8 +135,14 @@ def record(**changes):
     }
 
 
-def test_a_record_reads_as_one_line():
-    assert prediction.line(record()) == f"500 to 800 ms per step, 52 to 61 % MFU, 8 GiB ({calibration.label()})"
+@pytest.fixture
+def known(monkeypatch):
+    error = calibration.Error(30, 0.05, 0.1, 0.2, shortest=0.9, longest=1.25)
+    monkeypatch.setattr(calibration, "known_error", lambda: error)
+
+
+def test_a_record_reads_as_one_line(known):
+    assert prediction.line(record()) == f"600 ms (540 to 750 ms) per step, 55 % MFU, 8 GiB ({calibration.label()})"
 
 
 def test_a_change_is_a_diff_of_a_few_lines():
@@ -148,19 +153,19 @@ def test_a_change_is_a_diff_of_a_few_lines():
     assert changed[2:] == ['-  "peak_bytes": 8589934592', '+  "peak_bytes": 17179869184']
 
 
-def test_headers_have_the_recorded_predictions():
+def test_headers_have_the_recorded_predictions(known):
     text = "# A model.\n# Predicted: something\n#   old, and older.\n# Run:      x\nSLICE = 'v4-8'\n"
     found = record(memory={"peak_bytes": 2**33, "usable_bytes": 2**35})
     assert golden.with_header(text, found).splitlines() == [
         "# A model.",
-        "# Predicted: 500 to 800 ms per step, 52 to 61 % MFU, 8 GiB of 32 GiB a chip; not run on a TPU",
+        "# Predicted: 600 ms (540 to 750 ms) per step, 55 % MFU, 8 GiB of 32 GiB a chip; not run on a TPU",
         f"#   ({calibration.label()}).",
         "# Run:      x",
         "SLICE = 'v4-8'",
     ]
     assert golden.with_header("# A model.\n", found) == "# A model.\n"
     both, title = "# Predicted: a\n# Predicted for v4-64: b\n#   c\n", "Predicted for v4-64"
-    assert golden.with_header(both, found, title).startswith(f"# Predicted: a\n# {title}: 500 to 800 ms")
+    assert golden.with_header(both, found, title).startswith(f"# Predicted: a\n# {title}: 600 ms (540 to 750 ms)")
 
 
 @pytest.fixture
@@ -170,7 +175,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(predictions, "FILE", tmp_path / "predictions.txt")
     files = {name: golden.Source(f"gin/{name}.gin") for name in ("quickstart", "valkyrie_7b")}
     monkeypatch.setattr(golden, "files", lambda: files)
-    monkeypatch.setattr(golden, "write_published", lambda: None)
+    monkeypatch.setattr(golden, "write_headers", lambda: None)
     compiled = []
 
     def compile_record(source):

@@ -9,6 +9,7 @@ from core.slices import GIB
 from launch.config import loader
 from models import lora
 from parallel import prediction as parallel_prediction
+from parallel.planning import calibration
 from parallel.prediction import SIMULATED, PredictionCheck
 
 CONFIG = loader.load("gin/valkyrie_7b.gin")
@@ -25,6 +26,9 @@ RECORD = {
 
 @pytest.fixture
 def measured(monkeypatch):
+    error = calibration.Error(30, 0.05, 0.1, 0.2, shortest=1 / 1.2, longest=1.4 / 1.2)
+    monkeypatch.setattr(calibration, "known_error", lambda: error)
+
     def make(*, record=RECORD, is_measured=True, hbm=10 * GIB):
         monkeypatch.setattr(parallel_prediction, "peak_hbm_bytes", lambda: hbm)
         warnings = []
@@ -36,7 +40,7 @@ def measured(monkeypatch):
 
 def test_a_simulation_is_labelled_and_compares_nothing(measured):
     found, warnings = measured(is_measured=False)
-    assert found.rows()["predicted"].startswith("1 to 1.4 s per step, 44 to 61 % MFU, 10 GiB (compiled by libtpu")
+    assert found.rows()["predicted"].startswith("1.2 s (1 to 1.4 s) per step, 50 % MFU, 10 GiB (compiled by libtpu")
     assert found.rows()["measured"] == SIMULATED
     assert SIMULATED.startswith("simulated")
     assert found.metrics({"step_seconds": 1e-9}) == found.metrics({"step_seconds": 100.0}) == {}
@@ -62,8 +66,7 @@ def test_a_tpu_logs_both(measured):
     assert values.pop("mfu") == pytest.approx(EXPERIMENT.flops_per_step / 1.2 / (16 * 275e12))
     assert values == {
         "hbm_gib": 10.0,
-        "predicted/step_seconds_hidden": 1.0,
-        "predicted/step_seconds_exposed": 1.4,
+        "predicted/step_seconds": 1.2,
         "predicted/hbm_gib": 10.0,
     }
     assert not warnings
@@ -74,7 +77,7 @@ def test_a_tpu_logs_both(measured):
     [
         (0.76, 10.0, None),
         (1.74, 12.4, None),
-        (1.76, 10.0, "measured 1.76 s per step, predicted 1 to 1.4 (compiled by libtpu 0.0.42.1, uncalibrated"),
+        (1.76, 10.0, "measured 1.76 s per step, predicted 1 to 1.4 (compiled by libtpu 0.0.42.1; intervals from 30"),
         (0.74, 10.0, "measured 0.74 s per step"),
         (1.2, 12.6, "measured 12.6 GiB of HBM, predicted 10"),
         (1.2, 7.4, "measured 7.4 GiB of HBM"),
