@@ -122,7 +122,7 @@ find_uv() {
   return 1
 }
 
-# Makes an environment with uv, which downloads a Python if it finds none. seqio has no wheels for 3.13.
+# Makes an environment with uv, which downloads a Python if it finds none, but not 3.13, where a package has no wheel.
 uv_makes_venv() {
   local uv
   uv=$(find_uv) && "$uv" venv --quiet --no-project --seed --python "${1:->=${supported%-*},<3.13}" "$venv" >>"$log" 2>&1
@@ -151,8 +151,8 @@ make_venv() {
   "$python" -m venv "$venv" >>"$log" 2>&1 || fail "$python -m venv failed: $(tail -n 3 "$log")"
 }
 
-# Prints the packages of the extras $2… and the dependencies of pyproject.toml, one a line; if $1 is 1, without conditions
-# and upper bounds.
+# Prints the packages of the extras $2… and the dependencies of pyproject.toml, one a line; if $1 is 1, without upper
+# bounds.
 packages() {
   "$venv/bin/python" -c 'import re, sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
@@ -161,8 +161,8 @@ for name in ("", *sys.argv[3:]):
     for package in extras[name]:
         within = re.match(r"renga\[(.*)\]", package)
         extras[name] += [p for n in within[1].split(",") for p in extras[n.strip()]] if within else []
-    listed = [re.sub(r",?<[^,;]*|;.*", "", p) if sys.argv[2] == "1" else p for p in extras[name]]
-    print(*(p for p in listed if not p.startswith("renga[")), sep="\n")' "$project" "$@"
+    for package, *condition in (p.split(";") for p in extras[name] if not p.startswith("renga[")):
+        print(";".join([re.sub(r",?<[^,]*", "", package) if sys.argv[2] == "1" else package, *condition]))' "$project" "$@"
 }
 
 # uv reads no settings of pip: gives it pip's index and certificates, unless it has its own.
@@ -188,8 +188,15 @@ report_progress() {
   done
 }
 
+# Installs packages with uv, or with pip if uv fails. Uses `pip` and `pins` of its caller.
+install() {
+  local uv
+  { uv=$(find_uv "$venv/bin/uv") && "$uv" pip install --python "$venv/bin/python" "$@" "${pins[@]}" >>"$log" 2>&1; } ||
+    "${pip[@]}" "$@" "${pins[@]}" >>"$log" 2>&1
+}
+
 install_packages() {
-  local list=$venv/packages.txt pins=(-c "$requirements") uv pip
+  local list=$venv/packages.txt pins=(-c "$requirements") pip
   [[ $name == .venv ]] || pins=()
   packages "${RENGA_NEWEST:-0}" tpu $extras >"$list"
   pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off)
@@ -197,13 +204,11 @@ install_packages() {
   report_progress 9>&- &
   trap "kill $! 2>/dev/null || true" EXIT
   find_uv "$venv/bin/uv" >/dev/null || "${pip[@]}" --quiet uv "${pins[@]}" >>"$log" 2>&1 || true
-  if ! { uv=$(find_uv "$venv/bin/uv") && "$uv" pip install --python "$venv/bin/python" -r "$list" "${pins[@]}" >>"$log" 2>&1; } &&
-    ! "${pip[@]}" -r "$list" "${pins[@]}" >>"$log" 2>&1; then
+  # On 3.13 seqio comes without editdistance (pyproject.toml), which pip cannot leave out of what it resolves.
+  if ! install -r "$list" || { [[ $1 == 3.13.* ]] && ! install --no-deps seqio; }; then
     echo "$before" >"$kept"  # an extra that cannot be installed keeps no later call from its work
     say "neither uv nor pip could install the packages. Last lines of their output (all of it: $log):"
     tail -n 15 "$log" >&2
-    [[ $name == .venv ]] ||
-      say "a package that has no wheel for this Python (such as editdistance, of seqio) needs a C++ compiler"
     fail "if the package index cannot be reached, set PIP_INDEX_URL or a pip.conf; then run this again; it resumes"
   fi
   echo 'importing' >>"$log"

@@ -33,10 +33,6 @@ else  # less optimized machine code, without fusion emitters, is compiled in a t
   [[ ${RENGA_NEWEST:-} == 1 ]] || XLA_FLAGS+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag
 fi
 
-$python -c 'from importlib import util; raise SystemExit(not util.find_spec("seqio"))' || {
-  echo "the tests need seqio, which Python 3.13 gets with a C++ compiler and: $python -m pip install seqio" >&2
-  exit 1
-}
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes of hosts and commands would each compile our modules
 if [[ ${RENGA_NEWEST:-} == 1 ]]; then  # style and types are checked with the pinned packages

@@ -168,6 +168,8 @@ class SeqioCache(DocumentSource):
                 f"--deduplicate and --exclude compare the texts of examples, which differ between the epochs of "
                 f"{drawing[0]}, whose preprocessors draw random numbers: leave these flags out, and filter its source"
             )
+        if self.saved is None:
+            seqio_pipeline.answer(seqio_pipeline.PROCESSES.submit(0, seqio_pipeline.require_texts, self.asked))
         return filters
 
     def _write(

@@ -26,6 +26,7 @@ import numpy as np
 
 from core.errors import UserError
 from tasks.text import near_duplicates, seqio_metrics, seqio_tasks
+from tasks.text.failing_preprocessor import failing_preprocessor
 from tasks.text.seqio_metrics import Measured
 from tasks.text.token_cache import SPLITS
 from tasks.text.token_writer import Converted
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tasks.text.filters import Filters
 
 _SHOWN = 400  # characters of an error
+_AGAIN = 10_000  # examples that are made again, at most, to find the preprocessor that fails
 FIRST = 64  # examples that are tried before a run
 
 
@@ -157,6 +159,17 @@ def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[
         about["first"][split] = zlib.crc32(lines.encode())
 
 
+def require_texts(asked: Asked) -> None:
+    """Raises UserError if the vocabulary of a task or mixture makes no text of ids, which filters compare."""
+    vocabulary = seqio_tasks.registered(asked.name, module=asked.module).output_features["targets"].vocabulary
+    ids = vocabulary.encode("some text")
+    if isinstance(ids, str) or not isinstance(vocabulary.decode(ids), str):
+        raise UserError(
+            f"--deduplicate and --exclude compare texts, and a {type(vocabulary).__name__} makes none of ids: leave "
+            "these flags out, and filter the source"
+        )
+
+
 _open: dict[Lane, "_Examples"] = {}  # the lanes that this process reads
 
 
@@ -227,13 +240,7 @@ def _text(vocabulary: Any, ids: np.ndarray, prompt: int) -> str:
 def _decoded(vocabulary: Any, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of ids, of which seqio decodes those up to an end of document."""
     documents = np.split(ids, np.flatnonzero(np.equal(ids, vocabulary.eos_id)) + 1)
-    texts = [vocabulary.decode(part.tolist()) for part in documents if len(part)]
-    if not all(isinstance(text, str) for text in texts):
-        raise UserError(
-            f"--deduplicate and --exclude compare texts, and a {type(vocabulary).__name__} makes none of ids: leave "
-            "these flags out, and filter the source"
-        )
-    return "\n".join(texts)
+    return "\n".join(vocabulary.decode(part.tolist()) for part in documents if len(part))
 
 
 class _Examples(Iterator):
@@ -246,25 +253,14 @@ class _Examples(Iterator):
     """
 
     def __init__(self, asked: Asked, lane: Lane, begin: int) -> None:
-        seqio = seqio_tasks.library()
         self._lane, self._features, self.number = lane, tuple(asked.lengths), begin
         _registered(asked)
-        task = seqio.get_mixture_or_task(lane.task)
+        task = self._task = seqio_tasks.library().get_mixture_or_task(lane.task)
         vocabulary = self.vocabulary = task.output_features["targets"].vocabulary
         self.vocab_size, self._lowest = int(vocabulary.vocab_size), 1 if seqio_tasks.reserves_zero(vocabulary) else 0
+        self._dataset_of = functools.partial(_dataset, asked, lane)
         with self._failing():
-            _seed_tensorflow(None if _draws(task) else lane.epoch)
-            dataset = task.get_dataset(
-                asked.lengths,
-                split=lane.split,
-                use_cached=task.requires_caching,
-                shuffle=False,
-                seed=lane.epoch,
-                num_epochs=1,
-                shard_info=seqio.ShardInfo(lane.index, lane.count),
-                try_in_mem_cache=False,
-            )
-            self._iterator = dataset.skip(begin).as_numpy_iterator()
+            self._iterator = self._dataset_of(task).skip(begin).as_numpy_iterator()
 
     def __next__(self) -> tuple[np.ndarray, int]:
         with self._failing():
@@ -292,7 +288,24 @@ class _Examples(Iterator):
         except StopIteration:
             raise
         except Exception as error:
-            raise UserError(f"{self._where()}: {type(error).__name__}: {_shown(error)}") from error
+            found = failing_preprocessor(self._task, self._dataset_of) if self.number < _AGAIN else ""
+            by = f", preprocessor {found}" if found else ""
+            raise UserError(f"{self._where()}{by}: {type(error).__name__}: {_shown(error)}") from error
+
+
+def _dataset(asked: Asked, lane: Lane, task: Any) -> Any:
+    """Returns the examples of a lane, as a dataset of tf.data."""
+    _seed_tensorflow(None if _draws(task) else lane.epoch)
+    return task.get_dataset(
+        asked.lengths,
+        split=lane.split,
+        use_cached=task.requires_caching,
+        shuffle=False,
+        seed=lane.epoch,
+        num_epochs=1,
+        shard_info=seqio_tasks.library().ShardInfo(lane.index, lane.count),
+        try_in_mem_cache=False,
+    )
 
 
 def _registered(asked: Asked) -> Any:

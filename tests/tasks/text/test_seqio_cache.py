@@ -28,7 +28,7 @@ from tasks.text import (
     sentencepieces,
     seqio_cache,
     seqio_pipeline,
-    tfds_source,
+    seqio_tasks,
     token_cache,
     token_writer,
 )
@@ -70,7 +70,7 @@ def files(tmp_path_factory):
     chats += [{"prompt": "x" * n, "completion": " more"} for n in range(40)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chats))
     (folder / "own.model").write_bytes(sentencepieces._train(lines, 300))
-    tfds_source.tensorflow()
+    seqio_tasks.library()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OWN_FILES", str(folder))
         patch.syspath_prepend(str(pathlib.Path(__file__).parent))
@@ -299,7 +299,7 @@ def test_a_cache_of_parts_has_the_bytes_of_a_cache_of_processes(files, tmp_path,
         assert content(tmp_path / f"{name}-parts") == content(tmp_path / f"{name}-whole")
     task = make("fails_later", tmp_path / "fails")
     for _ in range(2):  # the part of the failure is made again, and others are kept
-        with pytest.raises(UserError, match=r"task fails_later, train split, example 70: "):
+        with pytest.raises(UserError, match=r"task fails_later, train split, example 70, preprocessor fails "):
             task.corpus.fill(beam=beam)
         assert len(list((tmp_path / "fails").glob("parts-*/*-train-*.npz"))) == 10
 
@@ -355,10 +355,14 @@ def test_a_text_is_compared_as_the_vocabulary_converts_it(files):
     module = importlib.import_module(MODULE)
     ids = np.array([*module.BYTES.encode("a question"), *module.BYTES.encode("one"), 1, *module.BYTES.encode("two")])
     assert seqio_pipeline._text(module.BYTES, ids, 10) == "a question\none\ntwo"
-    import seqio
 
-    with pytest.raises(UserError, match="PassThroughVocabulary makes none of ids"):
-        seqio_pipeline._text(seqio.PassThroughVocabulary(9, eos_id=1), np.array([3, 4]), 0)
+
+def test_filters_need_a_vocabulary_of_texts(files, tmp_path):
+    (tmp_path / "set.jsonl").write_text(json.dumps({"question": "Which of these words are in both?"}) + "\n")
+    for filters in (Filters((f"{tmp_path}/set.jsonl",), words=6), Filters(near_duplicates=0.6)):
+        with pytest.raises(UserError, match="PassThroughVocabulary makes none of ids"):
+            make("passed_on", tmp_path / "cache").corpus.fill(filters=filters)
+        assert not (tmp_path / "cache").exists()
 
 
 def test_a_worker_that_does_not_see_the_folder_of_the_command_is_an_error(tmp_path):
@@ -466,7 +470,8 @@ def test_wrong_tasks_are_found_before_a_run(files, tmp_path, name, inputs, words
 def test_a_preprocessor_that_fails_later_is_named_with_its_example(files, tmp_path):
     task = make("fails_later", tmp_path / "cache")
     assert [*task.problems(), *task.example_problems()] == []
-    with pytest.raises(UserError, match=r"task fails_later, train split, example 70: .*could not correctly convert"):
+    said = r"task fails_later, train split, example 70, preprocessor fails \(equal_tasks:\d+\): .*could not correctly"
+    with pytest.raises(UserError, match=said):
         task.prepare("unused", is_host_zero=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from core.errors import UserError
 from launch import environment
 from tasks import text
-from tasks.text import seqio_live, seqio_pipeline, tfds_source
+from tasks.text import seqio_live, seqio_pipeline, seqio_tasks
 from tasks.text.documents import StreamSpec
 
 MODULE = """
@@ -25,6 +25,10 @@ def misspelt(example):
 @seqio.map_over_dataset
 def numbers(example):
     return {"targets": tf.strings.as_string(tf.strings.to_number(example["text"]))}
+
+@seqio.map_over_dataset
+def spelled(example):
+    return {"targets": tf.strings.as_string(tf.strings.to_number(example["targets"]))}
 
 def drop_all(dataset):
     return dataset.filter(lambda _: False)
@@ -46,6 +50,8 @@ def add(name, *preprocessors):
 add("tried_works", rename)
 add("tried_misspelt", misspelt)
 add("tried_numbers", numbers)
+add("tried_filtered", rename, lambda dataset: dataset.filter(lambda _: True), spelled)
+add("tried_partial", functools.partial(seqio.preprocessors.rekey, key_map={"targets": "txt"}))
 add("tried_empty", rename, drop_all)
 add("tried_unnamed")
 seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelt", 1.0)])
@@ -53,8 +59,14 @@ seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelt
 
 BROKEN = {
     "tried_works": (),
-    "tried_misspelt": ("tried_misspelt", "KeyError: 'txt'"),
-    "tried_numbers": ("tried_numbers", "could not correctly convert string: text"),
+    "tried_misspelt": ("tried_misspelt", "example 0, preprocessor misspelt (own_tried:6): ", "KeyError: 'txt'"),
+    "tried_filtered": ("tried_filtered", "example 0, preprocessor spelled (own_tried:14): "),
+    "tried_partial": ("tried_partial", "preprocessor rekey (seqio.preprocessors:", "KeyError: 'txt'"),
+    "tried_numbers": (
+        "tried_numbers",
+        "preprocessor numbers (own_tried:10): ",
+        "could not correctly convert string: text",
+    ),
     "tried_empty": ("tried_empty", "has no example in its train split"),
     "tried_unnamed": ("tried_unnamed", "missing expected output feature"),
     "tried_mixed": ("tried_misspelt", "KeyError: 'txt'"),
@@ -72,7 +84,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def registered(folder, monkeypatch):
     """The module is imported."""
-    tfds_source.tensorflow()
+    seqio_tasks.library()
     monkeypatch.syspath_prepend(str(folder))
     import own_tried  # noqa: F401
 
