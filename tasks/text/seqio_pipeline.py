@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tasks.text.filters import Filters
 
 _SHOWN = 400  # characters of an error
-_AGAIN = 10_000  # examples that are made again, at most, to find the preprocessor that fails
 FIRST = 64  # examples that are tried before a run
 
 
@@ -288,7 +287,7 @@ class _Examples(Iterator):
         except StopIteration:
             raise
         except Exception as error:
-            found = failing_preprocessor(self._task, self._dataset_of) if self.number < _AGAIN else ""
+            found = failing_preprocessor(self._task, self._dataset_of, self.number)
             by = f", preprocessor {found}" if found else ""
             raise UserError(f"{self._where()}{by}: {type(error).__name__}: {_shown(error)}") from error
 

@@ -30,6 +30,9 @@ def numbers(example):
 def spelled(example):
     return {"targets": tf.strings.as_string(tf.strings.to_number(example["targets"]))}
 
+def lowered(example, key):
+    return {"targets": tf.strings.lower(example[key])}
+
 def drop_all(dataset):
     return dataset.filter(lambda _: False)
 
@@ -51,6 +54,7 @@ add("tried_works", rename)
 add("tried_misspelt", misspelt)
 add("tried_numbers", numbers)
 add("tried_filtered", rename, lambda dataset: dataset.filter(lambda _: True), spelled)
+add("tried_mapped", rename, seqio.map_over_dataset(functools.partial(lowered, key="txt")))
 add("tried_partial", functools.partial(seqio.preprocessors.rekey, key_map={"targets": "txt"}))
 add("tried_empty", rename, drop_all)
 add("tried_unnamed")
@@ -61,6 +65,7 @@ BROKEN = {
     "tried_works": (),
     "tried_misspelt": ("tried_misspelt", "example 0, preprocessor misspelt (own_tried:6): ", "KeyError: 'txt'"),
     "tried_filtered": ("tried_filtered", "example 0, preprocessor spelled (own_tried:14): "),
+    "tried_mapped": ("tried_mapped", "preprocessor lowered (own_tried:17): ", "KeyError: 'txt'"),
     "tried_partial": ("tried_partial", "preprocessor rekey (seqio.preprocessors:", "KeyError: 'txt'"),
     "tried_numbers": (
         "tried_numbers",
