@@ -65,7 +65,7 @@ BROKEN = {
     "tried_works": (),
     "tried_misspelt": ("tried_misspelt", "example 0, preprocessor misspelt (own_tried:6): ", "KeyError: 'txt'"),
     "tried_filtered": ("tried_filtered", "example 0, preprocessor spelled (own_tried:14): "),
-    "tried_mapped": ("tried_mapped", "preprocessor lowered (own_tried:17): ", "KeyError: 'txt'"),
+    "tried_mapped": ("tried_mapped", "preprocessor lowered (own_tried:18): ", "KeyError: 'txt'"),
     "tried_partial": ("tried_partial", "preprocessor rekey (seqio.preprocessors:", "KeyError: 'txt'"),
     "tried_numbers": (
         "tried_numbers",
