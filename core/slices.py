@@ -41,6 +41,7 @@ class Chip:
       chips_per_name_unit: chips per unit of the number in a slice's name.
       platform: JAX's name: `tpu`, `cuda` or `cpu`.
       devices: number of JAX devices of a chip, which share its ICI links.
+      has_fp8: whether products in FP8 are its own; elsewhere the compiler converts their operands.
     """
 
     kinds: tuple[str, ...]
@@ -53,6 +54,7 @@ class Chip:
     chips_per_name_unit: float = 1
     platform: str = "tpu"
     devices: int = 1
+    has_fp8: bool = False
 
     @property
     def unit(self) -> str:
@@ -66,18 +68,22 @@ CHIPS: Mapping[str, Chip] = {
     "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 16 * GIB, 0.81e12, 45e9, 48e9, 1),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 32 * GIB, 1.6e12, 90e9, 180e9, 1),
     # Half of a chip's 2,307 TFLOP/s, 192 GiB and 7.38 TB/s. Its six links are as fast as those of v5p.
-    "tpu7x": Chip(("TPU7x",), 1153.5e12, 96 * GIB, int(94.75 * GIB), 3.69e12, 90e9, 960e9 / 8, 0.5, devices=2),
+    "tpu7x": Chip(
+        ("TPU7x",), 1153.5e12, 96 * GIB, int(94.75 * GIB), 3.69e12, 90e9, 960e9 / 8, 0.5, devices=2, has_fp8=True
+    ),
 }
 
 _A100 = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")
 _A100_40G = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")
 GPUS: Mapping[str, Chip] = {
-    "l4": Chip(("NVIDIA L4",), 121e12, 22 * GIB, 20 * GIB, 0.3e12, 32e9, 48e9, platform="cuda"),
+    "l4": Chip(("NVIDIA L4",), 121e12, 22 * GIB, 20 * GIB, 0.3e12, 32e9, 48e9, platform="cuda", has_fp8=True),
     "a100-40g": Chip(_A100_40G, 312e12, 40 * GIB, 36 * GIB, 1.555e12, 300e9, 120e9, platform="cuda"),
     "a100": Chip(_A100, 312e12, 80 * GIB, 73 * GIB, 2.04e12, 300e9, 120e9, platform="cuda"),
-    "h100": Chip(("NVIDIA H100 80GB HBM3",), 989e12, 80 * GIB, 73 * GIB, 3.35e12, 450e9, 240e9, platform="cuda"),
-    "h200": Chip(("NVIDIA H200",), 989e12, 140 * GIB, 128 * GIB, 4.8e12, 450e9, 240e9, platform="cuda"),
-    "b200": Chip(("NVIDIA B200",), 2250e12, 178 * GIB, 163 * GIB, 8e12, 900e9, 240e9, platform="cuda"),
+    "h100": Chip(
+        ("NVIDIA H100 80GB HBM3",), 989e12, 80 * GIB, 73 * GIB, 3.35e12, 450e9, 240e9, platform="cuda", has_fp8=True
+    ),
+    "h200": Chip(("NVIDIA H200",), 989e12, 140 * GIB, 128 * GIB, 4.8e12, 450e9, 240e9, platform="cuda", has_fp8=True),
+    "b200": Chip(("NVIDIA B200",), 2250e12, 178 * GIB, 163 * GIB, 8e12, 900e9, 240e9, platform="cuda", has_fp8=True),
 }
 GPU_MEMORY_FRACTION = 0.92  # of a GPU, which JAX allocates at its start; usable_hbm_bytes is so large
 

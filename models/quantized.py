@@ -1,10 +1,14 @@
-"""Matrix products in int8, by qwix: the peak of v5e, v5p and v6e is twice that of bfloat16.
+"""Matrix products in int8 or FP8, by qwix.
 
-Each row of activations and each output column of a weight is scaled by its largest absolute value to integers from
--128 to 127 (symmetric, computed anew in every step); the products are summed in int32. The gradient of the activations
-is computed in the same way, from rows of the incoming gradient; the gradient of the weights is a product in the compute
-dtype, because it is summed over all tokens of a chip, where rounding to nearest would lose the many small terms. The
-gradients pass through the rounding as if it were the identity (straight-through estimator, Bengio et al. 2013).
+The peak of int8 is twice that of bfloat16 on v5e, v5p and v6e, and that of FP8 on tpu7x, H100, H200 and B200.
+
+Each row of activations and each output column of a weight is scaled by its largest absolute value to the range of the
+type (symmetric, computed anew in every step). That is -128 to 127 for int8, whose products are summed in int32. For FP8
+it is that of float8_e4m3fn (448, 3 bits of mantissa), and of float8_e5m2 (57,344, 2 bits) for incoming gradients, as in
+qwix's recipes; products are summed in float32. The gradient of the activations is computed in the same way, from rows
+of the incoming gradient; the gradient of the weights is a product in the compute dtype, because it is summed over all
+tokens of a device, where rounding to nearest would lose the many small terms. The gradients pass through the rounding
+as if it were the identity (straight-through estimator, Bengio et al. 2013).
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import jax.numpy as jnp
 
 from core import extras, logical
 
-CHOICES = ("none", "int8")
+CHOICES = ("none", "int8", "fp8")
+_TYPES = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}  # of values, of gradients
 
 
 def check(choice: str) -> None:
@@ -27,28 +32,32 @@ def check(choice: str) -> None:
         extras.require("qwix", extra="int8", what=f"Transformer.quantization = {choice!r}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def product(subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns `einsum(subscripts, x, weight)` in the dtype of x, computed in int8.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def product(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns `einsum(subscripts, x, weight)` in the dtype of x, computed in int8 or FP8.
 
     Args:
+      choice: "int8" or "fp8".
       subscripts: of two operands, with every dimension named.
       axes: logical axes of the weight.
       x: activations.
-      weight: a matrix in the dtype of x, laid out as stored: each chip rounds its own part, and integers are gathered.
+      weight: a matrix in the dtype of x, laid out as stored: each device rounds its own part, and bytes are gathered.
     """
-    return _forward(subscripts, axes, x, weight)
+    return _forward(_TYPES[choice][:1] * 2, subscripts, axes, x, weight)
 
 
-def _forward(subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array) -> jax.Array:
+def _forward(
+    types: tuple[str, ...], subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """Returns the product with x and the weight rounded to these two types."""
     left, right, _ = _parts(subscripts)
-    rounded = _rounded(weight, right, left)
+    rounded = _rounded(weight, types[1], right, left)
     rounded = dataclasses.replace(
         rounded, qvalue=logical.constrain(jax.lax.optimization_barrier(rounded.qvalue), *axes)
     )
     import qwix
 
-    return qwix.einsum(subscripts, _rounded(x, left, right), rounded).astype(x.dtype)
+    return qwix.einsum(subscripts, _rounded(x, types[0], left, right), rounded).astype(x.dtype)
 
 
 def _parts(subscripts: str) -> tuple[str, str, str]:
@@ -57,22 +66,26 @@ def _parts(subscripts: str) -> tuple[str, str, str]:
     return left, right, out
 
 
-def _rounded(x: jax.Array, names: str, others: str) -> Any:
-    """Returns x as integers with one scale for every index of the dimensions that the product does not sum over."""
+def _rounded(x: jax.Array, type_: str, names: str, others: str) -> Any:
+    """Returns x in a type, with one scale for every index of the dimensions that the product does not sum over."""
     kept = [i for i, name in enumerate(names) if name not in others]
     import qwix
 
-    return qwix.quantize(x.astype(jnp.float32), "int8", channelwise_axes=kept)
+    return qwix.quantize(x.astype(jnp.float32), type_, channelwise_axes=kept)
+
+
+def _saved(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array):
+    return product(choice, subscripts, axes, x, weight), (x, weight)
 
 
 def _back(
-    subscripts: str, axes: tuple[str, ...], saved: tuple[jax.Array, jax.Array], dy: jax.Array
+    choice: str, subscripts: str, axes: tuple[str, ...], saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     left, right, out = _parts(subscripts)
     dy = dy.astype(x.dtype)
-    dx = _forward(f"{out},{right}->{left}", axes, dy, weight)
+    dx = _forward(_TYPES[choice][::-1], f"{out},{right}->{left}", axes, dy, weight)
     return dx, logical.constrain(jnp.einsum(f"{left},{out}->{right}", x, dy), *axes)
 
 
-product.defvjp(lambda subscripts, axes, x, weight: (_forward(subscripts, axes, x, weight), (x, weight)), _back)
+product.defvjp(_saved, _back)

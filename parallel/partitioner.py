@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, optimizers, platforms, random_bits, stack, step, units
+from core import logical, optimizers, platforms, random_bits, slices, stack, step, units, wrappers
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError, named_model
 from core.optimizers import Optimizer
@@ -183,7 +183,13 @@ class Program:
             )
         check_spec(self.spec)
         # The checks are independent of each other, so all problems are reported together.
-        independent = (self._check_rows, self._check_positions, self._check_microbatches, self._check_state)
+        independent = (
+            self._check_rows,
+            self._check_positions,
+            self._check_microbatches,
+            self._check_products,
+            self._check_state,
+        )
         if errors := [error for check in independent if (error := self._error_of(check))]:
             raise UserError("\n".join(map(str, errors))) from ExceptionGroup("checks of the program", errors)
         with named_model(self.model, self.spec):
@@ -264,6 +270,17 @@ class Program:
     @functools.cached_property
     def _bound_optimizer(self) -> Optimizer:
         return self.optimizer.bound(self.param_specs)
+
+    def _check_products(self) -> None:
+        """Checks that the chip has the products of the model; elsewhere the compiler converts the operands of FP8."""
+        choice = getattr(wrappers.field_owner(self.model, "quantization"), "quantization", "none")
+        slice_ = self.partitioner.slice
+        if choice == "fp8" and not slice_.chip.has_fp8 and slice_.chip.platform != "cpu":
+            having = ", ".join(name for name, chip in {**slices.CHIPS, **slices.GPUS}.items() if chip.has_fp8)
+            raise UserError(
+                f"quantization = 'fp8': {slice_.generation} has no products in FP8 of its own, and would convert their "
+                f"operands to bfloat16; expected one of {having}, or quantization = 'int8' or 'none'"
+            )
 
     def _check_state(self) -> None:
         """Checks the pipeline before the tables, because its message is more specific."""

@@ -261,7 +261,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
             f"strategy {strategy.name!r}: dcn_shape {dict(strategy.dcn_shape)} spans {units.counted(slices, 'slice')}, "
             f"but {slice.name} has {slice.num_slices}. {fix}"
         )
-    within = _resolve_within(strategy, slice.devices_per_slice, where=slice.name)
+    within = _resolve_within(strategy, slice)
     return {axis: degree * across[axis] for axis, degree in within.items()}
 
 
@@ -288,7 +288,8 @@ def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None =
     return " x ".join(degrees) or single
 
 
-def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str, int]:
+def _resolve_within(strategy: Strategy, slice: Slice) -> dict[str, int]:
+    devices = slice.devices_per_slice
     shape = {axis: strategy.mesh_shape.get(axis, 1) for axis in strategy.used_mesh_axes}
     fixed = math.prod(d for d in shape.values() if d != -1)
     free = [axis for axis, d in shape.items() if d == -1]
@@ -298,8 +299,8 @@ def _resolve_within(strategy: Strategy, devices: int, *, where: str) -> dict[str
         return shape
     asked = mesh_text(shape, single="1")
     raise UserError(
-        f"strategy {strategy.name!r}: the mesh {asked} needs {_needs(fixed, free)} devices, but {where} has {devices} "
-        f"(a JAX device is one chip). Nearest that fit: {_nearest_fits(shape, devices)}"
+        f"strategy {strategy.name!r}: the mesh {asked} needs {_needs(fixed, free)} devices, but {slice.name} has "
+        f"{devices} ({slice.single.counted}). Nearest that fit: {_nearest_fits(shape, devices)}"
     )
 
 

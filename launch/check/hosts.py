@@ -124,7 +124,7 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
     """Compares the recorded HBM use of this experiment with the HBM of a chip (`limit_bytes`, if known)."""
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
-    there = f"{have / GIB:.4g} GiB a chip ({whose})"
+    there = f"{have / GIB:.4g} GiB a {chip.unit} ({whose})"
     record = predictions.find(experiment, config)
     if record is None:
         fix = f"launch/run report {experiment.slice} EXPERIMENT.gin --compile says what it needs"

@@ -39,12 +39,12 @@ def show(found: Analysis) -> None:
     result = found.compiled
     print(
         f"compiled for {result.slice.name} (not run): peak {units.size(result.peak_bytes, digits=4)} of "
-        f"{units.size(result.slice.chip.usable_hbm_bytes, digits=4)} per chip, "
+        f"{units.size(result.slice.chip.usable_hbm_bytes, digits=4)} per {result.slice.chip.unit}, "
         f"of which state and batch {units.size(result.argument_bytes, digits=4)}; "
         f"{result.compile_seconds:.0f} s to compile"
     )
-    _print_cycles(found.costs)
-    _print_traffic(found.collectives)
+    _print_cycles(found.costs, per=result.slice.chip.unit)
+    _print_traffic(found.collectives, per=result.slice.chip.unit)
     print("\nfindings: " + ("" if found.findings else "none"))
     for finding in found.findings:
         print(f"* {finding.lint}: {finding.what}\n    fix: {finding.fix}")
@@ -53,9 +53,9 @@ def show(found: Analysis) -> None:
     print_warnings(found.warnings)
 
 
-def _print_cycles(costs: Costs) -> None:
+def _print_cycles(costs: Costs, *, per: str) -> None:
     kinds = ", ".join(f"{kind} {count / 1e6:,.2f}" for kind, count in costs.cycles.items() if count >= 1e4)
-    print(f"\nestimated by the compiler, per chip and step: {costs.total_cycles / 1e6:,.2f} million cycles ({kinds})")
+    print(f"\nestimated by the compiler, per {per} and step: {costs.total_cycles / 1e6:,.2f} million cycles ({kinds})")
     loops = ", ".join(
         f"{loop.op_name or loop.name} x {'?' if loop.trips is None else loop.trips}" for loop in costs.loops
     )
@@ -73,8 +73,8 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} x {count}" for name, count in counts.items())
 
 
-def _print_traffic(collectives: Sequence[Collective]) -> None:
-    print("\ntraffic per chip and step (payload: whole arrays; wire: what a chip sends around a ring)")
+def _print_traffic(collectives: Sequence[Collective], *, per: str) -> None:
+    print(f"\ntraffic per {per} and step (payload: whole arrays; wire: what a {per} sends around a ring)")
     table = Table("mesh axes", "network", "collective", "dtype", "where", "when", box=None)
     for heading in ("in text", "executions", "payload MiB", "wire MiB"):
         table.add_column(heading, justify="right")
@@ -204,9 +204,10 @@ def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name:
 
 def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None:
     """Prints the table as Markdown, least memory first, then the problems and compiler warnings."""
-    print(f"\ncompiled for {slice_name} by libtpu on this machine's CPU (not run), per chip and step;")
-    usable = slices.get(slice_name).chip.usable_hbm_bytes / GIB
-    print(f"a chip has {usable:.2f} GiB; wire: what a chip sends, by mesh axis\n")
+    chip = slices.get(slice_name).chip
+    print(f"\ncompiled for {slice_name} by libtpu on this machine's CPU (not run), per {chip.unit} and step;")
+    usable = chip.usable_hbm_bytes / GIB
+    print(f"a {chip.unit} has {usable:.2f} GiB; wire: what a {chip.unit} sends, by mesh axis\n")
     rows = [row.cells() for row in sorted(found, key=lambda row: row.peak_bytes)]
     terminal.console(200).print(terminal.markdown(_HEADINGS, rows, text=("strategy", "mesh", "by axis")))
     for row in found:

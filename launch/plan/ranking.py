@@ -175,11 +175,11 @@ def _figures(option: Option) -> tuple[str, ...]:
 def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
     """Returns the header of the winner's gin file."""
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
-    tokens = units.counted(best.tokens // best.rows, "token")
+    tokens, chip = units.counted(best.tokens // best.rows, "token"), question.slice.chip
     return [
         f"{best.name}: the fastest of a plan for {question.slice.name}, for {question.config.experiment}.",
         f"{units.counted(best.rows, 'row')} x {tokens}: "
-        f"{best.used_bytes / GIB:.2f} GiB of {question.slice.chip.usable_hbm_bytes / GIB:.2f} per chip, "
+        f"{best.used_bytes / GIB:.2f} GiB of {chip.usable_hbm_bytes / GIB:.2f} per {chip.unit}, "
         f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
         f"({label}).",
         "Include it after the experiment's own choices, or give it as --gin \"include 'FILE'\".",

@@ -91,7 +91,7 @@ class Matrices:
         if self.decoder.quantization == "none":
             product = jnp.einsum(subscripts, x, weight)
         else:
-            product = quantized.product(subscripts, (*inward, *outward), x, weight)
+            product = quantized.product(self.decoder.quantization, subscripts, (*inward, *outward), x, weight)
         if self.decoder.lora is None:
             return product
         return self.decoder.lora.added(name, product, x, (inward, outward), rows=side.rows)

@@ -1,4 +1,4 @@
-"""Products in int8 against the same rounding in NumPy; layouts agree; integers are what is gathered."""
+"""Products in int8 and FP8 against the same rounding in NumPy; layouts agree; single bytes are what is gathered."""
 
 import dataclasses
 import sys
@@ -29,12 +29,45 @@ def rounded(x, over):
     return np.clip(np.rint(x / scale), -128, 127) * scale
 
 
+def in_fp8(x, over, dtype):
+    """x in FP8 times its scale, in float64."""
+    scale = np.abs(x).max(over, keepdims=True) / float(jnp.finfo(dtype).max)
+    return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
+
+
+def test_fp8_rounds_values_to_three_bits_and_gradients_to_two():
+    random = np.random.default_rng(0)
+    x, w, dy = (random.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 24), (24, 3, 8), (2, 5, 3, 8)))
+    got, back = jax.vjp(lambda x, w: quantized.product("fp8", "btd,dhk->bthk", AXES, x, w), x, w)
+    dx, dw = back(jnp.asarray(dy))
+    values, gradients = jnp.float8_e4m3fn, jnp.float8_e5m2
+    want = np.einsum("btd,dhk->bthk", in_fp8(x, -1, values), in_fp8(w, 0, values))
+    # A value at a tie of two FP8 numbers may go either way by the last bit of its scale.
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+    back_want = np.einsum("bthk,dhk->btd", in_fp8(dy, (2, 3), gradients), in_fp8(w, (1, 2), values))
+    assert np.linalg.norm(dx - back_want) < 0.01 * np.linalg.norm(back_want)
+    np.testing.assert_allclose(dw, np.einsum("btd,bthk->dhk", x, dy), atol=2e-5)
+    exact = (np.einsum("btd,dhk->bthk", x, w), np.einsum("bthk,dhk->btd", dy, w))
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip((got, dx), exact, strict=True)]
+    assert 0.02 < errors[0] < 0.05
+    assert 0.04 < errors[1] < 0.08
+
+
+@pytest.mark.parametrize("name", ["v4-8", "v5e-8", "v6e-8", "a100:2"])
+def test_chips_without_fp8_are_refused(name):
+    model = dataclasses.replace(MODEL, quantization="fp8")
+    with pytest.raises(
+        UserError, match=rf"{name[:2]}\w* has no products in FP8.*one of tpu7x, .*h100.*'int8' or 'none'"
+    ):
+        bind(ONE if ":" in name else strategies.fsdp(), name, model=model)
+
+
 def test_product_and_gradients_are_those_of_rounded_operands():
     random = np.random.default_rng(0)
     x, w, dy = (random.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 24), (24, 3, 8), (2, 5, 3, 8)))
     # The largest of each row and column is positive: -127.5 is a tie, which the last bit of the scale decides.
     x[..., 0] = w[0] = w[:, 0, 0] = dy[..., 0, 0] = 5
-    got, back = jax.vjp(lambda x, w: quantized.product("btd,dhk->bthk", AXES, x, w), x, w)
+    got, back = jax.vjp(lambda x, w: quantized.product("int8", "btd,dhk->bthk", AXES, x, w), x, w)
     dx, dw = back(jnp.asarray(dy))
     x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
     want = np.einsum("btd,dhk->bthk", rounded(x, -1), rounded(w, 0))
@@ -48,7 +81,7 @@ def test_product_and_gradients_are_those_of_rounded_operands():
 def test_a_row_of_zeros_and_one_large_value_stay_apart():
     x = np.ones((1, 3, 4), np.float32)
     x[0, 1], x[0, 2, 0] = 0, 1e4
-    got = np.asarray(quantized.product("btd,df->btf", ("embed", "mlp"), jnp.asarray(x), jnp.eye(4)))
+    got = np.asarray(quantized.product("int8", "btd,df->btf", ("embed", "mlp"), jnp.asarray(x), jnp.eye(4)))
     np.testing.assert_allclose(got[0, 0], x[0, 0], rtol=0.01)  # scaled apart from the row with the large value
     np.testing.assert_array_equal(got[0, 1], 0)
     np.testing.assert_allclose(got[0, 2, 0], 1e4, rtol=0.01)
@@ -94,8 +127,10 @@ def test_layouts_agree(layout, on_one_device):
 
 def test_training_follows_the_usual_products(on_one_device):
     usual = losses(bind(ONE, "cpu:1", agreement_subjects.MODEL))
-    assert np.all(on_one_device != usual)
-    np.testing.assert_allclose(on_one_device, usual, rtol=0.01)
+    fp8 = losses(bind(ONE, "cpu:1", dataclasses.replace(MODEL, quantization="fp8")))
+    for other in (on_one_device, fp8):
+        assert np.all(other != usual)
+        np.testing.assert_allclose(other, usual, rtol=0.01)
 
 
 # test_training_follows_the_usual_products is quick: a whole run in float32.
@@ -143,19 +178,28 @@ def test_dots_saves_products_in_int8():
     assert kept("dots").flops < kept("full").flops
 
 
-@pytest.mark.compiled("v5p-8")
-def test_integers_are_gathered_and_multiplied(pinned_compiler):
-    program = bind(strategies.fsdp(), "v5p-8", devices=compiling.devices_of(slices.get("v5p-8")))
+@pytest.mark.parametrize(
+    ("slice_name", "choice", "dtype", "product"),
+    [
+        pytest.param("v5p-8", "int8", "s8", "s32[", marks=pytest.mark.compiled("v5p-8")),
+        pytest.param(
+            "tpu7x-8", "fp8", "f8e4m3fn", "f8e5m2[", marks=[pytest.mark.compiled("tpu7x-8"), pytest.mark.slow]
+        ),
+    ],
+)
+def test_single_bytes_are_gathered_and_multiplied(slice_name, choice, dtype, product, pinned_compiler):
+    model = dataclasses.replace(MODEL, quantization=choice)
+    program = bind(strategies.fsdp(), slice_name, model=model, devices=compiling.devices_of(slices.get(slice_name)))
     figures = analysis.analyze(program)
     gathered = [c for c in figures.collectives if c.kind == "all-gather" and c.loops]
     matrices = [c for c in gathered if c.payload_bytes >= MODEL.embed_dim * MODEL.num_kv_heads * MODEL.head_width]
     assert len(matrices) == 2 * 7  # forward and backward
-    assert {c.dtype for c in matrices} == {"s8"}
-    assert any("convolution" in line and "s32[" in line for line in figures.compiled.hlo.splitlines())
+    assert {c.dtype for c in matrices} == {dtype}
+    assert any("convolution" in line and product in line for line in figures.compiled.hlo.splitlines())
 
 
 def test_other_choices_and_a_missing_library_are_refused(monkeypatch):
-    with pytest.raises(UserError, match=r"quantization = 'int4'.*none, int8"):
+    with pytest.raises(UserError, match=r"quantization = 'int4'.*none, int8, fp8"):
         dataclasses.replace(MODEL, quantization="int4")
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(UserError, match=r"needs the package qwix; launch/setup.sh --extra int8"):

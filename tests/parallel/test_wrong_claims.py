@@ -68,7 +68,7 @@ MESHES = [  # slice, mesh, one of the nearest that fit
 @pytest.mark.parametrize(("name", "mesh_shape", "nearest"), MESHES)
 def test_a_mesh_of_another_size(name, mesh_shape, nearest):
     chips = slices.get(name).devices
-    with pytest.raises(ValueError, match=rf"but {name} has {chips} \(a JAX device is one chip\)") as error:
+    with pytest.raises(ValueError, match=rf"but {name} has {chips} \({chips} chips?\)") as error:
         strategy.resolve(of(mesh_shape), slices.get(name))
     fits = str(error.value).split("Nearest that fit: ")[1].split("; ")
     assert nearest in fits

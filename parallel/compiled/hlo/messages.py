@@ -32,6 +32,7 @@ _HARMLESS = {
     r"\[[\w.\-]+\] 0-iteration loop inserted": "a loop without iterations does nothing",
     r"Successful retry compilation of": "the second attempt succeeded; the HLO that follows was compiled",
     r"HLO:$|(ROOT )?%?[\w.\-]+ = \(*\w+\[|\{$|\}": "a line of HLO that belongs to another message",
+    r"Treat tiling (?P<tiling>T\([\dx,]+\)) as (?P=tiling)$": "both tilings are the same",
     r"\[spmd\] Involuntary full rematerialization": "reported by parallel.compiled.lints, with a fix",
 }
 _KNOWN = re.compile("|".join(f"(?:{beginning})" for beginning in _HARMLESS))
