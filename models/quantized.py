@@ -1,6 +1,7 @@
 """Matrix products in int8 or FP8, by qwix.
 
-The peak of int8 is twice that of bfloat16 on v5e, v5p and v6e, and that of FP8 on tpu7x, H100, H200 and B200.
+The peak of int8 is twice that of bfloat16 on v5e, v5p and v6e, and that of FP8 on chips with
+`core.slices.Chip.has_fp8`.
 
 Each row of activations and each output column of a weight is scaled by its largest absolute value to the range of the
 type (symmetric, computed anew in every step). That is -128 to 127 for int8, whose products are summed in int32. For FP8
@@ -75,7 +76,7 @@ def _rounded(x: jax.Array, type_: str, names: str, others: str) -> Any:
 
 
 def _saved(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array):
-    return product(choice, subscripts, axes, x, weight), (x, weight)
+    return _forward(_TYPES[choice][:1] * 2, subscripts, axes, x, weight), (x, weight)
 
 
 def _back(

@@ -33,10 +33,13 @@ def figures(record: Prediction) -> str:
     mfu = record["predicted"]["mfu"]
     share = f"{units.significant(100 * mfu['scheduled'], 2)} % MFU, " if mfu else ""
     low, seconds, high = between(record)
-    return (
-        f"{units.seconds(seconds)} ({units.seconds_between(low, high)}) per step, {share}"
-        f"{units.size(record['memory']['peak_bytes'])}"
-    )
+    memory = f"{'at most ' if _is_bound(record) else ''}{units.size(record['memory']['peak_bytes'])}"
+    return f"{units.seconds(seconds)} ({units.seconds_between(low, high)}) per step, {share}{memory}"
+
+
+def _is_bound(record: Prediction) -> bool:
+    """Returns whether the peak is an upper bound, because arrays are kept in the memory of the host."""
+    return record["memory"].get("peak_is_bound", False)
 
 
 def between(record: Prediction) -> tuple[float, float, float]:
@@ -119,7 +122,8 @@ class PredictionCheck:
             if not self._is_first:  # the first report includes compilation
                 self._check("s per step", seconds, low, high, label(self._record))
                 if used:
-                    self._check("GiB of HBM", used / GIB, peak, peak, label(self._record))
+                    least = 0.0 if _is_bound(self._record) else peak
+                    self._check("GiB of HBM", used / GIB, least, peak, label(self._record))
         self._is_first = False
         return found
 

@@ -69,7 +69,8 @@ def _more_chips(program: Program) -> str:
         )
     if sizes.everything > 2 * least:
         return (
-            f"Split it over more chips (STRATEGY = @strategies.fsdp(), or tensor): over all {slice_.devices:,} of "
-            f"{slice_.name} the state is {units.significant(least / GIB)} GiB per {slice_.chip.unit}."
+            f"Split it over more {slice_.chip.unit}s (STRATEGY = @strategies.fsdp(), or tensor): over all "
+            f"{slice_.devices:,} of {slice_.name} the state is {units.significant(least / GIB)} GiB per "
+            f"{slice_.chip.unit}."
         )
     return "Take a larger slice."

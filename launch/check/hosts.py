@@ -149,7 +149,7 @@ def links(mesh: Mesh, host: Host) -> list[Finding]:
         every = [json.loads(text) for text in distributed.all_gather_text(f"check/axis {axis}", speeds)]
         slowest = {name: min(speeds[name] for speeds in every) for name in every[0]}
         listed = ", ".join(f"{name} {speed / 1e9:.3g}" for name, speed in slowest.items())
-        said = f"{units.counted(mesh.shape[axis], 'chip')}: {listed} GB/s sent by a chip"
+        said = f"{units.counted(mesh.shape[axis], 'device')}: {listed} GB/s sent by a device"
         said += " (simulated)" if host.simulated else ""
         wrong = [trip.collective for trip in along if not trip.is_right]
         if wrong:

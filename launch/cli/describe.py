@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for generation in _GENERATIONS:
         table.add_row(generation, *(_smallest(each, generation, length=length) for each in tuned.values()))
     terminal.say("\nsmallest slice that holds a training step, by arithmetic: fsdp(), AdamW, remat 'full', and")
-    terminal.say(f"a row of {length:,} tokens per chip; GiB of each chip")
+    terminal.say(f"a row of {length:,} tokens per JAX device; GiB of each")
     terminal.console(100).print(table)
     return 0
 

@@ -18,8 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the slices whose names begin with the given text."""
-    chosen = [s for s in slices.SLICES.values() if s.generation.startswith(args.name)] or [slices.get(args.name)]
+    """Prints a slice, or those whose names begin with the given text."""
+    one = slices.SLICES.get(args.name)
+    chosen = [one] if one else [s for s in slices.SLICES.values() if s.name.startswith(args.name)]
+    chosen = chosen or [slices.get(args.name)]
     table = Table("slice", "chips", "JAX devices", "hosts", "topology", "wraparound", "bf16 peak", "HBM", box=None)
     for s in chosen:
         wrap = ", ".join(axis for axis, w in zip("xyz", s.wraparound, strict=False) if w) or "no"

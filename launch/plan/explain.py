@@ -66,14 +66,16 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
 
 
 def _print_memory(bound: Program, found: Analysis, held: Sequence[Allocation]) -> None:
-    have, peak = bound.partitioner.slice.chip.usable_hbm_bytes, found.compiled.peak_bytes
-    print(f"\nHBM: {peak / GIB:.2f} GiB of {have / GIB:.2f} per chip at the peak, {(have - peak) / GIB:.2f} free")
+    chip, peak = bound.partitioner.slice.chip, found.compiled.peak_bytes
+    have, at_most = chip.usable_hbm_bytes, "at most " if found.compiled.peak_is_bound else ""
+    said = f"{at_most}{peak / GIB:.2f} GiB of {have / GIB:.2f} per {chip.unit} at the peak"
+    print(f"\nHBM: {said}, {(have - peak) / GIB:.2f} free")
     for kind, total in hbm_allocations.by_kind(held).items():
         print(f"  {kind:<18}{_gib(total):>8}")
     rest = peak - sum(one.bytes for one in held)
     print(f"  {'gaps and constants':<18}{_gib(rest):>8}\n")
     rows = [(one.kind, one.name, one.shape, _gib(one.bytes)) for one in held[:TOP_BUFFERS]]
-    _print(("kind", "where", "on one chip", "GiB"), rows)
+    _print(("kind", "where", f"on one {chip.unit}", "GiB"), rows)
 
 
 def _print_operations(executed: Sequence[Executed], found: Analysis, time: StepTime, *, clock: float) -> None:
@@ -113,17 +115,19 @@ def _print_roofline(question: Question, found: Roofline) -> None:
     _print(("", "s"), rows)
     print(
         f"limited by {found.binds}: a step takes {time.hidden:.3g} s with all traffic hidden, {time.exposed:.3g} s "
-        f"with none, {time.scheduled:.3g} s as the compiler scheduled it"
+        f"with none"
     )
+    expected = between(calibration.interval(time.scheduled), "{:.3g}")
+    print(f"predicted, as the compiler scheduled it: {time.scheduled:.3g} s a step ({expected})")
     if flops := question.experiment.flops_per_step:
-        shares = [question.slice.mfu(flops, seconds=seconds) for seconds in (time.hidden, time.exposed)]
-        print(f"MFU {between((shares[0], shares[1]), '{:.1f}', 100)} %")
+        print(f"MFU {100 * question.slice.mfu(flops, seconds=time.scheduled):.1f} %")
 
 
 def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, folder: Path) -> None:
     needed, have = (records.bytes_of(text) for text in (error.needed, error.present))
     over = f"{_gib(needed - have)} GiB too much"
-    print(f"\ndoes not fit: needs {error.needed} of {error.present} per chip, {over}")
+    per = question.slice.chip.unit
+    print(f"\ndoes not fit: needs {error.needed} of {error.present} per {per}, {over}")
     largest = hbm_allocations.of_message(str(error.__cause__))
     with contextlib.suppress(FileNotFoundError):  # the compiler gave up before it wrote what it had assigned
         largest = largest or hbm_allocations.of_temporaries(buffers.read(folder))

@@ -60,8 +60,9 @@ def _print(found: GenerationCost, *, layout: str) -> None:
     params, cache, most, all_of_it = (units.size(size, digits=4) for size in (*sizes, peak, usable))
     seconds = found.chunk_memory.compile_seconds + found.token_memory.compile_seconds
     print(f"generation of {units.counted(found.rows, 'row')} of up to {found.slots:,} positions under {layout},")
-    print(f"compiled for {slice_.name} (not run): peak {most} of {all_of_it} per chip; {seconds:.0f} s to compile")
-    print(f"  parameters {params}, cache {cache} per chip")
+    per = f"per {slice_.chip.unit}"
+    print(f"compiled for {slice_.name} (not run): peak {most} of {all_of_it} {per}; {seconds:.0f} s to compile")
+    print(f"  parameters {params}, cache {cache} {per}")
     for what, (slow, fast) in {
         "new tokens": found.tokens_per_second,
         f"tokens of prompts, in chunks of {found.chunk}": found.prompt_tokens_per_second,

@@ -129,7 +129,8 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         card["pipeline"] = schedule.describe(program.partitioner.shape["stage"])
     if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch is one gather anyway
         card["gathered"] = (
-            f"{units.size(program.gathered_bytes)} more per chip: parameters and gradients whole, once per step"
+            f"{units.size(program.gathered_bytes)} more per {slice_.chip.unit}: parameters and gradients whole, "
+            "once per step"
         )
     if not can(experiment.model, CountsFlops):
         card["compute"] = f"no FLOPs, no MFU: {lacking(experiment.model, CountsFlops)}"

@@ -89,7 +89,7 @@ class DecoderConfig(Decoder):
         "attention_and_mlp", "attention_and_up", "attention", "dots", "halves", "full" (saves least); in the memory of
         the host "attention_on_host", "attention_and_input_on_host", "input_on_host"; see `REMAT`.
       quantization: "none", "int8" or "fp8": the products of attention and dense feed-forward layers are computed in
-        int8, with rounding errors of about 1 % each, or in FP8, of about 4 %; see `models.quantized`. int8 is predicted
+        int8, with rounding errors of about 1 % each, or in FP8, of 2 to 8 %; see `models.quantized`. int8 is predicted
         to be faster on v5p and v6e, not on v4, v5e and tpu7x, and FP8 is for tpu7x alone of the TPUs.
       dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.decoder.attention.attention.attend`.

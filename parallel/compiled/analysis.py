@@ -73,6 +73,7 @@ def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
         "accum_steps": bound.accum_steps,
         "memory": {
             "peak_bytes": memory.peak_bytes,
+            **({"peak_is_bound": True} if memory.peak_is_bound else {}),
             "argument_bytes": memory.argument_bytes,
             "temp_bytes": memory.temp_bytes,
             "usable_bytes": memory.slice.chip.usable_hbm_bytes,

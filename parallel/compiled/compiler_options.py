@@ -55,7 +55,7 @@ OPTIONS: Mapping[str, Options] = {
     "v5p": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES, "xla_tpu_scoped_vmem_limit_kib": 49152},
     "v5e": {**_EVERYWHERE, **_FUSED_GATHERS},
     "v6e": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES},
-    "tpu7x": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES},
+    "tpu7x": {**_EVERYWHERE, **_SPARSE_CORE_COLLECTIVES, "xla_tpu_scoped_vmem_limit_kib": 49152},
     "cpu": {},
     **dict.fromkeys(slices.GPUS, _GPU),
 }

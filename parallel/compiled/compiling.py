@@ -22,8 +22,8 @@ class Compiled(NamedTuple):
 
     Attributes:
       slice: the slice it was compiled for.
-      peak_bytes: maximum HBM in use at any time, arguments included; if arrays are kept in the memory of the host, an
-        upper bound of it.
+      peak_bytes: maximum HBM in use at any time, arguments included.
+      peak_is_bound: whether it is an upper bound, because arrays are kept in the memory of the host.
       argument_bytes: state and batch.
       temp_bytes: everything else.
       compile_seconds: time to compile, on this machine.
@@ -32,6 +32,7 @@ class Compiled(NamedTuple):
 
     slice: Slice
     peak_bytes: int
+    peak_is_bound: bool
     argument_bytes: int
     temp_bytes: int
     compile_seconds: float
@@ -99,6 +100,7 @@ def results(executable: Any, program: Program, *, seconds: float) -> Compiled:
     return Compiled(
         slice=slice_,
         peak_bytes=_peak_bytes(memory, usable=slice_.chip.usable_hbm_bytes),
+        peak_is_bound=memory.host_temp_size_in_bytes > 0,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         compile_seconds=seconds,
@@ -137,9 +139,10 @@ def _explained(error: Exception, program: Program, what: str, fix: str) -> Excep
     if found is None:
         return error
     needed, present = f"{found['needed']}iB", f"{found['present']}iB"
+    slice_ = program.partitioner.slice
     message = (
-        f"strategy {program.partitioner.strategy.name!r} on {program.partitioner.slice.name}: {what} needs {needed} "
-        f"of HBM per chip, but a chip has {present}. {fix}"
+        f"strategy {program.partitioner.strategy.name!r} on {slice_.name}: {what} needs {needed} of HBM per "
+        f"{slice_.chip.unit}, but a {slice_.chip.unit} has {present}. {fix}"
     )
     return OutOfHbmError(message, needed=needed, present=present)
 

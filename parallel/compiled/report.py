@@ -85,7 +85,8 @@ def totals(program: Program) -> Totals:
 
 def table(program: Program) -> str:
     """Returns every parameter with its mesh axes, and the bytes of each part of the state, as text."""
-    lines = [("array", "shape", "logical axes", "mesh axes", "MiB per chip")]
+    unit = program.partitioner.slice.chip.unit
+    lines = [("array", "shape", "logical axes", "mesh axes", f"MiB per {unit}")]
     for row in rows(program):
         if row.path.startswith("params/"):
             shape = "x".join(map(str, row.shape))
@@ -96,7 +97,7 @@ def table(program: Program) -> str:
         [
             *("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines),
             "",
-            f"per chip: parameters {units.size(sizes.params)}, optimizer state {units.size(sizes.opt_state)}, "
+            f"per {unit}: parameters {units.size(sizes.params)}, optimizer state {units.size(sizes.opt_state)}, "
             f"carry {units.size(sizes.carry)}; all of it unsharded: {units.size(sizes.whole)}",
         ]
     )

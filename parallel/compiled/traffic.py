@@ -324,7 +324,7 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
     largest = max(itertools.chain(*groups), default=0)
     if largest >= math.prod(shape):
         raise UserError(
-            f"a collective contains chip {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)} chips"
+            f"a collective contains device {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)} devices"
         )
     varies: set[int] = set()
     for group in groups:

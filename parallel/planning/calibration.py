@@ -1,8 +1,9 @@
 """Compares predictions with published steps, which give every predicted time its interval and its label.
 
 `published.json` lists training steps whose speed on TPUs is public, each with an experiment file in `gin/published/`,
-and the parts of the step as compiled for the same slice (`tests/run.sh lab published --write`). Nothing is fitted: a
-predicted time is `cost.StepTime.scheduled`, and its interval is that of nine in ten published steps.
+and the parts of the step as compiled for the same slice (`tests/run.sh lab published --write`). No constant is fitted:
+a predicted time is `cost.StepTime.scheduled`, and its interval is that of nine in ten published steps. Where a
+source's attention kernels do other work than ours, `kernel_work` is the ratio, and `kernel_note` the reason.
 """
 
 import functools
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core import slices, versions
+from parallel.planning.cost import AxisTime, StepTime
 
 FILE = Path(__file__).parent / "published.json"
 SHARE = 0.9  # of the published steps, that are within the interval
@@ -39,7 +41,7 @@ class Error(NamedTuple):
 
 
 def label(*, libtpu: str | None = None) -> str:
-    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1; intervals from 24 published steps`.
+    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1; intervals from 20 published steps`.
 
     Args:
       libtpu: version that compiled the step; None for the installed one.
@@ -96,11 +98,16 @@ def published_seconds(row: PublishedRun) -> float:
 
 
 def predicted_seconds(row: PublishedRun) -> float:
-    """Returns the predicted seconds of a step, with the work of attention kernels that the source's program does."""
+    """Returns the predicted seconds of a step."""
+    return step_time(row).scheduled
+
+
+def step_time(row: PublishedRun) -> StepTime:
+    """Returns the predicted time of a step, by network, with the work of the source's attention kernels."""
     found = row["predicted"]
-    busy = found["compute"] + found["kernels"] * row.get("kernel_work", 1)
-    traffic = found["traffic"].values()
-    return busy + sum(part["all"] for part in traffic) - min(busy, sum(part["beside"] for part in traffic))
+    kernels = found["kernels"] * row.get("kernel_work", 1)
+    traffic = (AxisTime((), network, part["all"], part["beside"], 0) for network, part in found["traffic"].items())
+    return StepTime(found["compute"], kernels, tuple(traffic), ())
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

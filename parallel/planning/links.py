@@ -96,7 +96,7 @@ class Links:
         Args:
           axes: mesh axes that vary in the group.
           group_size: number of devices of the group, if it spans only part of these axes: 2 chips use one link, 4
-            chips at most two.
+            chips at most two. A group of as many devices as a chip has is taken to be those of one chip.
         """
         whole, on_chip = math.prod(self._shape[axis] for axis in axes), self._on_chip(axes)
         if 1 < (group_size or whole) <= on_chip:
@@ -104,7 +104,7 @@ class Links:
         total = sum(extent.links for extent in self.extents(axes)) or 1.0
         if group_size is None or group_size >= whole:
             return total
-        return min(total, max(1, int(math.log2(group_size // on_chip))))
+        return min(total, max(1, int(math.log2(max(1, group_size // on_chip)))))
 
     def permute_load(self, axes: Sequence[str]) -> float:
         """Returns the number of messages on the busiest link when every chip sends to the next one along `axes`.

@@ -36,7 +36,17 @@ PICTURE = WORKSPACE / "docs" / "pictures" / "predicted-against-published.svg"
 SUMMARIZING = (PAGE, WORKSPACE / "README.md", WORKSPACE / "docs" / "results" / "index.md")
 _SUMMARY = r"The median error of \d+ published steps is [\d.]+ %; nine in ten are within [\d.]+ %\."
 _BEGIN, _END = "<!-- made by tests/run.sh lab published --write -->", "<!-- end -->"
-_HEADINGS = ("step", "slice", "published s", "predicted s", "error", "computation", "kernels", "exposed")
+_HEADINGS = (
+    "step",
+    "slice",
+    "published s",
+    "predicted s",
+    "error",
+    "computation",
+    "kernels",
+    "exposed",
+    "kernels differ",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +94,6 @@ def predicted(name: str) -> dict[str, Any]:
     return {
         **parts(cost.step_time(found, program)),
         "tokens_per_step": experiment.tokens_per_step,
-        "peak_bytes": found.compiled.peak_bytes,
         "libtpu": versions.version("libtpu"),
     }
 
@@ -117,15 +126,19 @@ def write(rows: Sequence[PublishedRun]) -> None:
 
 
 def table(rows: Sequence[PublishedRun]) -> list[str]:
-    """Returns Markdown: each step, each family of sources, and all."""
-    lines = [f"| {' | '.join(_HEADINGS)} |", "|---|---|---|---|---|---|---|---|"]
+    """Returns Markdown: each compiled step, each family of sources, all, and the steps that are not compiled."""
+    lines = [f"| {' | '.join(_HEADINGS)} |", "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
+        if "predicted" not in row:
+            continue
         lines.append(f"| {' | '.join([row['of'], row['slice'], *_cells(row)])} |")
     lines += ["", "| source | steps | median error | largest |", "|---|---|---|---|"]
     for family, found in by_family(rows).items():
         lines.append(f"| {family} | {found.runs} | {found.median:.1%} | {found.largest:.1%} |")
     if (every := calibration.error(rows)) is not None:
         lines.append(f"| all | {every.runs} | {every.median:.1%} | {every.largest:.1%} |")
+    if missing := [f"{row['of']} on {row['slice']}" for row in rows if "predicted" not in row]:
+        lines += ["", f"Restated and not compiled yet: {'; '.join(missing)}."]
     return lines
 
 
@@ -138,13 +151,10 @@ def summary(rows: Sequence[PublishedRun]) -> str:
 
 
 def _cells(row: PublishedRun) -> list[str]:
-    if "predicted" not in row:
-        return ["–"] * 6
-    published, seconds, found = calibration.published_seconds(row), calibration.predicted_seconds(row), row["predicted"]
-    kernels = found["kernels"] * row.get("kernel_work", 1)
-    exposed = seconds - found["compute"] - kernels
-    numbers = (units.significant(s) for s in (published, seconds))
-    return [*numbers, f"{seconds / published - 1:+.1%}", *(f"{s:.2f}" for s in (found["compute"], kernels, exposed))]
+    time, published = calibration.step_time(row), calibration.published_seconds(row)
+    numbers = (units.significant(s) for s in (published, time.scheduled))
+    parts = (f"{s:.2f}" for s in (time.compute, time.kernels, time.scheduled - time.busy))
+    return [*numbers, f"{time.scheduled / published - 1:+.1%}", *parts, row.get("kernel_note", "")]
 
 
 def by_family(rows: Sequence[PublishedRun]) -> Mapping[str, calibration.Error]:

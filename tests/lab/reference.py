@@ -235,8 +235,8 @@ def _abilities() -> Iterator[str]:
 def _experiments() -> Iterator[str]:
     yield from ["# Experiments", ""]
     yield "The header of each file says what it trains and how to run it. The table has the experiments that were"
-    yield "compiled for their slice. **Times and MFU are predicted, never measured** ([how, and how far off]"
-    yield "(../explanation/predictions.md))."
+    yield "compiled for their slice. **Times and MFU are predicted, never measured**"
+    yield "([how, and how far off](../explanation/predictions.md))."
     yield ""
     records = {name: golden.read(name) for name in golden.files()}
     rows = (_experiment(record) for record in records.values())

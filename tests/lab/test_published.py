@@ -52,8 +52,8 @@ def test_the_table_has_steps_sources_and_the_error_of_all():
     lines = published.table(
         [row(10.0, **named), row(12.0, family="B", **named), {**named, "slice": "v4-8", "family": "C"}]
     )
-    assert "| Tiny | v5e-8 | 10 | 12 | +20.0% | 8.00 | 2.00 | 2.00 |" in lines
-    assert "| Tiny | v4-8 | – | – | – | – | – | – |" in lines
+    assert "| Tiny | v5e-8 | 10 | 12 | +20.0% | 8.00 | 2.00 | 2.00 |  |" in lines
+    assert "Restated and not compiled yet: Tiny on v4-8." in lines
     assert "| A | 1 | 20.0% | 20.0% |" in lines
     assert "| all | 2 | 10.0% | 20.0% |" in lines
 

@@ -93,6 +93,16 @@ def test_more_than_a_quarter_apart_is_a_warning_once(measured, seconds, hbm, war
     assert all(w.startswith(warned) for w in warnings)
 
 
+def test_an_upper_bound_of_memory_may_be_far_above_the_measurement(measured):
+    bound = {**RECORD, "memory": {"peak_bytes": 10 * GIB, "peak_is_bound": True}}
+    for used, warned in ((2.0, 0), (12.6, 1)):
+        found, warnings = measured(record=bound, hbm=used * GIB)
+        assert "at most 10 GiB" in found.rows()["predicted"]
+        for _ in range(2):
+            found.metrics({"step_seconds": 1.2})
+        assert len(warnings) == warned
+
+
 def test_more_than_the_peak_is_left_out_with_one_warning(measured):
     found, warnings = measured()
     for _ in range(3):

@@ -1,6 +1,8 @@
 """Products in int8 and FP8 against the same rounding in NumPy; layouts agree; single bytes are what is gathered."""
 
+import collections
 import dataclasses
+import re
 import sys
 
 import jax
@@ -179,23 +181,29 @@ def test_dots_saves_products_in_int8():
 
 
 @pytest.mark.parametrize(
-    ("slice_name", "choice", "dtype", "product"),
+    ("slice_name", "choice", "dtypes"),
     [
-        pytest.param("v5p-8", "int8", "s8", "s32[", marks=pytest.mark.compiled("v5p-8")),
+        pytest.param("v5p-8", "int8", ("s8", "s8"), marks=pytest.mark.compiled("v5p-8")),
         pytest.param(
-            "tpu7x-8", "fp8", "f8e4m3fn", "f8e5m2[", marks=[pytest.mark.compiled("tpu7x-8"), pytest.mark.slow]
+            "tpu7x-8", "fp8", ("f8e4m3fn", "f8e5m2"), marks=[pytest.mark.compiled("tpu7x-8"), pytest.mark.slow]
         ),
     ],
 )
-def test_single_bytes_are_gathered_and_multiplied(slice_name, choice, dtype, product, pinned_compiler):
+def test_single_bytes_are_gathered_and_multiplied(slice_name, choice, dtypes, pinned_compiler):
+    """The seven matrices of a layer: by activations in the forward pass, by gradients in the backward pass."""
+    of_values, of_gradients = dtypes
     model = dataclasses.replace(MODEL, quantization=choice)
     program = bind(strategies.fsdp(), slice_name, model=model, devices=compiling.devices_of(slices.get(slice_name)))
     figures = analysis.analyze(program)
     gathered = [c for c in figures.collectives if c.kind == "all-gather" and c.loops]
     matrices = [c for c in gathered if c.payload_bytes >= MODEL.embed_dim * MODEL.num_kv_heads * MODEL.head_width]
-    assert len(matrices) == 2 * 7  # forward and backward
-    assert {c.dtype for c in matrices} == {dtype}
-    assert any("convolution" in line and product in line for line in figures.compiled.hlo.splitlines())
+    assert len(matrices) == 2 * 7
+    assert {c.dtype for c in matrices} == {of_values}
+    defined = dict(re.findall(r"(%[\w.\-]+) = (\w+)\[", figures.compiled.hlo))
+    operands = re.findall(r" convolution\((%[\w.\-]+), (%[\w.\-]+)\)", figures.compiled.hlo)
+    products = collections.Counter((defined.get(x), defined.get(weight)) for x, weight in operands)
+    assert products[of_values, of_values] == (14 if of_gradients == of_values else 7)
+    assert products[of_gradients, of_values] == (14 if of_gradients == of_values else 7)
 
 
 def test_other_choices_and_a_missing_library_are_refused(monkeypatch):

@@ -40,8 +40,8 @@ def test_a_slice_without_problems(simulated):
     assert "2 hosts, 8 simulated chips, 4 on each" in found["hosts"]["detail"]
     for axis, chips in (("fsdp", 4), ("tensor", 2)):
         trips = re.fullmatch(
-            rf"{chips} chips: all-reduce [\d.e-]+, all-gather [\d.e-]+, reduce-scatter [\d.e-]+, all-to-all [\d.e-]+, "
-            r"permute [\d.e-]+ GB/s sent by a chip \(simulated\)",
+            rf"{chips} devices: all-reduce [\d.e-]+, all-gather [\d.e-]+, reduce-scatter [\d.e-]+, all-to-all [\d.e-]+, "
+            r"permute [\d.e-]+ GB/s sent by a device \(simulated\)",
             found[f"axis {axis}"]["detail"],
         )
         assert trips
@@ -56,7 +56,7 @@ def test_other_checks_run_if_the_run_directory_cannot_be_written(launch, tmp_pat
     bindings = [word for binding in TINY for word in ("--gin", binding)]
     said = launch("check", "v4-16", "gin/quickstart.gin", "--level", "hosts", *where, *bindings, code=2)
     assert re.search(r"FAIL  run directory +cannot write to .*/file/run", said)
-    assert re.search(r"ok    axis fsdp +8 chips: all-reduce", said)
+    assert re.search(r"ok    axis fsdp +8 devices: all-reduce", said)
     assert "Traceback" not in said
 
 
@@ -86,7 +86,7 @@ def test_a_collective_with_wrong_numbers_fails_its_axis_and_is_named(monkeypatch
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
     wrong, right = hosts.links(mesh, cluster.Host(0, 1, simulated=False))
     assert (wrong.name, wrong.ok, right.name, right.ok) == ("axis fsdp", False, "axis tensor", True)
-    assert wrong.detail.startswith("wrong numbers from all-gather, permute; 4 chips: all-reduce 3, all-gather 2")
+    assert wrong.detail.startswith("wrong numbers from all-gather, permute; 4 devices: all-reduce 3, all-gather 2")
     assert "another slice" in wrong.detail.fix
 
 

@@ -64,7 +64,7 @@ def test_a_mesh_whose_devices_are_listed():
 
 
 def test_a_chip_outside_the_mesh_is_refused():
-    with pytest.raises(ValueError, match=r"contains chip 16, but the mesh .* has 16"):
+    with pytest.raises(ValueError, match=r"contains device 16, but the mesh .* has 16 devices"):
         traffic.varying_axes([(0, 16)], GRID)
 
 

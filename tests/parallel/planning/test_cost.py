@@ -78,7 +78,7 @@ def test_a_kernel_that_is_not_known_has_no_price():
 
 def analysis_of(*, cycles=0, found_kernels=(), loops=(), collectives=()):
     found = Costs({"fusion kOutput": cycles}, list(found_kernels), {}, list(loops), {}, {})
-    return analysis.Analysis(Compiled(V4_32, 0, 0, 0, 0.0, ""), found, list(collectives), [], [])
+    return analysis.Analysis(Compiled(V4_32, 0, False, 0, 0, 0.0, ""), found, list(collectives), [], [])
 
 
 SMALL = transformer.Transformer(
