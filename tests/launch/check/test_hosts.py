@@ -38,10 +38,10 @@ def test_a_slice_without_problems(simulated):
     assert {"configuration", "layout", "data", "memory", "checkpoint", "versions", "environment"} <= set(found)
     assert {"hosts", "clocks", "run directory", "data on hosts", "HBM"} <= set(found)
     assert "2 hosts, 8 simulated chips, 4 on each" in found["hosts"]["detail"]
-    for axis, chips in (("fsdp", 4), ("tensor", 2)):
+    for axis, number in (("fsdp", 4), ("tensor", 2)):
         trips = re.fullmatch(
-            rf"{chips} devices: all-reduce [\d.e-]+, all-gather [\d.e-]+, reduce-scatter [\d.e-]+, all-to-all [\d.e-]+, "
-            r"permute [\d.e-]+ GB/s sent by a device \(simulated\)",
+            rf"{number} devices: all-reduce [\d.e-]+, all-gather [\d.e-]+, reduce-scatter [\d.e-]+, "
+            r"all-to-all [\d.e-]+, permute [\d.e-]+ GB/s sent by a device \(simulated\)",
             found[f"axis {axis}"]["detail"],
         )
         assert trips
