@@ -22,6 +22,7 @@ _NAMES = {
     "launch.loaded_model": "Choice",
     "launch.settings": "Checkpointing Evaluation Health Initialization Logging",
     "models.mixers.block_sparse": "BlockSparse",
+    "models.decoder.attention.splash_tiles": "Tiles",
     "models.decoder.layers": "Attention Mlp",
     "models.decoder.experts": "Experts trained",
     "models.lora": "Lora adapted",

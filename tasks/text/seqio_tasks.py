@@ -29,7 +29,7 @@ def library() -> Any:
     """Imports seqio. Raises UserError if it is not installed."""
     if importlib.util.find_spec("seqio") is None:
         fix = f"{sys.executable} -m pip install --no-deps seqio"  # docs/how-to/install.md says when it is missing
-        raise UserError(Problem("need the package seqio", setting="text.seqio and --task", fix=fix))
+        raise UserError(Problem("text.seqio and --task need the package seqio", fix=fix))
     tensorflow()
     edit_distance.stand_in()
     import seqio
