@@ -18,10 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a slice, or those whose names begin with the given text."""
-    one = slices.SLICES.get(args.name)
-    chosen = [one] if one else [s for s in slices.SLICES.values() if s.name.startswith(args.name)]
-    chosen = chosen or [slices.get(args.name)]
+    """Prints one slice, or those of the generations whose names begin with the given text."""
+    generations = [s for s in slices.SLICES.values() if s.generation.startswith(args.name)]
+    chosen = generations or [slices.get(args.name)]
     table = Table("slice", "chips", "JAX devices", "hosts", "topology", "wraparound", "bf16 peak", "HBM", box=None)
     for s in chosen:
         wrap = ", ".join(axis for axis, w in zip("xyz", s.wraparound, strict=False) if w) or "no"
