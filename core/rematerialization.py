@@ -1,4 +1,4 @@
-"""What each layer saves for its backward pass; the rest is recomputed (Chen et al. 2016, `jax.checkpoint`)."""
+"""Chooses what layers save for the backward pass and what they recompute there (Chen et al. 2016, `jax.checkpoint`)."""
 
 import dataclasses
 from collections.abc import Callable

@@ -2,9 +2,9 @@
 
 The number in a v4, v5p or tpu7x name counts TensorCores, two per chip; in v5e and v6e names it counts chips. JAX has
 one device per chip, which joins the cores of v4 and v5p ("megacore"), except on tpu7x, where each core is a device. So
-`v4-32` has 16 devices on 4 hosts, and `tpu7x-32` 32 devices on 16 chips and 4 hosts. Memory, FLOP/s and
-meshes are counted per device. `2xv4-32` is two such slices in one job, connected by the data-center network (DCN). GPUs
-and CPU devices are named by kind and number: `h100:8`, on two hosts `h100:8x2`.
+`v4-32` has 16 devices on 4 hosts, and `tpu7x-32` has 32 devices on 16 chips and 4 hosts. Memory, FLOP/s and meshes are
+counted per device. `2xv4-32` is two such slices in one job, connected by the data-center network (DCN). GPUs and CPU
+devices are named by kind and number: `h100:8`, on two hosts `h100:8x2`.
 
 Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
 compare with `Slice.devices_by_host`); NVIDIA's data sheets, dense bfloat16 without sparsity.
@@ -58,7 +58,7 @@ class Chip:
 
     @property
     def unit(self) -> str:
-        """What reports call one device: a chip if it is a whole one."""
+        """The word for one device in reports: `chip`, or `device` where a chip has several."""
         return "chip" if self.devices == 1 else "device"
 
 

@@ -286,8 +286,8 @@ def _published(
     if (published_files.small_files(folder) / published_files.TOKENIZER).exists():
         vocabulary = vocabularies.tokenizer(folder)
         vocabularies.check_fits(vocabulary, vocab_size=model.vocab_size)
-    chips = slices.get(slice_name or ONE_CHIP).devices
-    program = _bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(chips, length=32))
+    rows = slices.get(slice_name or ONE_CHIP).devices
+    program = _bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(rows, length=32))
     begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
     found = LoadedModel(program, None, vocabulary, folder, begins_with_bos)
     check_model(found)

@@ -24,7 +24,7 @@ Prediction = Mapping[str, Any]
 
 
 def line(record: Prediction) -> str:
-    """Returns `1.1 s (0.99 to 1.2) per step, 55 % MFU, 18.4 GiB (compiled by libtpu …)`."""
+    """Returns `1.1 s (0.99 to 1.2 s) per step, 55 % MFU, 18.4 GiB (compiled by libtpu …)`."""
     return f"{figures(record)} ({label(record)})"
 
 

@@ -17,7 +17,7 @@ from tasks.vision.question_lines import Question
 
 
 class Answered(NamedTuple):
-    """What the model made of one question.
+    """The answer of the model to one question, and the patches that its selector chose.
 
     Attributes:
       question: the question.
@@ -35,7 +35,7 @@ class Answered(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A run whose model can be asked."""
+    """A run with its model loaded, and the task that has its questions."""
 
     run_dir: str
     loaded: LoadedModel

@@ -81,9 +81,9 @@ def join(
     played = environment.read("RENGA_SIMULATE")
     if played and played != slice_.name:
         raise UserError(f"RENGA_SIMULATE={played} but SLICE is {slice_.name}: they must name the same slice")
-    own_chips = slice_.shared_by(layout.count or 1).devices_per_host if played else None
+    own_devices = slice_.shared_by(layout.count or 1).devices_per_host if played else None
     if not played and not slice_.is_tpu:
-        own_chips = _use_platform(slice_)
+        own_devices = _use_platform(slice_)
     if not played and layout.count not in (None, slice_.hosts):
         raise UserError(
             f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {units.counted(slice_.hosts, 'host')} with "
@@ -95,7 +95,7 @@ def join(
         coordinator=layout.coordinator,
         process_index=layout.index,
         process_count=layout.count,
-        local_cpu_devices=own_chips,
+        local_cpu_devices=own_devices,
         single_process=layout.count is None and (bool(played) or slice_.hosts == 1),
         description=description,
         addresses=environment.worker_addresses(),

@@ -115,7 +115,7 @@ def _print_roofline(question: Question, found: Roofline) -> None:
     _print(("", "s"), rows)
     print(
         f"limited by {found.binds}: a step takes {time.hidden:.3g} s with all traffic hidden, {time.exposed:.3g} s "
-        f"with none"
+        "with none"
     )
     expected = between(calibration.interval(time.scheduled), "{:.3g}")
     print(f"predicted, as the compiler scheduled it: {time.scheduled:.3g} s a step ({expected})")

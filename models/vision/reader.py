@@ -33,7 +33,7 @@ _NORMAL = hk.initializers.RandomNormal()
 
 
 class Glimpsed(NamedTuple):
-    """What a reader found.
+    """The result of a reader: the relevance of every patch, and what it saw.
 
     Attributes:
       relevance: [B, N], float32, of the patches.

@@ -34,7 +34,8 @@ DCN_BYTES_PER_SECOND: Mapping[str, float] = {
     "tpu7x": 6.25e9,
 }
 # Between a device and its host, in one direction. Assumed: "How to Scale Your Model", chapter 2, says about 16 GB/s per
-# chip; v6e has PCIe 5 (Google Cloud, "TPU v6e"), of which half is counted here. For tpu7x, two devices share as much.
+# chip; v6e has PCIe 5 (Google Cloud, "TPU v6e"), of which half is counted here. The two devices of a
+# tpu7x chip share that bandwidth.
 PCIE_BYTES_PER_SECOND: Mapping[str, float] = {"v4": 16e9, "v5p": 16e9, "v5e": 16e9, "v6e": 32e9, "tpu7x": 16e9}
 
 # Bandwidth between the two devices of a tpu7x chip, in ICI links (Google Cloud, "TPU7x": six times one of them).

@@ -1,4 +1,4 @@
-"""What stands in for the package editdistance where it has no wheel."""
+"""The stand-in for the package editdistance has its distances, and is used only where the package is missing."""
 
 import importlib
 import importlib.util
