@@ -264,8 +264,14 @@ class Shrinks(Protocol):
 class ReadsPublished(Protocol):
     """A model whose parameters can be read from the folder of a published model.
 
-    Enables: `INIT_FROM` with the folder of a published model.
+    Attributes:
+      added_parameters: shell wildcards over paths of parameters that a source may lack, such as adapters. They are then
+        initialized.
+
+    Enables: `INIT_FROM` with the folder of a published model, or with a source that lacks what the model adds.
     """
+
+    added_parameters: Sequence[str]
 
     def published(self, folder: str) -> Any:
         """Returns the folder's parameters, a `core.checkpoints.warm_start.ParameterSource`."""
@@ -279,18 +285,6 @@ class ListsSettings(Protocol):
 
     def settings(self) -> Mapping[str, Any]:
         """Returns the settings that change results by more than rounding, by name, with defaults filled in."""
-
-
-class AddsParameters(Protocol):
-    """A model that adds parameters to another one, such as adapters.
-
-    Attributes:
-      added_parameters: shell wildcards over their paths.
-
-    Enables: `INIT_FROM` with a source that lacks them; they are then initialized.
-    """
-
-    added_parameters: Sequence[str]
 
 
 class CountsFlops(Protocol):
@@ -310,15 +304,6 @@ class HasVocabulary(Protocol):
     """
 
     vocab_size: int
-
-
-class PadsVocabulary(HasVocabulary, Protocol):
-    """A model that rounds its stored vocabulary up, so that it can be sharded.
-
-    Enables: the stored size in checks and the run summary.
-    """
-
-    stored_vocab_size: int
 
 
 class CouplesRows(Protocol):
@@ -350,33 +335,23 @@ class ChoosesRemat(Protocol):
     remat: str
 
 
-class ChoosesAttention(Protocol):
-    """A dataclass with a field for its attention implementation; "auto" depends on the accelerator.
+class ChoosesKernels(Protocol):
+    """A dataclass with fields for how it computes attention and the logits of its loss.
 
-    Enables: plans that count the work of the TPU kernel.
+    Attributes:
+      attention: the implementation; "auto" depends on the accelerator.
+      loss_chunk: positions whose logits are held at a time; 0: all; None: all if they have at most `chunk_bytes`.
+      chunk_bytes: the most bytes that the logits of a chunk have if `loss_chunk` is None.
+
+    Enables: plans that count the TPU kernel and the logits of a chunk; the row `attention` of the summary on GPUs.
     """
 
     attention: str
-
-
-class DescribesAttention(Protocol):
-    """A model that says how it computes attention on GPUs.
-
-    Enables: the row `attention` of the run summary on GPUs.
-    """
+    loss_chunk: int | None
+    chunk_bytes: int
 
     def attention_on_gpus(self, length: int) -> str:
         """Returns the implementation for rows of `length` positions under the current tables, with the reason."""
-
-
-class ChunksLoss(Protocol):
-    """A dataclass that can compute its loss in chunks of positions, so that not all logits are held.
-
-    Enables: plans that count the logits of a chunk.
-    """
-
-    loss_chunk: int | None  # positions of a chunk; 0: all; None: all if the logits of a chip have at most `chunk_bytes`
-    chunk_bytes: int  # the most that the logits of a chunk have if `loss_chunk` is None
 
 
 # Optional abilities of tasks.
@@ -490,15 +465,6 @@ class DefinesMetrics(Protocol):
         Raises:
           UserError: the definition has no metrics that a model can be asked for.
         """
-
-
-class KeepsStates(Protocol):
-    """A model that can continue from the states of the training step before.
-
-    Enables: chunks of long rows (`SplitsRows`), without which `keeps_states` is an error.
-    """
-
-    keeps_states: bool
 
 
 class SplitsRows(Protocol):

@@ -27,10 +27,8 @@ from core.types import (
     DefinesMetrics,
     Generates,
     HasVocabulary,
-    KeepsStates,
     LimitsPositions,
     Model,
-    PadsVocabulary,
     SplitsRows,
     Task,
     can,
@@ -150,7 +148,7 @@ class Experiment:
     def _lost_states(self) -> Iterator[str]:
         """Yields the problem of states that no row continues, or of rows that no state continues."""
         owner, is_split = wrappers.field_owner(self.model, "keeps_states"), can(self.task, SplitsRows)
-        if can(owner, KeepsStates) and owner.keeps_states and not is_split:
+        if owner is not None and owner.keeps_states and not is_split:
             yield (
                 f"model.keeps_states = True, and task is {_told(self.task)}, whose rows are complete, so that no state "
                 "would be kept: expected tasks.chunked.rows around this task, or keeps_states = False"
@@ -363,11 +361,19 @@ class Span(NamedTuple):
         return f"phase {self.number} of {self.count}"
 
 
-def padding(model: Model) -> str:
+def padding(program: Program) -> str:
     """Returns `; vocabulary 50,257 stored as 50,304` if the model rounds its vocabulary up, otherwise ''."""
-    if not can(model, PadsVocabulary) or model.stored_vocab_size in (None, model.vocab_size):
+    if not can(program.model, HasVocabulary):
         return ""
-    return f"; vocabulary {model.vocab_size:,} stored as {model.stored_vocab_size:,}"
+    params, specs = map(jax.tree.leaves, (program.abstract_state.params, program.param_specs))
+    sizes = [
+        size
+        for param, spec in zip(params, specs, strict=True)
+        for size, axis in zip(param.shape, spec.axes, strict=True)
+        if axis == "vocab"
+    ]
+    size, stored = program.model.vocab_size, max(sizes, default=0)
+    return f"; vocabulary {size:,} stored as {stored:,}" if stored > size else ""
 
 
 def _told(part: object) -> str:

@@ -172,7 +172,7 @@ def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Pr
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
     rows = units.counted(batch_size(program.spec), "row")
     shape = strategy.mesh_text(program.partitioner.shape)
-    return (experiment, program), f"{where}: {shape}; {rows}{padding(program.model)}"
+    return (experiment, program), f"{where}: {shape}; {rows}{padding(program)}"
 
 
 def _sees_run(run_dir: str, hosts: Hosts) -> bool:

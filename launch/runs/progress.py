@@ -20,7 +20,7 @@ from core.training import compilation, frozen
 from core.training.compilation import Totals
 from core.training.evaluation import curves_apart
 from core.training.goodput import Slowest
-from core.types import CountsFlops, DescribesAttention, DescribesEvaluation, FramesTexts, Generates, can, lacking
+from core.types import ChoosesKernels, CountsFlops, DescribesEvaluation, FramesTexts, Generates, can, lacking
 from launch import terminal
 from launch.experiment import Experiment, padding
 from launch.hosts import cluster
@@ -114,7 +114,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         + (f", {slice_.topology_name}" if slice_.is_tpu else f", {jax.devices()[0].device_kind}")
         + (f"; simulated by {units.counted(host.count, 'process', 'processes')}" if host.simulated else ""),
         "strategy": f"{experiment.strategy.name}: {strategy.mesh_text(program.partitioner.shape)}",
-        "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(experiment.model),
+        "model": f"{type(experiment.model).__name__}, {parameters:,} parameters" + padding(program),
         "data": experiment.task.describe(),
         "batch": _batch(experiment),
         "state": f"{units.size(sizes.everything)} per {slice_.chip.unit} (parameters {units.size(sizes.params)}, "
@@ -147,7 +147,7 @@ def _on_gpus(experiment: Experiment, program: Program) -> dict[str, str]:
     memory = machine.gpu_memory()
     when = "at the start" if memory.is_preallocated else "when it is needed"
     found = {"memory": f"up to {memory.fraction:.0%} of each GPU, allocated {when}"}
-    if can(experiment.model, DescribesAttention):
+    if can(experiment.model, ChoosesKernels):
         with program.partitioner.tracing():
             found["attention"] = experiment.model.attention_on_gpus(experiment.row_length)
     return found

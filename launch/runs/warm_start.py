@@ -13,7 +13,7 @@ from core.hosts import distributed
 from core.model_settings import differing_settings
 from core.parameters import Specs
 from core.step import TrainState
-from core.types import AddsParameters, Model, ReadsPublished, can, lacking
+from core.types import Model, ReadsPublished, can, lacking
 from launch import terminal
 from launch.config import loader
 from launch.config.names import PUBLIC_PACKAGES
@@ -233,4 +233,4 @@ def _left_out(
 
 
 def _optional(experiment: Experiment) -> Sequence[str]:
-    return experiment.model.added_parameters if can(experiment.model, AddsParameters) else ()
+    return experiment.model.added_parameters if can(experiment.model, ReadsPublished) else ()

@@ -300,7 +300,7 @@ class DecoderConfig(Decoder):
         return kinds[layer % len(kinds)]
 
     def attention_on_gpus(self, length: int) -> str:
-        """Returns how attention is computed on GPUs; see `core.types.DescribesAttention`."""
+        """Returns how attention is computed on GPUs; see `core.types.ChoosesKernels`."""
         mixers = dict.fromkeys(part for kind in self.layer_kinds for part in kind.mixers)
         found = {part.name: how for part in mixers if (how := part.on_gpus(self, length)) is not None}
         if len(found) < 2:

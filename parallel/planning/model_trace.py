@@ -24,7 +24,7 @@ from core.logical import Axes
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.step import TrainState
-from core.types import Batch, ChoosesAttention, ChoosesDtype, ChunksLoss, Model, Params, can
+from core.types import Batch, ChoosesDtype, ChoosesKernels, Model, Params, can
 from parallel import strategy
 from parallel.planning import candidates
 
@@ -209,7 +209,7 @@ def trace(
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
     """Replaces automatic attention by the kernel that a TPU would take: a trace of "auto" contains both."""
-    chosen = model.attention if can(model, ChoosesAttention) else ""
+    chosen = model.attention if can(model, ChoosesKernels) else ""
     if chosen != "auto" or wrappers.field_path(model, "attention") is None:
         return model
     kernel = wrappers.with_field(model, "attention", "splash")
@@ -222,7 +222,7 @@ def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
 
 def _chooses_chunks(model: Any) -> bool:
     """Returns whether the size of the logits decides if the loss is computed in chunks."""
-    has_field = can(model, ChunksLoss) and wrappers.field_path(model, "loss_chunk") is not None
+    has_field = can(model, ChoosesKernels) and wrappers.field_path(model, "loss_chunk") is not None
     return has_field and model.loss_chunk is None
 
 

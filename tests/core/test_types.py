@@ -5,26 +5,28 @@ from typing import Protocol
 
 import pytest
 
-from core.types import ChecksModel, Evaluates, HasVocabulary, Model, PadsVocabulary, attribute, can, missing
+from core.types import ChecksModel, Evaluates, HasVocabulary, Model, ReadsPublished, attribute, can, missing
 
 
 class Whole:
     vocab_size = 3
-    stored_vocab_size = 4
+    added_parameters = ()
 
     def evaluate(self, params, rng, batch): ...
+
+    def published(self, folder): ...
 
     def model_problems(self, model, *, prepared): ...
 
 
-@pytest.mark.parametrize("ability", [ChecksModel, Evaluates, HasVocabulary, PadsVocabulary])
+@pytest.mark.parametrize("ability", [ChecksModel, Evaluates, HasVocabulary, ReadsPublished])
 def test_abilities_are_found(ability):
     assert can(Whole(), ability)
     assert not can(object(), ability)
 
 
 def test_an_ability_needs_all_of_its_members():
-    assert not can(types.SimpleNamespace(stored_vocab_size=4), PadsVocabulary)  # vocab_size is inherited
+    assert not can(types.SimpleNamespace(added_parameters=()), ReadsPublished)
     assert not can(types.SimpleNamespace(evaluate=3), Evaluates)
     assert not can(types.SimpleNamespace(model_problems=lambda model: []), ChecksModel)
     assert not can(None, HasVocabulary)
@@ -54,6 +56,6 @@ def test_a_class_that_inherits_an_attribute_may_assign_it():
 
 
 def test_missing_attributes_and_methods_are_named():
-    assert missing(Whole(), PadsVocabulary) == []
-    assert missing(object(), PadsVocabulary) == ["vocab_size", "stored_vocab_size"]
+    assert missing(Whole(), ReadsPublished) == []
+    assert missing(object(), ReadsPublished) == ["added_parameters", "published(folder)"]
     assert "loss(params, carry, rng, batch, *, is_training)" in missing(Whole(), Model)
