@@ -91,7 +91,7 @@ class Strategy:
             for name in (axis, *(own for own, at in self.own_mesh_axes.items() if at == axis))
         )
 
-    @property
+    @functools.cached_property
     def used_mesh_axes(self) -> tuple[str, ...]:
         """The axes of its mesh: all mesh axes, except `expert` if neither a degree nor a rule mentions it.
 

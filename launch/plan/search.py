@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -43,12 +44,32 @@ class Question:
         return -(-self.num_steps * self.experiment.batch_size // batch_size)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Option(JudgedCandidate):
-    """A candidate with its estimate, its gin bindings and the identity of its program, which names its record."""
+    """A candidate with its estimate, its gin bindings and the identity of its program, which names its record.
 
-    bindings: tuple[str, ...] = ()
-    text: str = ""
+    Bindings and identity are made when they are asked for: most candidates are only ranked.
+
+    Attributes:
+      question: what the plan is for.
+      writer: writes the bindings.
+    """
+
+    question: Question = dataclasses.field(repr=False, compare=False)
+    writer: Writer = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def bindings(self) -> tuple[str, ...]:
+        """The gin bindings that change the experiment to the candidate."""
+        return tuple(self.writer.bindings(self.candidate))
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The identity of the program; empty if the tables refuse the candidate."""
+        if self.estimate is None:
+            return ""
+        made = apply(self.question.experiment, self.candidate)
+        return program_identity.program_text(made, self.question.config)
 
 
 Compiled = Sequence[tuple[Option, Record]]
@@ -137,17 +158,22 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     writer = Writer(question.config, experiment)
     remats = trace.distinct_remats(candidates.remat_of(experiment.model))
     judged = (judge.judge(one) for one in tried if one.remat in (None, *remats) and writer.can_write(one))
-    return sorted((_option(question, writer, one) for one in judged), key=selection.rank)
+
+    def option(one: JudgedCandidate) -> Option:
+        is_as_written = one.estimate is not None and _is_as_written(experiment, one.candidate)
+        return Option(**{**vars(one), "is_as_written": is_as_written}, question=question, writer=writer)
+
+    return sorted(map(option, judged), key=selection.rank)
 
 
-def _option(question: Question, writer: Writer, judged: JudgedCandidate) -> Option:
-    bindings = tuple(writer.bindings(judged.candidate))
-    option = Option(**vars(judged), bindings=bindings)
-    if judged.estimate is None:
-        return option
-    made = apply(question.experiment, judged.candidate)
-    text = program_identity.program_text(made, question.config)
-    return dataclasses.replace(option, text=text, is_as_written=made == question.experiment)
+def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:
+    """Returns whether the experiment has all choices of a candidate."""
+    return (
+        (candidate.layout is None or candidate.layout.strategy() == experiment.strategy)
+        and candidate.remat in (None, candidates.remat_of(experiment.model))
+        and candidate.accum_steps == experiment.accum_steps
+        and candidate.batch_size == experiment.batch_size
+    )
 
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:

@@ -15,7 +15,7 @@ from core.files import paths
 from core.hosts import exit_codes
 from launch import flags, terminal
 from launch.config import loader
-from launch.plan import compiling, explain, generation_report, ranking, search
+from launch.plan import compiling, explain, generation_report, ranking, search, slice_ranking
 from launch.plan.compiling import Job
 from launch.plan.search import Option, Question
 from parallel.planning import arithmetic, calibration, candidates, records, selection
@@ -26,7 +26,7 @@ COMMAND = ("layouts", "plan")
 HELP = "find the fastest layout of an experiment that fits a slice, by compiling candidates; --explain analyzes one"
 EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --batch-size 32 64 --write mine.gin
-  launch/run plan v5p-128 gin/valkyrie_7b.gin --arithmetic
+  launch/run plan v4-32,v5p-32,v6e-32 gin/valkyrie_7b.gin --arithmetic --price 3.22,4.2,2.7
   launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin
   launch/run plan v4-8 gin/llama_3_1_8b.gin --gin "STRATEGY = @strategies.tensor()" --generate --batch-size 8"""
 
@@ -41,7 +41,15 @@ def _plan(args: argparse.Namespace) -> int:
     Returns:
       1 if no layout fits a phase, or no phase can be planned; 130 after Ctrl-C, which prints the results so far.
     """
-    spans = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build().spans()
+    names = args.slice.split(",")
+    spans = loader.load(args.experiment, bindings=args.gin, slice_name=names[0]).build().spans()
+    if len(names) > 1:
+        if len(spans) > 1:
+            raise UserError(f'{args.experiment} has {len(spans)} phases: add --gin "PHASE = N" to compare slices')
+        label = (
+            f"{arithmetic.LABEL}; of compiled steps: {calibration.label()}" if args.arithmetic else calibration.label()
+        )
+        return slice_ranking.rank(args, names, lambda question: _best(question, args), label=label)
     if len(spans) == 1:
         return _plan_one(args)
     if given := [name for name in ("write", "json", "record", "batch-size") if getattr(args, name.replace("-", "_"))]:
@@ -73,8 +81,7 @@ def _plan_one(args: argparse.Namespace) -> int:
     print(f"{counted} for {question.slice.name}: {len(possible)} may fit, {cannot} cannot")
     if not possible or args.arithmetic:
         return _by_arithmetic(question, options, args)
-    wanted = args.compile or (QUICK if args.quick else DEFAULT)
-    session = _Session(question, options, Store(), wanted, is_fresh=args.fresh)
+    session = _Session(question, options, Store(), _wanted(args), is_fresh=args.fresh)
     try:
         session.look_up()
         if not args.cached:
@@ -84,6 +91,29 @@ def _plan_one(args: argparse.Namespace) -> int:
         _show(question, session, args, is_partial=True)
         return exit_codes.INTERRUPTED
     return _show(question, session, args)
+
+
+def _wanted(args: argparse.Namespace) -> int:
+    return args.compile or (QUICK if args.quick else DEFAULT)
+
+
+def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned:
+    """Returns the metrics of the best layout of a slice, or the reason why there is none."""
+    options = search.options(question, only=args.only)
+    if args.arithmetic:
+        options = _without_known_misfits(options, Store())
+        if first := next((one for one in options if not one.reason), None):
+            return search.metrics(question, first), ""
+    else:
+        session = _Session(question, options, Store(), _wanted(args), is_fresh=args.fresh)
+        session.look_up()
+        if not args.cached:
+            session.compile_missing()
+        if ranked := search.ranked(session.found):
+            return search.metrics(question, *ranked[0]), ""
+        if any(not one.reason for one in options):
+            return None, "nothing was compiled before" if args.cached else "nothing that was compiled fits"
+    return None, f"most often {selection.by_reason(options)[0][0]}"
 
 
 class _Session:
@@ -102,7 +132,9 @@ class _Session:
         programs: dict[str, Option] = {}
         for one in ordered:
             programs.setdefault(one.text, one)  # two ways to write one program are compiled once
-        self._left = list(programs.values())[: _TRIES * wanted]
+            if len(programs) == _TRIES * wanted:
+                break
+        self._left = list(programs.values())
 
     def _still_wanted(self) -> int:
         return self._wanted - sum(record.time is not None for _, record in self.found)
@@ -189,21 +221,25 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
 
 
 def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Option]:
-    """Refuses candidates that may fit by arithmetic and have a record of not fitting."""
-    found = [(one, None if one.reason else store.find(one.text)) for one in options]
-    return [
-        dataclasses.replace(one, kind="too much HBM as compiled", reason=f"compiled, does not fit: {record.reason}")
-        if record is not None and record.status == records.TOO_MUCH
-        else one
-        for one, record in found
-    ]
+    """Refuses candidates of the table that may fit by arithmetic and have a record of not fitting."""
+    found, shown = list(options), 0
+    for i, one in enumerate(options):
+        record = None if one.reason else store.find(one.text)
+        if record is not None and record.status == records.TOO_MUCH:
+            reason = f"compiled, does not fit: {record.reason}"
+            found[i] = dataclasses.replace(one, kind="too much HBM as compiled", reason=reason)
+        else:
+            shown += not one.reason
+        if shown == _ARITHMETIC_ROWS:
+            break
+    return found
 
 
 def _show(question: Question, session: _Session, args: argparse.Namespace, *, is_partial: bool = False) -> int:
     ranked = search.ranked(session.found)
     label = calibration.label()
-    fit = {one.text for one, _ in ranked}  # independent of the estimate
-    rejected = [one for one in session.options if one.text not in fit]
+    fit = {one.candidate for one, _ in ranked}  # independent of the estimate
+    rejected = [one for one in session.options if one.candidate not in fit]
     if not ranked:
         ranking.print_rejected(rejected, session.found, every=args.rejected)
         none = "nothing was compiled before" if args.cached else "nothing that was compiled fits"
@@ -264,7 +300,8 @@ def _finish(
 ) -> None:
     """Prints the outlook, and writes the requested files."""
     print(f"\nbest: {best.name}")
-    for line in ranking.outlook(question, rows[0], price=args.price, now=datetime.datetime.now()):
+    price = args.price[0] if args.price else None
+    for line in ranking.outlook(question, rows[0], price=price, now=datetime.datetime.now()):
         terminal.say(f"  {line}")
     for binding in best.bindings:
         print(f"  {binding}")
@@ -287,7 +324,8 @@ _TAKEN = {"explain": ("--gin",), "generate": ("--gin", "--batch-size", "--json",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin")
+    flags.add(parser, "SLICE", help="such as v4-32 (launch/run slices lists them), or several to rank: v4-32,v5p-32")
+    flags.add(parser, "EXPERIMENT.gin", "--gin")
     parser.add_argument(
         "--batch-size", metavar="ROWS", type=flags.at_least(1), nargs="+", default=[], help="batch sizes to try"
     )
@@ -304,7 +342,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, compile generation under the experiment's STRATEGY, for rows of LENGTH positions: memory and "
         "predicted tokens per second",
     )
-    parser.add_argument("--price", metavar="USD", type=flags.positive, help="price of a chip-hour in US dollars")
+    parser.add_argument(
+        "--price",
+        metavar="USD",
+        type=lambda text: [flags.positive(one) for one in text.split(",")],
+        help="price of a chip-hour in US dollars; of several slices one for each: 3.22,4.2",
+    )
     parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
     parser.add_argument("--wide", action="store_true", help="print all columns of the table")
     flags.add(parser, "--overwrite")
@@ -319,8 +362,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans, explains one layout, or predicts the cost of generation."""
-    slices.require_tpu(args.slice, what="plans")
+    names = args.slice.split(",")
+    for name in names:
+        slices.require_tpu(name, what="plans")
     candidates.require_known(args.only)
+    if len(names) > 1:
+        slice_ranking.require_fitting(args, names)
+    elif args.price and len(args.price) > 1:
+        raise UserError(f"--price has {len(args.price)} values, and {args.slice} is one slice: give one price")
     given = [f"--{name.replace('_', '-')}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]
     for name, taken in _TAKEN.items():
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):

@@ -6,6 +6,7 @@ Nothing here lists strategies, schedules or choices of rematerialization. A stra
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
@@ -67,9 +68,14 @@ class Layout:
 
     def strategy(self) -> Strategy:
         """Returns the strategy's tables."""
-        schedule: dict[str, Any] = {"schedule": self.choice.schedule()} if self.choice else {}
-        ring = {"ring": True} if self.ring else {}
-        return getattr(strategies, self.constructor)(**dict(self.degrees), **schedule, **ring)
+        return _tables(self)
+
+
+@functools.cache  # candidates of one layout differ in other choices
+def _tables(layout: Layout) -> Strategy:
+    schedule: dict[str, Any] = {"schedule": layout.choice.schedule()} if layout.choice else {}
+    ring = {"ring": True} if layout.ring else {}
+    return getattr(strategies, layout.constructor)(**dict(layout.degrees), **schedule, **ring)
 
 
 @dataclasses.dataclass(frozen=True)

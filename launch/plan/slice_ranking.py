@@ -1,0 +1,128 @@
+"""Ranks slices for one experiment, by the best layout of each: `launch/run plan SLICE,SLICE EXPERIMENT.gin`."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+
+from core import units
+from core.errors import UserError
+from core.slices import GIB
+from launch import terminal
+from launch.plan import search
+from launch.plan.ranking import PIPED_WIDTH
+from launch.plan.search import Question
+from parallel.planning.candidate_metrics import CandidateMetrics, Range, between
+
+_HEADINGS = ("slice", "chips", "layout", "rows", "HBM GiB", "step s", "hours", "chip-hours", "USD")
+_TEXT = ("slice", "layout")
+_FOR_ONE_SLICE = ("rejected", "wide", "write", "record", "explain", "generate")
+
+Planned = tuple[CandidateMetrics | None, str]  # the best layout of a slice, or why it has none
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The best layout of one slice.
+
+    Attributes:
+      best: metrics of the layout.
+      price: US dollars per chip and hour; None if not given.
+    """
+
+    best: CandidateMetrics
+    price: float | None
+
+    @property
+    def chip_hours(self) -> Range:
+        """Chip-hours of the whole run."""
+        fast, slow = self.best.hours
+        return fast * self.best.slice.chips, slow * self.best.slice.chips
+
+    @property
+    def dollars(self) -> Range | None:
+        """US dollars of the whole run."""
+        if self.price is None:
+            return None
+        fast, slow = self.chip_hours
+        return fast * self.price, slow * self.price
+
+    def cells(self) -> list[str]:
+        """Returns the cells of its row."""
+        best = self.best
+        return [
+            best.slice.name,
+            str(best.slice.chips),
+            best.name,
+            str(best.rows),
+            f"{best.used_bytes / GIB:.1f} of {best.slice.chip.usable_hbm_bytes / GIB:.4g}",
+            between(best.step_seconds, "{:.3g}"),
+            between(best.hours, "{:,.1f}"),
+            between(self.chip_hours, "{:,.0f}"),
+            "–" if self.dollars is None else between(self.dollars, "{:,.0f}"),
+        ]
+
+
+def require_fitting(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises UserError for a slice given twice, options of one slice, and prices that do not belong to slices."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{args.slice}: {twice[0]} is there twice; give each slice once")
+    if given := [name for name in _FOR_ONE_SLICE if getattr(args, name)]:
+        raise UserError(f"--{given[0]} is for one slice, and {args.slice} are {len(names)}: give one of them")
+    if args.price and len(args.price) not in (1, len(names)):
+        raise UserError(
+            f"--price has {len(args.price)} values, and {args.slice} are {len(names)} slices: give one for all, or one "
+            "for each in this order, separated by commas"
+        )
+
+
+def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Question], Planned], *, label: str) -> int:
+    """Plans each slice and prints them in one table, the fastest first.
+
+    Args:
+      args: the command's arguments.
+      names: of the slices.
+      plan: finds the best layout.
+      label: what follows a prediction.
+
+    Returns:
+      1 if the experiment fits no slice.
+    """
+    prices = args.price or [None]
+    questions = [
+        search.ask(args.experiment, slice_name=name, bindings=args.gin, batch_sizes=args.batch_size) for name in names
+    ]
+    choices, without = [], []
+    for question, price in zip(questions, prices * (len(names) // len(prices)), strict=True):
+        best, reason = plan(question)
+        if best is None:
+            without.append(f"{question.slice.name}: no layout fits: {reason}")
+        else:
+            choices.append(Choice(best, price))
+    choices.sort(key=lambda one: sum(one.best.hours))
+    if choices:
+        first = questions[0]
+        headings = _HEADINGS if args.price else _HEADINGS[:-1]
+        tokens = units.significant(first.total_tokens / 1e9)
+        title = f"{first.config.experiment}, {tokens}B tokens, with the best layout of each slice"
+        rows = [one.cells()[: len(headings)] for one in choices]
+        terminal.console(PIPED_WIDTH).print(terminal.markdown(headings, rows, text=_TEXT, title=title))
+        terminal.say(f"{label}.")
+    for line in (*without, *_cheapest(choices)):
+        terminal.say(line)
+    if args.json:
+        found = [one.best.as_json() | {"slice": one.best.slice.name, "dollars": one.dollars} for one in choices]
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"written: {args.json}")
+    return 0 if choices else 1
+
+
+def _cheapest(choices: Sequence[Choice]) -> list[str]:
+    """Returns the line of the cheapest slice, if prices are known and it is not the fastest."""
+    priced = [(one.dollars, one) for one in choices if one.dollars is not None]
+    if not priced:
+        return []
+    dollars, cheapest = min(priced, key=lambda each: sum(each[0]))
+    if cheapest is choices[0]:
+        return []
+    return [f"cheapest: {cheapest.best.slice.name}, {between(dollars, '{:,.0f}')} USD"]

@@ -1,0 +1,94 @@
+"""Several slices are ranked by the best layout of each."""
+
+import json
+
+import pytest
+
+from core import slices
+from core.errors import UserError
+from launch import __main__ as cli
+from launch.plan import search, session
+
+EXPERIMENT = "gin/quickstart.gin"
+
+
+def run(names, *given):
+    return session.run(cli.parser(session, "launch/run plan").parse_args([names, EXPERIMENT, *given]))
+
+
+def test_slices_are_ranked_by_hours_and_priced(cache, tmp_path, capsys):
+    path = tmp_path / "ranked.json"
+    assert run("v4-8,v6e-4,v5e-4", "--arithmetic", "--price", "3,2.5,1", "--json", str(path)) == 0
+    found = json.loads(path.read_text())
+    assert {row["slice"] for row in found} == {"v4-8", "v6e-4", "v5e-4"}
+    assert [sum(row["hours"]) for row in found] == sorted(sum(row["hours"]) for row in found)
+    for row, price in zip(sorted(found, key=lambda row: row["slice"]), (3, 1, 2.5), strict=True):
+        chips = slices.get(row["slice"]).chips
+        assert row["dollars"] == pytest.approx([hours * chips * price for hours in row["hours"]])
+    printed = capsys.readouterr().out
+    cheapest = min(found, key=lambda row: sum(row["dollars"]))
+    assert (f"cheapest: {cheapest['slice']}" in printed) == (cheapest is not found[0])
+    assert "arithmetic" in printed
+
+
+def test_the_layout_of_a_slice_is_the_best_of_its_own_plan(cache, tmp_path):
+    path, alone = tmp_path / "ranked.json", tmp_path / "alone.json"
+    run("v4-8,v4-16", "--arithmetic", "--json", str(path))
+    run("v4-16", "--arithmetic", "--json", str(alone))
+    (row,) = (row for row in json.loads(path.read_text()) if row["slice"] == "v4-16")
+    best = json.loads(alone.read_text())[0]
+    assert {name: row[name] for name in best} == best
+
+
+def test_compiled_layouts_are_looked_up(cache, keep, options, compiled_as, tmp_path):
+    one = next(one for one in options if not one.reason)
+    keep(one.text, compiled_as(one, 1.25))
+    path = tmp_path / "ranked.json"
+    assert run("v4-8,v4-16", "--cached", "--json", str(path)) == 0
+    (row,) = json.loads(path.read_text())  # nothing was compiled for v4-16
+    assert (row["slice"], row["name"]) == ("v4-8", one.name)
+    assert row["scheduled_seconds"] == compiled_as(one, 1.25).time.scheduled
+
+
+def test_a_slice_on_which_nothing_fits_is_named_with_the_reason(cache, monkeypatch, capsys):
+    asked = search.options
+
+    def refused(question, *, only=()):
+        found = asked(question, only=only)
+        return [one for one in found if one.reason] if question.slice.name == "v4-16" else found
+
+    monkeypatch.setattr(search, "options", refused)
+    assert run("v4-8,v4-16", "--arithmetic") == 0
+    assert "v4-16: no layout fits: most often" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "words"),
+    [
+        ("v4-8,v4-8", (), "v4-8 is there twice"),
+        ("v4-8,v4-7", (), "v4-7"),
+        ("v4-8,v4-16", ("--price", "1,2,3"), "--price has 3 values"),
+        ("v4-8", ("--price", "1,2"), "v4-8 is one slice: give one price"),
+        ("v4-8,v4-16", ("--rejected",), "--rejected is for one slice"),
+        ("v4-8,v4-16", ("--explain", "gin/strategies/fsdp.gin"), "--explain is for one slice"),
+    ],
+)
+def test_wrong_input_is_refused_before_a_model_is_traced(monkeypatch, names, given, words):
+    monkeypatch.setattr(search, "options", None)
+    with pytest.raises(UserError) as error:
+        run(names, *given)
+    assert words in str(error.value)
+
+
+def test_phases_are_compared_one_at_a_time():
+    arguments = ["v4-8,v4-16", "gin/quickstart_phases.gin", "--arithmetic"]
+    with pytest.raises(UserError, match='add --gin "PHASE = N"'):
+        session.run(cli.parser(session, "launch/run plan").parse_args(arguments))
+
+
+def test_one_price_is_of_all_slices(cache, tmp_path):
+    path = tmp_path / "ranked.json"
+    run("v4-8,v4-16", "--arithmetic", "--price", "2", "--json", str(path))
+    for row in json.loads(path.read_text()):
+        chips = slices.get(row["slice"]).chips
+        assert row["dollars"] == pytest.approx([2 * chips * hours for hours in row["hours"]])
