@@ -7,6 +7,7 @@ memory. Inputs worth saving for the backward pass have checkpoint names (`models
 B batch, T length, D embed, F mlp, V vocab.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from core import logical
+from core.errors import check_number
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -70,8 +72,37 @@ def activated(x: jax.Array, activation: str) -> jax.Array:
     return ACTIVATIONS[activation](checkpoint_name(x, "up").astype(jnp.float32)).astype(x.dtype)
 
 
-def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
-    """Returns activation(gate) up, computed in float32."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """A gate whose inputs are bounded, as the experts of gpt-oss have it: sigmoid(slope g) g (u + 1).
+
+    Attributes:
+      slope: factor of the gate g in its sigmoid.
+      limit: upper bound of g, and bound of the size of the second projection u.
+
+    Raises:
+      UserError: a number that is not finite and above 0.
+    """
+
+    slope: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self):
+        for field in ("slope", "limit"):
+            check_number(getattr(self, field), where=f"ClampedGate.{field}", is_positive=True)
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Returns the hidden units, computed in float32."""
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        wide = jnp.minimum(gate.astype(jnp.float32), self.limit)
+        other = jnp.clip(up.astype(jnp.float32), -self.limit, self.limit)
+        return (jax.nn.sigmoid(self.slope * wide) * wide * (other + 1)).astype(gate.dtype)
+
+
+def gated(gate: jax.Array, up: jax.Array, activation: str | ClampedGate = "silu") -> jax.Array:
+    """Returns activation(gate) up, or what a `ClampedGate` makes of them, computed in float32."""
+    if isinstance(activation, ClampedGate):
+        return activation(gate, up)
     if activation == "silu":
         return _silu_gated(gate, up)
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
@@ -104,6 +135,15 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 _silu_gated.defvjp(_gated_forward, _gated_back)
+
+
+@jax.custom_vjp
+def with_float32_gradient(x: jax.Array) -> jax.Array:
+    """Returns x, float32, whose gradients are converted to float32 before they are summed."""
+    return x
+
+
+with_float32_gradient.defvjp(lambda x: (x, None), lambda _, dy: (dy.astype(jnp.float32),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -111,7 +111,7 @@ class Lora:
         Routers of experts stay in float32, in which scores are computed.
         """
         base = [name for name in parameters.names(params) if not name.endswith(("_lora_a", "_lora_b"))]
-        routers = [name for name in base if name.endswith("/router")]
+        routers = [name for name in base if name.endswith(("/router", "/router_bias"))]
         params = logical.frozen(params, [name for name in base if name not in routers], self.base_dtype)
         return logical.frozen(params, routers)
 

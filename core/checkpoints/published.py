@@ -22,6 +22,7 @@ import numpy as np
 
 from core import parameters, units
 from core.checkpoints import reading, safetensors_files
+from core.checkpoints.safetensors_files import Stored, Tensor
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from core.files import paths
@@ -99,6 +100,7 @@ class PublishedFolder:
         ignored: Sequence[str] = (),
         copies: Sequence[Copy] = (),
         limits: Mapping[str, int] | None = None,
+        dequantized: Callable[[Mapping[str, Tensor]], Mapping[str, Stored]] | None = None,
         differences: Sequence[str] = (),
         name: str = "",
     ):
@@ -111,6 +113,7 @@ class PublishedFolder:
           ignored: patterns of names of tensors that hold no parameter; they are listed in `notes`.
           copies: tensors that repeat a parameter.
           limits: length in the tensors of logical axes that the model stores longer, such as `{"vocab": 50257}`.
+          dequantized: returns tensors of floating-point numbers in place of quantized ones; None: there are none.
           differences: between the folder's configuration and the model's.
           name: for messages; the default is the path.
         """
@@ -118,10 +121,11 @@ class PublishedFolder:
         self._unprefixed, self._prefixes = dict(sources), tuple(prefixes)
         self._ignored, self._copies = tuple(ignored), tuple(copies)
         self._limits = dict(limits or {})
-        self._use(safetensors_files.tensors(folder))
+        tensors = safetensors_files.tensors(folder)
+        self._use(tensors if dequantized is None else dequantized(tensors))
         self.notes = (*differences, *self._unread())
 
-    def _use(self, tensors: Mapping[str, safetensors_files.Tensor]) -> None:
+    def _use(self, tensors: Mapping[str, Stored]) -> None:
         self._tensors = tensors
         plain = [source.name.replace("{}", "0") for source in self._unprefixed.values() if source.name[0] != "/"]
         prefix = next((p for p in self._prefixes if any(p + name in tensors for name in plain)), self._prefixes[0])
@@ -259,7 +263,7 @@ class PublishedFolder:
         if not wanted:
             return
         parts = [parameter.source.part(parameter.sizes, part) for parameter, _, part in wanted]
-        reader = safetensors_files.Reader(self._tensors[name], parts)
+        reader = self._tensors[name].reader(parts)
         for parameter, into, part in wanted:
             into[...] = parameter.source.read(reader, parameter.sizes, part)
             self._require_finite(name, into)

@@ -6,8 +6,8 @@ rows are read, each once. `core.checkpoints.published` writes files, with the sa
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +35,25 @@ _BLOCK = 2**22  # numbers that are compared at a time
 Slices = tuple[slice, ...]
 
 
+class Stored(Protocol):
+    """Numbers in a file: a `Tensor`, or what is computed from several."""
+
+    @property
+    def file(self) -> paths.Path:
+        """The file."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of what is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is read."""
+
+    def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
+        """Returns a function that reads one of these parts: a slice with a start and a stop for each dimension."""
+
+
 class Tensor(NamedTuple):
     """The location of a tensor in a file.
 
@@ -49,6 +68,10 @@ class Tensor(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
+
+    def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
+        """Returns a function that reads one of these parts."""
+        return Reader(self, parts)
 
 
 def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
@@ -208,7 +231,7 @@ class Reader:
         return block[(slice(rows.start - first, rows.stop - first), *part[1:])]
 
 
-def are_equal(one: Tensor, other: Tensor, rows: int | None = None) -> bool:
+def are_equal(one: Stored, other: Stored, rows: int | None = None) -> bool:
     """Returns whether two tensors of a shape hold the same numbers, in any dtypes; reads blocks of both.
 
     Args:
@@ -219,7 +242,7 @@ def are_equal(one: Tensor, other: Tensor, rows: int | None = None) -> bool:
     step = max(1, _BLOCK // math.prod(one.shape[1:]))
     for start in range(0, length, step):
         part = (slice(start, min(start + step, length)), *(slice(0, size) for size in one.shape[1:]))
-        first, second = (Reader(tensor, [part])(part).astype(np.float32) for tensor in (one, other))
+        first, second = (tensor.reader([part])(part).astype(np.float32) for tensor in (one, other))
         if not np.array_equal(first, second, equal_nan=True):
             return False
     return True

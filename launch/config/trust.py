@@ -21,6 +21,7 @@ _NAMES = {
     "launch.experiment": "Experiment Phase",
     "launch.loaded_model": "Choice",
     "launch.settings": "Checkpointing Evaluation Health Initialization Logging",
+    "models.derivatives": "ClampedGate",
     "models.mixers.block_sparse": "BlockSparse",
     "models.decoder.attention.splash_tiles": "Tiles",
     "models.decoder.layers": "Attention Mlp",

@@ -36,6 +36,8 @@ from core.errors import UserError
 from core.types import LossOutput, WeightedSum
 from models import derivatives
 
+Activation = str | derivatives.ClampedGate
+
 
 class Choices(Protocol):
     """How tokens choose experts: fields of `models.decoder.experts.Experts`."""
@@ -59,12 +61,14 @@ class Weights(NamedTuple):
       router: [D, E], float32.
       gate, up: [E, D, F]; `gate` is None if the decoder is not gated.
       down: [E, F, D].
+      biases: of these matrices, in this order: [E], float32, [E, F], [E, F] and [E, D]; None: there are none.
     """
 
     router: jax.Array
     gate: jax.Array | None
     up: jax.Array
     down: jax.Array
+    biases: tuple[jax.Array, jax.Array | None, jax.Array, jax.Array] | None = None
 
 
 class Routing(NamedTuple):
@@ -213,7 +217,7 @@ def check_capacity(settings: Choices) -> None:
 
 
 def mixture(
-    settings: Choices, x: jax.Array, weights: Weights, real: jax.Array, *, activation: str, drops: bool
+    settings: Choices, x: jax.Array, weights: Weights, real: jax.Array, *, activation: Activation, drops: bool
 ) -> tuple[jax.Array, Routing]:
     """Sends each token through its experts.
 
@@ -222,7 +226,7 @@ def mixture(
       x: [B, T, D].
       weights: of the layer.
       real: whether a position is a token, not padding, [B, T].
-      activation: of `models.derivatives.ACTIVATIONS`.
+      activation: as in `models.derivatives.gated`.
       drops: whether the capacity applies.
 
     Returns:
@@ -235,7 +239,12 @@ def mixture(
     tokens, hidden = PartitionSpec(at.rows, at.residual or None), at.hidden or None
     inward = PartitionSpec(at.experts or None, None, hidden)
     outward = PartitionSpec(at.experts or None, hidden, None)
-    specs: Any = Weights._make((PartitionSpec(), None if weights.gate is None else inward, inward, outward))
+    specs: Any = Weights._make((PartitionSpec(), None if weights.gate is None else inward, inward, outward, None))
+    if weights.biases is not None:
+        of_hidden, of_output = PartitionSpec(at.experts or None, hidden), PartitionSpec(at.experts or None)
+        specs = specs._replace(
+            biases=(PartitionSpec(), None if weights.gate is None else of_hidden, of_hidden, of_output)
+        )
     rows = PartitionSpec(at.rows)
     return jax.shard_map(
         local,
@@ -252,14 +261,18 @@ def _local(
     real: jax.Array,
     *,
     settings: Choices,
-    activation: str,
+    activation: Activation,
     limited: bool,
     at: _Layout,
 ) -> tuple[jax.Array, Routing]:
     """Runs `mixture` on the arrays of one chip."""
     if at.gathered:
         x = jax.lax.all_gather(x, at.gathered, axis=1, tiled=True)
-    chosen, gates, routing = _routed(settings, x, weights.router, real)
+    chosen, gates, routing = _routed(settings, x, weights, real)
+    if weights.biases is not None and at.hidden:  # outputs are summed over these axes
+        of_router, of_gate, of_up, of_down = weights.biases
+        is_first = jax.lax.axis_index(at.hidden) == 0
+        weights = weights._replace(biases=(of_router, of_gate, of_up, jnp.where(is_first, of_down, 0)))
     if limited:
         y, dropped = _with_capacity(settings, x, chosen, gates, weights, activation, at)
         routing = routing._replace(dropped=dropped)
@@ -273,13 +286,12 @@ def _local(
     return (jax.lax.psum(y, rest) if rest else y), routing
 
 
-def _routed(
-    settings: Choices, x: jax.Array, router: jax.Array, real: jax.Array
-) -> tuple[jax.Array, jax.Array, Routing]:
+def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) -> tuple[jax.Array, jax.Array, Routing]:
     """Returns the experts of each token [B, T, k], E for padding, their factors [B, T, k], float32, and sums."""
-    logits = jnp.einsum(
-        "btd,de->bte", x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    router = weights.router.astype(jnp.float32)
+    logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+    if weights.biases is not None:
+        logits += weights.biases[0]
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), settings.top_k)  # of equal logits the first
     scores = jax.nn.softmax(logits, axis=-1) if settings.scores == "softmax" else jax.nn.sigmoid(logits)
     is_chosen = chosen[..., None] == jnp.arange(settings.num_experts)  # [B, T, k, E]; selects without a gather
@@ -327,7 +339,7 @@ def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _dropless(
-    x: jax.Array, chosen: jax.Array, gates: jax.Array, weights: Weights, activation: str, at: _Layout
+    x: jax.Array, chosen: jax.Array, gates: jax.Array, weights: Weights, activation: Activation, at: _Layout
 ) -> jax.Array:
     """Returns the outputs [B, T, D], or their part by the experts and hidden units of this chip."""
     shape, k = x.shape, chosen.shape[-1]
@@ -339,17 +351,22 @@ def _dropless(
     if at.experts:
         chosen -= number * jax.lax.axis_index(at.experts)
         chosen = jnp.where((chosen >= 0) & (chosen < number), chosen, number)
-    order, places, sizes, _ = _sorted(chosen[None], number)
+    order, places, sizes, starts = _sorted(chosen[None], number)
     count = jnp.sum(sizes)
     size = x.shape[0] * min(k, number)  # a token has at most so many choices here
     empty = jnp.arange(size) >= count
     slots = _Slots(jnp.where(places < count, places, size), jnp.where(empty, chosen.size, order[:, :size]))
     rows = _taken(x[None], slots)[0]
 
-    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+    def product(rows: jax.Array, matrices: jax.Array, biases: jax.Array | None) -> jax.Array:
         from models.decoder.grouped_products import grouped_product  # of no use to a model without experts
 
-        return grouped_product(rows, matrices, sizes[0])
+        y = grouped_product(rows, matrices, sizes[0])
+        if biases is None:
+            return y
+        at_row = jnp.arange(len(rows))[:, None] - starts  # [S, E]
+        # As a product, whose gradient is one too; that of a gather would add up rows one by one.
+        return y + ((at_row >= 0) & (at_row < sizes)).astype(y.dtype) @ biases
 
     y = _combined(_feed_forward(rows, weights, activation, product)[None], slots, gates[None])[0]
     if at.exchanged:
@@ -363,7 +380,7 @@ def _with_capacity(
     chosen: jax.Array,
     gates: jax.Array,
     weights: Weights,
-    activation: str,
+    activation: Activation,
     at: _Layout,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs [B, T, D], or their part by this chip, and the number of dropped choices [B]."""
@@ -375,8 +392,9 @@ def _with_capacity(
     if at.exchanged:  # own rows for the experts of every chip -> rows of every chip for own experts
         rows = jax.lax.all_to_all(rows, at.exchanged, split_axis=0, concat_axis=0, tiled=True)
 
-    def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        return jnp.einsum("peni,eio->peno", rows, matrices)
+    def product(rows: jax.Array, matrices: jax.Array, biases: jax.Array | None) -> jax.Array:
+        y = jnp.einsum("peni,eio->peno", rows, matrices)
+        return y if biases is None else y + biases[:, None]
 
     y = _feed_forward(rows, weights, activation, product)
     if at.exchanged:
@@ -409,13 +427,15 @@ def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) ->
     return _Slots(of, choice.reshape(1, -1)), fits
 
 
-def _feed_forward(rows: jax.Array, weights: Weights, activation: str, product: Any) -> jax.Array:
-    up = product(rows, weights.up)
+def _feed_forward(rows: jax.Array, weights: Weights, activation: Activation, product: Any) -> jax.Array:
+    _, of_gate, of_up, of_down = weights.biases or (None,) * 4
+    up = product(rows, weights.up, of_up)
     if weights.gate is None:
+        assert isinstance(activation, str)
         hidden = derivatives.activated(up, activation)
     else:
-        hidden = derivatives.gated(product(rows, weights.gate), up, activation)
-    return product(hidden, weights.down)
+        hidden = derivatives.gated(product(rows, weights.gate, of_gate), up, activation)
+    return product(hidden, weights.down, of_down)
 
 
 def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:

@@ -13,10 +13,12 @@ from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 
 from core import logical, wrappers
 from core.errors import UserError
 from core.types import LossOutput, Model
+from models import derivatives
 from models.decoder import expert_routing
 from models.decoder.layers import Attention, Matrices, Mlp, products_per_input
 from models.decoder.parts import Call, Decoder, Part, Result, Work
@@ -34,6 +36,9 @@ class Experts(Part, expert_routing.Choices):
       mlp_dim: width of an expert; None: `mlp_dim` of the decoder.
       scores: "softmax" over all experts, or "sigmoid" of each.
       normalized: whether the scores of the chosen experts are divided by their sum.
+      has_biases: whether the router and the matrices of experts have biases.
+      clamped_gate: how the gate and the other projection are bounded and multiplied; None: the decoder's activation of
+        the gate, times the other.
       shared_mlp_dim: width of an expert that every token passes through in addition; None: there is none.
       capacity_factor: every expert takes at most capacity_factor x T x top_k / num_experts choices of a row in the
         training loss, where T includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
@@ -49,6 +54,8 @@ class Experts(Part, expert_routing.Choices):
     mlp_dim: int | None = None
     scores: str = "softmax"
     normalized: bool = True
+    has_biases: bool = False
+    clamped_gate: derivatives.ClampedGate | None = None
     shared_mlp_dim: int | None = None
     capacity_factor: float | None = None
     load_balance_coef: float = 0.0
@@ -93,8 +100,13 @@ class Experts(Part, expert_routing.Choices):
         return self.mlp_dim or decoder.mlp_dim
 
     def check(self, decoder: Decoder) -> None:
-        if decoder.bias == "all":
-            raise UserError("Transformer.bias = 'all': experts have no biases; expected 'none' or 'qkv'")
+        if decoder.bias == "all" and not self.has_biases:
+            raise UserError(
+                "Transformer.bias = 'all': these experts have no biases; expected 'none' or 'qkv', or "
+                "Experts.has_biases = True"
+            )
+        if self.clamped_gate is not None and not decoder.gated:
+            raise UserError(f"Experts.clamped_gate = {self.clamped_gate!r}: this decoder has no gate; expected None")
         lora = decoder.lora
         if lora is not None and (wrong := [t for t in lora.targets if t in Mlp.matrices]):
             targets = tuple(target for target in lora.targets if target not in wrong)
@@ -112,19 +124,31 @@ class Experts(Part, expert_routing.Choices):
         gate = of.weight("gate", (e, d, f), inward, fan_in=d, stacked=1) if c.gated else None
         up = of.weight("up", (e, d, f), inward, fan_in=d, stacked=1)
         down = of.weight("down", (e, f, d), outward, fan_in=2 * c.num_layers * f, stacked=1)
+        biases = self._biases(c) if self.has_biases else None
         if call.before is None:
             expert_routing.check_capacity(self)  # also in evaluation, which is traced before the first training step
         y, routing = expert_routing.mixture(
             self,
             x,
-            expert_routing.Weights(router, gate, up, down),
+            expert_routing.Weights(router, gate, up, down, biases),
             call.real(x.shape[1]),
-            activation=c.activation,
+            activation=self.clamped_gate or c.activation,
             drops=call.drops,
         )
         if (width := self.shared_mlp_dim) is not None:
             y += Mlp().products(c, x, call.side, prefix="shared_", width=width)
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
+
+    def _biases(self, c: Decoder) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+        """Makes the biases of the router, in float32, and of the matrices, as `expert_routing.Weights` has them."""
+        e, d, f = self.num_experts, c.embed_dim, self.width(c)
+
+        def bias(name: str, width: int, axis: str) -> jax.Array:
+            how: dict[str, Any] = {"kind": "bias", "stacked": 1, "compute_dtype": c.dtype}
+            return logical.param(f"{name}_bias", (e, width), ("expert", axis), jnp.zeros, **how)
+
+        router = logical.param("router_bias", (e,), (None,), jnp.zeros)
+        return router, bias("gate", f, "mlp") if c.gated else None, bias("up", f, "mlp"), bias("down", d, "norm")
 
     def work(self, decoder: Decoder, length: int) -> Work:
         """Counts the experts that a token passes through."""

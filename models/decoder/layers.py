@@ -123,6 +123,7 @@ class Heads(Part):
                 check_number(value, where=f"{type(self).__name__}.{field}", is_positive=True)
 
     matrices = ("query", "key", "value", "output")
+    sinks = False  # whether there are sinks
 
     def with_same_parameters(self) -> Part:
         return dataclasses.replace(self, scale=None, softcap=None)
@@ -208,7 +209,8 @@ class Heads(Part):
             return "plain products"
         if c.attention == "none":
             return "none: attention = 'none' mixes no positions"
-        problem = cudnn_attention.problem(length, c.head_width, c.dtype, softcap=self.softcap)
+        needs: dict[str, Any] = {"softcap": self.softcap, "has_sinks": self.sinks}
+        problem = cudnn_attention.problem(length, c.head_width, c.dtype, **needs)
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
 
@@ -220,6 +222,8 @@ class Attention(Heads):
       window: positions to which a query attends, its own being the last; None: all up to its own.
       rope_theta: base of its rotary embedding, which is then not scaled; None: the decoder's base and scaling.
       rotary_fraction: part of the dimensions of a head that is rotated, the first ones; 0: attention without positions.
+      sinks: whether each head learns a score beside those of the keys, which takes a share of the softmax without
+        adding a value (Xiao et al. 2023).
 
     Raises:
       UserError: a number out of range.
@@ -228,6 +232,7 @@ class Attention(Heads):
     window: int | None = None
     rope_theta: float | None = None
     rotary_fraction: float = 1.0
+    sinks: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -265,9 +270,10 @@ class Attention(Heads):
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
         side, how = call.side, self.scores(c, call, window=self.window)
+        sinks = logical.param("sinks", (c.num_heads,), ("heads",), jnp.zeros) if self.sinks else None
         if call.before is not None:
             assert side.padding is not None
-            return attention.cached(q, key, value, *call.before, side.padding, how, choice=c.attention)
+            return attention.cached(q, key, value, *call.before, side.padding, how, choice=c.attention, sinks=sinks)
         mixed = attention.attend(
             q,
             key,
@@ -277,6 +283,7 @@ class Attention(Heads):
             choice=c.attention,
             arranged=True,
             prefix=side.prefix,
+            sinks=sinks,
             tiles=c.attention_tiles or Tiles(),
         )
         return mixed, ()

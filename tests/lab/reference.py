@@ -273,8 +273,8 @@ def _families() -> Iterator[str]:
     yield from _table(["family", "`model_type`", "differs from Llama by"], rows)
     yield from ["", *_ABOUT_FAMILIES.splitlines(), ""]
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
-    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo and Granite have none: their sizes are"
-    yield "read from a folder. The names:"
+    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite and gpt-oss have none: their sizes"
+    yield "are read from a folder. The names:"
     yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
 
 
@@ -289,8 +289,17 @@ linear, Llama 3's, YaRN and LongRoPE. LongRoPE takes the factors of a row from i
 **Weights.** Every tensor is read, listed by the run, or an error. A tied model may have `lm_head.weight` alone. If it
 has both tensors, they must be equal. A number that is not finite is an error.
 
-**Not supported:** biases of attention in Llama, dynamic rotary embeddings, quantized weights, torch pickles, and added
-tokens for which the model has no embedding, where they occur in a text. Dropout of GPT-2 is not applied.
+**Quantized weights.** The experts of gpt-oss in MXFP4 are dequantized when they are read, exactly. An export has them
+in bfloat16 or float32. Other methods, such as GPTQ, AWQ, bitsandbytes and FP8, are errors.
+
+**Not supported:** biases of attention in Llama, dynamic rotary embeddings, torch pickles, and added tokens for which
+the model has no embedding, where they occur in a text. Dropout of GPT-2 is not applied.
+
+**Attention sinks of gpt-oss.** Plain attention, the splash kernel, a ring and generation have them. On GPUs attention
+is plain: JAX gives cuDNN no sinks.
+
+**Conversations of gpt-oss.** Its template formats an answer in another way when other messages follow. So a line of
+chats has one answer to learn, with the messages before it.
 
 **Qwen 3 MoE with experts in some layers.** The shortest series of layers that repeats a whole number of times is a
 group of the stack. One layer without experts at the start makes all layers one group. It is compiled layer by layer,

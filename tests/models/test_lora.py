@@ -168,10 +168,11 @@ def test_dropout_in_a_ring_has_the_bits_of_one_device():
 
 
 def test_routers_of_a_frozen_base_stay_in_float32():
-    model = dataclasses.replace(BASE, num_layers=1, feed_forward=Experts(num_experts=2, top_k=1))
+    model = dataclasses.replace(BASE, num_layers=1, feed_forward=Experts(num_experts=2, top_k=1, has_biases=True))
     model = lora.adapted(model=model, targets=("query",))
     shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch())
-    for name, dtype in (("router", "float32"), ("up", "bfloat16"), ("query", "bfloat16")):
+    kept, rounded = ("router", "router_bias"), ("up", "up_bias", "query")
+    for name, dtype in {**dict.fromkeys(kept, "float32"), **dict.fromkeys(rounded, "bfloat16")}.items():
         spec = specs["layers/block"][name]
         assert (shapes["layers/block"][name].dtype, spec.dtype, spec.trainable) == (dtype, dtype, False)
 

@@ -1,12 +1,13 @@
 """Causal attention within segments: a plain implementation for any device, and kernels for TPUs and GPUs.
 
 All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment. The plain
-implementation is the reference and materializes [B, H, T, T] scores; the kernels do not: splash on TPUs (of Pallas,
-it comes with JAX), and cuDNN's on GPUs where it can compute the attention (`cudnn_attention`). They run inside a
+implementation is the reference and materializes [B, H, T, T] scores; the kernels do not: splash on TPUs (of Pallas, it
+comes with JAX), and cuDNN's on GPUs where it can compute the attention (`cudnn_attention`). They run inside a
 `shard_map` over rows and heads, and splash over query positions, because the partitioner cannot partition a kernel.
 Where positions are sharded, queries stay on their chips. Keys and values are gathered, or travel around a ring of chips
 if the activation table also shards `kv_length` (`ring_attention`), but for windows: most keys of a ring would be
-outside of them.
+outside of them. A sink is a score of each query head beside those of the keys, without a value: it takes a share of the
+softmax.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
@@ -25,6 +26,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from core import logical
 from core.errors import UserError
 from core.platforms import by_platform
+from models import derivatives
 from models.decoder import prefix as prefixes
 from models.decoder.attention import cudnn_attention, ring_attention
 from models.decoder.attention.scores import USUAL, Scores
@@ -54,6 +56,7 @@ def attend(
     choice: str = "auto",
     arranged: bool = False,
     prefix: Prefix | None = None,
+    sinks: jax.Array | None = None,
     tiles: Tiles = _DEFAULT_TILES,
 ) -> jax.Array:
     """Computes causal attention within segments.
@@ -68,6 +71,7 @@ def attend(
         plain otherwise; "none": no mixing over positions, each keeps its own value (a control for experiments).
       arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
       prefix: which positions attend both ways, and biases of keys; None: attention is causal.
+      sinks: [H], float32, of query heads; None: there are none.
       tiles: of the splash kernel.
 
     Returns:
@@ -79,23 +83,23 @@ def attend(
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
-    _check(choice, q, prefix, softcap=scores.softcap)
+    _check(choice, q, prefix, softcap=scores.softcap, has_sinks=sinks is not None)
     order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
-        operands = (q, k, v, segment_ids, segment_ids, prefix)
+        operands = (q, k, v, segment_ids, segment_ids, prefix, sinks)
     elif not arranged:
         q = ring_attention.arrange(q, "batch", "length", "heads", "head_dim")
         k, v = (ring_attention.arrange(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
         rows = ring_attention.arrange(segment_ids, "batch", "length")
-        mixed = attend(q, k, v, rows, scores, choice=choice, arranged=True, tiles=tiles)
+        mixed = attend(q, k, v, rows, scores, choice=choice, arranged=True, sinks=sinks, tiles=tiles)
         return ring_attention.arrange(mixed, "batch", "length", "heads", "head_dim", back=True)
     elif scores.window is None:
-        return _around_ring(q, k, v, segment_ids, scores, choice=choice, tiles=tiles)
+        return _around_ring(q, k, v, segment_ids, scores, choice=choice, sinks=sinks, tiles=tiles)
     else:
         order = ring_attention.order(q.shape[1])
         k, v, kv_segment_ids = (_gathered_from_ring(a) for a in (k, v, segment_ids))
-        operands = (q, k, v, segment_ids, kv_segment_ids, None)
+        operands = (q, k, v, segment_ids, kv_segment_ids, None, sinks)
     return _computed(choice, operands, scores, order=order, tiles=tiles)
 
 
@@ -103,14 +107,15 @@ def _computed(
     choice: str, operands: tuple[Any, ...], scores: Scores, *, order: np.ndarray | None, tiles: Tiles
 ) -> jax.Array:
     """Computes attention by the implementation that was chosen; by the one of the platform for "auto"."""
-    q, *_, prefix = operands
+    q, *_, prefix, sinks = operands
     by_products = functools.partial(plain, scores=scores, order=order)
     by_kernel = functools.partial(splash_attention, scores=scores, order=order, tiles=tiles)
     by_cudnn = functools.partial(on_gpus, scores=scores)
     if choice in ("splash", "cudnn"):
         return (by_kernel if choice == "splash" else by_cudnn)(*operands)
     kernels = {"tpu": by_kernel} if fits_tiles(q.shape[1]) else {}
-    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, softcap=scores.softcap, prefix=prefix):
+    needs: dict[str, Any] = {"softcap": scores.softcap, "prefix": prefix, "has_sinks": sinks is not None}
+    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, **needs):
         kernels["cuda"] = by_cudnn
     if choice == "plain" or not kernels:
         return by_products(*operands)
@@ -124,6 +129,7 @@ def on_gpus(
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array,
     prefix: Prefix | None = None,
+    sinks: None = None,
     scores: Scores = USUAL,
     *,
     implementation: Literal["xla", "cudnn"] = "cudnn",
@@ -133,10 +139,11 @@ def on_gpus(
     Args:
       q, k, v: queries [B, T, H, K], keys and values [B, S, N, K].
       segment_ids, kv_segment_ids: [B, T] and [B, S].
-      prefix: what attends both ways.
+      prefix, sinks: what attends both ways; JAX gives cuDNN no sinks.
       scores: how scores are scaled and bounded.
       implementation: the implementation of `jax.nn.dot_product_attention`.
     """
+    assert sinks is None
     form = functools.partial(cudnn_attention.attend, scores=scores, implementation=implementation)
     queries = () if prefix is None else (prefix.until,)
     if logical.activation_spec("batch") is None:
@@ -166,6 +173,7 @@ def _around_ring(
     scores: Scores,
     *,
     choice: str,
+    sinks: jax.Array | None = None,
     tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
@@ -183,11 +191,13 @@ def _around_ring(
             ring_attention.attend, pairs=pairs, specs=(q_spec, kv_spec, PartitionSpec(*q_spec[:2]))
         )
 
+    operands = (q, k, v, segment_ids, sinks)
+
     if choice == "plain" or (choice == "auto" and not fits_tiles(q.shape[1])):
-        return form(by_products)(q, k, v, segment_ids)
+        return form(by_products)(*operands)
     if choice == "splash":
-        return form(by_kernel)(q, k, v, segment_ids)
-    return by_platform(q, k, v, segment_ids, tpu=form(by_kernel), default=form(by_products))
+        return form(by_kernel)(*operands)
+    return by_platform(*operands, tpu=form(by_kernel), default=form(by_products))
 
 
 def plain(
@@ -197,6 +207,7 @@ def plain(
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array | None = None,
     prefix: Prefix | None = None,
+    sinks: jax.Array | None = None,
     scores: Scores = USUAL,
     *,
     order: np.ndarray | None = None,
@@ -204,7 +215,7 @@ def plain(
     """Computes attention with scores and softmax in float32: the reference.
 
     Args:
-      q, k, v, segment_ids, prefix, scores: as in `attend`.
+      q, k, v, segment_ids, prefix, sinks, scores: as in `attend`.
       kv_segment_ids: of the keys; None: as of the queries.
       order: the positions of the queries, if they are not in the order of the row as the keys are.
 
@@ -222,11 +233,11 @@ def plain(
     if prefix is not None:
         if prefix.key_bias is not None:
             found += prefix.key_bias[:, None, None, None]
-        return _mixed(found, prefixes.visible(prefix.until, window=scores.window) & same, v)
+        return _mixed(found, prefixes.visible(prefix.until, window=scores.window) & same, v, sinks)
     causal = places()[:, None] >= jnp.arange(length)[None, :]  # [T, S]
     if scores.window is not None:
         causal &= places()[:, None] - jnp.arange(length)[None, :] < scores.window
-    return _mixed(found, causal & same, v)
+    return _mixed(found, causal & same, v, sinks)
 
 
 def _computed_scores(q: jax.Array, k: jax.Array, scores: Scores) -> jax.Array:
@@ -237,12 +248,20 @@ def _computed_scores(q: jax.Array, k: jax.Array, scores: Scores) -> jax.Array:
     return scores.bounded(found * scores.factor(head_dim))
 
 
-def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array) -> jax.Array:
+def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Returns the means [B, T, H, K] of values [B, S, N, K] by the softmax of scores where visible [B, T, S]."""
     scores = jnp.where(visible[:, None, None], scores, -1e30)
+    if sinks is not None:
+        scores = jnp.concatenate([scores, _as_scores(sinks, scores)], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # [B, N, G, T, S]
-    mixed = jnp.einsum("bngts,bsnk->btngk", weights, v)
+    mixed = jnp.einsum("bngts,bsnk->btngk", weights if sinks is None else weights[..., :-1], v)
     return mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])
+
+
+def _as_scores(sinks: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns sinks [H] as the scores of one key, [B, N, G, T, 1], for scores [B, N, G, T, S]."""
+    batch, groups, each, length, _ = like.shape
+    return jnp.broadcast_to(sinks.reshape(1, groups, each, 1, 1), (batch, groups, each, length, 1))
 
 
 def cached(
@@ -255,6 +274,7 @@ def cached(
     scores: Scores = USUAL,
     *,
     choice: str = "auto",
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KeysAndValues]:
     """Computes causal attention of the ids in slots from `start` on to themselves and to those in earlier slots.
 
@@ -268,6 +288,7 @@ def cached(
       padding: [B], int32; the first slots of a row, so many of them, are empty.
       scores: as in `attend`.
       choice: "none" for no mixing over positions; all others are computed alike.
+      sinks: as in `attend`.
 
     Returns:
       [B, T, H, K], and the cache with the new keys and values.
@@ -285,7 +306,7 @@ def cached(
         seen = KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs))
         slots = jnp.concatenate([_held(entries, start), start + jnp.arange(q.shape[1])])
     by_products, by_blocks = (functools.partial(form, scores=scores) for form in (_mixed_at_once, _mixed_by_blocks))
-    operands = (q, seen, slots, start, padding)
+    operands = (q, seen, slots, start, padding, sinks)
     if q.shape[1] == 1:
         return by_products(*operands), after
     return by_platform(*operands, cpu=by_blocks, default=by_products), after
@@ -304,6 +325,7 @@ def _mixed_at_once(
     slots: jax.Array,
     start: jax.Array,
     padding: jax.Array,
+    sinks: jax.Array | None,
     *,
     scores: Scores,
 ) -> jax.Array:
@@ -313,14 +335,14 @@ def _mixed_at_once(
       q: [B, T, H, K].
       seen: the entries, [B, N, S, K] each.
       slots: slot of each entry, [S]; negative if it is empty.
-      start, padding, scores: as in `cached`.
+      start, padding, sinks, scores: as in `cached`.
 
     Returns:
       [B, T, H, K].
     """
     keys, values = (jnp.swapaxes(a, 1, 2) for a in seen)
     visible = _visible(slots, start, padding, length=q.shape[1], window=scores.window)
-    return _mixed(_computed_scores(q, keys, scores), visible, values)
+    return _mixed(_computed_scores(q, keys, scores), visible, values, sinks)
 
 
 def _mixed_by_blocks(
@@ -329,6 +351,7 @@ def _mixed_by_blocks(
     slots: jax.Array,
     start: jax.Array,
     padding: jax.Array,
+    sinks: jax.Array | None,
     *,
     scores: Scores,
 ) -> jax.Array:
@@ -364,6 +387,8 @@ def _mixed_by_blocks(
 
     rows = queries.shape[:-1]
     nothing = jnp.full((*rows, 1), -1e30), jnp.zeros((*rows, 1)), jnp.zeros((*rows, head_dim))
+    if sinks is not None:  # of weight 1, relative to itself
+        nothing = _as_scores(sinks, queries), jnp.ones((*rows, 1)), nothing[2]
     _, total, mixed = jax.lax.fori_loop(0, (filled + block - 1) // block, add_block, nothing)
     mixed = jnp.transpose(mixed / total, (0, 3, 1, 2, 4))  # [B, T, N, G, K]
     return mixed.reshape(q.shape).astype(q.dtype)
@@ -397,6 +422,7 @@ def splash_attention(
     segment_ids: jax.Array,
     kv_segment_ids: jax.Array | None = None,
     prefix: Prefix | None = None,
+    sinks: jax.Array | None = None,
     scores: Scores = USUAL,
     *,
     order: np.ndarray | None = None,
@@ -407,18 +433,18 @@ def splash_attention(
     """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, prefix, scores, order: as in `plain`; a chip needs all positions of its
-        keys and values.
+      q, k, v, segment_ids, kv_segment_ids, prefix, sinks, scores, order: as in `plain`; a chip needs all positions of
+        its keys and values.
       masks: of every head, in place of the causal one or of a window.
       tiles: the largest tiles.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """
     q = scaled(q, scores.factor(q.shape[-1]))
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
-    queries: tuple[jax.Array, ...] = ()
+    queries: jax.Array | None = None
     if prefix is not None:
         q, k = prefixes.with_bias(q, k, prefix.key_bias)
-        queries = (prefixes.sequence(prefix.until, window=scores.window),)
+        queries = prefixes.sequence(prefix.until, window=scores.window)
     make = functools.partial(
         _kernel,
         q.shape[1],
@@ -426,12 +452,12 @@ def splash_attention(
         scores,
         order=order,
         interpret=interpret,
-        prefix=bool(queries),
+        prefix=queries is not None,
         masks=masks,
         tiles=tiles,
     )
     if logical.activation_spec("batch") is None:
-        return _attend_locally(make(), q, k, v, segment_ids, of_keys, *queries)
+        return _attend_locally(make(), q, k, v, segment_ids, of_keys, queries, sinks)
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length" if order is None else None)
     mesh = jax.sharding.get_abstract_mesh()
     length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
@@ -440,13 +466,14 @@ def splash_attention(
     free = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(free, PartitionSpec(q_spec[2], q_spec[1])))
     rows, of_kv = PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])
+    others = None if queries is None else rows, None if sinks is None else PartitionSpec(q_spec[2])
     return jax.shard_map(
         _attend_locally,
-        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, rows, of_kv, *(rows for _ in queries)),
+        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, rows, of_kv, *others),
         out_specs=q_spec,
         axis_names=logical.automatic_axes(),
         check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
-    )(kernel, q, k, v, segment_ids, of_keys, *queries)
+    )(kernel, q, k, v, segment_ids, of_keys, queries, sinks)
 
 
 def _matching_heads(
@@ -509,22 +536,25 @@ def _attend_locally(
     q_segments: jax.Array,
     kv_segments: jax.Array,
     queries: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Runs the kernel on the arrays of one chip; `queries` are positions for `prefixes.PrefixMask`."""
 
     def one_row(queries: jax.Array | None, *operands: Any) -> jax.Array:
-        return (kernel if queries is None else prefixes.with_sequence(kernel, queries))(*operands)
+        of_heads = None if sinks is None else derivatives.with_float32_gradient(sinks)  # the kernel's has q's dtype
+        return (kernel if queries is None else prefixes.with_sequence(kernel, queries))(*operands, of_heads)
 
     heads_first = [jnp.swapaxes(a, 1, 2) for a in (q, k, v)]  # [B, H, T, K], [B, N, S, K] x 2
     out = jax.vmap(one_row)(queries, *heads_first, splash.SegmentIds(q_segments, kv_segments))
     return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
 
 
-def _check(choice: str, q: jax.Array, prefix: Prefix | None, *, softcap: float | None) -> None:
+def _check(choice: str, q: jax.Array, prefix: Prefix | None, *, softcap: float | None, has_sinks: bool) -> None:
     if choice == "splash":
         _check_tiles(q.shape[1])
     if choice == "cudnn":
-        cudnn_attention.check(q.shape[1], q.shape[-1], q.dtype, softcap=softcap, prefix=prefix)
+        needs: dict[str, Any] = {"softcap": softcap, "prefix": prefix, "has_sinks": has_sinks}
+        cudnn_attention.check(q.shape[1], q.shape[-1], q.dtype, **needs)
     if prefix is None:
         return
     if ring_attention.shards() > 1:

@@ -23,7 +23,13 @@ MOST_HEAD_DIM = 128  # cuDNN allows 256 from Hopper on
 
 
 def problem(
-    length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None = None
+    length: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    *,
+    softcap: float | None,
+    prefix: Prefix | None = None,
+    has_sinks: bool = False,
 ) -> str:
     """Returns why cuDNN cannot compute an attention under the current tables; "" if it can.
 
@@ -31,6 +37,7 @@ def problem(
       length: positions of a row.
       head_dim, dtype: of queries, keys and values.
       softcap, prefix: as in `models.decoder.attention.attention.attend`.
+      has_sinks: whether there are sinks.
     """
     if jax_internals.cudnn_version() is None:
         return "JAX has found no cuDNN"
@@ -42,6 +49,8 @@ def problem(
         return f"cuDNN needs an even number of positions, not {length}"
     if softcap is not None:
         return f"cuDNN does not bound scores (softcap = {softcap})"
+    if has_sinks:
+        return "JAX gives cuDNN no attention sinks"
     if prefix is not None and prefix.key_bias is not None:
         return "cuDNN has no gradient for the biases of keys"
     if ring_attention.length_shards() > 1 or ring_attention.shards() > 1:
@@ -49,16 +58,24 @@ def problem(
     return ""
 
 
-def check(length: int, head_dim: int, dtype: DTypeLike, *, softcap: float | None, prefix: Prefix | None) -> None:
+def check(
+    length: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    *,
+    softcap: float | None,
+    prefix: Prefix | None,
+    has_sinks: bool = False,
+) -> None:
     """Checks that cuDNN can compute an attention under the current tables.
 
     Args:
-      length, head_dim, dtype, softcap, prefix: as in `problem`.
+      length, head_dim, dtype, softcap, prefix, has_sinks: as in `problem`.
 
     Raises:
       UserError: it cannot; gives the reason.
     """
-    if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix):
+    if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix, has_sinks=has_sinks):
         raise UserError(f"attention = 'cudnn': {reason}; attention = 'auto' uses plain products where cuDNN cannot")
 
 

@@ -13,8 +13,9 @@ of chunks exactly one is visible: if j < i the early queries and the early keys,
 step every chip computes two full pairs of chunks, masked by segments alone.
 
 A pair gives a mean of values and the log of its normalizer, and means are added with weights from these logs (Dao et
-al. 2022, FlashAttention). In the backward pass keys and values move around the ring again, followed by their
-gradients, which a last move returns to their chips. Pairs are computed by the splash kernel or by plain products.
+al. 2022, FlashAttention). In the backward pass keys and values move around the ring again, followed by their gradients,
+which a last move returns to their chips. Sinks are added at the end, as a pair whose value is 0. Pairs are computed by
+the splash kernel or by plain products.
 
 Inside the ring arrays have heads before positions, as the kernel needs them.
 
@@ -221,7 +222,14 @@ def _segments(q: Queries, kv: Keys) -> splash.SegmentIds:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, pairs: Pairs, specs: tuple[PartitionSpec, ...]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    pairs: Pairs,
+    specs: tuple[PartitionSpec, ...],
 ) -> jax.Array:
     """Computes attention of rows in the order of the ring; splits the positions of a chip into its two chunks.
 
@@ -229,6 +237,7 @@ def attend(
       q: [B, T, H, K], scaled.
       k, v: [B, T, N, K].
       segment_ids: [B, T].
+      sinks: [H], float32, or None.
       pairs: how pairs of chunks are computed.
       specs: of q, of k and v, and of segment_ids, over automatic mesh axes.
 
@@ -238,26 +247,30 @@ def attend(
     by_heads, by_keys, by_rows = specs
     return jax.shard_map(
         functools.partial(_on_chip, pairs),
-        in_specs=(by_heads, by_keys, by_keys, by_rows),
+        in_specs=(by_heads, by_keys, by_keys, by_rows, None if sinks is None else PartitionSpec(by_heads[2])),
         out_specs=by_heads,
         axis_names=logical.automatic_axes(),
         check_vma=False,  # the derivative does not declare how its results vary over the mesh
-    )(q, k, v, segment_ids)
+    )(q, k, v, segment_ids, sinks)
 
 
-def _on_chip(pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+def _on_chip(
+    pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks: jax.Array | None
+) -> jax.Array:
     heads = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
-    return jnp.swapaxes(_around(pairs, *heads, segments[:, None]), 1, 2)
+    return jnp.swapaxes(_around(pairs, *heads, segments[:, None], sinks), 1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _around(pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-    return _forward(pairs, q, k, v, segments)[0]
+def _around(
+    pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks: jax.Array | None
+) -> jax.Array:
+    return _forward(pairs, q, k, v, segments, sinks)[0]
 
 
 def _forward(
-    pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
-) -> tuple[jax.Array, tuple[Queries, Keys, Mixed]]:
+    pairs: Pairs, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, tuple[Queries, Keys, Mixed, jax.Array | None]]:
     own, own_keys = Queries(q, segments), Keys(k, v, segments)
     halves = _halves(own)
 
@@ -277,12 +290,14 @@ def _forward(
     carry = (_sent(pairs, own_keys), _halves(pairs.forward(own, own_keys, causal=True)))
     (keys, found), _ = jax.lax.scan(step, carry, jnp.arange(1, moves))
     mixed = _joined(*add(found, keys, moves))
+    if sinks is not None:
+        mixed = _added(mixed, Mixed(jnp.zeros_like(mixed.means), jnp.zeros_like(mixed.log_total) + sinks[:, None]))
     mixed = Mixed(*(checkpoint_name(a, pairs.name) for a in (mixed.means.astype(q.dtype), mixed.log_total)))
-    return mixed.means, (own, own_keys, mixed)
+    return mixed.means, (own, own_keys, mixed, sinks)
 
 
-def _backward(pairs: Pairs, saved: tuple[Queries, Keys, Mixed], d_means: jax.Array) -> tuple:
-    own, own_keys, mixed = saved
+def _backward(pairs: Pairs, saved: tuple[Queries, Keys, Mixed, jax.Array | None], d_means: jax.Array) -> tuple:
+    own, own_keys, mixed, sinks = saved
     halves, of = _halves(own), _halves((mixed, d_means))
     dq, *d_keys = pairs.backward(own, own_keys, mixed, d_means, causal=True)
 
@@ -310,10 +325,18 @@ def _backward(pairs: Pairs, saved: tuple[Queries, Keys, Mixed], d_means: jax.Arr
     carry = (_sent(pairs, own_keys), d_keys, _halves(dq.astype(jnp.float32)))
     (keys, d_keys, d_queries), _ = jax.lax.scan(step, carry, jnp.arange(1, moves))
     d_queries, d_keys = add(d_queries, keys, _sent(pairs, d_keys), moves)
-    return _joined(*d_queries).astype(dq.dtype), *_sent(pairs, d_keys), None
+    return _joined(*d_queries).astype(dq.dtype), *_sent(pairs, d_keys), None, _of_sinks(sinks, mixed, d_means)
 
 
 _around.defvjp(_forward, _backward)
+
+
+def _of_sinks(sinks: jax.Array | None, mixed: Mixed, d_means: jax.Array) -> jax.Array | None:
+    """Returns the gradient of sinks [H]: what they take from the means, by their share of each normalizer."""
+    if sinks is None:
+        return None
+    along = jnp.sum(mixed.means.astype(jnp.float32) * d_means.astype(jnp.float32), axis=-1)  # [B, H, T]
+    return -jnp.sum(jnp.exp(sinks[:, None] - mixed.log_total) * along, axis=(0, 2))
 
 
 def _is_early(pairs: Pairs, step: jax.Array | int) -> jax.Array:

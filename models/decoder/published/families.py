@@ -61,7 +61,7 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
         text = {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}  # the inner one is not read
     aliases = {name: text[alias] for alias, name in family.aliases.items() if text.get(alias) is not None}
     found = {**family.keys, **text, **aliases}
-    problems += published_keys.problems(text, {*family.keys, *family.aliases, *family.others})
+    problems += published_keys.problems(text, {*family.keys, *family.aliases, *family.others}, family.quantized)
     problems += [line for key in family.keys if (line := family.problem(key, found[key]))]
     if problems:
         raise UserError(f"{where} (model_type {kind}): " + "; ".join(problems))

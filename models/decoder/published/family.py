@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from core.checkpoints.safetensors_files import Stored, Tensor
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models.decoder.config import DecoderConfig, LayerKind
@@ -71,6 +72,8 @@ class Family(NamedTuple):
       prefixes: of tensor names, first that of exports.
       inside: the `model_type` of the configuration of the language model, if it is inside of another, `text_config`.
       around: the other keys of the configuration around it.
+      quantized: what reads quantized weights, by the method that `quantization_config` names. They are dequantized;
+        exports are in bfloat16 or float32.
       checks: of the values of keys; those of other keys follow from the type of their default, which is a whole number
         if there is none.
     """
@@ -88,6 +91,7 @@ class Family(NamedTuple):
     prefixes: Sequence[str] = PREFIXES
     inside: str = ""
     around: Collection[str] = ()
+    quantized: Mapping[str, Callable[[Mapping[str, Tensor]], Mapping[str, Stored]]] = MappingProxyType({})
     checks: Mapping[str, Check] = MappingProxyType({})
 
     def problem(self, key: str, value: Any) -> str:
@@ -298,6 +302,10 @@ def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
         has_norm = any(part.qk_norm for part in kind.mixers if isinstance(part, Attention))
         if has_norm and ours != "value":
             found[f"{ours}_norm"] = Source(f"layers.{{}}.self_attn.{ours[0]}_norm.weight", "norm")
+    if any(part.sinks for part in kind.mixers if isinstance(part, Attention)):
+        found["sinks"] = Source("layers.{}.self_attn.sinks", "heads")
+    if model.bias == "all":
+        found["output_bias"] = Source("layers.{}.self_attn.o_proj.bias", "norm")
     return {**found, "output": Source("layers.{}.self_attn.o_proj.weight", "embed (heads head_dim)")}
 
 

@@ -12,7 +12,7 @@ from core.checkpoints.published import Copy, PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models.decoder.config import DecoderConfig
-from models.decoder.published import families
+from models.decoder.published import families, published_keys
 
 Read = Callable[[str, int | None], np.ndarray]
 ADAPTER_CONFIG = published_files.ADAPTER_CONFIG
@@ -142,6 +142,7 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
         ignored=NOT_PARAMETERS,
         copies=_copies(decoder, otherwise, is_tied=is_tied),
         limits={"vocab": decoder.vocab_size},
+        dequantized=family.quantized.get(published_keys.method(config.get("quantization_config"))),
         differences=differences,
         name=name,
     )

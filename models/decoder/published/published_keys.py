@@ -76,18 +76,20 @@ _QUANTIZED = (
 _NOT_NULL = ("is_causal",)  # transformers takes null for false
 
 
-def problems(config: Mapping[str, Any], read: Collection[str]) -> list[str]:
+def problems(config: Mapping[str, Any], read: Collection[str], quantized: Collection[str] = ()) -> list[str]:
     """Returns a line for each key that is not supported, or not known.
 
     Args:
       config: the content of the file, or of its language model.
       read: keys that the family reads, or that it is known to ignore.
+      quantized: methods of quantization that it reads.
     """
     lines = []
     for key, value in config.items():
         if key in ONLY and key not in read:
-            if value != ONLY[key] and (value is not None or key in _NOT_NULL):
-                remedy = _QUANTIZED.format(_method(value)) if key in _OF_WEIGHTS and value else ""
+            is_read = key == "quantization_config" and method(value) in quantized
+            if value != ONLY[key] and (value is not None or key in _NOT_NULL) and not is_read:
+                remedy = _QUANTIZED.format(method(value)) if key in _OF_WEIGHTS and value else ""
                 lines.append(f"{key} = {value!r} is not supported (expected {ONLY[key]!r}){remedy}")
         elif key not in read and key not in WITHOUT_EFFECT and not _is_empty(value) and not key.startswith(_PREFIXES):
             lines.append(
@@ -97,7 +99,7 @@ def problems(config: Mapping[str, Any], read: Collection[str]) -> list[str]:
     return lines
 
 
-def _method(value: Any) -> str:
+def method(value: Any) -> str:
     """Returns the name of the method in a description of quantized weights."""
     return str(value.get("quant_method") or "an unnamed method") if isinstance(value, Mapping) else "an unnamed method"
 

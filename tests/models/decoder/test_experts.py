@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import slices
 from core.errors import UserError
-from models import lora
+from models import derivatives, lora
 from models.agreement_subjects import random_batches
 from models.decoder import expert_routing, experts, grouped_products, transformer
 from models.decoder.expert_routing import Weights
@@ -33,10 +33,10 @@ def layer():
     return array(B, T, D), Weights(array(D, E), array(E, D, F), array(E, D, F), array(E, F, D)), real
 
 
-def run(layer, *, drops=True, **settings):
+def run(layer, *, drops=True, activation="silu", **settings):
     x, weights, real = layer
     settings = Experts(**{"num_experts": E, "top_k": K, **settings})
-    return jax.jit(lambda *arrays: expert_routing.mixture(settings, *arrays, activation="silu", drops=drops))(
+    return jax.jit(lambda *arrays: expert_routing.mixture(settings, *arrays, activation=activation, drops=drops))(
         x, weights, real
     )
 
@@ -82,6 +82,35 @@ def test_both_forms_equal_the_direct_computation_with_all_gradients(layer, capac
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
     assert not np.any(found[0][~np.asarray(layer[2])])  # padding goes to no expert
+
+
+@pytest.mark.parametrize("capacity", [None, E / K])
+def test_biases_and_a_clamped_gate_equal_gpt_oss_written_out_with_all_gradients(layer, capacity):
+    """Its router takes the softmax of the chosen scores alone: that of all, divided by the sum of the chosen."""
+    rng = np.random.default_rng(2)
+    biases = tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((E,), (E, F), (E, F), (E, D)))
+    given = layer[0], layer[1]._replace(biases=biases)
+    gate = derivatives.ClampedGate(slope=1.5, limit=2.0)
+
+    def ours(x, weights):
+        return run((x, weights, layer[2]), capacity_factor=capacity, activation=gate)[0]
+
+    def theirs(x, weights):
+        of_router, of_gate, of_up, of_down = weights.biases
+        scores, chosen = jax.lax.top_k(x @ weights.router + of_router, K)
+        g = jnp.minimum(jnp.einsum("btd,edf->btef", x, weights.gate) + of_gate, 2.0)
+        u = jnp.clip(jnp.einsum("btd,edf->btef", x, weights.up) + of_up, -2.0, 2.0)
+        out = jnp.einsum("btef,efd->bted", g / (1 + jnp.exp(-1.5 * g)) * (u + 1), weights.down) + of_down
+        gates = jnp.where(layer[2][..., None], jax.nn.softmax(scores), 0.0)
+        return jnp.einsum("btk,btke,bted->btd", gates, jax.nn.one_hot(chosen, E), out)
+
+    def with_gradients(form):
+        y, back = jax.vjp(form, *given)
+        return y, back(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+    found, expected = with_gradients(ours), with_gradients(theirs)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6 * np.abs(other).max())
 
 
 def test_capacity_keeps_the_first_choices_of_each_row_and_counts_the_others(layer):
@@ -250,9 +279,14 @@ def test_wrong_settings_are_refused(settings, says):
     assert says in str(caught.value)
 
 
-def test_experts_have_neither_biases_nor_adapters():
-    with pytest.raises(UserError, match="experts have no biases"):
+def test_experts_have_biases_of_their_own_and_no_adapters():
+    with pytest.raises(UserError, match=r"these experts have no biases.*has_biases = True"):
         dataclasses.replace(model_of(), bias="all")
+    assert dataclasses.replace(model_of(has_biases=True), bias="all").bias == "all"
+    with pytest.raises(UserError, match="this decoder has no gate"):
+        dataclasses.replace(model_of(clamped_gate=derivatives.ClampedGate()), gated=False)
+    with pytest.raises(UserError, match=r"ClampedGate\.limit = 0"):
+        derivatives.ClampedGate(limit=0)
     with pytest.raises(UserError, match=r"gate, up, down are matrices of experts.*'query', 'key', 'value', 'output'"):
         lora.adapted(model=model_of())
     assert lora.adapted(model=model_of(), targets=("query", "value")).lora is not None

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from core import slices
 from core.errors import UserError
@@ -14,8 +15,10 @@ from models.decoder.attention import attention
 from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
 from parallel import partitioner, strategies
+from parallel.compiled import compiling
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 32
+SINKS = jnp.array([-1.0, 0.5, 3.0, 1.5])  # of the heads
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +157,11 @@ def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries, b
     q, k, v = (a[:, :24] for a in inputs[:3])
     padding = jnp.array([0, 9])
     segments = (jnp.arange(24) >= padding[:, None]).astype(jnp.int32)
-    want = attention.plain(q, k, v, segments, scores=Scores(window=window, softcap=3.0))
+    sinks = SINKS if window == 5 or block == 7 else None
+    want = attention.plain(q, k, v, segments, sinks=sinks, scores=Scores(window=window, softcap=3.0))
     empty = jnp.zeros((BATCH, KV_HEADS, entries, HEAD_DIM))
     cache, start, outs = attention.KeysAndValues(empty, empty), 0, []
-    step = jax.jit(functools.partial(attention.cached, scores=Scores(window=window, softcap=3.0)))
+    step = jax.jit(functools.partial(attention.cached, scores=Scores(window=window, softcap=3.0), sinks=sinks))
     for length in (8, 3, 8, 1, 1, 1, 1, 1):
         new = (a[:, start : start + length] for a in (q, k, v))
         out, cache = step(*new, cache, jnp.int32(start), padding)
@@ -176,3 +180,66 @@ def test_a_chunk_of_a_prompt_reads_only_the_filled_blocks_of_the_cache(inputs, m
     empty = jnp.full((BATCH, KV_HEADS, 64, HEAD_DIM), jnp.nan).at[:, :, :16].set(0)
     out, _ = attention.cached(q, k, v, attention.KeysAndValues(empty, empty), jnp.int32(0), jnp.zeros(BATCH, jnp.int32))
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=0)
+
+
+def with_sinks(form, inputs, sinks):
+    """The result of attention with sinks, and its gradients, also those of the sinks."""
+    q, k, v, segments, weight = inputs
+    out, back = jax.vjp(lambda q, k, v, sinks: form(q, k, v, segments, sinks=sinks), q, k, v, sinks)
+    return out, *back(weight.astype(out.dtype))
+
+
+def test_a_sink_is_a_score_without_a_value(inputs):
+    """Written out: one more key, whose score is the sink in every query, and whose value is 0."""
+    q, k, v, segments, _ = inputs
+    out, usual = (attention.plain(q, k, v, segments, sinks=sinks) for sinks in (SINKS, None))
+    for row, t, head in [(0, 0, 0), (0, 99, 3), (0, 140, 2), (1, 250, 1)]:
+        seen = [s for s in range(t + 1) if segments[row, s] == segments[row, t]]
+        scores = [float(q[row, t, head] @ k[row, s, head // 2]) / np.sqrt(HEAD_DIM) for s in seen]
+        total = np.sum(np.exp(scores))
+        share = total / (total + np.exp(float(SINKS[head])))
+        np.testing.assert_allclose(out[row, t, head], share * usual[row, t, head], atol=1e-5)
+
+
+@pytest.mark.parametrize("scores", [Scores(), Scores(window=40, softcap=3.0)], ids=["all", "window"])
+def test_the_kernel_with_sinks_equals_plain_with_all_gradients(inputs, scores):
+    plain, splash = (
+        jax.jit(functools.partial(form, scores=scores))
+        for form in (attention.plain, functools.partial(attention.splash_attention, interpret=True))
+    )
+    for ours, want in zip(with_sinks(splash, inputs, SINKS), with_sinks(plain, inputs, SINKS), strict=True):
+        np.testing.assert_allclose(ours, want, atol=5e-5 * max(1, np.abs(want).max()), rtol=0)
+
+
+def test_the_kernel_with_sinks_under_a_split_of_heads_equals_plain_in_bfloat16(inputs, monkeypatch):
+    """Sinks stay in float32; their gradients are summed over chips. The kernel rounds products for them to bfloat16."""
+    narrow = *(a.astype(jnp.bfloat16) for a in inputs[:3]), *inputs[3:]
+    want = with_sinks(attention.plain, inputs, SINKS)
+    interpreted = attention.splash_attention
+    monkeypatch.setattr(attention, "splash_attention", functools.partial(interpreted, interpret=True))
+    bound = partitioner.Partitioner(strategies.fsdp_tensor(tensor=2), slice=slices.get("v4-8"), devices=jax.devices())
+    with bound.tracing():
+        found = jax.jit(lambda *a: with_sinks(functools.partial(attention.attend, choice="splash"), a[:5], a[5]))(
+            *narrow, SINKS
+        )
+    assert [a.dtype for a in found] == [jnp.bfloat16] * 4 + [jnp.float32]
+    for ours, theirs in zip(found, want, strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=0.02 * np.abs(theirs).max(), rtol=0)
+
+
+@pytest.mark.slow  # compiles for half a minute
+def test_the_kernel_with_sinks_compiles_for_a_tpu_with_its_gradients():
+    mesh = Mesh(np.asarray(compiling.devices_of(slices.get("v4-8"))).ravel()[:1], ("chip",))
+
+    def gradients(q, k, v, segments, sinks):
+        form = functools.partial(attention.splash_attention, segment_ids=segments, scores=Scores(window=128))
+        out, back = jax.vjp(lambda q, k, v, sinks: form(q, k, v, sinks=sinks), q, k, v, sinks)
+        return back(out)
+
+    heads = [((2, 512, count, 64), jnp.bfloat16) for count in (16, 2, 2)]
+    given = [*heads, ((2, 512), jnp.int32), ((16,), jnp.float32)]
+    shapes = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, PartitionSpec())) for each in given]
+    lowered = jax.jit(gradients).trace(*shapes).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 3  # the output, and two for the gradients
+    assert [a.dtype for a in lowered.out_info] == [jnp.bfloat16] * 3 + [jnp.float32]
+    lowered.compile()

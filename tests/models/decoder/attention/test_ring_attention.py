@@ -33,15 +33,18 @@ def ring(sequence, slice_name, **options):
     return Partitioner(tables, slice=slices.get(slice_name), devices=jax.devices())
 
 
-def results(form, given):
+def results(form, given, *sinks):
     heads, segments, weight = given
 
     @jax.jit
-    def both(*heads):
-        out, back = jax.vjp(lambda *heads: form(*heads, segments), *heads)
-        return out, *back(weight)
+    def both(heads, sinks):
+        names = ["sinks"] * len(sinks)
+        out, back = jax.vjp(
+            lambda heads, sinks: form(*heads, segments, **dict(zip(names, sinks, strict=True))), heads, sinks
+        )
+        return jax.tree.leaves((out, back(weight)))
 
-    return jax.device_get(both(*heads))
+    return jax.device_get(both(tuple(heads), sinks))
 
 
 def assert_equal(ours, theirs, *, atol=2e-6):
@@ -61,6 +64,16 @@ def test_a_ring_gives_the_attention_of_whole_rows(sequence, slice_name):
     assert_equal(found, results(functools.partial(attention.plain, scores=Scores(softcap=3.0)), given))
 
 
+SINKS = jnp.array([-1.0, 0.5, 3.0, 1.5])  # of the heads
+
+
+def test_sinks_are_added_after_the_ring_with_their_gradient():
+    given = inputs(4, 24)
+    with ring(2, "v4-8").tracing():
+        found = results(attention.attend, given, SINKS)
+    assert_equal(found, results(attention.plain, given, SINKS))
+
+
 @pytest.mark.covers("T08")
 @pytest.mark.slow  # the interpreter takes its time
 def test_the_kernel_in_a_ring():
@@ -71,9 +84,10 @@ def test_the_kernel_in_a_ring():
         (q, k, v), segments, weight = given
         arranged = [ring_attention.arrange(a, "batch", "length", None, None) for a in (q, k, v, weight)]
         rows = ring_attention.arrange(segments, "batch", "length")
-        found = results(around, (arranged[:3], rows, arranged[3]))
+        found = results(around, (arranged[:3], rows, arranged[3]), SINKS)
     order = np.argsort([*range(128), *range(384, 512), *range(128, 384)])
-    assert_equal([a[:, order] for a in found], results(attention.plain, given), atol=1e-5)
+    found = [a[:, order] if a.ndim > 1 else a for a in found]
+    assert_equal(found, results(attention.plain, given, SINKS), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -13,16 +13,17 @@ import pytest
 from core import logical, parameters
 from core.checkpoints import published
 from core.errors import UserError
-from models import pretrained
+from models import lora, pretrained
 from models.decoder import presets, rotary, transformer
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.published import families, family_tensors
+from models.derivatives import ClampedGate
 
 HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
 # Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; joined matrices; biases; norms.
-QUICK = ("gpt2", "gemma2", "gemma3", "mixtral", "phi3", "qwen2", "qwen3")
+QUICK = ("gpt2", "gemma2", "gemma3", "gpt_oss", "mixtral", "phi3", "qwen2", "qwen3")
 
 
 def batch_of(ids):
@@ -80,6 +81,29 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     assert {f"grad/{tensor}" for tensor in ours} == {key for key in reference if key.startswith("grad/")}
     for tensor, gradient in ours.items():
         assert relative_error(gradient, reference[f"grad/{tensor}"]) < 2e-5, tensor
+
+
+def test_packed_documents_of_gpt_oss_do_not_see_one_another():
+    """Neither through sinks, which have no value, nor through windows or experts."""
+    model, params, _, reference = loaded("gpt_oss")
+    ids = reference["input_ids"]
+    first, second = np.arange(9), np.arange(15)
+    row = batch_of(np.concatenate([ids[:1, :9], ids[1:, :15]], axis=1))
+    row["segment_ids"] = jnp.asarray([[1] * 9 + [2] * 15], jnp.int32)
+    row["positions"] = jnp.asarray([np.concatenate([first, second])], jnp.int32)
+    packed = jax.jit(model.logits)(params, row)
+    assert relative_error(packed[:, :9], reference["logits"][:1, :9]) < 5e-6
+    assert relative_error(packed[:, 9:], reference["logits"][1:, :15]) < 5e-6
+
+
+def test_adapters_of_gpt_oss_are_those_of_attention_with_the_names_of_peft():
+    model = lora.adapted(model=pretrained.model(str(HERE / "gpt_oss")), rank=2, targets=Attention.matrices)
+    names = {source.tensor((1,)) for source in family_tensors.adapter_sources(model).values()}
+    start = "base_model.model.model.layers.1.self_attn"
+    assert names == {f"{start}.{name}_proj.lora_{part}.weight" for name in "qkvo" for part in "AB"}
+    assert family_tensors.adapter_config(model, "base")["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    with pytest.raises(UserError, match="gate, up, down are matrices of experts"):
+        lora.adapted(model=pretrained.model(str(HERE / "gpt_oss")))
 
 
 def test_a_folder_with_another_number_of_experts_is_refused_with_both_numbers():
@@ -161,6 +185,20 @@ MUTATIONS |= {
     "phi3": [{"rope_scaling": None}, {"mixer": _phi3(window=None)}, {"mixer": _phi3(rope_theta=1e4)}],
     "phi4": [{"rope_theta": 1e5}],
 }
+_gpt_oss = functools.partial(Attention, sinks=True)
+_experts = functools.partial(Experts, num_experts=6, top_k=3, has_biases=True)
+MUTATIONS["gpt_oss"] = [
+    {"rope_scaling": None},
+    {"mixer": (_gpt_oss(window=6), _gpt_oss())},
+    {"mixer": (_gpt_oss(), _gpt_oss(window=5))},
+    {"mixer": (_gpt_oss(window=5, rope_theta=150000.0), _gpt_oss())},  # YaRN is of all layers
+    {"mixer": (Attention(window=5), Attention())},
+    {"bias": "qkv"},
+    {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.3, limit=7.0))},
+    {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.702, limit=1.5))},
+    {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.3, limit=1.5), has_biases=False), "bias": "qkv"},
+    {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.3, limit=1.5), top_k=2)},
+]
 CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
 
 
