@@ -20,6 +20,7 @@ html_show_copyright = False
 html_show_sphinx = False
 
 myst_heading_anchors = 4  # of the same names as GitHub's
+smartquotes = False  # it turns --flag into a dash
 myst_enable_extensions = ["colon_fence"]
 highlight_language = "text"  # of blocks without a language: commands
 default_role = "literal"  # docstrings write `code` as Markdown does

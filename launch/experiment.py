@@ -49,6 +49,7 @@ _CHECKS = {
     "phase": settings.expecting("an integer", lambda value: isinstance(value, int)),
     "gather_once": settings.expecting("True or False", lambda value: isinstance(value, bool)),
     "compiler_options": settings.expecting("a dictionary", lambda value: isinstance(value, Mapping)),
+    "simulation_xla_flags": settings.TEXT,
     "frozen": settings.TEXTS,
     "frozen_dtype": settings.choice("bfloat16", "float32"),
     "max_epochs": settings.positive(may_be_none=True),
@@ -74,6 +75,8 @@ class Experiment:
       gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
         (`parallel.compiled.compiler_options`).
+      simulation_xla_flags: XLA_FLAGS of simulated hosts, unless the environment sets them. Flags that compile fast may
+        change the last bits of a simulated run.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
       max_epochs: a run that would read its training data more often is an error, where the size is known.
@@ -100,6 +103,7 @@ class Experiment:
     accum_steps: int = 1
     gather_once: bool = False
     compiler_options: compiler_options.Overrides = dataclasses.field(default_factory=dict)
+    simulation_xla_flags: str = ""
     frozen: Sequence[str] = ()
     frozen_dtype: str = "bfloat16"
     max_epochs: float | None = None

@@ -75,7 +75,7 @@ def log_softmax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
 def negative_log_likelihood(log_probabilities: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns -log p(label), 0 for labels `core.types.IGNORED`; [..., V], [...] -> [...].
 
-    Selects by comparison, as `cross_entropy`.
+    The label is selected by comparison, as in `cross_entropy`.
     """
     chosen = jnp.arange(log_probabilities.shape[-1]) == labels[..., None]
     return -jnp.sum(jnp.where(chosen, log_probabilities, 0.0), axis=-1)

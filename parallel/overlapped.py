@@ -151,7 +151,7 @@ class _Passes:
         self._one = jax.tree.map(lambda spec: P(*spec[1:]), stored, is_leaf=_is_spec)  # of one layer
 
     def forward(self, weights: Weights, x: Stream, fixed: Layer, side: Side, trained: Trained | None) -> tuple:
-        """Returns the output of the last layer, the sums, and what is saved, () without `trained`."""
+        """Returns the output of the last layer, its sums, and what the backward pass needs: () without `trained`."""
         by_rows = P(self._rows)
 
         def local(weights: Weights, fixed: Layer, x: Stream, side: Side) -> tuple[Stream, Any, Any]:

@@ -166,9 +166,9 @@ class Trainer:
         return self.loaded(step=step).continued([prompt], **options)[0].text
 
     def loaded(self, *, step: int | None = None) -> LoadedModel:
-        """Returns the model with the parameters of a checkpoint; of the newest without `step`.
+        """Returns the model with the parameters of the checkpoint of `step`, or of the newest one.
 
-        The trainer keeps the last one, until it loads another or trains.
+        The trainer keeps this model until it loads another one or trains.
         """
         place = self.run_dir if step is None else f"{self.run_dir}@{step}"
         folder = str(steps.find(place))

@@ -381,12 +381,12 @@ def said(error: BaseException) -> str:
 
 
 def metadata_files(sealed: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the files of the metadata that `sealed` returned: content by name."""
+    """Returns the files that hold the metadata of `sealed`, as {name: content}."""
     return {_FILE: json.dumps(sealed).encode()}
 
 
 def stream_files(positions: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files of the positions of streams: content by name."""
+    """Returns the files that hold the positions of streams, as {name: content}."""
     return {
         urllib.parse.quote(name, safe="") + _SUFFIX: hashlib.sha256(position).digest() + position
         for name, position in positions.items()

@@ -101,7 +101,7 @@ class Appender:
             del self._pending[:written]
 
     def close(self) -> None:
-        """Flushes and releases; a second call does nothing."""
+        """Writes what is pending and closes the file; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self.flush()

@@ -200,9 +200,12 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     if paths.is_remote(run_directory):
         here = environment.run_directory(args.experiment, slice_.name, level=args.check, environ={})
     logs = Path(here) / "logs"
+    xla_flags = checked.experiment.simulation_xla_flags if checked.experiment else ""
     simulate.announce(slice_, logs)
     return _supervised(
-        lambda requested: simulate.run(slice_, command=command, log_directory=logs, requested=requested),
+        lambda requested: simulate.run(
+            slice_, command=command, log_directory=logs, requested=requested, xla_flags=xla_flags
+        ),
         run_directory=run_directory,
         restarts=args.restarts,
     )

@@ -32,6 +32,7 @@ from launch.hosts.host_output import HostProcess
 
 WORDS_SECONDS = 3.0  # for the other hosts to report the failure themselves
 _POLL_SECONDS = 0.05
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # of each device: together they have more threads than cores
 _STOPPED = {exit_codes.PREEMPTED: ("preempted", "SIGTERM"), exit_codes.INTERRUPTED: ("interrupted", "SIGINT")}
 _CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.JAX_ABORTED)  # of what happened to another host
 # Reads session numbers until `over`; if its input ends before that, kills them and removes the folder it was given.
@@ -56,6 +57,7 @@ def run(
     grace_seconds: float = 60.0,
     words_seconds: float = WORDS_SECONDS,
     requested: list[int] | None = None,
+    xla_flags: str = "",
 ) -> int:
     """Runs `command` once for every host of `slice_`, until all have ended or one fails.
 
@@ -66,6 +68,7 @@ def run(
       grace_seconds: time between asking a process to stop and killing it, in which it can save a checkpoint.
       words_seconds: time after the first failure in which other hosts can report, before they are asked to stop.
       requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
+      xla_flags: XLA_FLAGS of the hosts, unless the environment sets them.
 
     Returns:
       0 if all succeeded; else the exit code of the host that failed first (128 + N if signal N ended it), ignoring
@@ -89,7 +92,7 @@ def run(
                 log_path=log_directory / f"host_{index}.log",
                 name=f"host {index}",
                 step_file=home / "step",
-                env=_environment(slice_, index=index, port=port, secret=secret, home=home),
+                env=_environment(slice_, index=index, port=port, secret=secret, home=home, xla_flags=xla_flags),
                 to_terminal=index == 0,
                 start_new_session=True,
             )
@@ -101,10 +104,23 @@ def run(
     return 0 if culprit is None else _report(culprit)
 
 
-def _environment(slice_: slices.Slice, *, index: int, port: int, secret: str, home: Path) -> dict[str, str]:
-    """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files."""
+def _environment(
+    slice_: slices.Slice, *, index: int, port: int, secret: str, home: Path, xla_flags: str
+) -> dict[str, str]:
+    """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files.
+
+    Args:
+      slice_, xla_flags: as of `run`.
+      index: index of the host.
+      port: port of the coordinator.
+      secret: secret of this start, which the hosts show one another.
+      home: a folder of this host alone.
+    """
+    has_core_each = slice_.devices <= len(os.sched_getaffinity(0))
+    xla_flags = " ".join(filter(None, ("" if has_core_each else _ONE_THREAD, xla_flags)))
     return {
         **environment.ON_CPUS,
+        **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
         **os.environ,
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from core import units
 from core.batches import row_length
@@ -135,7 +136,20 @@ class Generator:
         for start in range(0, ids.shape[1], chunk):
             part = jnp.asarray(ids[:, start : start + chunk])
             logits, cache = self._decoder.prefill(self._params, cache, part, jnp.int32(start), padding)
-        return State(cache, logits, jnp.int32(ids.shape[1]), padding, jnp.arange(rows) >= len(prompts))
+        ended = np.arange(rows) >= len(prompts)
+        return State(cache, logits, *_laid_out(logits.sharding, np.int32(ids.shape[1]), np.asarray(padding), ended))
+
+
+def _laid_out(rows: jax.sharding.Sharding, *arrays: np.ndarray | np.int32) -> list[jax.Array]:
+    """Puts values where a call of `decode` leaves them, so that its second call does not compile another program."""
+    if not isinstance(rows, NamedSharding):
+        return [jnp.asarray(array) for array in arrays]
+    axes = rows.spec[:1]
+    layouts = [NamedSharding(rows.mesh, PartitionSpec(*axes[: np.ndim(array)])) for array in arrays]
+    return [
+        jax.make_array_from_callback(np.shape(array), layout, np.asarray(array).__getitem__)
+        for array, layout in zip(arrays, layouts, strict=True)
+    ]
 
 
 def max_positions(program: Program) -> int | None:

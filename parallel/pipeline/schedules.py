@@ -178,7 +178,7 @@ class Schedule:
 
     @property
     def formula(self) -> str:
-        """The formula of `bubble`."""
+        """The formula of the bubble's share of a step, as text; S stages, M microbatches, R repeats."""
         return f"(S - 1) / ({'M R' if self.repeats > 1 else 'M'} + S - 1)"
 
 
@@ -346,7 +346,7 @@ class ZeroBubble(OneFOneB):
 
     @property
     def formula(self) -> str:
-        """The formula of `bubble`."""
+        """The formula of the bubble's share of a step, as text; S stages, M microbatches, R repeats."""
         return f"2 (S - 1) / (3 {'M R' if self.repeats > 1 else 'M'} + 2 (S - 1))"
 
 

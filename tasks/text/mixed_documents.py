@@ -26,7 +26,7 @@ from tasks.text.ids import Vocabulary
 class Mixture(Corpus):
     """A `documents.Corpus` of several sources; weights are shares of rows, not of documents.
 
-    `vocabularies` are those of the sources if one is known only once its source is read.
+    `vocabularies` has the vocabulary of each source, if one of them is known only after its source was read.
     """
 
     sources: tuple[DocumentSource, ...]

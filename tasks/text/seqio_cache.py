@@ -483,7 +483,7 @@ class DefinedVocabulary(Vocabulary):
 
     @property
     def eos_id(self) -> int:
-        """-1 if there is none."""
+        """The id that ends a document; -1 if there is none."""
         return self._about["eos_id"]
 
     @property

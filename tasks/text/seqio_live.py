@@ -90,7 +90,7 @@ class LiveSeqio(Corpus):
         )
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the metrics of at most so many examples of each task. Raises UserError if there are none."""
+        """Returns the tasks' metrics, for at most `most` examples of each. Raises UserError if there are none."""
         seqio_metrics.require_metrics(self.asked.name, self.asked.module)
         return self.asked.measured(most)
 

@@ -44,7 +44,7 @@ NO_KIND = -1
 
 
 class BrokenImage(UserError):
-    """An image that cannot be read."""
+    """Raised for an image that cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -342,9 +342,9 @@ def llama_sources(
 
     Args:
       model: the decoder.
-      norms: our names of the norms of a layer, and theirs.
-      attention: returns those of the attention of a layer.
-      feed_forward: returns those of its feed-forward.
+      norms: maps our names of the norms of a layer to theirs.
+      attention: returns the sources of the attention of a layer.
+      feed_forward: returns the sources of the feed-forward of a layer.
     """
     found: Sources = {
         "embedding": Source("embed_tokens.weight", "vocab embed"),

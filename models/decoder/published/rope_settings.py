@@ -167,7 +167,7 @@ def _sharpening(rope: Mapping[str, Any]) -> float | None:
 
 
 def written(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
-    """Returns a scaling as `scaling` reads it."""
+    """Returns the `rope_scaling` of a config.json that `scaling` reads as this scaling; None without scaling."""
     if isinstance(scaling, rotary.Linear):
         return {"rope_type": "linear", "factor": scaling.factor}
     if isinstance(scaling, rotary.Llama3):

@@ -148,3 +148,46 @@ def test_the_cache_of_a_user_is_bounded_and_gives_way(variables, is_used, tmp_pa
     after = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size
     assert after == ((str(tmp_path / "home/renga/programs"), 2**30) if is_used else before)
     assert (tmp_path / "home/renga/programs").is_dir() == is_used
+
+
+SHARED = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from core.hosts import distributed
+from core.training import compilation
+
+distributed.initialize(
+    coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2, timeout_seconds=30
+)
+compilation.use_cache(FOLDER)
+compilation.share_programs()
+rows = NamedSharding(Mesh(np.array(jax.devices()), ("fsdp",)), PartitionSpec("fsdp"))
+start = jax.jit(lambda: jnp.arange(12.0).reshape(4, 3), out_shardings=rows)()
+total = jax.jit(lambda a: (a * a).sum(), out_shardings=NamedSharding(rows.mesh, PartitionSpec()))(start)
+found = compilation.totals().found
+alone = jax.jit(lambda: jnp.float32(PROCESS) + 1)()  # a program of one host, which others do not have
+distributed.barrier("computed")  # Gloo has written its lines
+print("\\nvalues", float(total), float(alone), [int(part.data[0, 0]) for part in start.addressable_shards])
+print("found", found, flush=True)
+distributed.barrier("end")
+distributed.shutdown()
+"""
+
+
+@pytest.mark.simulated(2)
+def test_hosts_share_the_programs_that_host_0_compiles_and_find_them_at_the_next_start(run_hosts, tmp_path):
+    def starts():
+        found = run_hosts(f"FOLDER = {str(tmp_path / 'programs')!r}" + SHARED, hosts=2)
+        assert [host.returncode for host in found] == [0, 0], found[1].output
+        return [
+            dict(line.split(" ", 1) for line in host.output.splitlines() if line.startswith(("values", "found")))
+            for host in found
+        ]
+
+    first, again = starts(), starts()
+    assert [host["values"] for host in first] == ["506.0 1.0 [0, 3]", "506.0 2.0 [6, 9]"]
+    assert [host["values"] for host in again] == [host["values"] for host in first]
+    assert [host["found"] for host in (*first, *again)] == ["0", "0", "2", "2"]

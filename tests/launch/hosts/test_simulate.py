@@ -110,6 +110,19 @@ def test_hosts_use_large_pages_unless_the_user_says_otherwise(tmp_path, monkeypa
     assert log(tmp_path, 1).splitlines()[1] == (chosen or "glibc.malloc.hugetlb=1")
 
 
+@pytest.mark.parametrize("chosen", [None, "--xla_dump_to=/nowhere"])
+@pytest.mark.parametrize(("cores", "own"), [(2, ["--xla_cpu_multi_thread_eigen=false"]), (8, [])])
+def test_hosts_get_flags_of_the_experiment_and_one_thread_a_device_on_few_cores(
+    tmp_path, monkeypatch, cores, own, chosen
+):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if chosen:
+        monkeypatch.setenv("XLA_FLAGS", chosen)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))  # v4-16 has 8 devices
+    assert run(V4_16, "print(os.environ['XLA_FLAGS'])", tmp_path, xla_flags="--flag=1") == 0
+    assert log(tmp_path, 1).splitlines()[1] == (chosen or " ".join([*own, "--flag=1"]))
+
+
 def test_a_host_that_is_frozen_is_killed_at_once(tmp_path):
     text = "index or os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.5); sys.exit(15)"
     started = time.monotonic()

@@ -96,6 +96,14 @@ def test_every_family_under_every_layout(family, strategy):
     assert found[4].ids == want[7:15]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_tensor"])
+def test_several_calls_run_one_program(strategy):
+    generator = generator_of("llama2", STRATEGIES[strategy])
+    [found] = generator.generate([[4, 8, 15]], max_tokens=decoding.STEPS + 5)
+    assert len(found.ids) == decoding.STEPS + 5
+    assert generator._decoder._decode._cache_size() == 1
+
+
 def test_draws_do_not_depend_on_the_layout_the_other_rows_or_the_chunks(monkeypatch):
     how = Sampling(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01)
     prompts = [[5, 17, 3], [9] * 11, [41, 2], [7]]
