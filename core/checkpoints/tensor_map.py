@@ -5,12 +5,12 @@ A `Source` describes the dimensions of a tensor by the logical axes of a paramet
     Source("h.{}.attn.c_attn.weight", "embed (0/3 heads head_dim)")
 
 is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. Where the
-blocks differ in size, `4+heads+2` is an axis after four entries of others, and before two. `{}` stands for the number
-of the layer: a parameter with the axis `layers` is read from one tensor per layer. A second `{}` stands for the entries
-of its next axis, such as the experts of a layer. A parameter that only some layers have is described by `first` and
-`every`: `first=1, every=2` means layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in the tensor
-than in the parameter (a vocabulary that is stored rounded up); the remaining entries of the parameter are zero, and are
-not exported.
+blocks differ in size, `4+heads+2` is an axis after four entries of others, and before two; so are the merged axes of
+`4+(heads head_dim)+2`. `{}` stands for the number of the layer: a parameter with the axis `layers` is read from one
+tensor per layer. A second `{}` stands for the entries of its next axis, such as the experts of a layer. A parameter
+that only some layers have is described by `first` and `every`: `first=1, every=2` means layers 1, 3, 5, ... `_` is an
+unnamed dimension. An axis may be shorter in the tensor than in the parameter (a vocabulary that is stored rounded up);
+the remaining entries of the parameter are zero, and are not exported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 Slices = tuple[slice, ...]
-_TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
+_TOKEN = re.compile(r"(?:(\d+)\+)?\(([^)]*)\)(?:\+(\d+))?|(\S+)")
 _AXIS = re.compile(r"(?:(\d+)\+)?(\w*[^\W\d]\w*)(?:\+(\d+))?")
 
 
@@ -58,11 +58,17 @@ class Source:
 
     @property
     def _groups(self) -> list[list[str]]:
-        return [(merged or single).split() for merged, single in _TOKEN.findall(self.dims)]
+        return [(merged or single).split() for _, merged, _, single in _TOKEN.findall(self.dims)]
+
+    @property
+    def _around(self) -> list[tuple[int, int]]:
+        """The entries of others before and after the merged axes of each dimension."""
+        return [(int(before or 0), int(after or 0)) for before, _, after, _ in _TOKEN.findall(self.dims)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of the tensor, given the length of every axis in it."""
-        return tuple(math.prod(_size(token, sizes) for token in group) for group in self._groups)
+        products = [math.prod(_size(token, sizes) for token in group) for group in self._groups]
+        return tuple(sum(around) + own for around, own in zip(self._around, products, strict=True))
 
     def part(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> Slices:
         """Returns the part of the tensor that `read` reads."""
@@ -72,7 +78,8 @@ class Source:
         """Returns `_covering` for each dimension of the tensor."""
         covers = [[_slice(token, sizes, wanted) for token in group] for group in self._groups]
         lengths = [[_size(token, sizes) for token in group] for group in self._groups]
-        return [_covering(parts, full) for parts, full in zip(covers, lengths, strict=True)]
+        starts = [before for before, _ in self._around]
+        return [_covering(*three) for three in zip(covers, lengths, starts, strict=True)]
 
     def read(self, read: Callable[[Slices], np.ndarray], sizes: Mapping[str, int], wanted: Mapping[str, slice]):
         """Reads a part of a parameter for one layer.
@@ -106,7 +113,10 @@ class Source:
         tokens = [token for group in self._groups for token in group]
         order = [_axis(token)[1] for token in tokens if _block(token) is None]
         values = values.transpose([list(sizes).index(axis) for axis in order])
-        split = tensor.reshape([_size(token, sizes) for token in tokens])
+        own = tuple(
+            slice(before, size - after) for (before, after), size in zip(self._around, tensor.shape, strict=True)
+        )
+        split = tensor[own].reshape([_size(token, sizes) for token in tokens])
         whole = {axis: slice(0, size) for axis, size in sizes.items()}
         split[tuple(_slice(token, sizes, whole) if (b := _block(token)) is None else b[0] for token in tokens)] = values
 
@@ -138,7 +148,7 @@ def _slice(token: str, sizes: Mapping[str, int], wanted: Mapping[str, slice]) ->
     return slice(before + wanted[axis].start, before + wanted[axis].stop)
 
 
-def _covering(parts: Sequence[slice], sizes: Sequence[int]) -> tuple[slice, list[int], list[slice]]:
+def _covering(parts: Sequence[slice], sizes: Sequence[int], before: int) -> tuple[slice, list[int], list[slice]]:
     """Returns the shortest range of a merged dimension that contains these parts of its factors.
 
     Returns:
@@ -152,4 +162,4 @@ def _covering(parts: Sequence[slice], sizes: Sequence[int]) -> tuple[slice, list
         start = start * size + part.start
     shape = [*lengths[: varies + 1], *sizes[varies + 1 :]]
     inside = [*(slice(None) for _ in range(varies + 1)), *parts[varies + 1 :]]
-    return slice(start * inner, (start + lengths[varies]) * inner), shape, inside
+    return slice(before + start * inner, before + (start + lengths[varies]) * inner), shape, inside

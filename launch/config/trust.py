@@ -31,6 +31,7 @@ _NAMES = {
     "models.decoder.planner_config": "Planner",
     "models.pretrained": "model",
     "models.decoder.rotary": "Linear Llama3 Yarn",
+    "models.mixers.gated_delta": "GatedDelta",
     "models.mixers.s5": "S5",
     "models.decoder.transformer": "Transformer preset",
     "models.trm": "Curriculum Linear TRM",

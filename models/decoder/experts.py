@@ -40,6 +40,7 @@ class Experts(Part, expert_routing.Choices):
       clamped_gate: how the gate and the other projection are bounded and multiplied; None: the decoder's activation of
         the gate, times the other.
       shared_mlp_dim: width of an expert that every token passes through in addition; None: there is none.
+      shared_gate: whether its output is multiplied by the sigmoid of a learned score of the token.
       capacity_factor: every expert takes at most capacity_factor x T x top_k / num_experts choices of a row in the
         training loss, where T includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
       load_balance_coef: coefficient of the balancing loss; 0: none.
@@ -57,6 +58,7 @@ class Experts(Part, expert_routing.Choices):
     has_biases: bool = False
     clamped_gate: derivatives.ClampedGate | None = None
     shared_mlp_dim: int | None = None
+    shared_gate: bool = False
     capacity_factor: float | None = None
     load_balance_coef: float = 0.0
     z_loss: float = 0.0
@@ -77,6 +79,8 @@ class Experts(Part, expert_routing.Choices):
                 f"Experts.top_k = {self.top_k}, but num_experts = {self.num_experts}: expected from 1 to "
                 f"{self.num_experts}"
             )
+        if self.shared_gate and self.shared_mlp_dim is None:
+            raise UserError("Experts.shared_gate = True: there is no shared expert: set shared_mlp_dim")
         if self.scores not in SCORES:
             raise UserError(f"Experts.scores = {self.scores!r}: expected one of {', '.join(SCORES)}")
         if self.capacity_factor is not None and not (
@@ -136,7 +140,8 @@ class Experts(Part, expert_routing.Choices):
             drops=call.drops,
         )
         if (width := self.shared_mlp_dim) is not None:
-            y += Mlp().products(c, x, call.side, prefix="shared_", width=width)
+            shared = Mlp().products(c, x, call.side, prefix="shared_", width=width)
+            y += _gated(shared, x) if self.shared_gate else shared
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
 
     def _biases(self, c: Decoder) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
@@ -153,7 +158,7 @@ class Experts(Part, expert_routing.Choices):
     def work(self, decoder: Decoder, length: int) -> Work:
         """Counts the experts that a token passes through."""
         width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
-        return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.num_experts))
+        return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.num_experts + self.shared_gate))
 
     def empty_sums(self) -> dict[str, jax.Array]:
         return expert_routing.empty_sums(self)
@@ -175,6 +180,14 @@ class Experts(Part, expert_routing.Choices):
         training = {"experts.capacity_factor", "experts.load_balance_coef", "experts.z_loss"}
         found = {name: value for name, value in super().settings(decoder).items() if name not in training}
         return {**found, "experts.mlp_dim": self.width(decoder)}
+
+
+def _gated(shared: jax.Array, x: jax.Array) -> jax.Array:
+    """Multiplies the output of the shared expert by the score of each token of x [B, T, D]."""
+    width = x.shape[-1]
+    init = hk.initializers.TruncatedNormal(width**-0.5)
+    weight = logical.param("shared_score", (width, 1), ("embed", None), init, kind="router", compute_dtype=x.dtype)
+    return shared * jax.nn.sigmoid((x @ weight).astype("float32")).astype(shared.dtype)
 
 
 def _is_number(value: Any) -> bool:

@@ -106,6 +106,7 @@ class Heads(Part):
         "all_heads": of all heads together.
       scale: factor of scores; None: 1 / sqrt(head_dim).
       softcap: bound of scores by softcap tanh(x / softcap); None: not bounded.
+      output_gate: multiply the output of each head by the sigmoid of as many more columns of the query matrix.
 
     Raises:
       UserError: a value out of range.
@@ -114,6 +115,7 @@ class Heads(Part):
     qk_norm: bool | str = False
     scale: float | None = None
     softcap: float | None = None
+    output_gate: bool = False
 
     def __post_init__(self):
         if not (isinstance(self.qk_norm, bool) or self.qk_norm == "all_heads"):
@@ -127,6 +129,13 @@ class Heads(Part):
 
     def with_same_parameters(self) -> Part:
         return dataclasses.replace(self, scale=None, softcap=None)
+
+    def check(self, decoder: Decoder) -> None:
+        if self.output_gate and decoder.bias != "none":
+            raise UserError(
+                f"{type(self).__name__}.output_gate = True: has no bias; expected Transformer.bias = 'none', and it is "
+                f"{decoder.bias!r}"
+            )
 
     def score_scale(self, decoder: Decoder) -> float:
         """Returns the factor of scores."""
@@ -148,12 +157,13 @@ class Heads(Part):
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         c, side, of = decoder, call.side, Matrices(decoder)
         d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
-        wq = of.weight("query", (d, h, k), ("embed", "heads", "head_dim"), fan_in=d)
+        wq = of.weight("query", (d, h, k * (1 + self.output_gate)), ("embed", "heads", "head_dim"), fan_in=d)
         wk = of.weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         wv = of.weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         fan_in = 2 * c.num_layers * h * k
         wo = of.weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
         q = of.product("query", "btd,dhk->bthk", x, wq, side)
+        q, gate = (q[..., :k], q[..., k:]) if self.output_gate else (q, None)
         q = self._heads(of, "query", q, call, "heads")
         key = of.product("key", "btd,dnk->btnk", x, wk, side)
         key = self._heads(of, "key", key, call, "kv_heads")
@@ -162,6 +172,8 @@ class Heads(Part):
         value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
         q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
         mixed, after = self._mixed(c, q, key, value, call)
+        if gate is not None:
+            mixed *= jax.nn.sigmoid(checkpoint_name(gate, "gate").astype(jnp.float32)).astype(mixed.dtype)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
         out = of.product("output", "bthk,hkd->btd", mixed, wo, side)
         return Result(of.biased("output", out, ("norm",), among=("all",)), after)
@@ -191,7 +203,7 @@ class Heads(Part):
         """Counts the matrices, and T H K for causal scores and as much for the mixing."""
         c = decoder
         inner, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-        return Work(c.embed_dim * (2 * inner + 2 * kv), length * inner)
+        return Work(c.embed_dim * ((2 + self.output_gate) * inner + 2 * kv), length * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
         """Returns empty keys and values of `length` slots."""
@@ -250,6 +262,7 @@ class Attention(Heads):
         return dataclasses.replace(self, window=None, rope_theta=None, rotary_fraction=1.0, scale=None, softcap=None)
 
     def check(self, decoder: Decoder) -> None:
+        super().check(decoder)
         width = int(decoder.head_width * self.rotary_fraction)
         if 0 < self.rotary_fraction < 1 and (width % 2 or not width):
             raise UserError(

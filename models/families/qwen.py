@@ -27,12 +27,12 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         mlp_dim=config["moe_intermediate_size"],
         normalized=config["norm_topk_prob"],
     )
-    parts = tuple(experts if has_experts else Mlp() for has_experts in _layers_with_experts(config))
-    return {**_qwen3(config), "feed_forward": parts if len(parts) > 1 else parts[0]}
+    parts = [experts if has_experts else Mlp() for has_experts in _layers_with_experts(config)]
+    return {**_qwen3(config), "feed_forward": family.repeated(parts)}
 
 
-def _layers_with_experts(config: Config) -> tuple[bool, ...]:
-    """Returns which layers have experts: the shortest pattern that repeats.
+def _layers_with_experts(config: Config) -> list[bool]:
+    """Returns which layers have experts.
 
     Layer l, from 0, has experts if decoder_sparse_step divides l + 1 and mlp_only_layers does not list it.
     """
@@ -43,12 +43,7 @@ def _layers_with_experts(config: Config) -> tuple[bool, ...]:
             f"decoder_sparse_step = {step} and mlp_only_layers = {json.dumps(listed)} leave none of {layers} layers "
             "with experts: expected some (without experts it is model_type qwen3)"
         )
-    group = next(p for p in range(1, layers + 1) if layers % p == 0 and kinds == kinds[:p] * (layers // p))
-    return tuple(kinds[:group])
-
-
-def _are_layers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)
+    return kinds
 
 
 def _qwen3_moe_config(model: DecoderConfig) -> dict[str, Any]:
@@ -111,6 +106,6 @@ FAMILIES = {
         nullable={*family.NULLABLE, "mlp_only_layers"},
         others=_OTHERS,
         aliases={"num_local_experts": "num_experts"},
-        checks={"mlp_only_layers": Check(_are_layers, "a list of numbers of layers, counted from 0")},
+        checks={"mlp_only_layers": Check(family.are_layers, "a list of numbers of layers, counted from 0")},
     ),
 }

@@ -273,14 +273,15 @@ def _families() -> Iterator[str]:
     yield from _table(["family", "`model_type`", "differs from Llama by"], rows)
     yield from ["", *_ABOUT_FAMILIES.splitlines(), ""]
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
-    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite and gpt-oss have none: their sizes"
-    yield "are read from a folder. The names:"
+    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, gpt-oss, Qwen3-Next and Qwen3.5"
+    yield "have none: their sizes are read from a folder. The names:"
     yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
 
 
 _ABOUT_FAMILIES = """
 For each family, logits of a tiny random model are within 5e-6 of transformers' in float64, relative to the largest
-entry. Gradients are within 2e-5 ([tests](../results/published-models.md)).
+entry. Gradients are within 2e-5 ([tests](../results/published-models.md)). Both bounds are up to 14 times as large for
+Qwen3-Next and Qwen3.5: their layers amplify rounding, also in transformers.
 
 **Configuration.** Missing keys of `config.json` default to transformers' values; sizes are required. Every other key is
 read as transformers reads it, is known to change no logits, or is an error with its name and value. Rotary scalings are
@@ -294,6 +295,8 @@ in bfloat16 or float32. Other methods, such as GPTQ, AWQ, bitsandbytes and FP8, 
 
 **Not supported:** biases of attention in Llama, dynamic rotary embeddings, torch pickles, and added tokens for which
 the model has no embedding, where they occur in a text. Dropout of GPT-2 is not applied.
+
+**Qwen3-Next and Qwen3.5.** The language model is read. Vision and the heads for later tokens are listed, not read.
 
 **Attention sinks of gpt-oss.** Plain attention, the splash kernel, a ring and generation have them. On GPUs attention
 is plain: JAX gives cuDNN no sinks.

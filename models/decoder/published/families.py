@@ -58,7 +58,8 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
         problems = published_keys.problems(config, {"text_config", "tie_word_embeddings", *family.around})
         if (inner := text.get("model_type", family.inside)) != family.inside:
             problems.append(f"text_config has model_type = {inner!r}, expected {family.inside!r}")
-        text = {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}  # the inner one is not read
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", family.keys["tie_word_embeddings"])}
+        text = {**tied, **text} if family.ties_inside else {**text, **tied}
     aliases = {name: text[alias] for alias, name in family.aliases.items() if text.get(alias) is not None}
     found = {**family.keys, **text, **aliases}
     problems += published_keys.problems(text, {*family.keys, *family.aliases, *family.others}, family.quantized)

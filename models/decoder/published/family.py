@@ -74,6 +74,7 @@ class Family(NamedTuple):
       around: the other keys of the configuration around it.
       quantized: what reads quantized weights, by the method that `quantization_config` names. They are dequantized;
         exports are in bfloat16 or float32.
+      ties_inside: whether `tie_word_embeddings` of the language model is read, if it has one, and not the other.
       checks: of the values of keys; those of other keys follow from the type of their default, which is a whole number
         if there is none.
     """
@@ -92,6 +93,7 @@ class Family(NamedTuple):
     inside: str = ""
     around: Collection[str] = ()
     quantized: Mapping[str, Callable[[Mapping[str, Tensor]], Mapping[str, Stored]]] = MappingProxyType({})
+    ties_inside: bool = False
     checks: Mapping[str, Check] = MappingProxyType({})
 
     def problem(self, key: str, value: Any) -> str:
@@ -183,15 +185,15 @@ def without_windows(config: Config, **other: Any) -> dict[str, Any]:
     return llama(config, **other)
 
 
-def layer_types(config: Config) -> list[str] | None:
-    """Returns the type of each layer by `layer_types`; None if the file leaves it out."""
+def layer_types(config: Config, known: Sequence[str] = LAYER_TYPES) -> list[str] | None:
+    """Returns the type of each layer by `layer_types`, which are known ones; None if the file leaves it out."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if types is None:
         return None
     if not (isinstance(types, list) and all(isinstance(name, str) for name in types)):
-        raise UserError(f"layer_types = {json.dumps(types)}: expected a list of {' or '.join(LAYER_TYPES)}")
-    if unknown := sorted(set(types) - set(LAYER_TYPES)):
-        raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(LAYER_TYPES)}")
+        raise UserError(f"layer_types = {json.dumps(types)}: expected a list of {' or '.join(known)}")
+    if unknown := sorted(set(types) - set(known)):
+        raise UserError(f"layer_types has {', '.join(unknown)}; expected {' or '.join(known)}")
     if len(types) != layers:
         raise UserError(f"layer_types has {len(types)} entries, and num_hidden_layers = {layers}")
     return types
@@ -224,6 +226,18 @@ def shortest(parts: Sequence[Any]) -> Any:
     """
     length = next(n for n in range(1, len(parts) + 1) if all(p == parts[i % n] for i, p in enumerate(parts)))
     return tuple(parts[:length]) if length > 1 else parts[0]
+
+
+def repeated(parts: Sequence[Any]) -> Any:
+    """Returns as `shortest`, but a pattern whose repetitions are complete: for layers with different parameters."""
+    count = len(parts)
+    length = next(n for n in range(1, count + 1) if count % n == 0 and list(parts) == list(parts[:n]) * (count // n))
+    return tuple(parts[:length]) if length > 1 else parts[0]
+
+
+def are_layers(value: Any) -> bool:
+    """Returns whether a value is a list of numbers of layers."""
+    return isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)
 
 
 def choices(config: Config, number: str) -> int:

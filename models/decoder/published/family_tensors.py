@@ -17,13 +17,15 @@ from models.decoder.published import families, published_keys
 Read = Callable[[str, int | None], np.ndarray]
 ADAPTER_CONFIG = published_files.ADAPTER_CONFIG
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-# Tensors that hold no parameter of the language model: buffers, and the vision part of Gemma 3.
+# Tensors that hold no parameter of the language model: buffers, vision parts, and heads for tokens further ahead.
 NOT_PARAMETERS = (
     "*.attn.bias",
     "*.attn.masked_bias",
     "*.rotary_emb.inv_freq",
     "*vision_tower.*",
     "*multi_modal_projector.*",
+    "*visual.*",
+    "mtp.*",
 )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from core.errors import UserError
@@ -11,6 +11,7 @@ from models.decoder import rotary
 Config = Mapping[str, Any]
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 ORIGINAL = "original_max_position_embeddings"  # the context length before an extension
+PARTIAL = "partial_rotary_factor"
 _SCALINGS = {  # with the keys that they need
     "default": (),
     "linear": ("factor",),
@@ -51,6 +52,30 @@ def of_all_layers(config: Config) -> Rope:
     return _read(
         {"rope_theta": config["rope_theta"], **(scaling or parameters), **outside}, config["max_position_embeddings"]
     )
+
+
+def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple[float, Config]:
+    """Returns the part of a head that is rotated, and the configuration without it.
+
+    Args:
+      config: the configuration.
+      usual: the part if the settings of the rotary embedding name none.
+      others: keys of these settings that are left out, too.
+    """
+    found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
+    fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)
+    if not (is_positive(fraction) and fraction <= 1):
+        raise UserError(f"{PARTIAL} = {fraction!r}: expected a number above 0, at most 1")
+    head = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    if (width := int(head * fraction)) % 2 or not width:
+        raise UserError(
+            f"{PARTIAL} = {fraction!r}: rotates {width} of {head} dimensions of a head; expected an even number"
+        )
+    kept = {
+        name: {key: value for key, value in rope.items() if key not in (PARTIAL, *others)}
+        for name, rope in found.items()
+    }
+    return float(fraction), {**config, **kept}
 
 
 def of_each_type(config: Config) -> tuple[Rope, float]:

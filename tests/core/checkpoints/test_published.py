@@ -143,6 +143,26 @@ def test_a_source_reads_and_writes_its_entries_between_those_of_others():
     np.testing.assert_array_equal(again, tensor)
 
 
+def test_a_source_reads_and_writes_merged_axes_between_entries_of_others():
+    """Blocks of 2 x 6, of 2 x 6 and of 3 x 5 rows, which are no multiples of one another."""
+    tensor = np.random.default_rng(0).standard_normal((39, 1, 4)).astype(np.float32)
+    again, start = np.zeros_like(tensor), 0
+    for dims, heads, width in (
+        ("(heads head_dim)+27 0/1 _", 2, 6),
+        ("12+(heads head_dim)+15 0/1 _", 2, 6),
+        ("24+(heads head_dim) 0/1 _", 3, 5),
+    ):
+        source, sizes = Source("a", dims), {"_": 4, "heads": heads, "head_dim": width}
+        assert source.shape(sizes) == tensor.shape
+        whole = tensor[start : start + heads * width].reshape(heads, width, 4).transpose(2, 0, 1)
+        for part in (slice(0, heads), slice(1, 2)):
+            wanted = {"_": slice(1, 4), "heads": part, "head_dim": slice(0, width)}
+            np.testing.assert_array_equal(source.read(tensor.__getitem__, sizes, wanted), whole[1:4, part])
+        source.write(again, whole, sizes)
+        start += heads * width
+    np.testing.assert_array_equal(again, tensor)
+
+
 def test_a_source_reads_and_writes_any_part_of_a_merged_dimension():
     rng = np.random.default_rng(0)
     tensor = rng.standard_normal((5, 3 * 4 * 6)).astype(np.float32)
@@ -362,7 +382,7 @@ def test_a_configuration_that_the_decoder_cannot_follow_is_refused(llama, tmp_pa
             pretrained.model(str(llama))
         return str(caught.value)
 
-    assert "known are gemma2, gemma3, gemma3_text, gpt2, granite, llama, mistral, mixtral" in refused(model_type="bert")
+    assert "known are gemma2, gemma3, gemma3_text, gpt2, gpt_oss, granite, llama, mistral" in refused(model_type="bert")
     said = refused(attention_bias=True, mlp_bias=True)
     assert "attention_bias = True is not supported (expected False); mlp_bias = True is not" in said
     assert "activation 'relu' is not known" in refused(hidden_act="relu")

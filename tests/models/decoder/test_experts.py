@@ -252,6 +252,7 @@ def test_the_kernel_compiles_with_wide_matrices(dtype, rows):
     [
         ({"num_experts": 4, "top_k": 5}, "Experts.top_k = 5, but num_experts = 4: expected from 1 to 4"),
         ({"num_experts": 0, "top_k": 1}, "Experts.num_experts = 0: expected an integer of at least 1"),
+        ({"num_experts": 4, "top_k": 2, "shared_gate": True}, "there is no shared expert: set shared_mlp_dim"),
         ({"num_experts": 4, "top_k": 2, "capacity_factor": 0.0}, "expected a number above 0, or None for no limit"),
         (
             {"num_experts": 4, "top_k": 2, "capacity_factor": "1"},

@@ -30,11 +30,15 @@ STEPS = 3
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state. Gemma 3 differs most,
 # in its embedding and in the scales of its query and key norms.
 MEASURED = (58, 6, 33, 72)
+# The norm behind a delta rule divides by lengths near zero at the first positions of a row, which amplifies rounding:
+# on one device, chunks of 6 positions and of 64 differ by 5169 ulp, and with this epsilon by 28.
+WITH_LARGE_EPSILON = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 @functools.cache
 def model_of(name):
-    return pretrained.model(str(HERE / name), dtype="float32", vocab_multiple=8)
+    changes = {"norm_eps": 1e-2} if name in WITH_LARGE_EPSILON else {}
+    return pretrained.model(str(HERE / name), dtype="float32", vocab_multiple=8, **changes)
 
 
 def trained(name, example):

@@ -12,6 +12,7 @@ from models.decoder.experts import Experts
 from models.decoder.layers import Attention
 from models.decoder.planner_config import Planner
 from models.mixers.block_sparse import BlockSparse
+from models.mixers.gated_delta import GatedDelta
 from models.mixers.s5 import S5
 from parallel import strategies
 from parallel.pipeline import schedules
@@ -39,6 +40,15 @@ MODELS = {
     ),
     "preset": transformer.preset("valkyrie-long", vocab_size=203, dtype="float32").shrink(
         dict.fromkeys(("embed", "mlp", "heads", "kv_heads", "head_dim", "layers", "expert"), 4)
+    ),
+    "delta": transformer.Transformer(
+        **SIZES,
+        num_layers=4,
+        norm_eps=1e-2,  # the norm behind a delta rule amplifies rounding where its input is near zero
+        mixer=(
+            GatedDelta(key_heads=4, value_heads=8, key_dim=8, value_dim=4, chunk=8),
+            Attention(output_gate=True, qk_norm=True),
+        ),
     ),
     "planner": transformer.Transformer(**SIZES, num_layers=2, planner=Planner(chunk=4)),
 }

@@ -19,11 +19,13 @@ from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.published import families, family_tensors
 from models.derivatives import ClampedGate
+from models.mixers.gated_delta import GatedDelta
 
 HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
-# Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; joined matrices; biases; norms.
-QUICK = ("gpt2", "gemma2", "gemma3", "gpt_oss", "mixtral", "phi3", "qwen2", "qwen3")
+# Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; joined matrices; biases;
+# norms; a delta rule.
+QUICK = ("gpt2", "gemma2", "gemma3", "gpt_oss", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_5")
 
 
 def batch_of(ids):
@@ -59,15 +61,17 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     model, params, axes, reference = loaded(name)
     batch = batch_of(reference["input_ids"])
     logits = jax.jit(model.logits)(params, batch)
-    # transformers in float32 differs from its own float64 by 3e-7 to 2e-6 of the largest logit.
-    assert relative_error(logits, reference["logits"]) < 5e-6
+    # transformers in float32 differs from its own float64 by 3e-7 to 2e-6 of the largest logit; by 2e-5 with 8 layers
+    # of which most have a delta rule, which normalizes short vectors.
+    amplified = max(float(reference["float32_error"]) / 2.5e-6, 1.0)
+    assert relative_error(logits, reference["logits"]) < 5e-6 * amplified
 
     def mean_loss(params):
         _, out = model.loss(params, (), None, batch)
         return out.loss_sum / out.weight_sum
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
-    np.testing.assert_allclose(loss, reference["loss"], rtol=2e-6)
+    np.testing.assert_allclose(loss, reference["loss"], rtol=2e-6 * amplified)
     by_path = {parameters.path_name(path): g for path, g in jax.tree_util.tree_leaves_with_path(grads)}
     tensors = published.tensors_of(
         lambda path, layer: np.asarray(by_path[path] if layer is None else by_path[path][layer]),
@@ -80,7 +84,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     ours = dict(tensors)
     assert {f"grad/{tensor}" for tensor in ours} == {key for key in reference if key.startswith("grad/")}
     for tensor, gradient in ours.items():
-        assert relative_error(gradient, reference[f"grad/{tensor}"]) < 2e-5, tensor
+        assert relative_error(gradient, reference[f"grad/{tensor}"]) < 2e-5 * amplified, tensor
 
 
 def test_packed_documents_of_gpt_oss_do_not_see_one_another():
@@ -199,6 +203,21 @@ MUTATIONS["gpt_oss"] = [
     {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.3, limit=1.5), has_biases=False), "bias": "qkv"},
     {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.3, limit=1.5), top_k=2)},
 ]
+_delta = functools.partial(GatedDelta, key_heads=2, value_heads=6, key_dim=12, value_dim=10)
+_gated = functools.partial(Attention, qk_norm=True, output_gate=True, rotary_fraction=0.5)
+MUTATIONS |= {
+    "qwen3_next": [{"norm_eps": 1e-3}, {"activation": "gelu"}],
+    "qwen3_5": [
+        {"mixer": (_delta(), _gated(rotary_fraction=1.0))},
+        {"mixer": (_delta(), _gated(rope_theta=1e4))},
+        {"activation": "gelu"},
+        {"norm_eps": 1e-3},
+    ],
+    "qwen3_5_moe": [
+        {"feed_forward": Experts(num_experts=10, top_k=2, mlp_dim=20, shared_mlp_dim=28, shared_gate=True)},
+        {"feed_forward": Experts(num_experts=10, top_k=4, mlp_dim=20, shared_mlp_dim=28)},
+    ],
+}
 CASES = [(name, change) for name, changes in MUTATIONS.items() for change in changes]
 
 

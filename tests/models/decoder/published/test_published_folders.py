@@ -50,7 +50,8 @@ def batch():
 
 def expected(config, model, shapes, specs):
     """Yields the names of the tensors that we expect in a folder, with zeros of their shapes."""
-    prefix = {"gpt2": "transformer.", "gemma3": "model.language_model."}.get(config["model_type"], "model.")
+    special = {"gpt2": "transformer.", "gemma3": "model.language_model."}
+    prefix = special.get(config["model_type"], "model.")
     by_path = {parameters.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
     yield from published.tensors_of(
         lambda path, layer: np.zeros(by_path[path].shape[layer is not None :]),
@@ -146,6 +147,7 @@ JUSTIFIED = {
     "summary_proj_to_labels": "of heads for classification",
     "summary_use_proj": "of heads for classification",
     "pad_token_id": "the row of a padding token is read as stored",
+    "max_position_embeddings": "rotary embeddings have no limit; that of a scaling's length is among the cases",
 }
 # Keys of published files that transformers 5 has in no class, and whether they are accepted with these values.
 PUBLISHED = {
@@ -167,8 +169,7 @@ def test_every_key_of_a_class_of_transformers_is_read_or_known(family):
     of_family = {name: text_of(change) for name, (change, _) in CASES.items() if name.startswith(f"{family}/")}
     shown = {key for change in of_family.values() for key in change}
     whole = set(RECORD["keys"][family]) | (set(RECORD["keys"]["gemma3_text"]) if family == "gemma3" else set())
-    around = {"text_config", "vision_config", "mm_tokens_per_image"}
-    around |= {f"{token}_token_index" for token in ("boi", "eoi", "image")}
+    around = {"text_config", *KNOWN[family].around}
     assert whole - shown - set(published_keys.ONLY) - set(JUSTIFIED) - around == set()
 
 
@@ -249,6 +250,14 @@ def refusal(config):
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
         ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4: rotates 3 of 8 dimensions of a head"),
         ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5: expected a number above 0, at most 1"),
+        ("qwen3_next", {"partial_rotary_factor": 0.4}, "rotates 3 of 8 dimensions of a head"),
+        ("qwen3_next", {"layer_types": [cases.SLIDING] * 2}, "layer_types has sliding_attention; expected linear_"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads = 3: expected a multiple of linear_num_k",
+        ),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob = false is not known for this family"),
         ("phi3", {"rope_scaling": cases.LINEAR}, "rope scaling 'linear' is not known for this family"),
         (
             "phi3",
@@ -335,6 +344,18 @@ def test_what_is_not_read_is_listed(tmp_path):
         "not read: 2 tensors *.rotary_emb.inv_freq, such as model.layers.0.self_attn.rotary_emb.inv_freq",
         "not read: consolidated.safetensors",
     )
+
+
+def test_vision_and_heads_for_later_tokens_of_qwen_are_listed(tmp_path):
+    """As published: the language model inside, with the other parts beside it."""
+    others = dict.fromkeys(("mtp.fc.weight", "mtp.norm.weight", "model.visual.merger.norm.weight"), np.ones(4, "f4"))
+    for kind in ("qwen3_5", "qwen3_5_moe"):
+        folder = written(cases.BASES[kind], tmp_path / kind, {"model.": "model.language_model."}, **others)
+        model, _ = load(folder)
+        assert model.published(str(folder)).notes == (
+            "not read: 1 tensor *visual.*, such as model.visual.merger.norm.weight",
+            "not read: 2 tensors mtp.*, such as mtp.fc.weight",
+        )
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
