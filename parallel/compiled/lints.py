@@ -313,9 +313,13 @@ def _idle_axes(context: LintContext) -> Iterator[Finding]:
 
 
 def _divergent_collectives(context: LintContext) -> Iterator[Finding]:
-    """Finds collectives that some chips may execute and others not."""
+    """Finds collectives that some chips may execute and others not.
+
+    A branch that depends on the slice is taken by all chips of a slice, and so by all of a collective inside it.
+    """
     for c in context.collectives:
-        places = [f"one branch of {b.op_name or b.name}" for b in c.branches if b.depends_on in ("data", "chip")]
+        may_differ = ("data", "chip", "slice") if c.network == "DCN" else ("data", "chip")
+        places = [f"one branch of {b.op_name or b.name}" for b in c.branches if b.depends_on in may_differ]
         places += [
             f"{loop.op_name or loop.name}, whose trip count depends on data" for loop in c.loops if loop.trips is None
         ]

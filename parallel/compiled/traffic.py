@@ -176,7 +176,7 @@ def _identity(executed: Executed) -> tuple:
 
 def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Collective:
     at = executed.instruction
-    groups = replica_groups.device_groups(at, math.prod(grid.shape.values()))
+    groups = _groups(at, grid)
     size = max(map(len, groups), default=1)
     arrays = _payload(executed, kind, size)
     payload = sum(a.bytes for a in arrays)
@@ -272,6 +272,24 @@ def _dcn_collective(executed: Executed, grid: Grid) -> Collective:
     )
 
 
+def _groups(at: Instruction, grid: Grid) -> list[list[int]]:
+    """Returns the groups of a collective, as positions of chips in the mesh; those of the first slice stand for all.
+
+    A program for several slices is that of one slice, whose chips it numbers in their order in the mesh.
+    """
+    own = _own_slice(grid)
+    groups = replica_groups.device_groups(at, len(own))
+    return [[own[i] for i in group] for group in groups] if _is_of_one_slice(groups, own) else groups
+
+
+def _own_slice(grid: Grid) -> list[int]:
+    return [chip for chip, slice_ in enumerate(grid.slices) if slice_ == grid.slices[0]]
+
+
+def _is_of_one_slice(groups: Sequence[Sequence[int]], own: Sequence[int]) -> bool:
+    return max(itertools.chain(*groups), default=0) < len(own)
+
+
 def _across_slices(grid: Grid) -> list[tuple[int, ...]]:
     """Returns the groups of chips at the same position of every slice."""
     by_slice: dict[int, list[int]] = {}
@@ -306,7 +324,9 @@ def _payload(executed: Executed, kind: str, size: int) -> tuple[Array, ...]:
 
 def _wire_share(at: Instruction, kind: str, size: int, grid: Grid) -> float:
     if kind == "collective-permute":
-        return sum(a != b for a, b in replica_groups.pairs(at)) / math.prod(grid.shape.values())
+        pairs, own = replica_groups.pairs(at), _own_slice(grid)
+        chips = len(own) if _is_of_one_slice(pairs, own) else len(grid.slices)
+        return sum(a != b for a, b in pairs) / chips
     return float(size > 1) if kind == "collective-broadcast" else _ring_share(kind, size)
 
 

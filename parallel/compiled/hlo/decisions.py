@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from parallel.compiled.hlo.program import Instruction, Module, root
 from parallel.compiled.hlo.trip_counts import Scope, TripCounts
 
-KINDS = ("constant", "counter", "chip", "data")  # from equal on all chips to possibly different on each
+KINDS = ("constant", "counter", "slice", "chip", "data")  # from equal on all chips to possibly different on each
+_SLICE = "SliceId"  # the custom call by which a compiler chooses what chips of a slice do between slices
 _ELEMENTWISE = ("copy", "copy-start", "copy-done", "bitcast", "optimization-barrier")  # on tuples, per element
 
 
@@ -44,6 +45,8 @@ class _Sources:
         self._seen.add((scope, name))
         if at.opcode in ("partition-id", "replica-id"):
             return "chip"
+        if at.opcode == "custom-call" and at.attribute("custom_call_target") == _SLICE:
+            return "slice"
         if at.opcode == "get-tuple-element":
             return self._element(scope, at.operands[0], int(at.required("index")))
         if at.opcode == "parameter":

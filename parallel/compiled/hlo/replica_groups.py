@@ -14,10 +14,12 @@ import numpy as np
 
 from parallel.compiled.hlo.program import Instruction
 
+_PAIRS = r"source_target_pairs=\{((?:\{[\d,\s]*\},?\s*)*)\}"
+
 
 def pairs(at: Instruction) -> list[list[int]]:
     """Returns the (source, target) pairs of a collective-permute; empty for other collectives."""
-    found = re.search(r"source_target_pairs=\{(.*?\})\}", at.attributes)
+    found = re.search(_PAIRS, at.attributes)
     return _explicit(found[1]) if found else []
 
 
@@ -28,10 +30,10 @@ def _explicit(text: str) -> list[list[int]]:
 def device_groups(at: Instruction, chips: int) -> list[list[int]]:
     """Returns the groups of a collective, as positions of chips in the mesh.
 
-    The groups of a permute are the chips that are connected by pairs.
+    The groups of a permute are the chips that are connected by pairs; there may be none.
     """
-    if joined := pairs(at):
-        return _joined(joined)
+    if re.search(_PAIRS, at.attributes):
+        return _joined(pairs(at))
     found = re.search(r"replica_groups=(.*)", at.attributes, re.S)
     text = found[1] if found else "{}"
     if text.startswith("mesh"):

@@ -251,6 +251,19 @@ def test_collectives_under_a_branch(good, decides, expected):
     assert names(lints.check(lints.LintContext(good[0], 0, found))) == expected
 
 
+@pytest.mark.parametrize(
+    ("slices", "expected"),
+    [((0,) * 4, []), ((0, 0, 1, 1), [("collective under a data-dependent branch", False)])],
+)
+def test_all_chips_of_a_slice_take_the_branch_of_their_slice(good, slices, expected):
+    text = BRANCH.replace("pred[] DECIDES", 's32[] custom-call(), custom_call_target="SliceId"').replace(
+        "p: pred[]", "p: s32[]"
+    )
+    found = collectives(text, traffic.Grid({"fsdp": 4}, slices))
+    judged = names(lints.check(lints.LintContext(good[0], 0, found)))
+    assert [one for one in judged if "branch" in one[0]] == expected
+
+
 @pytest.mark.compiled("v4-8")
 @pytest.mark.parametrize("kind", ["branch", "loop", "counted loop"])
 def test_collectives_that_only_some_chips_may_reach(good, kind):

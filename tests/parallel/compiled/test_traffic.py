@@ -173,6 +173,25 @@ def test_a_group_that_spans_slices_is_on_dcn():
     assert (found.network, found.axes) == ("DCN", ("data",))
 
 
+IN_EACH_SLICE = """
+ENTRY %main (x: f32[8,128]) -> f32[16,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %a = f32[8,128]{1,0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1},{1,0},{2,2}}
+  %b = f32[8,128]{1,0} collective-permute(%a), channel_id=2, source_target_pairs={}
+  ROOT %r = f32[16,128]{1,0} all-gather(%b), channel_id=3, replica_groups={{0,2},{1,3}}, dimensions={0}
+}
+"""
+
+
+def test_a_program_for_several_slices_numbers_the_chips_of_one():
+    """In this mesh the slices alternate along its second axis, so chip 2 of a slice is at position 4."""
+    grid = traffic.Grid({"fsdp": 2, "stage": 2, "tensor": 2}, (0, 0, 1, 1) * 2)
+    moved, unmoved, gathered = collectives(IN_EACH_SLICE, grid)
+    assert (moved.axes, moved.network, moved.wire_bytes) == (("tensor",), "ICI", 8 * 128 * 4 * 2 // 4)
+    assert (unmoved.axes, unmoved.network, unmoved.wire_bytes) == ((), "ICI", 0)
+    assert (gathered.axes, gathered.network, gathered.group_size) == (("fsdp",), "ICI", 2)
+
+
 TO_HOST = """
 ENTRY %main (x: bf16[1,8,128], y: f32[8], i: s32[]) -> f32[8] {
   %x = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)

@@ -28,6 +28,8 @@ ENTRY %main (x: f32[8], p: s32[]) -> f32[8] {
     [
         ("%p = s32[] constant(1)", "constant"),
         ("%id = u32[] partition-id()\n  %p = s32[] convert(%id)", "chip"),
+        ('%p = s32[] custom-call(), custom_call_target="SliceId"', "slice"),
+        ('%p = s32[] custom-call(), custom_call_target="Other"', "data"),
         ("%p = s32[] parameter(1)", "data"),
     ],
 )
