@@ -130,8 +130,8 @@ def test_wrong_options_are_refused_at_once(arguments, message, capsys):
 def test_the_phases_of_an_experiment_are_named_and_equal_tables_printed_once(capsys):
     assert cli.main(["report", "v4-16", "gin/quickstart_phases.gin"]) == 0
     said = capsys.readouterr().out
-    first, second = said.split("phase 2 of 2, steps 81 to 100: fsdp, 8 rows x 256 tokens")
-    assert "phase 1 of 2, steps 1 to 80: fsdp, 16 rows x 128 tokens" in first
+    first, second = said.split("phase 2 of 2, steps 151 to 200: fsdp, 8 rows x 256 tokens")
+    assert "phase 1 of 2, steps 1 to 150: fsdp, 16 rows x 128 tokens" in first
     assert "params/" in first
     assert "arrays: as in the phase before" in second
     assert "params/" not in second

@@ -313,21 +313,21 @@ def test_an_unknown_slice_is_refused(cache):
 def test_cost_of_training(question, options, compiled_as):
     one = next(t for t in options if not t.reason)
     row = search.metrics(question, one, compiled_as(one))
-    tokens = 100 * 16 * 128
-    assert row.hours[0] == pytest.approx(row.step_seconds[0] * 100 / 3600)
+    tokens = 200 * 16 * 128
+    assert row.hours[0] == pytest.approx(row.step_seconds[0] * 200 / 3600)
     assert row.tokens_per_second[1] == pytest.approx(16 * 128 / row.step_seconds[1])
     assert row.step_seconds[0] <= row.scheduled_seconds <= row.step_seconds[1]
     assert row.mfu[0] == pytest.approx(
         question.experiment.flops_per_step / row.step_seconds[0] / question.slice.peak_flops
     )
     now = datetime.datetime(2030, 1, 1)
-    seconds = 20 * 3600 / 100
+    seconds = 20 * 3600 / 200
     time = StepTime(seconds, 0.0, (AxisTime(("fsdp",), "ICI", seconds, 0.0, 1),), ())
     said = ranking.outlook(question, dataclasses.replace(row, time=time, compile_seconds=None), price=3.0, now=now)
     assert "80 – 160 chip-hours" in said[0]
     assert "2030-01-01 20:00 – 2030-01-02 16:00" in said[0]
     assert said[1].endswith("240 – 480 USD")
-    assert f"{tokens / 1e9:,.3g}B tokens (100 steps of 16 rows)" in said[0]
+    assert f"{tokens / 1e9:,.3g}B tokens (200 steps of 16 rows)" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -384,8 +384,8 @@ def test_the_width_of_the_terminal_decides_which_columns_are_shown(
 @pytest.mark.covers("T16")
 def test_the_tokens_of_a_phase_are_those_of_its_steps():
     question = search.ask("gin/quickstart_phases.gin", slice_name="v4-16", bindings=["PHASE = 2"])
-    assert (question.experiment.batch_size, question.num_steps, question.steps(16)) == (8, 20, 10)
-    assert question.total_tokens == 20 * question.experiment.tokens_per_step
+    assert (question.experiment.batch_size, question.num_steps, question.steps(16)) == (8, 50, 25)
+    assert question.total_tokens == 50 * question.experiment.tokens_per_step
 
 
 @pytest.mark.slow
@@ -394,8 +394,8 @@ def test_every_phase_is_planned(capsys):
     told = ["plan", "v4-16", "gin/quickstart_phases.gin", "--arithmetic", "--only", "fsdp"]
     assert cli.main(told) == 0
     said = capsys.readouterr().out
-    first, second = said.split("phase 2 of 2, after step 80 to 100")
-    assert "phase 1 of 2, after step 0 to 80" in first
+    first, second = said.split("phase 2 of 2, after step 150 to 200")
+    assert "phase 1 of 2, after step 0 to 150" in first
     for part, rows in ((first, 16), (second, 8)):
         assert re.search(rf"fsdp: fsdp 8, remat none \(as written\) *\| +{rows} \|", part), part
     assert cli.main([*told, "--json", "plan.json"]) == 2
