@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax._src import cache_key, clusters, distributed, source_info_util, xla_bridge
+from jax._src import clusters, distributed, source_info_util, xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
 from jax._src.cudnn import fused_attention_stablehlo
-from jax._src.lib import xla_client
 from jax.extend.core import JaxprEqn
 
 
@@ -43,24 +41,6 @@ def detected_cluster(timeout_seconds: float) -> tuple[str | None, int | None, in
         None, None, None, None, None, int(timeout_seconds)
     )
     return coordinator, process_count, process_index
-
-
-def topology_fingerprint() -> int:
-    """Returns the number by which the compilation cache knows the chips of this process and of its peers."""
-    return xla_client.get_topology_for_devices(jax.devices()).fingerprint()
-
-
-def use_topology(fingerprint: int) -> None:
-    """Makes the compilation cache use a fingerprint for programs of several hosts, in place of this host's own."""
-    own = cache_key._hash_accelerator_config
-
-    def shared(hash_obj: Any, accelerators: np.ndarray) -> None:
-        if len({device.process_index for device in accelerators.flat}) > 1:
-            hash_obj.update(fingerprint.to_bytes(8, byteorder="big"))
-        else:
-            own(hash_obj, accelerators)
-
-    cache_key._hash_accelerator_config = shared
 
 
 def addresses_of_slice() -> Sequence[str]:

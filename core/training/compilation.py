@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from core import jax_internals, units
+from core import units
 from core.files import paths
-from core.hosts import distributed
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # reading from the cache included
 _FOUND = "/jax/compilation_cache/cache_hits"
@@ -114,17 +113,6 @@ def use_cache_of_user() -> None:
         return
     jax.config.update("jax_compilation_cache_max_size", _USER_BYTES)
     use_cache(str(folder))
-
-
-def share_programs() -> None:
-    """Makes host 0 compile the programs of several hosts; the others wait for them, or find them in the cache.
-
-    For hosts that share the cores of one machine. JAX can do it for programs with equal keys in the cache. On CPUs each
-    host sees another topology, so all use that of host 0.
-    """
-    topologies = distributed.all_gather_text("start/topology", str(jax_internals.topology_fingerprint()))
-    jax_internals.use_topology(int(topologies[0]))
-    jax.config.update("jax_share_binary_between_hosts", True)
 
 
 class RecompilationError(RuntimeError):

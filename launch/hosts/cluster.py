@@ -22,7 +22,6 @@ from core.errors import Problem, UserError
 from core.hosts import distributed
 from core.hosts.failure_diagnosis import ON_TPU, USUAL_LIMITS, Limits
 from core.slices import Slice
-from core.training import compilation
 from core.versions import COMPILER
 from launch import environment
 from launch.findings import Finding
@@ -106,8 +105,6 @@ def join(
         timeout_seconds=environment.join_seconds(),
     )
     _require_chips(slice_, played=bool(played))
-    if played and cluster.process_count > 1:
-        compilation.share_programs()
     return Host(cluster.process_index, cluster.process_count, bool(played))
 
 
