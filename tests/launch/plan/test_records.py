@@ -48,6 +48,7 @@ FIELDS = {
     "accum_steps": (2, True),
     "gather_once": (True, True),
     "compiler_options": ({"xla_enable_async_all_gather": False}, True),
+    "simulation_xla_flags": ("--xla_cpu_multi_thread_eigen=false", False),
     "non_finite": ("skip", True),
     "total_steps": (7, False),
     "phases": ((phases.Phase(after=5, batch_size=64),), False),

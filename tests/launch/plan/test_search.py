@@ -44,8 +44,8 @@ def test_the_experiment_as_written_is_compiled_first_and_no_mesh_takes_all_place
     ordered = list(selection.order(options, wanted=8, usable_bytes=math.inf))
     assert ordered[0] is written
     assert len(ordered) == sum(not one.reason for one in options)
-    meshes = collections.Counter(one.name.partition(",")[0] for one in ordered[:8])
-    assert max(meshes.values()) <= 2
+    meshes = collections.Counter(one.name.partition(",")[0] for one in ordered[1:8])
+    assert max(meshes.values()) <= 2  # of eight, besides the experiment itself
     assert len(meshes) >= 4
 
 
