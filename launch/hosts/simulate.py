@@ -68,7 +68,8 @@ def run(
       grace_seconds: time between asking a process to stop and killing it, in which it can save a checkpoint.
       words_seconds: time after the first failure in which other hosts can report, before they are asked to stop.
       requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
-      xla_flags: XLA_FLAGS of the hosts, unless the environment sets them.
+      xla_flags: XLA_FLAGS of the hosts. Where a slice has more devices than this machine has cores, each device also
+        computes in one thread. If the environment has XLA_FLAGS, hosts have those alone.
 
     Returns:
       0 if all succeeded; else the exit code of the host that failed first (128 + N if signal N ended it), ignoring

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from core import slices, units
+from core import units
 from core.errors import UserError
 from core.files import paths
 from core.hosts import exit_codes
@@ -41,7 +41,7 @@ def _plan(args: argparse.Namespace) -> int:
     Returns:
       1 if no layout fits a phase, or no phase can be planned; 130 after Ctrl-C, which prints the results so far.
     """
-    names = args.slice.split(",")
+    names = slice_ranking.names(args.slice)
     spans = loader.load(args.experiment, bindings=args.gin, slice_name=names[0]).build().spans()
     if len(names) > 1:
         if len(spans) > 1:
@@ -113,7 +113,8 @@ def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned
             return search.metrics(question, *ranked[0]), ""
         if any(not one.reason for one in options):
             return None, "nothing was compiled before" if args.cached else "nothing that was compiled fits"
-    return None, f"most often {selection.by_reason(options)[0][0]}"
+    reasons = selection.by_reason(options)
+    return None, f"no layout fits; most often {reasons[0][0]}" if reasons else "it has no layout of these strategies"
 
 
 class _Session:
@@ -345,7 +346,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price",
         metavar="USD",
-        type=lambda text: [flags.positive(one) for one in text.split(",")],
+        type=slice_ranking.prices,
         help="price of a chip-hour in US dollars; of several slices one for each: 3.22,4.2",
     )
     parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
@@ -362,14 +363,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans, explains one layout, or predicts the cost of generation."""
-    names = args.slice.split(",")
-    for name in names:
-        slices.require_tpu(name, what="plans")
+    names = slice_ranking.names(args.slice)
     candidates.require_known(args.only)
     if len(names) > 1:
         slice_ranking.require_fitting(args, names)
     elif args.price and len(args.price) > 1:
-        raise UserError(f"--price has {len(args.price)} values, and {args.slice} is one slice: give one price")
+        raise UserError(f"--price has {len(args.price)} prices, and {args.slice} is one slice: give one price")
     given = [f"--{name.replace('_', '-')}" for name in _PLAN_ONLY if getattr(args, name) not in (None, False, [])]
     for name, taken in _TAKEN.items():
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):

@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Sequence
 
-from core import units
+from core import slices, units
 from core.errors import UserError
+from core.hosts import exit_codes
 from core.slices import GIB
-from launch import terminal
+from launch import flags, terminal
 from launch.plan import search
 from launch.plan.ranking import PIPED_WIDTH
 from launch.plan.search import Question
@@ -63,16 +65,33 @@ class Choice:
         ]
 
 
+def names(text: str) -> list[str]:
+    """Returns the names of the slices in `v4-32,v5p-32`. Raises UserError for what is no list of TPU slices."""
+    given = [one.strip() for one in text.split(",")]
+    if "" in given:
+        raise UserError(f"SLICE = {text!r}: a name is empty; expected a slice, or several such as v4-32,v5p-32")
+    found = [slices.require_tpu(one, what="plans").name for one in given]
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise UserError(f"SLICE = {text!r} names {twice[0]} twice; expected each slice once")
+    return found
+
+
+def prices(text: str) -> list[float]:
+    """An argparse type: a price, or several that are separated by commas."""
+    return [flags.positive(one.strip()) for one in text.split(",")]
+
+
 def require_fitting(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises UserError for a slice given twice, options of one slice, and prices that do not belong to slices."""
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{args.slice}: {twice[0]} is there twice; give each slice once")
+    """Raises UserError for options of one slice, and for prices that do not belong to slices."""
     if given := [name for name in _FOR_ONE_SLICE if getattr(args, name)]:
-        raise UserError(f"--{given[0]} is for one slice, and {args.slice} are {len(names)}: give one of them")
+        raise UserError(
+            f"--{given[0]} needs one slice, and SLICE = {args.slice!r} names {len(names)}: name one, or leave out "
+            f"--{given[0]}"
+        )
     if args.price and len(args.price) not in (1, len(names)):
         raise UserError(
-            f"--price has {len(args.price)} values, and {args.slice} are {len(names)} slices: give one for all, or one "
-            "for each in this order, separated by commas"
+            f"--price has {len(args.price)} prices, and SLICE = {args.slice!r} names {len(names)} slices: give one for "
+            "all, or one for each in this order, separated by commas"
         )
 
 
@@ -86,17 +105,26 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
       label: what follows a prediction.
 
     Returns:
-      1 if the experiment fits no slice.
+      1 if the experiment fits no slice; 130 after Ctrl-C, which prints the slices so far.
     """
-    prices = args.price or [None]
+    given = args.price or [None]
     questions = [
         search.ask(args.experiment, slice_name=name, bindings=args.gin, batch_sizes=args.batch_size) for name in names
     ]
-    choices, without = [], []
-    for question, price in zip(questions, prices * (len(names) // len(prices)), strict=True):
-        best, reason = plan(question)
+    choices: list[Choice] = []
+    without: list[str] = []
+    is_interrupted = False
+    for question, price in zip(questions, given * (len(names) // len(given)), strict=True):
+        name = question.slice.name
+        print(f"planning {name}", file=sys.stderr)
+        try:
+            best, reason = (None, "not planned: interrupted") if is_interrupted else plan(question)
+        except KeyboardInterrupt:
+            is_interrupted, best, reason = True, None, "interrupted; finished compilations are kept"
+        except UserError as error:
+            best, reason = None, str(error)
         if best is None:
-            without.append(f"{question.slice.name}: no layout fits: {reason}")
+            without.append(f"{name}: {reason}")
         else:
             choices.append(Choice(best, price))
     choices.sort(key=lambda one: sum(one.best.hours))
@@ -114,7 +142,9 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
         found = [one.best.as_json() | {"slice": one.best.slice.name, "dollars": one.dollars} for one in choices]
         args.json.write_text(json.dumps(found, indent=1) + "\n")
         print(f"written: {args.json}")
-    return 0 if choices else 1
+    if is_interrupted:
+        return exit_codes.INTERRUPTED
+    return exit_codes.DONE if choices else 1
 
 
 def _cheapest(choices: Sequence[Choice]) -> list[str]:

@@ -106,7 +106,7 @@ class Heads(Part):
         "all_heads": of all heads together.
       scale: factor of scores; None: 1 / sqrt(head_dim).
       softcap: bound of scores by softcap tanh(x / softcap); None: not bounded.
-      output_gate: multiply the output of each head by the sigmoid of as many more columns of the query matrix.
+      output_gate: the query matrix has twice the columns; the sigmoid of the second half multiplies the heads' outputs.
 
     Raises:
       UserError: a value out of range.
@@ -133,8 +133,7 @@ class Heads(Part):
     def check(self, decoder: Decoder) -> None:
         if self.output_gate and decoder.bias != "none":
             raise UserError(
-                f"{type(self).__name__}.output_gate = True: has no bias; expected Transformer.bias = 'none', and it is "
-                f"{decoder.bias!r}"
+                f"{type(self).__name__}.output_gate = True needs Transformer.bias = 'none', and it is {decoder.bias!r}"
             )
 
     def score_scale(self, decoder: Decoder) -> float:

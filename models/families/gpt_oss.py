@@ -59,7 +59,7 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _feed_forward(part: Part | None) -> Sources:
-    """Returns the parts of one tensor for all experts of a layer; columns of gate and up alternate."""
+    """Returns the tensors of experts, each of all experts of a layer; gate and up alternate in the columns of one."""
     del part
     router, experts = "layers.{}.mlp.router.", "layers.{}.mlp.experts."
     found = {

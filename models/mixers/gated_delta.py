@@ -1,13 +1,15 @@
-"""The gated delta rule: a matrix of fixed size for each head remembers a row, and forgets what it replaces.
+"""Linear attention with the gated delta rule: a K x V matrix for each head is the memory of a row.
+
+Each position decays the matrix, and replaces the value stored under its key:
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T;   y_t = S_t^T q_t / sqrt(K)
 
 Yang et al. 2025, "Gated Delta Networks"; the layer is that of Qwen3-Next: a short causal convolution mixes queries,
 keys and values first, queries and keys then have length 1, and a gate multiplies the normalized outputs.
 
-In a chunk, all differences (v_t - ...) follow from the state before it by one triangular system, whose inverse is made
-of products of blocks (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"). A loop over chunks
-carries the state, in float32. Segments of a packed row start from an empty state. Chips that share the positions of a
+The values that a chunk of positions writes are the solution of one triangular system (Yang et al. 2024, "Parallelizing
+Linear Transformers with the Delta Rule"), which is inverted block by block. A loop over chunks carries the state, in
+float32. Segments of a packed row start from an empty state. Chips that share the positions of a
 row all compute the whole row.
 
 B batch, T length, D embed, N key heads, G value heads of a key head, K key_dim, V value_dim, W kernel.

@@ -298,11 +298,11 @@ the model has no embedding, where they occur in a text. Dropout of GPT-2 is not 
 
 **Qwen3-Next and Qwen3.5.** The language model is read. Vision and the heads for later tokens are listed, not read.
 
-**Attention sinks of gpt-oss.** Plain attention, the splash kernel, a ring and generation have them. On GPUs attention
-is plain: JAX gives cuDNN no sinks.
+**Attention sinks of gpt-oss.** Plain attention, the splash kernel, a ring and generation support them. On GPUs
+attention is plain: JAX gives cuDNN no sinks.
 
-**Conversations of gpt-oss.** Its template formats an answer in another way when other messages follow. So a line of
-chats has one answer to learn, with the messages before it.
+**Conversations of gpt-oss.** Its template formats an answer in another way when other messages follow. Write one
+line for each answer, with the messages before it; the loss covers that answer only.
 
 **Qwen 3 MoE with experts in some layers.** The shortest series of layers that repeats a whole number of times is a
 group of the stack. One layer without experts at the start makes all layers one group. It is compiled layer by layer,

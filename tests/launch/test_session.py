@@ -360,15 +360,9 @@ def test_a_run_with_a_pipeline_resumes_under_fsdp(launch, tmp_path, schedule):
 @pytest.mark.slow
 @pytest.mark.simulated(2)
 def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
-    longer = [
-        "TOTAL_STEPS = 200",
-        "EVAL_INTERVAL = 200",
-        "LEARNING_RATE = 4e-3",
-        "transformer.Transformer.num_layers = 4",
-    ]
-    told = ["pod", "v4-16", "gin/quickstart.gin", "--simulate", *(word for one in longer for word in ("--gin", one))]
+    told = ["pod", "v4-16", "gin/quickstart.gin", "--simulate"]
     launch(*told, "--run-dir", str(tmp_path / "run"), timeout=1200)
-    assert scalars(tmp_path / "run", "validation/loss")[200] < 1.9
+    assert scalars(tmp_path / "run", "validation/loss")[200] < 2.0
     control = ["--gin", "transformer.Transformer.attention = 'none'", "--run-dir", str(tmp_path / "control")]
     launch(*told, *control, timeout=1200)
     assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1

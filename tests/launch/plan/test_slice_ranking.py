@@ -6,6 +6,7 @@ import pytest
 
 from core import slices
 from core.errors import UserError
+from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch.plan import search, session
 
@@ -40,7 +41,7 @@ def test_the_layout_of_a_slice_is_the_best_of_its_own_plan(cache, tmp_path):
     assert {name: row[name] for name in best} == best
 
 
-def test_compiled_layouts_are_looked_up(cache, keep, options, compiled_as, tmp_path):
+def test_compiled_layouts_are_looked_up(cache, keep, options, compiled_as, tmp_path, capsys):
     one = next(one for one in options if not one.reason)
     keep(one.text, compiled_as(one, 1.25))
     path = tmp_path / "ranked.json"
@@ -48,6 +49,41 @@ def test_compiled_layouts_are_looked_up(cache, keep, options, compiled_as, tmp_p
     (row,) = json.loads(path.read_text())  # nothing was compiled for v4-16
     assert (row["slice"], row["name"]) == ("v4-8", one.name)
     assert row["scheduled_seconds"] == compiled_as(one, 1.25).time.scheduled
+    assert "v4-16: nothing was compiled before" in capsys.readouterr().out
+
+
+def test_a_strategy_without_a_layout_on_a_slice(cache, capsys):
+    assert run("v4-8,2xv4-8", "--arithmetic", "--only", "multislice") == 0
+    assert "v4-8: it has no layout of these strategies" in capsys.readouterr().out
+
+
+def test_an_interrupted_plan_keeps_the_slices_so_far(cache, monkeypatch, capsys):
+    asked = search.options
+
+    def interrupted(question, *, only=()):
+        if question.slice.name == "v4-16":
+            raise KeyboardInterrupt
+        return asked(question, only=only)
+
+    monkeypatch.setattr(search, "options", interrupted)
+    assert run("v4-8,v4-16,v4-32", "--arithmetic") == exit_codes.INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "| v4-8 " in printed
+    assert "v4-16: interrupted" in printed
+    assert "v4-32: not planned" in printed
+
+
+def test_an_error_of_one_slice_leaves_the_others(cache, monkeypatch, capsys):
+    asked = search.options
+
+    def broken(question, *, only=()):
+        if question.slice.name == "v4-16":
+            raise UserError("these rows do not divide")
+        return asked(question, only=only)
+
+    monkeypatch.setattr(search, "options", broken)
+    assert run("v4-8,v4-16", "--arithmetic") == 0
+    assert "v4-16: these rows do not divide" in capsys.readouterr().out
 
 
 def test_a_slice_on_which_nothing_fits_is_named_with_the_reason(cache, monkeypatch, capsys):
@@ -59,18 +95,20 @@ def test_a_slice_on_which_nothing_fits_is_named_with_the_reason(cache, monkeypat
 
     monkeypatch.setattr(search, "options", refused)
     assert run("v4-8,v4-16", "--arithmetic") == 0
-    assert "v4-16: no layout fits: most often" in capsys.readouterr().out
+    assert "v4-16: no layout fits; most often" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("names", "given", "words"),
     [
-        ("v4-8,v4-8", (), "v4-8 is there twice"),
+        ("v4-8,v4-8", (), "names v4-8 twice"),
+        ("v5e-16,v5litepod-16", (), "names v5e-16 twice"),
+        ("v4-8,", (), "a name is empty"),
         ("v4-8,v4-7", (), "v4-7"),
-        ("v4-8,v4-16", ("--price", "1,2,3"), "--price has 3 values"),
-        ("v4-8", ("--price", "1,2"), "v4-8 is one slice: give one price"),
-        ("v4-8,v4-16", ("--rejected",), "--rejected is for one slice"),
-        ("v4-8,v4-16", ("--explain", "gin/strategies/fsdp.gin"), "--explain is for one slice"),
+        ("v4-8,v4-16", ("--price", "1,2,3"), "--price has 3 prices"),
+        ("v4-8", ("--price", "1,2"), "is one slice: give one price"),
+        ("v4-8,v4-16", ("--rejected",), "--rejected needs one slice"),
+        ("v4-8,v4-16", ("--explain", "gin/strategies/fsdp.gin"), "--explain needs one slice"),
     ],
 )
 def test_wrong_input_is_refused_before_a_model_is_traced(monkeypatch, names, given, words):
