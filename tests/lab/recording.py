@@ -19,7 +19,7 @@ PICTURE = WORKSPACE / "docs" / "pictures" / "terminal.svg"
 BADGES = {"python": ("Python", "3.11 – 3.13"), "jax": ("JAX", "0.10"), "license": ("license", "Apache 2.0")}
 COLUMNS = 100
 SHOWN_ROWS = ("slice", "strategy", "model", "data", "batch", "predicted")  # of the summary
-SHOWN_STEPS = (1, 20, 50, 80, 100)
+SHOWN_STEPS = (1, 50, 100, 150, 200)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

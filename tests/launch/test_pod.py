@@ -48,7 +48,7 @@ def calls(monkeypatch):
     """What was asked of the two other places."""
     made = []
 
-    def simulated(slice_, *, command, log_directory, requested):
+    def simulated(slice_, *, command, log_directory, requested, xla_flags):
         made.append(("simulate", slice_.name, command[3:], str(log_directory)))
         return 0
 

@@ -195,7 +195,7 @@ def test_a_project_of_weights_and_biases_without_the_package_is_refused(tmp_path
 
 
 def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypatch):
-    huge, large = ["BATCH_SIZE = 1000000000"], ["BATCH_SIZE = 131072"]
+    huge, large = ["BATCH_SIZE = 1000000000"], ["BATCH_SIZE = 262144"]
     for where, whose in (("here", "a host of v4-16 has 379.0 GiB"), ("simulated", "this machine has ")):
         found = check(run_dir=tmp_path, bindings=huge, hosts=where)["host memory"]
         assert not found.ok
@@ -206,7 +206,7 @@ def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypa
     assert found["host memory"].ok
     assert not found["memory"].ok  # of a chip
     assert "GiB with activations and gradients, of 30.75 GiB per chip" in found["memory"].detail
-    assert "BATCH_SIZE = 131,072: lower it, raise ACCUM_STEPS" in found["memory"].detail
+    assert "BATCH_SIZE = 262,144: lower it, raise ACCUM_STEPS" in found["memory"].detail
 
 
 def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path, monkeypatch):

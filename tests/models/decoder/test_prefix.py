@@ -51,7 +51,8 @@ def test_plain_and_kernel_equal_a_softmax_over_what_a_query_sees(inputs, window,
     q, k, v, segments, until, bias, weight = inputs
 
     def attend(form, q, k, v, bias, **how):
-        return form(q, k, v, segments, None, Prefix(until, bias if biased else None), Scores(window=window), **how)
+        prefix = Prefix(until, bias if biased else None)
+        return form(q, k, v, segments, prefix=prefix, scores=Scores(window=window), **how)
 
     def loss(form, *args, **how):
         out = attend(form, *args, **how)
