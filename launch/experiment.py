@@ -367,7 +367,7 @@ class Span(NamedTuple):
 
 def padding(program: Program) -> str:
     """Returns `; vocabulary 50,257 stored as 50,304` if the model rounds its vocabulary up, otherwise ''."""
-    if not can(program.model, HasVocabulary) or program.model.vocab_size is None:
+    if not can(program.model, HasVocabulary):
         return ""
     params, specs = map(jax.tree.leaves, (program.abstract_state.params, program.param_specs))
     sizes = [

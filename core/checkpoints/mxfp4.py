@@ -2,7 +2,7 @@
 
     x[.., 32 i + j] = 2^(scales[.., i] - 127) E2M1(blocks[.., i, j / 2])          j of 32, two numbers in a byte
 
-OCP Microscaling Formats v1.0, section 5.4. Published folders have `NAME_blocks` [E, R, C / 32, 16] and `NAME_scales`
+OCP Microscaling Formats v1.0, section 5.4, by which a scale of 255 makes NaN of its numbers. Published folders have `NAME_blocks` [E, R, C / 32, 16] and `NAME_scales`
 [E, R, C / 32], both uint8, for the E transposed matrices [C, R] of `NAME`. A byte has the earlier number in its low
 bits. The numbers are exact in bfloat16, unless they are below its range.
 
@@ -23,6 +23,7 @@ from core.files import paths
 
 METHOD = "mxfp4"  # its name in `quantization_config`
 BLOCK = 32  # numbers with one scale
+_NAN = 255  # a scale
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _NUMBERS = np.concatenate([_E2M1, -_E2M1])
@@ -71,9 +72,9 @@ class _Reader:
         columns = slice(part[1].start - BLOCK * where[2].start, part[1].stop - BLOCK * where[2].start)
         found = np.empty([s.stop - s.start for s in part], ml_dtypes.bfloat16)
         for i, (of_expert, powers) in enumerate(zip(blocks, scales, strict=True)):
-            numbers = np.ldexp(
-                _PAIRS[of_expert].reshape(*powers.shape, BLOCK), powers[..., None].astype(np.int32) - 127
-            )
+            exponents = np.where(powers == _NAN, 0, powers.astype(np.int32) - 127)
+            numbers = np.ldexp(_PAIRS[of_expert].reshape(*powers.shape, BLOCK), exponents[..., None])
+            numbers[powers == _NAN] = np.nan
             found[i] = numbers.reshape(len(powers), -1)[:, columns].T
         return found
 

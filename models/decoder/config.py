@@ -276,7 +276,7 @@ class DecoderConfig(Decoder):
     @property
     def group(self) -> int:
         """The number of layers after which parameters repeat."""
-        return _period(
+        return period(
             [tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in self._repeated]
         )
 
@@ -285,7 +285,7 @@ class DecoderConfig(Decoder):
         """The kinds of successive layers, repeated over the stack."""
         both, group = self._repeated, self.group
         modules = ["block"] if group == 1 else [f"block_{i}" for i in range(group)]
-        return tuple(LayerKind(*both[i], modules[i % group]) for i in range(_period(both)))
+        return tuple(LayerKind(*both[i], modules[i % group]) for i in range(period(both)))
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
@@ -350,7 +350,7 @@ def _check_class(kind: type[Part]) -> None:
         raise UserError(f"{kind.__qualname__}: a part has a name, for its state and sums: add `name = 'my_part'`")
 
 
-def _period(values: list[Any]) -> int:
+def period(values: list[Any]) -> int:
     """Returns after how many values they repeat: a divisor of their number."""
     count = len(values)
     return next(p for p in range(1, count + 1) if count % p == 0 and values == values[:p] * (count // p))

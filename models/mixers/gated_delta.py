@@ -41,7 +41,7 @@ _MEMORY = ("batch", "heads", None, None, None)
 
 
 class State(NamedTuple):
-    """What a row leaves for its next positions.
+    """The state of a row in generation, which its next positions continue.
 
     Attributes:
       memory: [B, N, G, K, V], float32.

@@ -141,10 +141,11 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
     """
     found = []
     starts = [e for e in run if dataflow.is_start(e)]
+    chips = _numbered(run, grid)
     for executed in run:
         kind = executions.base_opcode(executed.instruction)
         if kind in executions.COLLECTIVES and not _is_later_piece(executed, starts):
-            found.append(_collective(module, executed, kind, grid))
+            found.append(_collective(module, executed, kind, grid, chips))
         elif kind == "send" and _between_slices(executed.instruction):
             found.append(_dcn_collective(executed, grid))
         elif copy := host_copies.find(executed):
@@ -174,9 +175,26 @@ def _identity(executed: Executed) -> tuple:
     return at.opcode, at.attribute("channel_id"), *at.arrays
 
 
-def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Collective:
+def _numbered(run: Sequence[Executed], grid: Grid) -> list[int]:
+    """Returns the positions in the mesh of the chips that a program numbers.
+
+    A program for several slices is that of one slice, whose chips it numbers in their order in the mesh: here those of
+    the first slice, which stand for all. A program that names more chips numbers all.
+    """
+    first = [chip for chip, slice_ in enumerate(grid.slices) if slice_ == grid.slices[0]]
+    groups = (replica_groups.device_groups(e.instruction, 1) for e in run if _is_collective(e))
+    largest = max(itertools.chain.from_iterable(itertools.chain.from_iterable(groups)), default=0)
+    return first if largest < len(first) else list(range(len(grid.slices)))
+
+
+def _is_collective(executed: Executed) -> bool:
+    return executions.base_opcode(executed.instruction) in executions.COLLECTIVES
+
+
+def _collective(module: Module, executed: Executed, kind: str, grid: Grid, chips: Sequence[int]) -> Collective:
     at = executed.instruction
-    groups = _groups(at, grid)
+    numbers = replica_groups.device_groups(at, len(chips))
+    groups = [[chips[i] for i in group] for group in numbers]
     size = max(map(len, groups), default=1)
     arrays = _payload(executed, kind, size)
     payload = sum(a.bytes for a in arrays)
@@ -191,7 +209,7 @@ def _collective(module: Module, executed: Executed, kind: str, grid: Grid) -> Co
         arrays=arrays,
         times=executed.times,
         payload_bytes=payload,
-        wire_bytes=round(payload * _wire_share(at, kind, size, grid)),
+        wire_bytes=round(payload * _wire_share(at, kind, size, len(chips))),
         group_size=size,
         axes=varying_axes(groups, grid),
         network="DCN" if any(len({grid.slices[i] for i in group}) > 1 for group in groups) else "ICI",
@@ -272,24 +290,6 @@ def _dcn_collective(executed: Executed, grid: Grid) -> Collective:
     )
 
 
-def _groups(at: Instruction, grid: Grid) -> list[list[int]]:
-    """Returns the groups of a collective, as positions of chips in the mesh; those of the first slice stand for all.
-
-    A program for several slices is that of one slice, whose chips it numbers in their order in the mesh.
-    """
-    own = _own_slice(grid)
-    groups = replica_groups.device_groups(at, len(own))
-    return [[own[i] for i in group] for group in groups] if _is_of_one_slice(groups, own) else groups
-
-
-def _own_slice(grid: Grid) -> list[int]:
-    return [chip for chip, slice_ in enumerate(grid.slices) if slice_ == grid.slices[0]]
-
-
-def _is_of_one_slice(groups: Sequence[Sequence[int]], own: Sequence[int]) -> bool:
-    return max(itertools.chain(*groups), default=0) < len(own)
-
-
 def _across_slices(grid: Grid) -> list[tuple[int, ...]]:
     """Returns the groups of chips at the same position of every slice."""
     by_slice: dict[int, list[int]] = {}
@@ -322,11 +322,9 @@ def _payload(executed: Executed, kind: str, size: int) -> tuple[Array, ...]:
     )
 
 
-def _wire_share(at: Instruction, kind: str, size: int, grid: Grid) -> float:
+def _wire_share(at: Instruction, kind: str, size: int, chips: int) -> float:
     if kind == "collective-permute":
-        pairs, own = replica_groups.pairs(at), _own_slice(grid)
-        chips = len(own) if _is_of_one_slice(pairs, own) else len(grid.slices)
-        return sum(a != b for a, b in pairs) / chips
+        return sum(a != b for a, b in replica_groups.pairs(at)) / chips
     return float(size > 1) if kind == "collective-broadcast" else _ring_share(kind, size)
 
 

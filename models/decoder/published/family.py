@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from core.checkpoints.safetensors_files import Stored, Tensor
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
-from models.decoder.config import DecoderConfig, LayerKind
+from models.decoder.config import DecoderConfig, LayerKind, period
 from models.decoder.experts import Experts, experts_of
 from models.decoder.layers import Attention
 from models.decoder.parts import Part
@@ -230,8 +230,7 @@ def shortest(parts: Sequence[Any]) -> Any:
 
 def repeated(parts: Sequence[Any]) -> Any:
     """Returns as `shortest`, but a pattern whose repetitions are complete: for layers with different parameters."""
-    count = len(parts)
-    length = next(n for n in range(1, count + 1) if count % n == 0 and list(parts) == list(parts[:n]) * (count // n))
+    length = period(list(parts))
     return tuple(parts[:length]) if length > 1 else parts[0]
 
 

@@ -55,6 +55,16 @@ def test_a_part_is_read_without_the_rest(part, reference, tensors):
     np.testing.assert_array_equal(found.astype(np.float32), reference[whole][part])
 
 
+def test_a_scale_of_255_is_not_a_number(tmp_path):
+    blocks, scales = np.full((1, 2, 2, 16), 0x20, np.uint8), np.array([[[127, 255], [126, 254]]], np.uint8)
+    save_file({"a_blocks": blocks, "a_scales": scales}, tmp_path / "model.safetensors")
+    tensor = mxfp4.dequantized(safetensors_files.tensors(paths.Path(tmp_path)))["a"]
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    first, second = tensor.reader([whole])(whole)[0, :, :].astype(np.float32).T  # rows of [C, R]
+    np.testing.assert_array_equal(first, np.r_[[0.0, 1.0] * 16, [np.nan] * 32].astype(np.float32))
+    np.testing.assert_array_equal(second, np.r_[[0.0, 0.5] * 16, [0.0, 2.0**127] * 16].astype(np.float32))
+
+
 def test_blocks_without_scales_or_of_another_shape_are_named():
     blocks = Tensor(paths.Path("f"), np.dtype(np.uint8), (2, 4, 3, 16), 0)
     scales = Tensor(paths.Path("f"), np.dtype(np.uint8), (2, 4, 3), 0)

@@ -192,6 +192,18 @@ def test_a_program_for_several_slices_numbers_the_chips_of_one():
     assert (gathered.axes, gathered.network, gathered.group_size) == (("fsdp",), "ICI", 2)
 
 
+def test_a_program_that_names_chips_of_several_slices_numbers_all():
+    """Its permutation among the first chips, and its sum over all, are then of the whole mesh."""
+    grid = traffic.Grid({"stage": 2, "fsdp": 4}, (0,) * 4 + (1,) * 4)
+    text = IN_EACH_SLICE.replace("{{0,2},{1,3}}", "{{0,4},{1,5},{2,6},{3,7}}").replace(
+        "ROOT %r", "%s = f32[8,128]{1,0} all-reduce(%b), channel_id=4, replica_groups={}, to_apply=%add\n  ROOT %r"
+    )
+    moved, _, summed, gathered = collectives(text, grid)
+    assert moved.wire_bytes == 8 * 128 * 4 * 2 // 8
+    assert (summed.axes, summed.network, summed.group_size) == (("stage", "fsdp"), "DCN", 8)
+    assert (gathered.axes, gathered.network) == (("stage",), "DCN")
+
+
 TO_HOST = """
 ENTRY %main (x: bf16[1,8,128], y: f32[8], i: s32[]) -> f32[8] {
   %x = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
