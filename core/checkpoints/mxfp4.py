@@ -2,9 +2,9 @@
 
     x[.., 32 i + j] = 2^(scales[.., i] - 127) E2M1(blocks[.., i, j / 2])          j of 32, two numbers in a byte
 
-OCP Microscaling Formats v1.0, section 5.4, by which a scale of 255 makes NaN of its numbers. Published folders have `NAME_blocks` [E, R, C / 32, 16] and `NAME_scales`
-[E, R, C / 32], both uint8, for the E transposed matrices [C, R] of `NAME`. A byte has the earlier number in its low
-bits. The numbers are exact in bfloat16, unless they are below its range.
+OCP Microscaling Formats v1.0, section 5.4; a scale of 255 stands for NaN. Published folders have `NAME_blocks`
+[E, R, C / 32, 16] and `NAME_scales` [E, R, C / 32], both uint8, for the E transposed matrices [C, R] of `NAME`. A byte
+has the earlier number in its low bits. The numbers are exact in bfloat16, unless they are below its range.
 
 E experts, R rows and C columns as stored.
 """
