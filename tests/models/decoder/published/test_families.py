@@ -61,9 +61,10 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     model, params, axes, reference = loaded(name)
     batch = batch_of(reference["input_ids"])
     logits = jax.jit(model.logits)(params, batch)
-    # transformers in float32 differs from its own float64 by 3e-7 to 2e-6 of the largest logit; by 2e-5 with 8 layers
-    # of which most have a delta rule, which normalizes short vectors.
-    amplified = max(float(reference["float32_error"]) / 2.5e-6, 1.0)
+    # transformers in float32 differs from its own float64 by 3e-7 to 2.5e-6 of the largest logit; by 4e-6 with a delta
+    # rule, which normalizes short vectors, and by 1.4e-5 with six such layers of eight.
+    amplified = max(float(reference["float32_error"]) / 2e-6, 1.0)
+    bound = max(2.5 * float(reference.get("float32_gradient_error", 0.0)), 2e-5)
     assert relative_error(logits, reference["logits"]) < 5e-6 * amplified
 
     def mean_loss(params):
@@ -84,7 +85,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     ours = dict(tensors)
     assert {f"grad/{tensor}" for tensor in ours} == {key for key in reference if key.startswith("grad/")}
     for tensor, gradient in ours.items():
-        assert relative_error(gradient, reference[f"grad/{tensor}"]) < 2e-5 * amplified, tensor
+        assert relative_error(gradient, reference[f"grad/{tensor}"]) < bound, tensor
 
 
 def test_packed_documents_of_gpt_oss_do_not_see_one_another():
