@@ -173,5 +173,5 @@ def test_wrong_settings_are_errors(change, says):
 
 
 def test_an_output_gate_needs_a_decoder_without_biases():
-    with pytest.raises(UserError, match=r"Attention.output_gate = True needs Transformer.bias = 'none', and it is 'qkv'"):
+    with pytest.raises(UserError, match=r"output_gate = True needs Transformer.bias = 'none', and it is 'qkv'"):
         dataclasses.replace(HYBRID, bias="qkv")
