@@ -18,6 +18,7 @@ import pytest
 
 from core import batches, logical
 from core.checkpoints import published
+from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch import environment, experiment, settings
 from models.decoder import transformer
@@ -321,6 +322,13 @@ def test_a_check_as_typed_says_what_the_same_one_says_beside_others(workspace, c
     """In a process of its own, started by launch/pod.sh; numbers are left out, as free memory varies."""
     typed, other = run(f"launch/run {shlex.join(check_of(RUNS[0]))}", workspace), checked[RUNS[0]][1]
     assert re.sub(r"[\d.]", "", typed) == re.sub(r"[\d.]", "", other)
+
+
+def test_gke_restarts_runs_after_the_exit_codes_that_a_restart_helps():
+    """xpk restarts after 127 to 255 by itself."""
+    (listed,) = re.findall(r"--restart-on-exit-codes (\S+)", (DOCS / "how-to" / "pods.md").read_text())
+    wanted = [code for code, end in exit_codes.ENDINGS.items() if end.restart and code < 127]
+    assert [int(code) for code in listed.split(",")] == wanted
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import json
 
 import pytest
 
@@ -73,7 +74,6 @@ def test_no_command_declares_a_shared_flag_itself():
 
 
 WRITES = {  # the file of each command, and a command line to which the flag and a file are added
-    ("jobset", "--out"): "jobset v4-8 gin/quickstart.gin --image i --run-dir gs://b/r",
     ("generate", "--out"): "generate no_such_model --prompt-ids 1",
     ("compiled_report", "--json"): "report v4-8 gin/quickstart.gin",
     ("session", "--json"): "plan v4-8 gin/quickstart.gin",
@@ -126,10 +126,11 @@ def test_a_file_that_exists_is_not_replaced_without_being_asked(command, flag, t
 
 
 def test_a_file_is_replaced_where_that_is_asked_for(tmp_path):
-    kept = tmp_path / "job.json"
+    kept = tmp_path / "found.json"
     kept.write_text("mine")
-    assert cli.main([*WRITES["jobset", "--out"].split(), "--out", str(kept), "--overwrite"]) == 0
-    assert "JobSet" in kept.read_text()
+    argv = ["check", "v4-8", "no_such.gin", "--json", str(kept), "--overwrite"]
+    assert cli.main(argv) == exit_codes.USER_ERROR
+    assert "configuration" in {check["name"] for check in json.loads(kept.read_text())}
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,6 @@ generate {run} --prompt x --slice v4-9
 cache-hidden-states {no}.gin --out {folder}/new
 cache-hidden-states {experiment} --out {locked}
 cache-hidden-states {experiment} --out {folder}/new --rows nosuch
-jobset v4-9 {experiment} --image I --run-dir gs://bucket/new --out {folder}/new
-jobset v4-8 {experiment} --image I --run-dir gs://bucket/new --out {no}
 pod v4-9 {experiment}
 pod v4-8 {no}.gin --simulate
 pod v4-8 {experiment} --simulate --run-dir {locked}
