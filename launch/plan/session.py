@@ -15,7 +15,7 @@ from core.files import paths
 from core.hosts import exit_codes
 from launch import flags, terminal
 from launch.config import loader
-from launch.plan import compiling, explain, generation_report, ranking, search, slice_ranking
+from launch.plan import compiling, explain, generation_report, ranking, search, slice_ranking, winner_bars
 from launch.plan.compiling import Job
 from launch.plan.search import Option, Question
 from parallel.planning import arithmetic, calibration, candidates, records, selection
@@ -304,6 +304,9 @@ def _finish(
     price = args.price[0] if args.price else None
     for line in ranking.outlook(question, rows[0], price=price, now=datetime.datetime.now()):
         terminal.say(f"  {line}")
+    if best.estimate is not None:
+        for line in winner_bars.lines(rows[0], best.estimate.hbm):
+            terminal.say(f"  {line}")
     for binding in best.bindings:
         print(f"  {binding}")
     for line in ranking.against_pipelines(best, options):
