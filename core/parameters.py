@@ -209,7 +209,7 @@ def lookup(tree: Any) -> Callable[[Sequence[Any]], Any]:
     return at
 
 
-def labelled(tree: Any) -> Callable[[Params], Any]:
+def labeled(tree: Any) -> Callable[[Params], Any]:
     """Returns a function that maps a tree of some parameters to the leaves of `tree` at their paths."""
     at = lookup(tree)
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: at(path), params)

@@ -54,9 +54,9 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
       eps: added to the variance.
     """
     wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    per_length = checkpoint_name(jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps), "norm")
-    return (centred * per_length * scale + bias).astype(x.dtype)
+    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    per_length = checkpoint_name(jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + eps), "norm")
+    return (centered * per_length * scale + bias).astype(x.dtype)
 
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {

@@ -69,6 +69,23 @@ FORBIDDEN = {
     r"|sub-?agents?|coding agents?)\b",
 }
 
+BRITISH = re.compile(  # within identifiers, too
+    r"(?i)(?<![a-z])(?:"
+    r"\w*(?:behavi|col|endeav|fav|flav|harb|hon|hum|lab|neighb|rum|vig)our\w*"
+    r"|(?:cent|fib|lit|lust|met|spect|theat)re[ds]?(?![a-z])"
+    r"|(?:apolog|author|capital|categor|character|custom|emphas|factor|final|general|hypothes|ideal|initial|item|linear"
+    r"|local|maxim|memor|minim|modern|neutral|normal|optim|organ|parallel|penal|priorit|quant|random|real|recogn"
+    r"|regular|(?:re)?material|serial|special|stabil|standard|summar|symbol|synchron|token|util|vector|visual)"
+    r"is(?:e|ed|er|ers|es|ing|able)(?![a-z])"
+    r"|\w{3,}isations?(?![a-z])|(?:ana|cata|para)lys(?:e|ed|ing)(?![a-z])"
+    r"|\w*(?:cancel|channel|dial|equal|fuel|initial|label|level|marshal|model|panel|quarrel|signal|spiral|total|travel"
+    r"|trial|tunnel)l(?:ed|er|ers|ing)(?![a-z])"
+    r"|(?:ageing|aluminium|amongst|analogue|artefact|burnt|catalogue|cheque|cosy|defence|dialogue|dreamt|enrol|fulfil"
+    r"|grey|instalment|judgement|kerb|learnt|licence|maths|misspelt|mould|offence|plough|practise|programme|sceptic"
+    r"|skilful|spelt|storey|tyre|whilst)(?:s|d|ed|ment|al)?(?![a-z]))"
+)
+AS_OTHERS_WRITE = {"core/library_errors.py": {"CANCELLED"}, "tests/tasks/text/test_seqio_pipeline.py": {"cancelled"}}
+
 
 def ignored_patterns():
     lines = (ROOT / ".gitignore").read_text().splitlines()
@@ -421,4 +438,34 @@ def test_no_file_contains(what):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if pattern.search(line):
                 found.append(f"{name(path)}:{number}: {line.strip()[:100]}")
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("text", "british"),
+    [
+        ("a colour, normalised", ["colour", "normalised"]),
+        ("labelled_rows, a Travelling", ["labelled", "Travelling"]),
+        ("tokenisation in grey", ["tokenisation", "grey"]),
+        (
+            "raise otherwise; four hours of noise; a precise exercise, supervised; analyses; programmer; centered",
+            [],
+        ),
+        ("initialize, optimizer, behavior, canceled, gray, license, catalog, fulfill, labeled, meter, fibers", []),
+    ],
+)
+def test_british_words_are_found(text, british):
+    assert BRITISH.findall(text) == british
+
+
+def test_spelling_is_american():
+    """Names of other libraries and texts of tests that are data are as they are."""
+    found = []
+    for path in FILES:
+        is_data = path.suffix in (".jsonl", ".bin", ".npz", ".png", ".safetensors", ".xz") or "fixtures" in path.parts
+        if is_data or path == pathlib.Path(__file__).resolve():
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            words = set(BRITISH.findall(line)) - AS_OTHERS_WRITE.get(name(path), set())
+            found += [f"{name(path)}:{number}: {word}" for word in words]
     assert not found

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from launch import environment, experiment, settings
 from models.decoder import transformer
 from models.decoder.published import families, family_tensors
 from tasks import streams
-from tests.lab import golden, reference
+from tests.lab import golden, recording, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -39,9 +40,9 @@ GUIDES = sorted((DOCS / "how-to").glob("*.md"))
 STUDIES = sorted((DOCS / "results").glob("*.md"))
 
 
-def commands(pages=TUTORIALS):
-    """Each line of each block without a language, once: continued lines joined, comments dropped."""
-    bodies = [body for page in pages for kind, body in BLOCK.findall(page.read_text()) if kind == ""]
+def commands(pages=TUTORIALS, kinds=("",)):
+    """Each line of each block of these languages, once: continued lines joined, comments dropped."""
+    bodies = [body for page in pages for kind, body in BLOCK.findall(page.read_text()) if kind in kinds]
     lines = "\n".join(bodies).replace("\\\n", " ").splitlines()
     found = [
         shlex.join(shlex.split(line, comments=True)) if "&&" not in line else line for line in lines if line.strip()
@@ -338,12 +339,39 @@ def test_gcloud_commands_are_printed(command, workspace):
     assert "gcloud compute tpus" in run(re.sub(r"[\[\]]", "", command) + " --dry-run", workspace)
 
 
+# Commands of README.md and of tutorials that no test types, and why.
+NOT_TYPED = {
+    ".venv/bin/hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2": "downloads 260 MB; the tests have "
+    "a small random model in this folder",
+}
+LAST_LINES = {  # as the pages say
+    "launch/run report v4-16 gin/quickstart.gin --compile": "compiler warnings: none",
+    "launch/run check v4-16 gin/quickstart.gin": "READY",
+}
+
+
 @pytest.mark.slow
 def test_every_command_as_typed(workspace):
-    """README's, then those of each tutorial, in a copy of the workspace; without those for gcloud."""
-    for command in commands():
-        if REMOTE not in command:
-            run(command, workspace)
+    """README's commands and Python, then the commands of each tutorial, in a copy of the workspace."""
+    typed = commands(kinds=("", "bash"))
+    assert set(NOT_TYPED) | set(LAST_LINES) <= set(typed)
+    (python,) = [body for kind, body in BLOCK.findall((ROOT / "README.md").read_text()) if kind == "python"]
+    for command in [*typed, shlex.join([".venv/bin/python", "-c", python])]:
+        if command in NOT_TYPED:
+            continue
+        began = time.perf_counter()
+        said = run(command, workspace)
+        print(f"{time.perf_counter() - began:6.0f} s  {command.splitlines()[0]}")
+        assert said.splitlines()[-1] == LAST_LINES.get(command, said.splitlines()[-1]), command
+
+
+def test_blocks_of_tutorials_that_no_command_is_in_are_excerpts_and_output():
+    blocks = {page: BLOCK.findall(page.read_text()) for page in TUTORIALS}
+    assert {kind for found in blocks.values() for kind, _ in found} == {"", "bash", "python", "gin", "text"}
+    excerpts = [body for found in blocks.values() for kind, body in found if kind == "gin"]
+    lines = (ROOT / "tests" / "outside" / "gpt.gin").read_text().splitlines()
+    assert excerpts
+    assert all(line in lines for body in excerpts for line in body.splitlines())
 
 
 def test_no_two_commands_of_the_pages_share_a_default_run_directory():
@@ -374,6 +402,21 @@ def prose(page):
 def test_readme_has_at_most_700_words_and_a_guide_500():
     assert len((ROOT / "README.md").read_text().split()) <= 700
     assert not {page.name: n for page in GUIDES if (n := len(page.read_text().split())) > 500}
+
+
+def test_every_picture_is_shown_with_a_caption_and_the_command_that_makes_it():
+    """The three badges need none."""
+    shown, without = set(), []
+    for page in PAGES:
+        for alt, target, after in re.findall(r"!\[([^]]*)\]\(([^)]+)\)(?:\n\n(\*.*\*)\n)?", page.read_text()):
+            picture = (page.parent / target).resolve()
+            shown.add(picture)
+            if picture.stem not in recording.BADGES and not (
+                alt and re.search(r"`(launch/run|tests/run\.sh lab) [^`]+`", after)
+            ):
+                without.append((page.name, target))
+    assert not without
+    assert shown == set((DOCS / "pictures").iterdir())
 
 
 GENERATED = "<!-- Made by"

@@ -87,7 +87,7 @@ class Optimizer:
 
     def trained(self, params: Params) -> Any:
         """Returns a tree of booleans: whether each parameter is trained."""
-        return parameters.labelled(trained_of(self._specs))(params)
+        return parameters.labeled(trained_of(self._specs))(params)
 
     @property
     def _specs(self) -> Specs:
@@ -239,7 +239,7 @@ def _shared(
             chain = optax.chain(
                 optax.clip_by_global_norm(clip_norm) if clip_norm is not None else optax.identity(),
                 rule(specs),
-                optax.add_decayed_weights(weight_decay, mask=parameters.labelled(_decayed(specs, no_decay))),
+                optax.add_decayed_weights(weight_decay, mask=parameters.labeled(_decayed(specs, no_decay))),
                 optax.scale_by_learning_rate(learning_rate),
             )
             return only_trainable(chain, specs)
@@ -269,7 +269,7 @@ def only_trainable(rule: optax.GradientTransformation, specs: Specs) -> optax.Gr
     labels = jax.tree.map(lambda spec: "trained" if spec.trainable else "frozen", specs)
     if "frozen" not in jax.tree.leaves(labels):
         return rule
-    return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, parameters.labelled(labels))
+    return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, parameters.labeled(labels))
 
 
 def from_optax(

@@ -112,7 +112,7 @@ def muon(
                 "matrix": parameters.by_layer(of_layer, specs, in_turn=True),
                 "other": optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
             },
-            parameters.labelled(labels),
+            parameters.labeled(labels),
         )
 
     return rule
@@ -184,7 +184,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
     def complete(specs: Specs) -> optax.GradientTransformationExtraArgs:
         rule = optax.with_extra_args_support(optimizer.rule(specs))
-        left_out = parameters.labelled(
+        left_out = parameters.labeled(
             jax.tree.map(lambda spec: not spec.trainable or spec.kind in optimizer.live, specs)
         )
 
@@ -253,7 +253,7 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
             )
         others = {module: {n: s for n, s in leaves.items() if not is_table(s)} for module, leaves in specs.items()}
         rules = {"table": _by_sign(learning_rate, weight_decay), "dense": dense.rule(others)}
-        return optax.partition(rules, parameters.labelled(labels))
+        return optax.partition(rules, parameters.labeled(labels))
 
     return dataclasses.replace(dense, rule=split, live=(*dense.live, "table"))
 

@@ -22,8 +22,8 @@ from core.training import trainer
 from core.training.profiling import PROFILES, SUFFIX
 
 _CHIP = re.compile(r"^/device:(TPU|GPU):\d+$")
-_CONTAINERS = ("while", "conditional", "call")  # the operations inside them have their own events
-_COLLECTIVES = re.compile(r"^(all-|reduce-scatter|ragged-all-|collective-|async-collective|(send|recv)\b)")
+CONTAINERS = ("while", "conditional", "call")  # the operations inside them have their own events
+COLLECTIVES = re.compile(r"^(all-|reduce-scatter|ragged-all-|collective-|async-collective|(send|recv)\b)")
 _NAME = re.compile(r"%?([\w-]+)")
 
 
@@ -119,7 +119,7 @@ def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
     planes = list(jax.profiler.ProfileData.from_serialized_xspace(serialized).planes)
     chips = [plane for plane in planes if _CHIP.match(plane.name)]
     hosts = [plane for plane in planes if plane.name == "/host:CPU"]
-    began = _began(planes)
+    trace_began = began(planes)
     annotated = _annotated(hosts)
     found = _steps_of_chips(chips[:1]) or _steps_of_the_loop(annotated)
     spans = {step: span for step, span in found.items() if step >= first_step}
@@ -140,7 +140,7 @@ def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
         process=int(process[1]) if process else 0,
         chips=len(chips) or len({device for _, _, device in run}),
         from_chips=bool(chips),
-        starts={step: began + start / 1e9 for step, start in sorted(starts.items())},
+        starts={step: trace_began + start / 1e9 for step, start in sorted(starts.items())},
         input_wait_seconds=per_step(trainer.INPUT),
         hooks_seconds=per_step(trainer.HOOKS),
         operations=_summed(run),
@@ -177,10 +177,16 @@ def merged_operations(hosts: Sequence[HostProfile]) -> list[Operation]:
     return sorted(by_name.values(), key=lambda row: -row.seconds)
 
 
-def _began(planes: Sequence[Any]) -> float:
+def began(planes: Sequence[Any]) -> float:
     """Returns when the trace began, in seconds since 1970; 0 if not recorded."""
     stats = {key: value for plane in planes if plane.name == "Task Environment" for key, value in plane.stats}
     return stats.get("profile_start_time", 0) / 1e9
+
+
+def base_name(text: str) -> str:
+    """Returns the name of an operation without its number, such as all-gather for `%all-gather.7 = …`."""
+    found = _NAME.match(text)
+    return found[1] if found else text
 
 
 def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
@@ -231,14 +237,13 @@ def _run_by_cpu_devices(hosts: Sequence[Any]) -> Iterator[tuple[str, float, str]
 
 
 def _summed(run: Sequence[tuple[str, float, str]]) -> list[Operation]:
-    """Sums operations by name without number: `%all-gather.7 = …` and `all-gather.8` are both all-gather."""
+    """Sums operations by their base name."""
     seconds: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     for text, nanoseconds, _ in run:
-        found = _NAME.match(text)
-        name = found[1] if found else text
-        if name not in _CONTAINERS:
+        name = base_name(text)
+        if name not in CONTAINERS:
             seconds[name] += nanoseconds / 1e9
             counts[name] += 1
-    rows = [Operation(name, total, counts[name], bool(_COLLECTIVES.match(name))) for name, total in seconds.items()]
+    rows = [Operation(name, total, counts[name], bool(COLLECTIVES.match(name))) for name, total in seconds.items()]
     return sorted(rows, key=lambda row: -row.seconds)

@@ -56,8 +56,8 @@ class Configuration:
         defined, unclear = self.macros.keys(), reader.unclear
         self.known = {*declared, *(read & defined), *((read | defined) & unclear)}
         others = [b for b in self.bindings if not b.is_macro]
-        misspelt = [b.name for b in others if b.target is None or _is_no_parameter(b)]
-        self._doubtful = [*names.unresolved, *((read | defined) - self.known), *misspelt, *unclear]
+        misspelled = [b.name for b in others if b.target is None or _is_no_parameter(b)]
+        self._doubtful = [*names.unresolved, *((read | defined) - self.known), *misspelled, *unclear]
         self._by_node = _grouped(self.final, _node)
 
     @property

@@ -127,7 +127,7 @@ class Scores(NamedTuple):
     halt_loss: jax.Array
     accuracy: jax.Array
     right: jax.Array
-    labelled: jax.Array
+    labeled: jax.Array
 
 
 def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:

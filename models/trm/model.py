@@ -72,7 +72,7 @@ class TRM(Config):
         exploration = p.at(carry.trained) if isinstance(p, Linear) else p
         halted = halting.halts(outputs.q_halt, steps, rng, rows, most=self.halt_max_steps, exploration=exploration)
         scores = self._score(outputs, carry.data["labels"])
-        out = halting.sums(scores, outputs.q_halt, steps, rows=jnp.ones_like(halted), counted=halted & scores.labelled)
+        out = halting.sums(scores, outputs.q_halt, steps, rows=jnp.ones_like(halted), counted=halted & scores.labeled)
         extras = {"puzzle_table": carry.data["puzzle_ids"]} if self.puzzle_width else {}
         carry = Carry(jax.lax.stop_gradient(states), steps, halted, carry.data, carry.trained + 1)
         return carry, out._replace(extras=extras)
@@ -90,13 +90,13 @@ class TRM(Config):
         def step(states: States, _: None) -> tuple[States, jax.Array]:
             states = self._recur(w, states, x)
             scores = self._score(self._heads(w, states), batch["labels"])
-            return states, jnp.sum(scores.right & scores.labelled, dtype=jnp.float32)
+            return states, jnp.sum(scores.right & scores.labeled, dtype=jnp.float32)
 
         states, right = jax.lax.scan(step, self._fresh(w, batch), length=self.halt_max_steps)
         outputs = self._heads(w, states)
         scores = self._score(outputs, batch["labels"])
         steps = jnp.full_like(batch["puzzle_ids"], self.halt_max_steps)
-        out = halting.sums(scores, outputs.q_halt, steps, rows=scores.labelled, counted=scores.labelled)
+        out = halting.sums(scores, outputs.q_halt, steps, rows=scores.labeled, counted=scores.labeled)
         by_step = {
             f"exact_accuracy_step_{i + 1:02d}": out.metrics["exact_accuracy"]._replace(total=right[i])
             for i in range(self.halt_max_steps)

@@ -110,9 +110,9 @@ def normalized(z: jax.Array, norm: Norm) -> jax.Array:
 
 
 def _standard(z: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    centred = z - jnp.mean(z, axis=-1, keepdims=True)
-    per_length = jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps)
-    return centred * per_length, per_length
+    centered = z - jnp.mean(z, axis=-1, keepdims=True)
+    per_length = jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + eps)
+    return centered * per_length, per_length
 
 
 def _output_gradient(z: jax.Array, target: jax.Array, norm: Norm) -> jax.Array:

@@ -253,8 +253,8 @@ def soft_bias(scores: jax.Array, number: int, temperature: jax.Array) -> jax.Arr
 
 def standardized(x: jax.Array) -> jax.Array:
     """Subtracts the mean of each row [B, N] and divides by its standard deviation."""
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + _EPS)
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    return centered * jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + _EPS)
 
 
 def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
@@ -264,13 +264,13 @@ def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
     row, column and distance from the center. Edges of the image repeat the pixels at its border.
     """
     pixels = images.astype(jnp.float32) / 255
-    grey = pixels @ jnp.asarray([0.299, 0.587, 0.114])
-    padded = jnp.pad(grey, ((0, 0), (1, 1), (1, 1)), mode="edge")
-    h, w = grey.shape[1:]
+    gray = pixels @ jnp.asarray([0.299, 0.587, 0.114])
+    padded = jnp.pad(gray, ((0, 0), (1, 1), (1, 1)), mode="edge")
+    h, w = gray.shape[1:]
 
     def filtered(kernel: np.ndarray) -> jax.Array:
         shifted = [(padded[:, r : r + h, c : c + w], kernel[r, c]) for r in range(3) for c in range(3)]
-        return sum((float(weight) * part for part, weight in shifted if weight), jnp.zeros_like(grey))
+        return sum((float(weight) * part for part, weight in shifted if weight), jnp.zeros_like(gray))
 
     across, down = filtered(_SOBEL), filtered(_SOBEL.T)
     magnitude = jnp.sqrt(across**2 + down**2 + _EPS)

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.schedules import SCOPES, Schedule
-from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take_tree
+from parallel.pipeline.stage import STAGE, Stage, Traveling, Turn, put_if, take_tree
 
 
-def forward(schedule: Schedule, stage: Stage, ys: Travelling) -> tuple[Travelling, Any]:
+def forward(schedule: Schedule, stage: Stage, ys: Traveling) -> tuple[Traveling, Any]:
     """Runs every microbatch through every layer.
 
     Args:
@@ -39,13 +39,13 @@ def forward(schedule: Schedule, stage: Stage, ys: Travelling) -> tuple[Travellin
     first = jax.tree.map(lambda a: a[0], ys.x)
     one_stage.check_microbatch(stage, first)
 
-    def work(kept: Any, at: Turn, y: Travelling) -> tuple[Travelling, Any]:
+    def work(kept: Any, at: Turn, y: Traveling) -> tuple[Traveling, Any]:
         return one_stage.forward(stage, at, y, kept, at.order)
 
     return _sweep(schedule, stage, work, ys, one_stage.empty_saved(stage, first, places=schedule.turns), toward=1)
 
 
-def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Travelling) -> tuple[Travelling, Any]:
+def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Traveling) -> tuple[Traveling, Any]:
     """Runs the gradient of every microbatch back through every layer.
 
     Args:
@@ -59,7 +59,7 @@ def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Travelling) -> tu
       k trees, leaves [R, ...].
     """
 
-    def work(grads: Any, at: Turn, dy: Travelling) -> tuple[Travelling, Any]:
+    def work(grads: Any, at: Turn, dy: Traveling) -> tuple[Traveling, Any]:
         return one_stage.backward(stage, at, kept, at.order, dy, grads)
 
     dxs, grads = _sweep(schedule, stage, work, dys, one_stage.zero_grads(stage), toward=-1)
@@ -67,8 +67,8 @@ def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Travelling) -> tu
 
 
 def _sweep(
-    schedule: Schedule, stage: Stage, work: Callable[..., tuple], queue: Travelling, state: Any, *, toward: int
-) -> tuple[Travelling, Any]:
+    schedule: Schedule, stage: Stage, work: Callable[..., tuple], queue: Traveling, state: Any, *, toward: int
+) -> tuple[Traveling, Any]:
     stages, index = jax.lax.axis_size(STAGE), jax.lax.axis_index(STAGE)
     first = 0 if toward == 1 else stages - 1  # of rank 0
     rank = abs(index - first)

@@ -31,7 +31,7 @@ from parallel.derivative_rules import Trained
 from parallel.pipeline import stage as one_stage
 from parallel.pipeline.region import over_stages
 from parallel.pipeline.schedules import SCOPES, OneFOneB, Phase
-from parallel.pipeline.stage import STAGE, Stage, Travelling, Turn, put_if, take, take_tree
+from parallel.pipeline.stage import STAGE, Stage, Traveling, Turn, put_if, take, take_tree
 
 _BY_STAGE = P(STAGE)
 
@@ -50,8 +50,8 @@ class Flow(NamedTuple):
       grads: gradients of the stage's parameters, summed so far.
     """
 
-    arrived: Travelling
-    returned: Travelling
+    arrived: Traveling
+    returned: Traveling
     queue: Stream
     saved: Any
     deferred: Any
@@ -145,10 +145,10 @@ class OnePass(NamedTuple):
                 flow = self._on_stages(_weights, t, flow=flow)
         return flow, sums
 
-    def _run_tail(self, left: Travelling, side: Side, sums: Sums) -> tuple[Travelling, Sums]:
+    def _run_tail(self, left: Traveling, side: Side, sums: Sums) -> tuple[Traveling, Sums]:
         """Returns the gradient of the loss sum by what leaves the last layer, and the updated sums."""
 
-        def loss_sum(params: Any, left: Travelling) -> tuple[jax.Array, Any]:
+        def loss_sum(params: Any, left: Traveling) -> tuple[jax.Array, Any]:
             out = self.tail.fn(params, left.x, side, left.sums)
             return out.loss_sum, out
 
@@ -181,25 +181,25 @@ def _start(schedule: OneFOneB, stage: Stage, _: None, xs: Stream) -> Flow:
     first = jax.tree.map(lambda a: a[0], xs)
     one_stage.check_microbatch(stage, first)
     saved = one_stage.empty_saved(stage, first, places=schedule.kept(jax.lax.axis_size(STAGE)))
-    nothing = Travelling(jax.tree.map(lambda a: jnp.zeros_like(a[0]), xs), stage.fn.zero_sums())
+    nothing = Traveling(jax.tree.map(lambda a: jnp.zeros_like(a[0]), xs), stage.fn.zero_sums())
     deferred = one_stage.empty_deferred(stage, first)
     return _over_stages(Flow(nothing, nothing, xs, saved, deferred, one_stage.zero_grads(stage)))
 
 
 def _forward(
     schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, *, leaves: bool
-) -> tuple[Flow, Travelling | None]:
+) -> tuple[Flow, Traveling | None]:
     """Runs one microbatch forward; if it leaves the last layer, returns its output on every stage as well."""
     at = _turn(schedule, t - _index())
     is_first = (_index() == 0) & (at.repeat == 0)
-    start = Travelling(take_tree(flow.queue, at.microbatch), stage.fn.zero_sums())
+    start = Traveling(take_tree(flow.queue, at.microbatch), stage.fn.zero_sums())
     y = _where(is_first, start, flow.arrived)
     y, saved = one_stage.forward(stage, at, stage.input(at, y), flow.saved, _place(schedule, at))
     left = one_stage.broadcast(stage, y, source=_last()) if leaves else None
     return _over_stages(flow._replace(arrived=one_stage.send(stage, y, toward=1), saved=saved)), left
 
 
-def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft: Travelling | None) -> Flow:
+def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft: Traveling | None) -> Flow:
     """Runs one microbatch backward, from the gradient of the last stage's output at this tick, if there is one."""
     number = t - schedule.starts(_last() + 1)["B"] - (_last() - _index())
     at = _turn(schedule, number, is_backward=True)

@@ -12,7 +12,7 @@ from parallel.derivative_rules import Trained
 from parallel.pipeline import gpipe, layer_order, one_f_one_b
 from parallel.pipeline.region import Region, merge_rows, over_stages, split_rows
 from parallel.pipeline.schedules import OneFOneB, Schedule
-from parallel.pipeline.stage import STAGE, Stage, Travelling
+from parallel.pipeline.stage import STAGE, Stage, Traveling
 
 
 class Passes:
@@ -32,7 +32,7 @@ class Passes:
 
     def forward(
         self, params: Any, x: Stream, fixed: Layer, side: Side, trained: Trained | None
-    ) -> tuple[Travelling, Any, Any]:
+    ) -> tuple[Traveling, Any, Any]:
         """Runs the layers forward.
 
         Args:
@@ -48,7 +48,7 @@ class Passes:
         """
         rows = self._at.by_rows
 
-        def local(params: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Travelling, Any, Any]:
+        def local(params: Any, fixed: Layer, x: Stream, side: Side) -> tuple[Traveling, Any, Any]:
             gathered = self._gather(params)
             specs = (P(STAGE), P(STAGE), P(), P())
             run = over_stages(
@@ -56,14 +56,14 @@ class Passes:
             )
             y, kept = run(gathered, fixed, self._start(x), self._split(side))
             sums = jax.tree.map(lambda a: self._at.sum(jnp.sum(a, axis=0)), y.sums)
-            return Travelling(_merge(y.x), sums), gathered, jax.tree.map(lambda a: a[None], kept)
+            return Traveling(_merge(y.x), sums), gathered, jax.tree.map(lambda a: a[None], kept)
 
         fixed = layer_order.by_stages(fixed, **self._ordered)
-        specs, out_specs = (self._at.stored, P(), rows, rows), (Travelling(rows, P()), P(), rows)
+        specs, out_specs = (self._at.stored, P(), rows, rows), (Traveling(rows, P()), P(), rows)
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, fixed, x, side)
 
     def backward(
-        self, gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling, trained: Trained
+        self, gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Traveling, trained: Trained
     ) -> tuple[list, Stream]:
         """Runs the layers backward.
 
@@ -77,16 +77,16 @@ class Passes:
         """
         rows = self._at.by_rows
 
-        def local(gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Travelling) -> tuple[Any, Stream]:
+        def local(gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Traveling) -> tuple[Any, Stream]:
             specs = (P(STAGE), P(STAGE), P(STAGE), P(), P())
             back = functools.partial(self._backward, trained=trained)
             run = over_stages(back, in_specs=specs, out_specs=(P(), P(STAGE)))
-            sides, dys = self._split(side), Travelling(self._split(dy.x), self._of_each(dy.sums))
+            sides, dys = self._split(side), Traveling(self._split(dy.x), self._of_each(dy.sums))
             dx, grads = run(gathered, fixed, jax.tree.map(lambda a: a[0], kept), sides, dys)
             return self._reduce(grads, trained), _merge(dx)
 
         fixed = layer_order.by_stages(fixed, **self._ordered)
-        specs, out_specs = (P(), P(), rows, rows, Travelling(rows, P())), (trained.pick(self._at.stored), rows)
+        specs, out_specs = (P(), P(), rows, rows, Traveling(rows, P())), (trained.pick(self._at.stored), rows)
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, fixed, kept, side, dy)
 
     def loss_and_gradients(
@@ -130,13 +130,13 @@ class Passes:
         return self._at.reduce(grads, trained, then=functools.partial(layer_order.to_model, **self._ordered))
 
     def _forward(
-        self, gathered: Any, fixed: Layer, ys: Travelling, sides: Side, *, trained: Trained | None
-    ) -> tuple[Travelling, Any]:
+        self, gathered: Any, fixed: Layer, ys: Traveling, sides: Side, *, trained: Trained | None
+    ) -> tuple[Traveling, Any]:
         y, kept = gpipe.forward(self.schedule, self._stage(gathered, fixed, sides, trained), ys)
         return y, jax.tree.map(lambda a: a[None], kept)  # stages
 
     def _backward(
-        self, gathered: Any, fixed: Layer, kept: Any, sides: Side, dys: Travelling, *, trained: Trained
+        self, gathered: Any, fixed: Layer, kept: Any, sides: Side, dys: Traveling, *, trained: Trained
     ) -> tuple[Stream, Any]:
         stage = self._stage(gathered, fixed, sides, trained)
         dxs, grads = gpipe.backward(self.schedule, stage, jax.tree.map(lambda a: a[0], kept), dys)
@@ -148,8 +148,8 @@ class Passes:
             self._fn, fixed._replace(params=gathered), sides, depth, self.schedule, trained, self._at.spans_slices
         )
 
-    def _start(self, x: Stream) -> Travelling:
-        return Travelling(self._split(x), self._of_each(self._fn.zero_sums()))
+    def _start(self, x: Stream) -> Traveling:
+        return Traveling(self._split(x), self._of_each(self._fn.zero_sums()))
 
     def _split(self, tree: Any) -> Any:
         return jax.tree.map(lambda a: split_rows(a, self.schedule.num_microbatches), tree)

@@ -21,7 +21,7 @@ from parallel import derivative_rules
 from parallel.pipeline import region
 from parallel.pipeline.passes import Passes
 from parallel.pipeline.schedules import OneFOneB, Schedule
-from parallel.pipeline.stage import Travelling
+from parallel.pipeline.stage import Traveling
 
 
 def runner(
@@ -106,7 +106,7 @@ def _two_passes(passes: Passes) -> Any:
 
     def backward(saved: tuple, dy: Any) -> tuple:
         gathered, fixed, kept, side, trained = saved
-        dy = Travelling(*jax.tree.map(derivative_rules.dense, dy))
+        dy = Traveling(*jax.tree.map(derivative_rules.dense, dy))
         grads, dx = passes.backward(gathered, fixed, kept, side, dy, trained)
         return trained.fill(grads), dx, None, None
 

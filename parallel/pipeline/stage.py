@@ -77,7 +77,7 @@ def turn(schedule: Schedule, number: jax.Array, *, stages: int, is_backward: boo
     return Turn(microbatch, repeat, order, valid, valid & (microbatch == 0), valid & (rest % group == 0))
 
 
-class Travelling(NamedTuple):
+class Traveling(NamedTuple):
     """The arrays that a microbatch carries from stage to stage; in the backward pass their gradients.
 
     Attributes:
@@ -212,7 +212,7 @@ def check_microbatch(stage: Stage, x: Stream) -> None:
         )
 
 
-def forward(stage: Stage, at: Turn, y: Travelling, kept: Any, place: jax.Array) -> tuple[Travelling, Any]:
+def forward(stage: Stage, at: Turn, y: Traveling, kept: Any, place: jax.Array) -> tuple[Traveling, Any]:
     """Runs the layers of this turn.
 
     Args:
@@ -234,8 +234,8 @@ def forward(stage: Stage, at: Turn, y: Travelling, kept: Any, place: jax.Array) 
 
 
 def _run(
-    stage: Stage, at: Turn, y: Travelling, saving: Residuals | None, kept: Any, place: jax.Array
-) -> tuple[Travelling, Any]:
+    stage: Stage, at: Turn, y: Traveling, saving: Residuals | None, kept: Any, place: jax.Array
+) -> tuple[Traveling, Any]:
     side = stage.side(at)
 
     def run(kind: Kind, layer: Layer, x: Stream) -> tuple[Stream, Any, Any]:
@@ -244,18 +244,18 @@ def _run(
         x, out = stage.fn(layer, x, side, kind)
         return x, out.summed, ()
 
-    def one(carry: tuple[Travelling, Any], i: jax.Array) -> tuple[tuple[Travelling, Any], None]:
+    def one(carry: tuple[Traveling, Any], i: jax.Array) -> tuple[tuple[Traveling, Any], None]:
         y, kept = carry
         x, new, saved = _switch(stage, at, i, tuple(dict.fromkeys(stage.fn.kinds)), run, stage.layer(at, i), y.x)
-        after = Travelling(x, jax.tree.map(jnp.add, y.sums, new))
+        after = Traveling(x, jax.tree.map(jnp.add, y.sums, new))
         return (_if(stage.real(at, i), after, y), put_tree(kept, saved, i, place)), None
 
     return jax.lax.scan(one, (y, kept), jnp.arange(stage.depth))[0]
 
 
 def backward(
-    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Travelling, grads: Grads
-) -> tuple[Travelling, Grads]:
+    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Traveling, grads: Grads
+) -> tuple[Traveling, Grads]:
     """Runs the backward pass of the layers of this turn.
 
     Args:
@@ -271,11 +271,11 @@ def backward(
     """
     saving, side = stage.residuals(dy.x), stage.side(at)
     if stage.schedule.save == "stage":  # the layers run again first, and save in place 0 what `remat` names
-        start = Travelling(take_tree(kept, 0, place), stage.fn.zero_sums())
+        start = Traveling(take_tree(kept, 0, place), stage.fn.zero_sums())
         place = jnp.zeros_like(place)
         kept = _run(stage, at, start, saving, _allocate(stage, saving.shapes, stage.depth, 2), place)[1]
 
-    def run(kind: Kind, layer: Layer, saved: Any, dy: Travelling) -> tuple[Any, Stream]:
+    def run(kind: Kind, layer: Layer, saved: Any, dy: Traveling) -> tuple[Any, Stream]:
         return saving.backward(kind, layer, saved, side, tuple(dy))
 
     for i in reversed(range(stage.depth)):
@@ -296,8 +296,8 @@ def empty_deferred(stage: Stage, x: Stream) -> Any:
 
 
 def backward_of_inputs(
-    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Travelling, grads: Grads, waiting: Any, to: jax.Array
-) -> tuple[Travelling, Grads, Any]:
+    stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Traveling, grads: Grads, waiting: Any, to: jax.Array
+) -> tuple[Traveling, Grads, Any]:
     """Runs the backward pass of the layers of this turn without the gradients of matrices.
 
     Args:
@@ -310,7 +310,7 @@ def backward_of_inputs(
     """
     split, side = stage.deferred(dy.x), stage.side(at)
 
-    def run(kind: Kind, layer: Layer, saved: Any, dy: Travelling) -> tuple[list, Stream, Any]:
+    def run(kind: Kind, layer: Layer, saved: Any, dy: Traveling) -> tuple[list, Stream, Any]:
         return split.first(kind, layer, saved, side, tuple(dy))
 
     for i in reversed(range(stage.depth)):

@@ -127,7 +127,7 @@ def zeros(shape, dtype):
     return jnp.zeros(shape, dtype)
 
 
-def initialise(function):
+def initialize(function):
     return lambda rng: hk.transform(function).init(rng)
 
 
@@ -141,7 +141,7 @@ class Dense(hk.Module):
 
 
 def test_axes_are_recorded_at_every_trace_and_equal_the_shapes():
-    init = initialise(lambda: Dense(name="ffn")())
+    init = initialize(lambda: Dense(name="ffn")())
     for _ in range(2):  # a cached trace would record nothing the second time
         shapes, specs = logical.abstract_init(init, KEY)
         assert {k: v.shape for k, v in shapes["ffn"].items()} == {"w": (3, 5), "b": (5,)}
@@ -161,7 +161,7 @@ def test_a_parameter_is_stored_wide_and_computed_narrow():
 @pytest.mark.covers("M05")
 def test_parameters_are_refused_by_name():
     def of(shape, axes):
-        return initialise(lambda: logical.param("w", shape, axes, zeros))
+        return initialize(lambda: logical.param("w", shape, axes, zeros))
 
     with pytest.raises(ValueError, match=r"parameter ~/w: unknown logical axis 'head'; did you mean heads\?"):
         logical.abstract_init(of((2,), ("head",)), KEY)
@@ -175,13 +175,13 @@ def test_parameters_are_refused_by_name():
     with pytest.raises(
         ValueError, match=r"named axes: head/b \[4\], head/w \[3, 4\]; make them with logical.param"
     ) as error:
-        logical.abstract_init(initialise(unnamed), KEY)
+        logical.abstract_init(initialize(unnamed), KEY)
     assert "named [2]" not in str(error.value)
 
 
 def test_a_model_freezes_parameters_and_stores_them_narrow():
     def init(rng):
-        return logical.frozen(initialise(lambda: Dense(name="ffn")())(rng), ["ffn/w"], "bfloat16")
+        return logical.frozen(initialize(lambda: Dense(name="ffn")())(rng), ["ffn/w"], "bfloat16")
 
     shapes, specs = logical.abstract_init(init, KEY)
     assert specs["ffn"]["w"] == ParamSpec(("embed", "mlp"), "matrix", trainable=False, dtype="bfloat16")

@@ -1,20 +1,23 @@
-"""`tests/run.sh lab pictures`: draws pictures of docs/: those that need no run, and with --run the scalars of a run."""
+"""`tests/run.sh lab pictures`: draws pictures of docs/: those that need no run, and with --run those of a run."""
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import matplotlib as mpl
 import matplotlib.ticker
 from matplotlib.figure import Figure
 
+from core.training import profile_reader, profiling, trainer
 from launch.environment import WORKSPACE
 from parallel.pipeline import schedules
 from parallel.pipeline.schedules import Schedule
 
-HELP = "draw the pictures of docs/pictures that need no run; --run draws the scalars of a run"
+HELP = "draw the pictures of docs/pictures that need no run; --run draws the scalars and the profile of a run"
 EXAMPLE = """tests/run.sh lab pictures
   tests/run.sh lab pictures --run runs/quickstart-v4-16"""
 FOLDER = WORKSPACE / "docs" / "pictures"
@@ -28,17 +31,19 @@ SHOWN: Mapping[str, Schedule] = {
 COLORS = {"F": "#9ecae9", "B": "#ffbf79", "W": "#a5d8a2"}
 NAMES = {"F": "forward", "B": "backward", "W": "gradients of matrices"}
 IDLE = "#e3e3e3"
+RAN = {"collectives": "#ffbf79", "computation": "#4a90c4"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --run."""
-    parser.add_argument("--run", type=Path, metavar="RUN", help="a run of several simulated hosts")
+    parser.add_argument("--run", type=Path, metavar="RUN", help="a run of several simulated hosts that has a profile")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws every picture."""
     if args.run:
         save(scalars_picture(args.run), FOLDER / "scalars.svg")
+        save(profile_picture(args.run), FOLDER / "profile.svg")
     for name, draw in PICTURES.items():
         print(f"docs/pictures/{name}")
         save(draw(), FOLDER / name)
@@ -111,6 +116,84 @@ def scalars_picture(run_dir: Path) -> Figure:
         panel.grid(visible=True, color="#e4e4e4")
         panel.legend(frameon=False)
     return figure
+
+
+def profile_picture(run_dir: Path) -> Figure:
+    """What every simulated chip of every host did in two steps of the latest profile."""
+    hosts = [read_timeline(file.read_bytes()) for file in _profiles(run_dir)]
+    common = sorted(set.intersection(*(set(host.steps) for host in hosts)))[1:4]
+    begin, end = (pick(host.steps[step] for host in hosts) for pick, step in ((min, common[0]), (max, common[-1])))
+    rows = [(index, chip) for index, host in enumerate(hosts) for chip in sorted(host.ran)]
+    figure = Figure(figsize=(9.5, 0.34 * len(rows) + 1.2), layout="constrained")
+    panel = figure.subplots()
+    for row, (index, chip) in enumerate(rows):
+        panel.broken_barh([(0, 1000 * (end - begin))], (row + 0.08, 0.84), facecolor=IDLE)
+        for kind in RAN:
+            spans = joined(hosts[index].ran[chip][kind], gap=(end - begin) / 1500)
+            bars = [(1000 * (low - begin), 1000 * (high - low)) for low, high in spans if high > begin and low < end]
+            panel.broken_barh(bars, (row + 0.08, 0.84), facecolor=RAN[kind])
+    for index, host in enumerate(hosts):
+        mine = [row for row, (of, _) in enumerate(rows) if of == index]
+        for step in common:
+            panel.vlines(1000 * (host.steps[step] - begin), mine[0], mine[-1] + 1, color="black", linewidth=1.2)
+    panel.set(xlim=(0, 1000 * (end - begin)), ylim=(len(rows), 0), xlabel="ms")
+    panel.set_yticks([row + 0.5 for row in range(len(rows))], [f"host {index}, chip {chip}" for index, chip in rows])
+    panel.tick_params(length=0)
+    handles = [mpl.patches.Patch(facecolor=color, label=kind) for kind, color in (RAN | {"nothing": IDLE}).items()]
+    handles.append(mpl.lines.Line2D([], [], color="black", label="the host begins a step"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    return figure
+
+
+class Timeline(NamedTuple):
+    """The profile of one simulated host, in seconds since 1970.
+
+    Attributes:
+      steps: when the training loop began each step, by its number.
+      ran: start and end of the operations of each chip, by kind.
+    """
+
+    steps: Mapping[int, float]
+    ran: Mapping[int, Mapping[str, list[tuple[float, float]]]]
+
+
+def read_timeline(serialized: bytes) -> Timeline:
+    """Parses the profile of a host with CPU devices."""
+    steps: dict[int, float] = {}
+    ran: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    planes = list(jax.profiler.ProfileData.from_serialized_xspace(serialized).planes)
+    began = profile_reader.began(planes)
+    for event in (
+        event for plane in planes if plane.name == "/host:CPU" for line in plane.lines for event in line.events
+    ):
+        start, stats = began + event.start_ns / 1e9, dict(event.stats)
+        if event.name == trainer.STEP:
+            steps[int(stats["step_num"])] = start
+        name = profile_reader.base_name(event.name)
+        if "hlo_op" in stats and name not in profile_reader.CONTAINERS:
+            kind = "collectives" if profile_reader.COLLECTIVES.match(name) else "computation"
+            ran[int(stats["device_ordinal"])][kind].append((start, start + event.duration_ns / 1e9))
+    return Timeline(steps, ran)
+
+
+def joined(spans: Iterable[tuple[float, float]], *, gap: float) -> list[tuple[float, float]]:
+    """Returns the union of spans, in order; spans that are closer than `gap` become one."""
+    found: list[tuple[float, float]] = []
+    for low, high in sorted(spans):
+        if found and low <= found[-1][1] + gap:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return found
+
+
+def _profiles(run_dir: Path) -> list[Path]:
+    session = profile_reader.sessions(str(run_dir))[-1]
+    return sorted(run_dir.joinpath(*profiling.PROFILES, session).glob(f"*{profiling.SUFFIX}"), key=_process)
+
+
+def _process(file: Path) -> int:
+    return int(file.name.removesuffix(profiling.SUFFIX).rpartition("-p")[2])
 
 
 def _lines(path: Path) -> list[dict[str, float]]:

@@ -38,7 +38,7 @@ def measured(monkeypatch):
     return make
 
 
-def test_a_simulation_is_labelled_and_compares_nothing(measured):
+def test_a_simulation_is_labeled_and_compares_nothing(measured):
     found, warnings = measured(is_measured=False)
     assert found.rows()["predicted"].startswith("1.2 s (1 to 1.4 s) per step, 50 % MFU, 10 GiB (compiled by libtpu")
     assert found.rows()["measured"] == SIMULATED

@@ -18,7 +18,7 @@ TOOLS += ("sleep", "chmod", "cp", "sed")
 # What pip and uv do: they note that they were called, and fill the environment whose Python is $python.
 INSTALL = """
   echo "$*" >>"$HOME/CALLS_calls"
-  trap 'echo "ERROR: Operation cancelled by user"; exit 1' INT
+  trap 'echo "ERROR: Operation canceled by user"; exit 1' INT
   [[ -z $INSTALL_SECONDS ]] || echo "Downloading jax"
   sleep "${INSTALL_SECONDS:-0}"
   [[ -e $HOME/no_network ]] && { echo "ERROR: CALLS could not find a version that satisfies jax"; exit 1; }

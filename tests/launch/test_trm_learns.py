@@ -27,7 +27,7 @@ def sixty_four(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mixer", "steps"), [("mlp", 400), ("attention", 1600)])  # attention: 62 after 800
-def test_64_puzzles_are_learnt_by_heart(mixer, steps, sixty_four):
+def test_64_puzzles_are_learned_by_heart(mixer, steps, sixty_four):
     model = trm.TRM(
         vocab_size=6, embed_dim=64, num_heads=2, mixer=mixer, prefix_length=1, l_cycles=2, halt_max_steps=4,
         dtype="float32",

@@ -80,7 +80,7 @@ def test_agreement_computes_in_another_dtype(config):
     assert (copy.dtype, copy.model.dtype, type(copy)) == ("float32", "float32", type(model))
 
 
-def test_plans_vary_the_rematerialisation_of_the_model_inside(config):
+def test_plans_vary_the_rematerialization_of_the_model_inside(config):
     experiment = config.build()
     names = candidates.remats(experiment.model)
     assert names == candidates.remats(experiment.model.model)

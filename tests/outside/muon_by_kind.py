@@ -24,7 +24,7 @@ def muon_by_kind(*, learning_rate: optax.ScalarOrSchedule, weight_decay: float =
             "adam": optax.adam(learning_rate),
             "frozen": optax.set_to_zero(),
         }
-        return optax.partition(rules, parameters.labelled(jax.tree.map(label, specs)))
+        return optax.partition(rules, parameters.labeled(jax.tree.map(label, specs)))
 
     schedule = learning_rate if callable(learning_rate) else optimizers.constant(learning_rate)
     return optimizers.Optimizer(rule, schedule)

@@ -98,7 +98,7 @@ class Turned(Images):
         return {"values": Field((8, batch_size), np.float32, (None, "batch"))}
 
 
-class Misspelt(Images):
+class Misspelled(Images):
     def spec(self, batch_size):
         return {"values": Field((batch_size, 8), np.float32, ("batch", "lenght"))}
 """
@@ -142,7 +142,7 @@ def test_a_model_with_an_axis_of_its_own_fits(folder):
         ("TASK = @outside_parts.Images()", "layout", "KeyError: 'inputs' (outside_parts.py:22, in sums). A batch of"),
         ("TASK = @outside_parts.Bare()", "layout", "is of type ShapeDtypeStruct; expected core.batches.Field("),
         ("TASK = @outside_parts.Turned()", "layout", "the first axis of every field of a batch must be 'batch'"),
-        ("TASK = @outside_parts.Misspelt()", "layout", "'values' of a batch: unknown logical axis 'lenght'; did you"),
+        ("TASK = @outside_parts.Misspelled()", "layout", "'values' of a batch: unknown logical axis 'lenght'; did you"),
         ("MODEL = @outside_parts.nothing()", "configuration", "model is None, which lacks init(rng, batch), init_"),
         (
             "MODEL = @outside_parts.half()",

@@ -68,7 +68,7 @@ def test_a_chip_by_its_other_name_has_the_same_place(name, kind, tpu_topology, m
 
 
 @pytest.mark.covers("M03")
-def test_neighbours_in_the_mesh_are_neighbours_in_the_slice(tpu_topology):
+def test_neighbors_in_the_mesh_are_neighbors_in_the_slice(tpu_topology):
     built = mesh.make_mesh({"fsdp": 4, "tensor": 4}, slice=slices.get("v4-32"), devices=tpu_topology("v4-32"))
     for group in built.devices:  # a tensor group of four is a square of one host: every hop is one link
         coordinates = np.array([chip.coords for chip in group])

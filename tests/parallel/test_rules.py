@@ -68,10 +68,10 @@ def test_all_mismatches_are_reported_at_once_and_nothing_is_replicated_silently(
 def test_axes_of_batches_and_carries():
     field = Field((8, 4, 2), jnp.float32, ("batch", "length", None))
     assert strategy.batch_axes({"frames": field}) == {"frames": Axes(("batch", "length", None))}
-    misspelt = Field((8, 4), jnp.int32, ("batch", "lenght"))
+    misspelled = Field((8, 4), jnp.int32, ("batch", "lenght"))
     with pytest.raises(
         ValueError, match="field 'inputs' of a batch: unknown logical axis 'lenght'; did you mean length"
     ):
-        strategy.batch_axes({"inputs": misspelt})
+        strategy.batch_axes({"inputs": misspelled})
     assert strategy.row_axes((8, 4)) == Axes(("batch", None))
     assert strategy.row_axes(()) == Axes(())

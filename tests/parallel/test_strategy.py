@@ -43,7 +43,7 @@ def test_only_zero1_stores_optimizer_state_otherwise_than_parameters():
 
 
 @pytest.mark.covers("M01", "M04")
-def test_every_factorisation_of_a_slice_is_a_mesh():
+def test_every_factorization_of_a_slice_is_a_mesh():
     for data in (1, 2, 4, 8, 16):
         for fsdp in (d for d in (1, 2, 4, 8, 16) if 16 % (data * d) == 0):
             want = {"stage": 1, "data": data, "fsdp": fsdp, "sequence": 1, "tensor": 16 // (data * fsdp)}

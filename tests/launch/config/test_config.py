@@ -344,7 +344,7 @@ def test_a_flag_may_import(bench):
 def test_a_module_next_to_the_experiment_is_as_good_as_ours(bench, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     bench.write(
-        "neighbour_strategy.py",
+        "neighbor_strategy.py",
         """
         from toy.strategies import Strategy
         def mine(*, degree: int = 2) -> Strategy:
@@ -353,11 +353,11 @@ def test_a_module_next_to_the_experiment_is_as_good_as_ours(bench, tmp_path_fact
     )
     bench.write(
         "toy.gin",
-        EXPERIMENT.replace("from toy import strategies", "import neighbour_strategy").replace(
-            "@strategies.fsdp", "@neighbour_strategy.mine"
+        EXPERIMENT.replace("from toy import strategies", "import neighbor_strategy").replace(
+            "@strategies.fsdp", "@neighbor_strategy.mine"
         ),
     )
-    bench.add("neighbour_strategy.mine.degree = 4")
+    bench.add("neighbor_strategy.mine.degree = 4")
     config = bench.load(path=bench.folder / "toy.gin", defaults=str(bench.folder / "defaults.gin"))
     assert config.build().strategy.mesh == (4,)
 
@@ -547,7 +547,7 @@ MISTAKES = {
     ),
     "not imported": ("TASK = @tasks.random()", 10, ["'tasks' is not imported", "from toy import tasks"]),
     "module left out": ("pipeline.stages = 3", 10, ["module.constructor", "write strategies.pipeline"]),
-    "module misspelt": ("strategi.fsdp.data = 3", 10, ["not imported", "write strategies.fsdp"]),
+    "module misspelled": ("strategi.fsdp.data = 3", 10, ["not imported", "write strategies.fsdp"]),
     "private constructor": ("TASK = @strategies._hidden()", 10, ["private"]),
     "module as constructor": ("TASK = @strategies()", 10, ["module, not a constructor"]),
     "constant as constructor": ("TASK = @strategies.DEGREES()", 10, ["value (tuple), not a constructor"]),
@@ -651,7 +651,7 @@ def test_a_macro_without_value_is_named(bench):
     assert "STRATEGY = … in toy.gin" in problem.fix
 
 
-def test_a_misspelt_macro_does_not_seem_missing_as_well(bench):
+def test_a_misspelled_macro_does_not_seem_missing_as_well(bench):
     bench.write("toy.gin", EXPERIMENT.replace("STRATEGY = @s", "STRATGY = @s"))
     bench.add("strategies.fsdp.data = 2")
     assert "did you mean 'STRATEGY'?" in str(bench.problem())

@@ -36,7 +36,7 @@ def test_three_wrong_and_two_right_votes_of_one_checkpoint(command, parrot_run):
     assert not (parrot_run / "evaluation" / "cumulative.json").exists()
 
 
-def test_the_ensemble_of_all_checkpoints_is_labelled(command, parrot_run, tmp_path):
+def test_the_ensemble_of_all_checkpoints_is_labeled(command, parrot_run, tmp_path):
     shutil.copytree(parrot_run, tmp_path / "run")
     file = tmp_path / "attempts.json"
     code, said = command("evaluate", tmp_path / "run", "--all-steps", "--submission", file)

@@ -195,7 +195,7 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_is_shipped(cloud, 
     assert [call[3] for call in calls(cloud)] == ["describe"]
 
 
-def test_tensorboard_is_tunnelled_on_loopback_from_host_0(cloud):
+def test_tensorboard_is_tunneled_on_loopback_from_host_0(cloud):
     step = workstation.tensorboard_step(TPU, "gs://b/runs")
     assert "--worker=0" in step.argv
     assert "--ssh-flag=-L 127.0.0.1:6006:127.0.0.1:6006" in step.argv

@@ -235,7 +235,7 @@ def test_a_plan_without_a_fitting_candidate_ends(arguments, cache, capsys, monke
     assert "nothing that was compiled fits" in capsys.readouterr().out
 
 
-def test_estimates_are_labelled_as_arithmetic(arguments, cache, capsys):
+def test_estimates_are_labeled_as_arithmetic(arguments, cache, capsys):
     assert session.run(arguments("--arithmetic")) == 0
     said = capsys.readouterr().out
     assert "arithmetic, not compiled" in said

@@ -167,7 +167,7 @@ def _place(row):
     return row.step, row.phase, row.place, row.tensor
 
 
-def test_neighbours_are_shown_beside_the_first():
+def test_neighbors_are_shown_beside_the_first():
     shown = judged({key(1, "gradients", "layer 1", "block/up"): off(1000)}).shown()
     assert [(r.phase, r.place, r.tensor) for r in shown] == [
         ("forward", "layer 0", "residual"),

@@ -328,7 +328,7 @@ def test_a_right_answer_counts_by_row():
     outputs = halting.Outputs(logits, jnp.array([2.0, 2.0, -2.0]), jnp.zeros(3))
     found = halting.score(outputs, labels, vocab_size=4, log_probabilities=losses.log_stablemax)
     assert found.right.tolist() == [True, False, True]
-    assert found.labelled.tolist() == [True, True, False]
+    assert found.labeled.tolist() == [True, True, False]
     np.testing.assert_allclose(found.accuracy, [1, 2 / 3, 0], rtol=1e-6)
     np.testing.assert_allclose(
         found.token_loss, [math.log(13 / 10), (2 * math.log(1.3) + math.log(13)) / 3, 0], rtol=1e-5

@@ -17,11 +17,11 @@ def test_maps_of_texture_by_hand():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
     entropy, edges = selector.texture_maps(jnp.asarray(images), 2)
-    grey = np.pad(images / 255 @ [0.299, 0.587, 0.114], ((0, 0), (1, 1), (1, 1)), mode="edge")
+    gray = np.pad(images / 255 @ [0.299, 0.587, 0.114], ((0, 0), (1, 1), (1, 1)), mode="edge")
     across, down = np.zeros((2, 8, 8)), np.zeros((2, 8, 8))
     for y in range(8):
         for x in range(8):
-            near = grey[:, y : y + 3, x : x + 3]
+            near = gray[:, y : y + 3, x : x + 3]
             side = np.array([1, 2, 1])
             across[:, y, x] = (near[:, :, 2] @ side - near[:, :, 0] @ side) / 8
             down[:, y, x] = (near[:, 2] @ side - near[:, 0] @ side) / 8

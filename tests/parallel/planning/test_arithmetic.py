@@ -1,6 +1,8 @@
 """Arithmetic against compiled results, against shapes, and for consistency."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -17,6 +19,7 @@ from parallel.planning import arithmetic, model_trace
 from parallel.planning.sharded_state import Refused, ShardedState, Step
 
 FULL = Step("full", 32, 1)
+PAGE = (Path(__file__).parents[3] / "docs" / "results" / "arithmetic.md").read_text()
 
 
 def piped(schedule):
@@ -69,6 +72,9 @@ def test_hbm_and_traffic_of_7b_are_near_the_compiled_ones(seven_b, name):
     sent = sum(axis.wire_bytes for axis in found.time.traffic) / GIB
     assert sent / wire == pytest.approx(wire_ratio, rel=0.02)
     assert peak_ratio < arithmetic.REFUSED_FROM
+    (row,) = re.findall(rf"^\| `{name}` \| (.*) / (.*) = (.*) \| (.*) / (.*) = (.*) \|$", PAGE, re.MULTILINE)
+    shown = [found.peak_bytes / GIB, peak, found.peak_bytes / GIB / peak, sent, wire, sent / wire]
+    assert [float(cell) for cell in row] == pytest.approx(shown, rel=0.02)
 
 
 @pytest.mark.parametrize(("slice_name", "wire"), [("v4-32", 3.77), ("v4-8", 2.34)])

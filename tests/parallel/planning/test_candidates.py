@@ -79,7 +79,7 @@ def test_an_unknown_strategy_is_refused_with_the_nearest():
         candidates.layouts(V4_32, only=["fsdb"])
 
 
-def test_rematerialisation_is_what_the_model_offers():
+def test_rematerialization_is_what_the_model_offers():
     decoder = transformer.preset("tiny")
     assert {"none", "dots", "full"} <= set(candidates.remats(decoder))
     assert {"norms", "mixing"} <= set(candidates.remats(trm.TRM(vocab_size=11)))

@@ -162,7 +162,7 @@ def test_leaves_with_only_rounding_errors_agree(biased):
 
 @pytest.mark.parametrize("part", ["gradients", "params"])
 def test_a_fault_in_a_bias_is_seen_under_the_floor(part, biased):
-    """1 % of a bias, or a thousandth of another bias in that of the keys: a sum that should have cancelled."""
+    """1 % of a bias, or a thousandth of another bias in that of the keys: a sum that should have canceled."""
     one, _ = biased
     tree = getattr(one, part)["layers/~"]
     for name in ("query_bias", "value_bias", "key_bias"):

@@ -59,8 +59,8 @@ def test_a_generated_maze_has_a_long_shortest_path(size, min_path):
         changed = maze.grid != maze.solved
         assert set(maze.grid[changed]) == {OPEN}
         around = np.pad(np.isin(maze.solved, (PATH, START, GOAL)), 1)
-        neighbours = [around[:-2, 1:-1], around[2:, 1:-1], around[1:-1, :-2], around[1:-1, 2:]]
-        assert np.all(np.sum(neighbours, axis=0)[maze.solved == PATH] == 2)  # shortest: it touches itself nowhere
+        neighbors = [around[:-2, 1:-1], around[2:, 1:-1], around[1:-1, :-2], around[1:-1, 2:]]
+        assert np.all(np.sum(neighbors, axis=0)[maze.solved == PATH] == 2)  # shortest: it touches itself nowhere
 
 
 def test_some_mazes_have_several_ways():

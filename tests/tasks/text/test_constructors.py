@@ -380,7 +380,7 @@ def test_a_mixture_keeps_its_weights_and_its_place_on_any_hosts(tmp_path, host_l
 
 
 @pytest.mark.slow
-def test_a_prepared_dataset_of_the_catalogue(tmp_path, monkeypatch, capfd):
+def test_a_prepared_dataset_of_the_catalog(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "importlib_resources", importlib.resources)  # a backport that some installs lack
     import tensorflow_datasets as tfds
 

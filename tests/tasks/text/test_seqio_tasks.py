@@ -19,7 +19,7 @@ import functools
 import seqio, tensorflow as tf
 
 @seqio.map_over_dataset
-def misspelt(example):
+def misspelled(example):
     return {"targets": example["txt"]}
 
 @seqio.map_over_dataset
@@ -51,19 +51,19 @@ def add(name, *preprocessors):
     )
 
 add("tried_works", rename)
-add("tried_misspelt", misspelt)
+add("tried_misspelled", misspelled)
 add("tried_numbers", numbers)
 add("tried_filtered", rename, lambda dataset: dataset.filter(lambda _: True), spelled)
 add("tried_mapped", rename, seqio.map_over_dataset(functools.partial(lowered, key="txt")))
 add("tried_partial", functools.partial(seqio.preprocessors.rekey, key_map={"targets": "txt"}))
 add("tried_empty", rename, drop_all)
 add("tried_unnamed")
-seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelt", 1.0)])
+seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelled", 1.0)])
 """
 
 BROKEN = {
     "tried_works": (),
-    "tried_misspelt": ("tried_misspelt", "example 0, preprocessor misspelt (own_tried:6): ", "KeyError: 'txt'"),
+    "tried_misspelled": ("tried_misspelled", "example 0, preprocessor misspelled (own_tried:6): ", "KeyError: 'txt'"),
     "tried_filtered": ("tried_filtered", "example 0, preprocessor spelled (own_tried:14): "),
     "tried_mapped": ("tried_mapped", "preprocessor lowered (own_tried:18): ", "KeyError: 'txt'"),
     "tried_partial": ("tried_partial", "preprocessor rekey (seqio.preprocessors:", "KeyError: 'txt'"),
@@ -74,7 +74,7 @@ BROKEN = {
     ),
     "tried_empty": ("tried_empty", "has no example in its train split"),
     "tried_unnamed": ("tried_unnamed", "missing expected output feature"),
-    "tried_mixed": ("tried_misspelt", "KeyError: 'txt'"),
+    "tried_mixed": ("tried_misspelled", "KeyError: 'txt'"),
 }
 
 
@@ -135,7 +135,7 @@ def test_check_finds_a_broken_preprocessor(folder, tmp_path):
 from tasks import text
 include '{environment.WORKSPACE}/gin/quickstart.gin'
 TASK = @text.seqio()
-text.seqio.name = 'tried_misspelt'
+text.seqio.name = 'tried_misspelled'
 text.seqio.module = 'own_tried'
 text.seqio.length = %LENGTH
 text.seqio.num_streams = %NUM_STREAMS

@@ -21,8 +21,8 @@ def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
     (csv,) = text.files(train=f"{tmp_path}/*", **options).problems()
     assert "ending in .csv, expected .txt, .jsonl, .parquet" in csv
     (tmp_path / "LICENSE").write_text("x")
-    (licence,) = text.files(train=f"{tmp_path}/LICENSE", **options).problems()
-    assert "LICENSE' matches files without an ending, expected" in licence
+    (problem,) = text.files(train=f"{tmp_path}/LICENSE", **options).problems()
+    assert "LICENSE' matches files without an ending, expected" in problem
     (both,) = text.files(train=f"{tmp_path}/*", **options).problems()
     assert "matches files ending in .csv and without an ending, expected" in both
     (tmp_path / "LICENSE").unlink()

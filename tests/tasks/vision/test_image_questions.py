@@ -131,7 +131,7 @@ def test_images_are_moved_and_mirrored_in_training_alone(folder):
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "I;16"])
-def test_grey_and_transparent_images_become_colors(tmp_path, mode):
+def test_gray_and_transparent_images_become_colors(tmp_path, mode):
     file = tmp_path / "a.png"
     if mode == "I;16":
         deep = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
