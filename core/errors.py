@@ -32,7 +32,7 @@ class Problem(str):
       found: what is wrong.
       setting: the setting that it is about.
       file: the file, folder or pattern that it is about, as the user wrote it; `found` names it.
-      line: of the file, from 1; 0 if unknown.
+      line: number of the line, from 1; 0 if unknown.
       expected: what would be right.
       fix: how to correct it.
     """

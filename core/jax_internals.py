@@ -100,7 +100,7 @@ def splash_gradients(
     log_total: jax.Array,
     d_means: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients by queries, keys and values of a splash kernel, with given means and normalizers.
+    """Returns the gradients of a splash kernel with respect to queries, keys and values.
 
     The kernel's public derivative uses the normalizers of its own keys only; in a ring they are those of all keys.
 
@@ -111,7 +111,7 @@ def splash_gradients(
       segments: `SegmentIds` of queries and keys.
       means: means of values over all keys, [H, T, K].
       log_total: logs of their normalizers, [H, T].
-      d_means: the gradient by `means`.
+      d_means: gradient with respect to `means`.
 
     Raises:
       RuntimeError: this version of JAX has no such derivative, or one with other parameters.

@@ -289,7 +289,7 @@ def rows_are_coupled(
       model: without a carry.
       params: its parameters.
       batch: an even number of rows, without `row_ids`.
-      compiler_options: as of `jax.jit`.
+      compiler_options: as in `jax.jit`.
     """
 
     def sums(params: Params, batch: Batch) -> jax.Array:

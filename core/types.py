@@ -234,8 +234,8 @@ class ExtendsLayers(Protocol):
         Args:
           params: the parameters, of which the stacked ones have these layers alone.
           x, side: the input of the first of these layers; the arrays from `before_layers`.
-          states, start: of these layers in the cache; as in `ExtendsCache.extend`.
-          kinds: of these layers, from `layer_kind`.
+          states, start: states and first slot of these layers in the cache; as in `ExtendsCache.extend`.
+          kinds: kinds of these layers, from `layer_kind`.
         """
 
     def after_layers(self, params: Params, x: Any) -> jax.Array:

@@ -28,7 +28,7 @@ class Conversation:
 
         Args:
           model: with a chat template.
-          max_tokens: of an answer, at most.
+          max_tokens: most tokens of an answer.
           **options: `sampling` and `seed` of `LoadedModel.batches`.
         """
         self._model, self._max_tokens, self._options = model, max_tokens, options

@@ -321,7 +321,7 @@ class Span(NamedTuple):
     """One phase of an experiment.
 
     Attributes:
-      number: of the phase, from 1.
+      number: number of the phase, from 1.
       count: number of phases.
       first_step, last_step: the steps done before it and after it.
       experiment: the experiment of this phase alone, with the same `total_steps`.

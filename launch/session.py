@@ -42,7 +42,7 @@ class Start(NamedTuple):
     Attributes:
       state: the state.
       position: in the data; None at the beginning.
-      step: of the checkpoint; None for a fresh start.
+      step: step of the checkpoint; None for a fresh start.
       meta: metadata of the checkpoint that the following ones keep: what the run was initialized from.
       changes: the settings in which the configuration differs from that of the checkpoint.
     """

@@ -60,7 +60,7 @@ def markdown(
     """Formats a table as Markdown. Columns with headings in `text` are left-aligned, and their long cells wrap.
 
     Args:
-      headings: of the columns.
+      headings: headings of the columns.
       rows: cells of each row.
       text: headings of columns of text.
       title: a line above the table.

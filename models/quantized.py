@@ -39,7 +39,7 @@ def product(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, w
 
     Args:
       choice: "int8" or "fp8".
-      subscripts: of two operands, with every dimension named.
+      subscripts: subscripts of two operands, with every dimension named.
       axes: logical axes of the weight.
       x: activations.
       weight: a matrix in the dtype of x, laid out as stored: each device rounds its own part, and bytes are gathered.

@@ -14,9 +14,8 @@ def cpu_runner(
     """Runs a small stack (`LayerFn.is_small`) without a loop, and others with a scan.
 
     On CPUs a loop copies what each layer saves for the backward pass to stacked arrays and reads them back. Without
-    one the step of six layers took 0.89 of the time on one device, with 11 % more memory. The time of compilation
-    grows with the layers. Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory
-    (290 instead of 74 MiB for six layers of width 128).
+    one a step is faster and needs a little more memory (docs/results/speed-on-cpus.md). The time of compilation grows
+    with the layers. Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory.
 
     Args:
       fn, stacked, x, side, tail: as in `core.stack.scan_runner`.

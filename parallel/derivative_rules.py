@@ -36,7 +36,7 @@ class Trained:
     """The leaves of a tree of parameters that get gradients; frozen ones get none.
 
     Attributes:
-      structure: of the tree.
+      structure: structure of the tree.
       leaves: whether each leaf is trained.
     """
 

@@ -101,7 +101,7 @@ class _Saved:
 
     Attributes:
       arrays: those that are not inputs of the layer.
-      structure: of the function that `jax.vjp` returned.
+      structure: structure of the function that `jax.vjp` returned.
       inputs: for each leaf of that function, its number among the inputs of the layer; None for one of `arrays`.
     """
 

@@ -64,7 +64,7 @@ class Trainer:
         Args:
           model: a model; see `core.types.Model`, or `HaikuModel` for a Haiku function.
           task: the data, from `tasks`, or a `SampledTask`.
-          optimizer: of Renga, or any of optax.
+          optimizer: an optimizer of Renga, or any transformation of optax.
           strategy: how arrays are sharded over the devices.
           run_dir: where checkpoints and metrics are written, local or gs://; one run per directory.
           batch_size: rows of a batch.

@@ -24,7 +24,7 @@ class SampledTask(Task, abc.ABC):
     """A task whose subclass defines `num_streams`, `spec` and `row`; usually a frozen dataclass.
 
     Attributes:
-      num_streams: of the training data; it divides the batch size.
+      num_streams: number of streams of the training data; it divides the batch size.
       vocabulary: converts text, if rows have any; None otherwise.
     """
 

@@ -38,7 +38,7 @@ class LayerMap:
     """The layers that the parameters of a model start from; without arguments, each from the same layer.
 
     Attributes:
-      layers: of each mapped parameter, by path: for each of its layers one of the source, or None.
+      layers: by path of each mapped parameter: for each of its layers the layer of the source, or None.
       depths: number of layers that the source has of each of these.
       notes: a line for each pattern with the layers that are copied, those that are initialized, and those not read.
     """
@@ -106,7 +106,7 @@ def of(layers: Layers, source: LayerSource, shapes: Any, specs: Specs) -> LayerM
     Args:
       layers: by pattern; see the module. The first pattern that matches a path counts.
       source: the source.
-      shapes, specs: of the parameters that are read from it, trees of one structure.
+      shapes, specs: shapes and specs of the parameters that are read from it, trees of one structure.
 
     Raises:
       UserError: a pattern matches none of them or one without layers, has another number of entries than the model has

@@ -73,9 +73,9 @@ class Copy(NamedTuple):
     """A tensor that repeats a parameter, where a folder has it.
 
     Attributes:
-      name: of the tensor, without a prefix.
-      path: of the parameter, which is read from this tensor if its own is missing.
-      otherwise: what to do if the two differ, for the message.
+      name: name of the tensor, without a prefix.
+      path: path of the parameter, which is read from this tensor if its own is missing.
+      otherwise: what to do if the two differ; the end of the error message.
     """
 
     name: str
@@ -287,7 +287,7 @@ class _Own(NamedTuple):
     """The parts of a parameter that the devices of this host hold.
 
     Attributes:
-      path: of the parameter.
+      path: path of the parameter.
       parameter: where it is in the folder.
       leaf: its shape, dtype and sharding.
       blocks: an array for each different part, by its ranges; 0 where the folder has no entries.

@@ -100,7 +100,7 @@ def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
     """Returns, in a list, the setting with which a state fits that an optax transformation had without `by_layer`.
 
     Args:
-      saved: as of `differences`.
+      saved: as in `differences`.
       abstract_state: the requested state, which has differences.
     """
     wanted = set(by_name(abstract_state))

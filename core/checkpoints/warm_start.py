@@ -192,7 +192,7 @@ class SavedParameters(ParameterSource):
 
         Args:
           folder: folder of the step.
-          renames: of its paths, as in `core.parameters.renamed`.
+          renames: renames of its paths, as in `core.parameters.renamed`.
           notes: see `ParameterSource`.
           open_source: opens the source of parameters that the step leaves out; None: such a step cannot be read.
         """
@@ -317,7 +317,7 @@ class GivenParameters(ParameterSource):
 
         Args:
           params: the tree; it is not changed, and its arrays are not donated.
-          renames: of its paths, as in `core.parameters.renamed`.
+          renames: renames of its paths, as in `core.parameters.renamed`.
 
         Raises:
           UserError: params has another form.

@@ -292,7 +292,7 @@ def begin(
     """Starts to write a step; returns when its arrays are copied off the devices and may be donated.
 
     Args:
-      folder: of the step, which does not exist.
+      folder: folder of the step, which does not exist yet.
       state: a pytree of jax.Arrays with any shardings, and None.
       data: the files of its data positions that this host writes.
       meta: the files of its metadata that this host writes.

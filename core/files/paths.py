@@ -276,7 +276,7 @@ class Listed(NamedTuple):
 
     Attributes:
       size_bytes: its size.
-      checksum: of an object in a bucket, what changes with its content; empty for a local file.
+      checksum: of an object in a bucket, a text that changes with its content; empty for a local file.
     """
 
     size_bytes: int

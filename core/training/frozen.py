@@ -47,7 +47,7 @@ def require_base(task: Task, found: int | None) -> None:
     """Checks that the cached hidden states of a task were computed with these frozen parameters.
 
     Args:
-      task: of the run or of an evaluation; a task without cached hidden states is not checked.
+      task: task of the run or of an evaluation; a task without cached hidden states is not checked.
       found: the checksum of the frozen parameters.
 
     Raises:

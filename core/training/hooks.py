@@ -369,7 +369,7 @@ class NoteStep(Hook):
         self.before_step(step)
 
     def before_step(self, step: int) -> None:
-        """Writes the step."""
+        """Writes the number of the step into the file."""
         self._map[:] = f"{self._name} step {step}".encode()[:_STEP_FILE_BYTES].ljust(_STEP_FILE_BYTES, b"\0")
 
 

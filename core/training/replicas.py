@@ -6,8 +6,7 @@ send the fingerprints to host 0 (`core.hosts.heartbeat`), which compares them; n
 
 It compares the metrics of the step and all shards of the state that more than one chip has: with FSDP over all chips
 the norms and the step counter, with data parallelism everything. The cost is one pass over those copies, and the loop
-reads the metrics of that step before it dispatches the next. In the quickstart on four CPU devices, hashing takes 7 %
-of a step under data parallelism and 2 % under FSDP, that is 0.07 % and 0.02 % of a run that compares every 100 steps.
+reads the metrics of that step before it dispatches the next.
 """
 
 import collections

@@ -127,7 +127,7 @@ def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False, words: W
       run_dir: the run directory.
       owner: owner of the lock; None if the lock names none.
       renewed: whether the owner was observed renewing it.
-      words: of the folder.
+      words: what the folder is called in the message.
     """
     file = paths.resolve(run_dir) / FILE
     seen = ", which renewed its lock while this one watched" if renewed else ""

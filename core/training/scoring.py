@@ -105,7 +105,7 @@ class Scores:
 
     Attributes:
       about: entries of every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
-      judge: of the answers; None without one.
+      judge: scores the answers; None: nothing does.
       checkpoints: the content of each step_N.json, in the order evaluated.
       ensembles: the entries of cumulative.json.
     """
@@ -128,8 +128,8 @@ class Scores:
 
         Args:
           program: model and layout.
-          checkpoints: of the run.
-          step: of the checkpoint.
+          checkpoints: checkpoints of the run.
+          step: step of the checkpoint.
           held_out: rows to evaluate.
           layout: rows of this host.
           data: fingerprint of the data that is evaluated.

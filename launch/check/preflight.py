@@ -315,7 +315,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
       experiment: the experiment.
       smoked: whether random tokens may replace data that is missing.
       hosts: where the hosts will be; files that only they can see are not checked.
-      name: of the finding.
+      name: name of the finding.
     """
     task = experiment.task
     named = tuple(task.named_files()) if can(task, NamesFiles) else ()

@@ -41,8 +41,12 @@ def _add_sudoku(own: argparse.ArgumentParser) -> None:
     own.add_argument("--train", dest="num_train", type=int, metavar="N", help="training puzzles (default 1000)")
     own.add_argument("--test", dest="num_test", type=int, metavar="N", help="held-out (default 256; of --csv: all)")
     own.add_argument("--augment", dest="num_aug", type=int, metavar="N", help="symmetric copies of each (default 0)")
-    own.add_argument("--clues", type=int, nargs=2, metavar=("LOW", "HIGH"), help="of a generated puzzle")
-    own.add_argument("--csv", metavar="FOLDER", help="with train.csv and test.csv; else generate")
+    own.add_argument(
+        "--clues", type=int, nargs=2, metavar=("LOW", "HIGH"), help="least and most clues of a generated puzzle"
+    )
+    own.add_argument(
+        "--csv", metavar="FOLDER", help="folder with train.csv and test.csv; without it, puzzles are generated"
+    )
     own.add_argument("--min-rating", type=int, metavar="N", help="leave easier puzzles out (backtracks)")
 
 
@@ -51,7 +55,9 @@ def _add_maze(own: argparse.ArgumentParser) -> None:
     own.add_argument("--size", type=int, help="rows and columns (default 30)")
     own.add_argument("--train", dest="num_train", type=int, metavar="N", help="mazes (default 1000; of --csv: all)")
     own.add_argument("--test", dest="num_test", type=int, metavar="N", help="held-out (default 1000; of --csv: all)")
-    own.add_argument("--csv", metavar="FOLDER", help="with train.csv and test.csv; else generate")
+    own.add_argument(
+        "--csv", metavar="FOLDER", help="folder with train.csv and test.csv; without it, puzzles are generated"
+    )
     own.add_argument("--min-path", type=int, metavar="N", help="shortest path above (default 110 x area / 900)")
     own.add_argument("--no-augment", dest="augment", action="store_false", help="one orientation, not all eight")
 

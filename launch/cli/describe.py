@@ -37,7 +37,7 @@ _ATTENTION = ("query", "key", "value", "output")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the folder and --length."""
-    parser.add_argument("folder", metavar="FOLDER", help="with config.json: local, gs:// or hf://OWNER/NAME")
+    parser.add_argument("folder", metavar="FOLDER", help="folder with config.json: local, gs:// or hf://OWNER/NAME")
     help_ = "tokens of a row (default: 2048, or the model's positions if it has fewer)"
     parser.add_argument("--length", metavar="N", type=flags.at_least(2), help=help_)
 

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge", action="store_true", help="add adapters to their matrices, instead of writing a PEFT adapter"
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of the weights (default: bfloat16, of an adapter without its base float32)"
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of the weights (default: bfloat16; float32 for an adapter without its base)",
     )
     flags.add(parser, "--gin", help="overrides one binding of the run, such as INIT_FROM if its base was moved")
 

@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--task", metavar="NAME", help="its name")
     own.add_argument("--module", metavar="MODULE", help="the Python module that registers it")
     own.add_argument("--length", metavar="N", type=flags.at_least(2), help="tokens per row of the runs")
-    help_ = "of a task with inputs: the most ids of them in a row; the targets have the rest"
+    help_ = "most ids of the inputs in a row, for a task with inputs; the targets have the rest"
     own.add_argument("--inputs-length", metavar="N", type=flags.at_least(1), help=help_)
-    help_ = "of a task whose preprocessors draw random numbers: how many epochs to cache"
+    help_ = "how many epochs to cache, if the preprocessors of the task draw random numbers"
     own.add_argument("--epochs", metavar="N", type=flags.at_least(1), help=help_)
     help_ = "run the task on Apache Beam, which makes the same cache; only DirectRunner was ever tried"
     own.add_argument("--runner", choices=beam_parts.RUNNERS, help=help_)

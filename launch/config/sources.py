@@ -89,7 +89,7 @@ class Reader:
 
         Args:
           text: the statements.
-          name: of the source, in messages.
+          name: name of the source, in messages.
           folder: where included files are also searched for.
           ancestors: the chain of files that include the source.
         """

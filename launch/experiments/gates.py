@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("gates of an adapter with test-time training")
     own.add_argument("--gates", metavar="GATE[,GATE]", help="such as skip,update,random,oracle,reconstruction")
     own.add_argument("--budget", metavar="B", type=float, help="mean cost, 1 to 3 (default: 2)")
-    own.add_argument("--controls", metavar="NAME[,NAME]", help="of no_learning, resets, offset, shuffled")
+    own.add_argument("--controls", metavar="NAME[,NAME]", help="some of no_learning, resets, offset, shuffled")
     own.add_argument("--against", metavar="FILE", help="chunks.csv of another run on the same rows, such as a control")
     own.add_argument("--label", metavar="NAME", help="added to the names of the files, such as the language")
 
@@ -181,7 +181,7 @@ class _Report:
         return 1e3 * float(np.median(times)) / (rows * length // model.chunk)
 
     def _gflops(self, rate: float, gate: Any) -> float:
-        """Returns the forward GFLOPs of a chunk, if single rows could be skipped."""
+        """Returns the forward GFLOPs of a chunk, counted as if a skipped update cost nothing."""
         model = self._model
         reads = getattr(gate, "reads", "")
         runs = 1.0 if reads == "reconstruction" or hasattr(gate, "decide_all") else rate

@@ -21,8 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this evaluation."""
     own = parser.add_argument_group("programs that a language model writes")
     own.add_argument("--humaneval", metavar="FILE", help="problems in HumanEval's format: pass@k by unit tests")
-    own.add_argument("--samples", metavar="N", type=flags.at_least(1), help="of each problem (default: 1, greedy)")
-    own.add_argument("--temperature", metavar="T", type=flags.positive, help="of several samples (default: 0.8)")
+    own.add_argument(
+        "--samples", metavar="N", type=flags.at_least(1), help="completions of each problem (default: 1, greedy)"
+    )
+    own.add_argument(
+        "--temperature", metavar="T", type=flags.positive, help="temperature of several samples (default: 0.8)"
+    )
     own.add_argument(
         "--allow-code", action="store_true", help="run code that the model wrote, confined (required by --humaneval)"
     )
@@ -54,7 +58,7 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
       problems: the problems.
       scores: the model.
       samples: completions of each problem; 1: a greedy one.
-      temperature: of several samples.
+      temperature: temperature of sampling; unused for a greedy completion.
 
     Returns:
       As `tasks.code.humaneval.score`.

@@ -28,7 +28,7 @@ class Tasks:
 
     Attributes:
       names: tasks, groups or tags.
-      manager: of lm_eval.
+      manager: the task manager of lm_eval.
     """
 
     names: Sequence[str]
@@ -39,8 +39,8 @@ def find(names: str, *, folder: str | None) -> Tasks:
     """Finds tasks by their names, separated by commas.
 
     Args:
-      names: of tasks, groups or tags.
-      folder: of further tasks, as YAML files; None: only those of the library.
+      names: names of tasks, groups or tags.
+      folder: folder of further tasks, as YAML files; None: only those of the library.
 
     Raises:
       UserError: lm_eval is not installed, there is no such task or folder, its file is malformed, its data cannot be

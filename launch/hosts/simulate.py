@@ -111,7 +111,7 @@ def _environment(
     """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files.
 
     Args:
-      slice_, xla_flags: as of `run`.
+      slice_, xla_flags: as in `run`.
       index: index of the host.
       port: port of the coordinator.
       secret: secret of this start, which the hosts show one another.

@@ -100,7 +100,7 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
 
     Args:
       args: the command's arguments.
-      names: of the slices.
+      names: names of the slices.
       plan: finds the best layout.
       label: what follows a prediction.
 

@@ -72,7 +72,7 @@ def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
     Args:
       run_dir: the run directory.
       experiment: the experiment file.
-      slice_name: of the slice.
+      slice_name: name of the slice.
 
     Raises:
       UserError: `run_dir` is the default one and has no checkpoints, and the former one has; or they cannot be read.
@@ -231,7 +231,7 @@ def has_ended(
       run_dir: the run directory.
       config: the configuration.
       spans: the phases of the experiment.
-      steps: of --steps.
+      steps: the value of --steps.
       is_elsewhere: other machines will train. If this one cannot read the checkpoints, there may be something left.
 
     Raises:

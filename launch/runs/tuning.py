@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     Attributes:
       name: shown in the table.
       tiles: fields of `models.decoder.attention.splash_tiles.Tiles`.
-      options: of the compiler.
+      options: options of the compiler.
     """
 
     name: str = AS_IT_IS

@@ -87,7 +87,7 @@ class Plans(hk.Module):
 
         Args:
           x: [B, T, D], new slots.
-          state: of earlier ones.
+          state: state after the earlier slots.
           places: [B, T], positions of the slots in their rows; negative in empty slots.
         """
         c, count = self.settings.chunk, state.sums.shape[1]

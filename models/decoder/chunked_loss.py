@@ -139,7 +139,7 @@ def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
 def _with_gradients(
     fn: Sums, params: Any, trained: Sequence[bool], chunks: tuple[jax.Array, Any]
 ) -> tuple[LossOutput, list[jax.Array], jax.Array]:
-    """Returns the sums over all chunks, their gradients by trained leaves, float32, and by each x, [n, B, C, D]."""
+    """Returns the sums over all chunks, and the gradients of trained leaves, float32, and of x, [n, B, C, D]."""
     leaves, structure = jax.tree.flatten(params)
 
     def loss_sum(learned: list[jax.Array], x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:

@@ -119,8 +119,8 @@ class DecoderConfig(Decoder):
       lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
         logits are small enough (`models.decoder.chunked_loss.default_positions`).
-      attention_tiles: of the splash kernel, but for block-sparse attention; a ring has no fused backward pass; None:
-        the default ones.
+      attention_tiles: tiles of the splash kernel; None: its default ones. Block-sparse attention does not use them, and
+        a ring has no fused backward pass.
       vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
 
     Raises:

@@ -61,7 +61,7 @@ class Weights(NamedTuple):
       router: [D, E], float32.
       gate, up: [E, D, F]; `gate` is None if the decoder is not gated.
       down: [E, F, D].
-      biases: of these matrices, in this order: [E], float32, [E, F], [E, F] and [E, D]; None: there are none.
+      biases: biases of these matrices, in this order: [E], float32, [E, F], [E, F] and [E, D]; None: there are none.
     """
 
     router: jax.Array
@@ -224,7 +224,7 @@ def mixture(
     Args:
       settings: the experts.
       x: [B, T, D].
-      weights: of the layer.
+      weights: weights of the layer.
       real: whether a position is a token, not padding, [B, T].
       activation: as in `models.derivatives.gated`.
       drops: whether the capacity applies.

@@ -104,7 +104,7 @@ class Call(NamedTuple):
       weights: [B, T], of supervised positions; None if there are earlier slots.
       drops: whether the capacity of experts applies.
       carried: the state in which the row of the training step before ended, for parts that keep it; otherwise None.
-      name: of the part in its layer, for the Haiku module of its parameters if it has one of its own.
+      name: name of the part in its layer, for the Haiku module of its parameters if it has one of its own.
     """
 
     side: Side
@@ -149,7 +149,7 @@ class Part:
     Subclasses are frozen dataclasses, so that equal parts are equal values.
 
     Attributes:
-      name: of its state and sums in a layer; two parts of a layer have different names.
+      name: name of its state and sums in a layer; two parts of a layer have different names.
       norm: start of the name of the norm before it; None: `mixer_norm`, or `feed_forward_norm`.
       is_recurrent: whether it has a state of one size for rows of any length.
       keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
@@ -205,7 +205,7 @@ class Part:
 
         Args:
           found: the cross-entropy.
-          sums: of all layers.
+          sums: sums of all layers.
           num_layers: the number of layers with this part.
           is_training: whether losses are added.
         """

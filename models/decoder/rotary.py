@@ -200,7 +200,8 @@ def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns x cos + (-b, a) sin, where (a, b) are the halves of x; tables [B, T, 1, K].
 
     The halves are swapped by a matrix product with ones and zeros, which is exact. Half of 128 dimensions does not fill
-    a vector register: slicing and concatenating halves took a TPU a third of the time of the projection to queries.
+    a vector register, so the TPU compiler estimates a third of the cycles of the projection to queries for slicing and
+    concatenating halves.
     """
     half = x.shape[-1] // 2
     places = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)  # (a, b) -> (-b, a)

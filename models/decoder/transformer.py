@@ -376,9 +376,9 @@ class Transformer(DecoderConfig):
           params: the parameters; of layers, those of these layers alone, stacked.
           x: the stream, [B, T, D].
           side: from `before_layers`.
-          states: of these layers in the cache.
+          states: states of these layers in the cache.
           start: as in `extend`.
-          kinds: of these layers.
+          kinds: kinds of these layers.
 
         Returns:
           The stream, and the states.

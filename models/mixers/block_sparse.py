@@ -47,7 +47,7 @@ class BlockSparse(Heads):
       global_blocks: first blocks of a row, to which all queries attend.
       window: blocks before a query's own to which it attends.
       random: drawn blocks, in addition, if there are as many others.
-      seed: of the draws, below 2**63.
+      seed: seed of the draws, below 2**63.
 
     Raises:
       UserError: a number out of range.

@@ -45,7 +45,7 @@ class S5(Part):
         positions, the fastest 2 / max_dt.
       blocks: number of HiPPO matrices of size states / blocks whose eigenvalues are the initial frequencies; more
         blocks lower the frequencies, which blurs the time of an input but keeps distant inputs.
-      activation: of the output; see `models.derivatives.ACTIVATIONS`; None: linear.
+      activation: activation of the output; see `models.derivatives.ACTIVATIONS`; None: linear.
       chunk: positions in a parallel prefix; only one state for each chunk is saved for the backward pass.
 
     Raises:
@@ -185,7 +185,7 @@ def scan(
       chunk: positions of a parallel prefix; the last chunk may be shorter.
       continues: whether the first position belongs to the segment of `before`, [B]; None: it does.
       last_only: whether only the last state is wanted.
-      dtype: of the returned states.
+      dtype: dtype of the returned states.
 
     Returns:
       The states [B, T, P], or None, and the last one [B, P], float32.

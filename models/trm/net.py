@@ -60,7 +60,7 @@ class Recursion(NamedTuple):
       remat: what the backward pass recomputes: "none", "dots", "full"; "norms": everything but the outputs of norms;
         "mixing": the mixing over positions, and only the elementwise parts of the feed-forward layer over channels.
       unroll: number of calls of the last cycle that are unrolled. Their saved values are then not copied into a stacked
-        array, which takes a tenth of a step on a TPU; on a CPU 1 is faster.
+        array, which by the compiler's estimate is faster on TPUs; on a CPU 1 is faster.
     """
 
     h_cycles: int
@@ -179,10 +179,10 @@ def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: f
     """Applies attention over all positions, then the feed-forward layer.
 
     Args:
-      weights: of the block.
+      weights: weights of the block.
       x: [B, T, D].
       theta: base of the rotary embedding; None: there is none.
-      eps: of the RMS norms.
+      eps: epsilon of the RMS norms.
     """
     x = logical.constrain(x, "batch", "residual_length", "embed")
     x = operations.rms_norm(x + _attend(weights, x, theta=theta), -1, eps)

@@ -66,8 +66,8 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def over_positions(w: jax.Array, x: jax.Array) -> jax.Array:
     """Applies a linear layer to the first axis: w [I, O], x [I, B, D] -> [O, B, D].
 
-    JAX's derivative of this product transposes the large operands, which took as long as the products on a CPU. Here
-    the operand with more positions always comes first and is not transposed.
+    JAX's derivative of this product transposes the large operands, which is slow on a CPU. Here the operand with more
+    positions always comes first and is not transposed.
     """
     return jnp.einsum("io,ibd->obd", w, x)
 

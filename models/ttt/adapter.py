@@ -118,7 +118,7 @@ class AdaptedDecoder:
       gating_scale: whether the learning rates of the inner models have a learned factor, which starts at 1.
       loss_positions: positions of each chunk, drawn anew in every step, whose cross-entropy is computed in training;
         None: all. The logits of a large vocabulary are most of the work of a step.
-      reconstruction_weight: of the reconstruction losses in the loss.
+      reconstruction_weight: weight of the reconstruction losses in the loss.
       base_dtype: dtype in which the base is stored.
 
     Raises:
@@ -236,7 +236,7 @@ class AdaptedDecoder:
 
         Args:
           params: the parameters.
-          state: of the gate, from `init_carry` or the batch before.
+          state: state of the gate, from `init_carry` or the batch before.
           rng: the key of the gate's draws.
           batch: as for `loss`.
 

@@ -28,7 +28,7 @@ class TTTConfig:
       base_rate: the learning rate of the inner model before its learned factors.
       rope_theta: base of the rotary embedding of the place of a token in its mini-batch.
       expansion: hidden width of the inner MLP, in multiples of head_dim.
-      decay: of "ponder" only.
+      decay: growth of rates within a mini-batch; for "ponder" only.
       diagonal: 0: a token reads weights that have learned from it, too; -1: only from those before it (a control).
       rate_scale: factor of the learning rate; 0 makes the layer static (a control).
       resets: whether every mini-batch starts from the initial weights (a control).

@@ -140,7 +140,7 @@ def interval(
     Args:
       chunks: the chunks.
       ours, theirs: [chunks], sums of losses.
-      seed: of the draws.
+      seed: seed of the draws.
       resamples: number of draws.
     """
     _, places = np.unique(chunks.document, return_inverse=True)

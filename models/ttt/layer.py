@@ -51,7 +51,7 @@ class State(NamedTuple):
     """The state of a layer between calls.
 
     Attributes:
-      memory: of the inner loop.
+      memory: memory of the inner loop.
       recent: [B, reach, H, K], projections of the tokens that convolutions still see.
       recent_segment: [B, reach], int32, their segments, -1 before the first one; None if every row is one segment.
       place: [B], int32, place of the next token in its mini-batch.
@@ -85,7 +85,7 @@ def make(config: TTTConfig, embed_dim: int, *, dtype: str, output_init: hk.initi
       config: the settings.
       embed_dim: D.
       dtype: compute dtype of the projections; the inner loop computes in float32.
-      output_init: of the output matrix; zeros make the layer return 0.
+      output_init: initializer of the output matrix; zeros make the layer return 0.
     """
     d, h, k = embed_dim, config.num_heads, config.head_dim
     heads = ("heads", "head_dim")
@@ -188,7 +188,7 @@ def extend(config: TTTConfig, weights: Weights, x: jax.Array, state: State, real
       config: the settings.
       weights: the parameters.
       x: [B, T, D].
-      state: of these rows, each of one segment.
+      state: state of these rows, each of one segment.
       real: [B, T], bool; tokens that are not leave the state of their row as it was.
 
     Returns:

@@ -57,7 +57,7 @@ class VisionLanguageModel:
       decoder: the language model.
       vision: the vision tower.
       selector: chooses patches; None: all patches.
-      vision_folder: of a published tower, which is read beside the decoder's folder, INIT_FROM.
+      vision_folder: folder of a published tower, which is read beside the decoder's folder, INIT_FROM.
       connector_dim: width of the hidden layer of the connector; None: one matrix.
       freeze: parts that are not trained, some of `PARTS`.
       frozen_dtype: in which these are stored.

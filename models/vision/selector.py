@@ -68,8 +68,8 @@ class Selector:
     Attributes:
       num_chosen: K.
       method: one of `METHODS`.
-      width: of the vectors whose product is the relevance.
-      balancer_width: of the hidden layer that weighs the maps.
+      width: width of the vectors whose product is the relevance.
+      balancer_width: width of the hidden layer that weighs the maps.
       temperature: at the first step and from `temperature_steps` on.
       temperature_steps: steps over which the temperature falls.
       reader: computes the relevance from all patches and the words in their order; None: each patch is compared with

@@ -22,9 +22,9 @@ def dense(name: str, x: jax.Array, width: int, activation: str | None = None) ->
     """Returns x W + b, [..., width].
 
     Args:
-      name: of the matrix and the bias, after `NAME`.
+      name: name of the matrix and the bias, after `NAME`.
       x: [..., D].
-      width: of the result.
+      width: width of the result.
       activation: applied to the result, one of `models.derivatives.ACTIVATIONS`.
     """
     init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)

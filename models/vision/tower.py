@@ -57,7 +57,7 @@ class VisionTower:
       class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
       input_norm: whether patches are normalized before the first layer.
       output_norm: whether features are normalized after the last layer.
-      mean, std: of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
+      mean, std: mean and standard deviation of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
 
     Raises:
       UserError: sizes that do not fit together.

@@ -315,7 +315,7 @@ def _idle_axes(context: LintContext) -> Iterator[Finding]:
 def _divergent_collectives(context: LintContext) -> Iterator[Finding]:
     """Finds collectives that some chips may execute and others not.
 
-    A branch that depends on the slice is taken by all chips of a slice, and so by all of a collective inside it.
+    All chips of a slice take the same branch of one that depends on the slice, so a collective within a slice is safe.
     """
     for c in context.collectives:
         may_differ = ("data", "chip", "slice") if c.network == "DCN" else ("data", "chip")

@@ -33,8 +33,8 @@ class State(NamedTuple):
     """Rows between two calls.
 
     Attributes:
-      cache: of the model.
-      logits: of the next token, [B, V].
+      cache: cache of the model.
+      logits: logits of the next token, [B, V].
       slot: the next slot, [].
       padding: empty slots before each row, [B].
       ended: whether a row has ended, [B].
@@ -200,7 +200,7 @@ class Decoder:
         Args:
           params: from `laid_out`.
           state: from the last call.
-          key: of the seed.
+          key: random key of the seed.
           rows: number of each row for the draws, [B].
           count: at most STEPS, [].
           **static: `sampling`, `stop_ids` and `num_ids`, see `parallel.generation.generating.Generator.generate`.
@@ -259,7 +259,7 @@ def next_ids(
 
     Args:
       state: the rows, with the logits of the next id.
-      key: of the seed.
+      key: random key of the seed.
       rows: number of each row for the draws, [B].
       sampling: how ids are drawn from the logits.
       stop_ids: ids that end a row.

@@ -86,7 +86,7 @@ class Generator:
           first_row: number of the first prompt in the draws; prompts of several calls then have draws of their own.
           stop_ids: ids that end a row.
           num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
-          slots: of the cache, if more than needed, for calls of different lengths that share their programs.
+          slots: number of slots of the cache, if more than needed: calls of different lengths then share programs.
           on_tokens: called after each step with the new id of every row, None for rows that have ended. If it returns
             True, no further tokens are generated than those under way.
 

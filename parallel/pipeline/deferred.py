@@ -57,7 +57,7 @@ class Deferred(NamedTuple):
     Attributes:
       layers: what layers save.
       splits: by kind.
-      shapes: of the slots of values that wait, which kinds share.
+      shapes: shapes of the slots of values that wait, which kinds share.
       slots: for each kind, the slot of each value that waits.
     """
 

@@ -146,7 +146,7 @@ class OnePass(NamedTuple):
         return flow, sums
 
     def _run_tail(self, left: Traveling, side: Side, sums: Sums) -> tuple[Traveling, Sums]:
-        """Returns the gradient of the loss sum by what leaves the last layer, and the updated sums."""
+        """Returns the gradient of the loss sum with respect to the last layer's output, and the updated sums."""
 
         def loss_sum(params: Any, left: Traveling) -> tuple[jax.Array, Any]:
             out = self.tail.fn(params, left.x, side, left.sums)

@@ -35,7 +35,7 @@ class Residuals(NamedTuple):
       fn: one layer, with the model's rematerialization.
       trained: parameters of a layer that get gradients.
       x: shapes of the input of a layer, tree of [b, ...].
-      shapes: of the slots, with the memory in which they are kept.
+      shapes: shapes of the slots, with the memory in which they are kept.
       stored: pairs for each kind: the index of a residual, and its slot.
     """
 

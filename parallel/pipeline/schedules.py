@@ -233,7 +233,7 @@ class Rounds(NamedTuple):
 
     Attributes:
       times: how often.
-      phases: of one round.
+      phases: phases of one round.
     """
 
     times: int

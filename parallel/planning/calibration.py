@@ -27,8 +27,8 @@ class Error(NamedTuple):
 
     Attributes:
       runs: number of steps.
-      median, largest: of |predicted / published - 1|.
-      nine_in_ten: that nine in ten steps do not exceed.
+      median, largest: median and maximum of |predicted / published - 1|.
+      nine_in_ten: the error that nine in ten steps do not exceed.
       shortest, longest: published over predicted seconds, between which nine in ten steps lie.
     """
 

@@ -28,10 +28,10 @@ class GenerationCost(NamedTuple):
     Attributes:
       rows, slots, chunk: rows generated together, positions of the cache, ids of a prompt processed together.
       param_bytes, cache_bytes: on one chip.
-      chunk_memory, token_memory: of the programs of a chunk and of a token of every row.
+      chunk_memory, token_memory: memory of the programs of a chunk and of a token of every row.
       chunk_time, token_time: predicted.
       token_bound: seconds in which a chip reads its parameters and cache once.
-      warnings: of the compiler.
+      warnings: warnings of the compiler.
     """
 
     rows: int

@@ -86,7 +86,7 @@ class Verdict(NamedTuple):
     """The result of a comparison.
 
     Attributes:
-      first: of the first group that differs, the tensor with the largest difference; None if the runs are equal.
+      first: the tensor with the largest difference in the first group that differs; None if the runs are equal.
       rows: all comparisons, in causal order.
       tolerance: allowed difference in ulp, in the form of `TOLERANCE`.
     """

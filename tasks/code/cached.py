@@ -126,7 +126,7 @@ def cached_hidden(*, folder: str, length: int, num_streams: int, held_out: str =
     """Returns a task whose batches have hidden states that were computed before.
 
     Args:
-      folder: of `launch/run cache-hidden-states`.
+      folder: the folder that `launch/run cache-hidden-states` wrote.
       length: tokens per row, as there.
       num_streams: number of data streams; must divide the batch size.
       held_out: the split of evaluations, "validation" or "test".
@@ -154,7 +154,7 @@ def write(
       task: the task.
       hidden: computes the states [rows, T, D] of a batch.
       limits: number of rows of each split.
-      rows: of a batch.
+      rows: rows of a batch.
       model: what determines the hidden states, as JSON values: `base` describes the model, `checksum` is that of its
         parameters, and `chunk` is the number of positions that it reads at a time.
 

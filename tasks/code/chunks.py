@@ -135,10 +135,10 @@ class _Stream(Stream):
         """Opens the stream at its start.
 
         Args:
-          rows: of the split.
+          rows: rows of the split.
           spec: fields of a batch.
           place: index of the stream, number of streams, rows of an element.
-          seed: of the order; None: that of evaluations.
+          seed: seed of the order; None: the order of evaluations.
           most: number of rows of all streams; None: endless.
         """
         self._rows, self._spec, self._seed, self._most = rows, spec, seed, most
@@ -173,7 +173,7 @@ class TokenRows:
     """Rows of documents in memory.
 
     Attributes:
-      names: of the documents, in the order of their numbers.
+      names: names of the documents, in the order of their numbers.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 
     Attributes:
       seconds: time after the interpreter has started, also of the processor.
-      memory_bytes: of address space, with the interpreter.
+      memory_bytes: limit of the address space, with the interpreter.
     """
 
     seconds: float = 3.0

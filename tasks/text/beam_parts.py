@@ -85,7 +85,7 @@ class Parts:
           asked: the task or mixture.
           lanes: the lanes.
           most: examples of a part at most, empty ones included.
-          filters: of `seqio_pipeline.convert`.
+          filters: as in `seqio_pipeline.convert`.
           arguments: command-line options of the Apache Beam pipeline.
 
         Raises:

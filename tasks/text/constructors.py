@@ -352,13 +352,13 @@ def seqio(
     `renga.python_source` is read from its files, without a cache or seqio.
 
     Args:
-      name: of the seqio task or mixture.
+      name: name of the seqio task or mixture.
       module: the Python module that registers it, such as `my_tasks`; None: a task of this workspace.
       cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the folder of the
         workspace, on each host unless they share it.
       inputs_length: for a task with `inputs`: the most ids of them in a row; the targets have the rest of `length`.
-      epochs: of a task whose preprocessors draw random numbers: how many epochs, each with numbers of its own, are
-        cached; then they are repeated.
+      epochs: if preprocessors draw random numbers, number of epochs that are cached, each with numbers of its own, and
+        then repeated.
       live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the version
         of TensorFlow that began it, and the position of each stream holds its buffers.
       vocabulary: for a task of this workspace, in place of bytes; your own task has the one of its features.

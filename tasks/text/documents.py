@@ -43,7 +43,7 @@ class File(NamedTuple):
       name: identifies the file, the same on every machine.
       path: where this machine finds it.
       size_bytes: its size.
-      checksum: of an object in a bucket, as its listing says.
+      checksum: checksum of an object in a bucket, as its listing says.
     """
 
     name: str

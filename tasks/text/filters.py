@@ -19,7 +19,7 @@ class Filters:
       words, characters: how much it shares; see `decontamination.Excluded`.
       near_duplicates: the similarity at which a document repeats an earlier one (`near_duplicates.Seen`); None keeps
         all.
-      digest: of the texts to exclude, which every process must find; "": not compared.
+      digest: digest of the texts to exclude, which every process must find; "": not compared.
     """
 
     exclude: tuple[str, ...] = ()

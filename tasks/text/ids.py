@@ -207,7 +207,7 @@ def decode_continuation(vocabulary: Vocabulary, prompt: Iterable[int], ids: Iter
     ids of the prompt are decoded too, and their text is cut off.
 
     Args:
-      vocabulary: of the ids.
+      vocabulary: vocabulary of the ids.
       prompt: ids before the continuation; may be empty.
       ids: the continuation.
     """

@@ -150,7 +150,7 @@ class PackedStream(Stream):
             self._row = position["row"]
 
     def share(self) -> float:
-        """Returns about which share of its source the rows are that were returned, if it was read from its start."""
+        """Returns about what share of its source has been returned as rows, if reading began at its start."""
         returned, read = self._rows_before + self._row, self._rows_before + len(self._rows)
         return self._source_share() * returned / max(read, 1)
 

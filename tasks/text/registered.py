@@ -29,10 +29,10 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
     """Registers a task of documents or conversations as a seqio Task, and returns it.
 
     Args:
-      name: of the seqio task.
+      name: name of the seqio task.
       task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`, which gets the feature `targets`; or
         `text.chats`, which gets `inputs` and `targets`. Its length and streams have no part.
-      options: of `seqio.TaskRegistry.add`, such as `metric_fns`.
+      options: options of `seqio.TaskRegistry.add`, such as `metric_fns`.
 
     Raises:
       UserError: the task is not one of documents or conversations.

@@ -21,7 +21,7 @@ class Measured(NamedTuple):
     """The metrics of a registered task, or of each task of a mixture.
 
     Attributes:
-      name: of the task or mixture.
+      name: name of the task or mixture.
       module: the module that registers it; None: it is imported.
       most: the most examples of each task; None: all.
       lengths: the most ids of each feature, by name; empty: examples are not cut.

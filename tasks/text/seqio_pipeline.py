@@ -44,7 +44,7 @@ class Asked:
     """A registered task or mixture.
 
     Attributes:
-      name: of it.
+      name: its registered name.
       module: the module that registers it, which is imported first.
       inputs, targets: the most ids of each feature; `inputs` is None for a task without inputs.
     """
@@ -246,8 +246,8 @@ class _Examples(Iterator):
     """The examples of a lane: the ids of `inputs` and `targets` together, and the number of those of `inputs`.
 
     Attributes:
-      number: of the next example.
-      vocabulary: of all features.
+      number: number of the next example.
+      vocabulary: vocabulary of all features.
       vocab_size: all ids are below it.
     """
 

@@ -44,13 +44,13 @@ class Converted(NamedTuple):
     """The documents of a batch, N, in their order.
 
     Attributes:
-      ids: of all documents.
+      ids: ids of all documents.
       sizes: number of ids of each, int64[N].
       text_bytes: size of each as UTF-8, int64[N].
       checks: CRC-32 of the ids of each, uint32[N].
       is_validation: the split of each, bool[N].
       shares_text: whether each is left out because it shares text with an evaluation set, bool[N].
-      signatures: of each, uint32[N, HASHES]; None if near duplicates are kept.
+      signatures: signature of each document, uint32[N, HASHES]; None if near duplicates are kept.
       prompts: ids of each that have weight 0, int32[N]; None if all are learned.
     """
 
@@ -115,7 +115,7 @@ class Writer:
     """Writes a cache, and after it the position up to which it is written.
 
     Attributes:
-      counts: of what was added.
+      counts: counts of what was added.
       has_written: whether documents are written.
     """
 
@@ -131,9 +131,9 @@ class Writer:
         """Opens the arrays of a cache, or creates them.
 
         Args:
-          folder: of the cache.
+          folder: folder of the cache.
           about: the description of the cache, without counts.
-          counts: of what is written already.
+          counts: counts of what is written already.
           seen: finds near duplicates; documents that are written already are added to it. None keeps all documents.
           check: called with the names of the files that were read before what they gave is written; raises an exception
             if they changed.

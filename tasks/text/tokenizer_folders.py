@@ -223,7 +223,7 @@ class FolderTokenizer(ChatVocabulary):
         Args:
           messages: each with a role ("system", "user", "assistant") and its content.
           add_generation_prompt: whether the text ends where the assistant's answer begins.
-          date: of templates that print the date; None: today.
+          date: the date, for templates that print it; None: today.
           tools: descriptions of functions that the model may call, as JSON schemas.
           documents: what the model may quote, each with a title and a text.
 

@@ -266,7 +266,7 @@ def questions(
     Args:
       train: one or more patterns of .jsonl files.
       validation: one or more patterns. Default: the questions about 5 % of the images, chosen by hash.
-      folder: of these files, if patterns are relative to one.
+      folder: the folder that patterns are relative to, if any.
       image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken,
         ends: see `ImageQuestions`.
 

@@ -72,7 +72,7 @@ def attend(
       arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
       prefix: which positions attend both ways, and biases of keys; None: attention is causal.
       sinks: [H], float32, of query heads; None: there are none.
-      tiles: of the splash kernel.
+      tiles: tiles of the splash kernel.
 
     Returns:
       [B, T, H, K].
@@ -216,7 +216,7 @@ def plain(
 
     Args:
       q, k, v, segment_ids, prefix, sinks, scores: as in `attend`.
-      kv_segment_ids: of the keys; None: as of the queries.
+      kv_segment_ids: segment ids of the keys; None: those of the queries.
       order: the positions of the queries, if they are not in the order of the row as the keys are.
 
     Returns:
@@ -282,7 +282,7 @@ def cached(
     be as small as the window, and the oldest entries are replaced.
 
     Args:
-      q, k, v: of T new slots, [B, T, H, K] and [B, T, N, K].
+      q, k, v: queries [B, T, H, K], and keys and values [B, T, N, K], of T new slots.
       before: keys and values of the slots before `start`, [B, N, R, K] each.
       start: slot of the first new id, [], int32.
       padding: [B], int32; the first slots of a row, so many of them, are empty.
@@ -358,8 +358,8 @@ def _mixed_by_blocks(
     """Computes the same block by block, and leaves out blocks that are empty.
 
     The sums of a query are relative to its largest score so far, and are scaled down when a block has a larger one
-    (Dao et al. 2022, FlashAttention, algorithm 1). For a prompt of 1,024 ids in a cache of 1,280 entries, a CPU takes a
-    quarter of the time of all scores at once. On TPUs, by the compiler's estimate, an entry takes 2.7 times as long.
+    (Dao et al. 2022, FlashAttention, algorithm 1). On a CPU, long prompts take less time than with all scores at once.
+    The compiler's estimate for TPUs says the opposite.
     """
     (batch, length, heads, head_dim), (_, groups, entries, _) = q.shape, seen.keys.shape
     block = min(BLOCK, entries)
@@ -435,7 +435,7 @@ def splash_attention(
     Args:
       q, k, v, segment_ids, kv_segment_ids, prefix, sinks, scores, order: as in `plain`; a chip needs all positions of
         its keys and values.
-      masks: of every head, in place of the causal one or of a window.
+      masks: a mask for every head, in place of the causal one or of a window.
       tiles: the largest tiles.
       interpret: run the kernel in Pallas's interpreter, on any device.
     """

@@ -35,7 +35,7 @@ def problem(
 
     Args:
       length: positions of a row.
-      head_dim, dtype: of queries, keys and values.
+      head_dim, dtype: width and dtype of queries, keys and values.
       softcap, prefix: as in `models.decoder.attention.attention.attend`.
       has_sinks: whether there are sinks.
     """

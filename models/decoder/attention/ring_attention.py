@@ -130,7 +130,7 @@ class Pairs:
       axes: mesh axes of the ring.
       name: checkpoint name of the result.
       softcap: as in `attention.attend`.
-      tiles: of the kernel; None: plain products.
+      tiles: tiles of the kernel; None: plain products.
       interpret: run the kernel in Pallas's interpreter.
     """
 
@@ -153,7 +153,7 @@ class Pairs:
         return Mixed(means.astype(jnp.float32), log_total)
 
     def backward(self, q: Queries, kv: Keys, of: Mixed, d_means: jax.Array, *, causal: bool = False) -> tuple:
-        """Returns the gradients by queries, keys and values through these pairs.
+        """Returns the gradients with respect to queries, keys and values, through these pairs.
 
         Args:
           q, kv, causal: as in `forward`.
@@ -239,7 +239,7 @@ def attend(
       segment_ids: [B, T].
       sinks: [H], float32, or None.
       pairs: how pairs of chunks are computed.
-      specs: of q, of k and v, and of segment_ids, over automatic mesh axes.
+      specs: specs of q, of k and v, and of segment_ids, over automatic mesh axes.
 
     Returns:
       [B, T, H, K].

@@ -69,14 +69,14 @@ class Family(NamedTuple):
       nullable: keys that may be null.
       others: keys that are read if they are there, or that transformers does not read in this family.
       aliases: other names of keys; the value under the other name wins.
-      prefixes: of tensor names, first that of exports.
+      prefixes: prefixes of tensor names; exports have the first.
       inside: the `model_type` of the configuration of the language model, if it is inside of another, `text_config`.
       around: the other keys of the configuration around it.
       quantized: what reads quantized weights, by the method that `quantization_config` names. They are dequantized;
         exports are in bfloat16 or float32.
       ties_inside: whether `tie_word_embeddings` of the language model is read, if it has one, and not the other.
-      checks: of the values of keys; those of other keys follow from the type of their default, which is a whole number
-        if there is none.
+      checks: checks of the values of keys. Those of other keys follow from the type of their default, which is a whole
+        number if there is none.
     """
 
     title: str
@@ -206,7 +206,7 @@ def attention_of_types(
 
     Args:
       config: the configuration, for the window.
-      types: of the layers.
+      types: kinds of the layers.
       usual: the attention of layers without a window, from which that with one differs; None: the default one.
       local_theta: rotary base of layers with a window; None: that of the others.
     """
@@ -330,7 +330,7 @@ def mlp_sources(
     Args:
       part: the feed-forward.
       layer: name of the module of a dense layer.
-      names: of the matrices `gate`, `up` and `down`, where they are not as Llama's.
+      names: names of the matrices `gate`, `up` and `down`, where they are not as Llama's.
       of_experts: name of the module of experts; "": as `layer`.
     """
     has_experts = isinstance(part, Experts)

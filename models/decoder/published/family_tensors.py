@@ -99,7 +99,7 @@ def adapter_config(model: DecoderConfig, base: str, kind: str = "") -> dict[str,
     Args:
       model: the decoder with adapters.
       base: the published model, a folder or hf://OWNER/NAME[@REVISION].
-      kind: as of `adapter_sources`.
+      kind: as in `adapter_sources`.
     """
     name, _, revision = base.removeprefix("hf://").partition("@") if base.startswith("hf://") else (base, "", "")
     assert model.lora is not None
