@@ -212,7 +212,7 @@ class ExtendsLayers(Protocol):
 
     Its cache is a tuple: the states of all layers, then others.
 
-    Enables: on a CPU, programs of a few layers that equal layers share, which compile in a fraction of the time.
+    Enables: short compilation of generation on a CPU, by programs of a few layers that equal layers share.
     """
 
     num_layers: int
@@ -280,7 +280,7 @@ class ReadsPublished(Protocol):
 class ListsSettings(Protocol):
     """A model that lists what determines its results beside its parameters.
 
-    Enables: `INIT_FROM` with a run lists the settings in which the models differ, with their defaults filled in.
+    Enables: a list of the settings in which two models differ, where `INIT_FROM` names a run.
     """
 
     def settings(self) -> Mapping[str, Any]:

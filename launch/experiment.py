@@ -66,7 +66,7 @@ class Experiment:
       strategy: how arrays are sharded over the chips.
       model: a `core.types.Model`.
       task: the data, from `tasks`.
-      optimizer: from `core.optimizers`, or a transformation of optax, which becomes an `Optimizer`.
+      optimizer: an optimizer of `core.optimizers`, or a transformation of optax, which becomes one.
       batch_size: rows of a global batch.
       total_steps: the last step; learning rate schedules refer to it too.
       phases: changes of data, row length, batch size or strategy during the run; see `launch.phases`.
@@ -78,7 +78,7 @@ class Experiment:
       simulation_xla_flags: XLA_FLAGS of simulated hosts, unless the environment sets them. Flags that compile fast may
         change the last bits of a simulated run.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
-      frozen_dtype: dtype in which these are stored: `bfloat16`, or `float32` as trained parameters are.
+      frozen_dtype: storage dtype of frozen parameters: `bfloat16`, or `float32` as trained parameters are.
       max_epochs: a run that would read its training data more often is an error, where the size is known.
       seed: seed of parameters, data order and random bits.
       non_finite: reaction to a loss or gradient that is NaN or infinite: `stop` the run, `skip` the update, or

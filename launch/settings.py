@@ -103,10 +103,10 @@ class Initialization(_Group):
       init_from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a published model; "" starts
         from the seed.
       init_patterns: shell wildcards over the paths of the parameters to take from there; others start from the seed.
-      init_renames: names here by names there, such as `{"decoder/*": "layers/*"}`: of parameters of a run, or of
-        tensors of a published folder.
-      init_layers: for each layer here, the layer there that it starts from, or None if it starts from the seed, by
-        shell wildcards over paths: `{"layers/*": (0, 0, 1, None)}`. A group of layers counts as one.
+      init_renames: maps names in the source to names in this model, such as `{"decoder/*": "layers/*"}`. Names in the
+        source are those of parameters of a run, or of tensors of a published folder.
+      init_layers: for each layer of this model, the layer of the source that it starts from, or None if it starts from
+        the seed, by shell wildcards over paths: `{"layers/*": (0, 0, 1, None)}`. A group of layers counts as one.
     """
 
     init_from: str = ""
@@ -191,7 +191,7 @@ class Checkpointing(_Group):
         `max:validation/accuracy` for the highest; "": only the latest ones.
       params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
         0: none.
-      keep_params_checkpoints: number of latest ones of these to keep.
+      keep_params_checkpoints: number of latest checkpoints of the parameters alone to keep.
       checkpoint_mirror: a place, such as gs://BUCKET/first, to which complete checkpoints of a local run directory
         are copied in the background; "" for none. Only for a run of one process.
       save_limit_seconds: a save that takes longer has failed; None: 300 s plus 20 s for each GiB on a host.
