@@ -15,7 +15,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", ".venv"]
 html_theme = "furo"
 html_title = "Renga"
-html_static_path = ["pictures"]
+html_static_path = ["pictures", "site.css"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 html_show_sphinx = False
 

@@ -1,4 +1,4 @@
-"""The built-in strategies. Each is a table; a gin file selects one with a single line.
+"""The built-in strategies. Each is a table; a gin file selects one by its name.
 
 Arguments named after mesh axes are their degrees; -1 takes the remaining chips. `slices` is the number of slices, and
 `schedule` the schedule of a pipeline (`parallel.pipeline.schedules`).

@@ -56,8 +56,9 @@ def _table(head: list[str], rows: Iterator[list[str]] | list[list[str]]) -> list
 
 
 def _sentence(text: str) -> str:
-    """Returns a text on one line, as a sentence."""
-    text = " ".join(text.split())
+    """Returns a text on one line, as a sentence; a * outside of code is not Markdown's."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    text = "".join(part if part[:1] == "`" else part.replace("*", r"\*") for part in parts)
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) else ".")
 
 

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--microbatches {undivided[0]}: expected a multiple of {STAGES}, the number of stages")
     jax.config.update("jax_num_cpu_devices", STAGES)
     if args.picture:
-        profiled_picture().savefig(pictures.FOLDER / PICTURE, dpi=100)
+        profiled_picture().savefig(pictures.FOLDER / PICTURE, dpi=130)
         print(f"docs/pictures/{PICTURE}")
         return 0
     terminal.console(100).print(_table(measure(args.microbatches, turns=args.turns)))
@@ -236,16 +236,15 @@ def _by_tick(rows: Iterable[tuple[str, Tick]]) -> list[Tick]:
 
 
 def profiled_picture() -> Figure:
-    """The schedules as designed, and beside each the profile of one of its steps on CPU devices."""
-    figure = Figure(figsize=(14, 2.05 * len(pictures.SHOWN) + 0.4), layout="constrained")
-    for (title, schedule), (left, right) in zip(
-        pictures.SHOWN.items(), figure.subplots(len(pictures.SHOWN), 2), strict=True
-    ):
-        pictures.draw_schedule(left, title, schedule)
+    """The profile of a step of each schedule on CPU devices."""
+    figure = Figure(figsize=(9.5, 2.05 * len(pictures.SHOWN) + 0.4), layout="constrained")
+    panels = figure.subplots(len(pictures.SHOWN), 1)
+    for panel, (title, schedule) in zip(panels, pictures.SHOWN.items(), strict=True):
         step = compiled_step(
             schedule, stages=pictures.STAGES, layers=pictures.STAGES * schedule.repeats, width=256, length=256
         )
-        _draw_profile(right, schedule, profiled(step, stages=pictures.STAGES))
+        _draw_profile(panel, schedule, profiled(step, stages=pictures.STAGES))
+        panel.set(title=title)
     pictures.add_legend(figure)
     return figure
 
@@ -266,7 +265,6 @@ def _draw_profile(panel: Any, schedule: Schedule, ticks: Mapping[tuple[str, int]
             if work:
                 panel.text(start + width / 2, low + height / 2, work.microbatch, ha="center", va="center", fontsize=7)
     end = max(tick.end for row in ticks.values() for tick in row)
-    panel.set(title="profile of a step on CPU devices")
     pictures.label_stages(panel, "ms", end=1000 * end)
 
 
