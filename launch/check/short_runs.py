@@ -76,7 +76,7 @@ def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
 
 
 def _check(args: argparse.Namespace, name: str, *words: str, run_dir: str) -> tuple[list[Finding], Finding]:
-    """Runs `launch/run check`: returns its findings, of which hosts but host 0 have none, and one of them all."""
+    """Runs `launch/run check`. Returns its findings, on host 0 alone, and one finding that sums them up."""
     options = [*flags.passed_on(args, "--gin", "--simulate"), *words, "--run-dir", run_dir]
     with tempfile.TemporaryDirectory(prefix="renga-check-") as folder:
         file = Path(folder) / "findings.json"

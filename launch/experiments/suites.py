@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """`exp01/exp01a`."""
+        """The name of the entry in its suite, such as `exp01/exp01a`."""
         return f"{self.group}/{self.name}"
 
 

@@ -216,9 +216,9 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
 def _left_out(
     experiment: Experiment, read: Specs, found: warm_start.ParameterSource, layers: layer_map.LayerMap
 ) -> steps.LeftOut | None:
-    """Returns the frozen ones of the parameters that are read from a published folder, unless their layers are mapped.
+    """Returns the frozen parameters that a published folder supplies, unless their layers are mapped.
 
-    Those of another run or in memory are saved: the step that they come from may be removed.
+    Frozen parameters of another run or in memory are saved: the step that they come from may be removed.
     """
     if isinstance(found, warm_start.SavedParameters | warm_start.GivenParameters):
         return None

@@ -253,7 +253,7 @@ class _Chunks(Chunks):
             self._taken = position["taken"]
 
     def share(self) -> float:
-        """Parts count alike, whatever their sizes."""
+        """Returns the share of the parts that were read; parts count alike, whatever their sizes."""
         begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
         begun = self._place / max(len(self._known), 1) if self._known is not None else begun
         return min(1.0, (self._part + begun) / len(self._parts))

@@ -399,7 +399,7 @@ class _TaskJob:
             begun,
             self.sources(),
             functools.partial(self._converted, functools.partial(self._submit, processes, submit)),
-            require=self._require_examples,
+            require=self._record_examples,
             seen=self._filters.seen() if self._filters else None,
             quiet=True,
             **options,
@@ -454,7 +454,7 @@ class _TaskJob:
         begin, call = self._progress["read"][lane.index], seqio_pipeline.convert
         return submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES, self._filters)
 
-    def _require_examples(self, writer: Writer) -> None:
+    def _record_examples(self, writer: Writer) -> None:
         """Records how many examples each cached epoch has."""
         for split, sizes in self._progress["documents"].items():
             about = writer.counts.splits[split]
