@@ -119,25 +119,27 @@ def scalars_picture(run_dir: Path) -> Figure:
 
 
 def profile_picture(run_dir: Path) -> Figure:
-    """What every simulated chip of every host did in two steps of the latest profile."""
+    """What every simulated chip of every host did in the steps of the latest profile."""
     hosts = [read_timeline(file.read_bytes()) for file in _profiles(run_dir)]
-    common = sorted(set.intersection(*(set(host.steps) for host in hosts)))[1:4]
-    begin, end = (pick(host.steps[step] for host in hosts) for pick, step in ((min, common[0]), (max, common[-1])))
+    common = set.intersection(*(set(host.steps) for host in hosts))
+    begin = min(host.steps[step] for host in hosts for step in common)
+    end = max(high for host in hosts for kinds in host.ran.values() for spans in kinds.values() for _, high in spans)
     rows = [(index, chip) for index, host in enumerate(hosts) for chip in sorted(host.ran)]
+    names = [f"host {index}, chip {sorted(hosts[index].ran).index(chip)}" for index, chip in rows]
     figure = Figure(figsize=(9.5, 0.34 * len(rows) + 1.2), layout="constrained")
     panel = figure.subplots()
     for row, (index, chip) in enumerate(rows):
         panel.broken_barh([(0, 1000 * (end - begin))], (row + 0.08, 0.84), facecolor=IDLE)
         for kind in RAN:
             spans = joined(hosts[index].ran[chip][kind], gap=(end - begin) / 1500)
-            bars = [(1000 * (low - begin), 1000 * (high - low)) for low, high in spans if high > begin and low < end]
+            bars = [(1000 * (low - begin), 1000 * (high - low)) for low, high in spans if high > begin]
             panel.broken_barh(bars, (row + 0.08, 0.84), facecolor=RAN[kind])
     for index, host in enumerate(hosts):
         mine = [row for row, (of, _) in enumerate(rows) if of == index]
         for step in common:
             panel.vlines(1000 * (host.steps[step] - begin), mine[0], mine[-1] + 1, color="black", linewidth=1.2)
     panel.set(xlim=(0, 1000 * (end - begin)), ylim=(len(rows), 0), xlabel="ms")
-    panel.set_yticks([row + 0.5 for row in range(len(rows))], [f"host {index}, chip {chip}" for index, chip in rows])
+    panel.set_yticks([row + 0.5 for row in range(len(rows))], names)
     panel.tick_params(length=0)
     handles = [mpl.patches.Patch(facecolor=color, label=kind) for kind, color in (RAN | {"nothing": IDLE}).items()]
     handles.append(mpl.lines.Line2D([], [], color="black", label="the host begins a step"))
