@@ -47,11 +47,6 @@ SHOWN = [
     ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "hidden to none | {hidden:.1f} – {exposed:.1f} |"),
     ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "GiB a chip at the peak | {gib:.1f} |"),
     ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "if nothing hides it | {dcn:.2f} |"),
-    ("images-compiled", "arrcoc-v5p_128", "| data 64 | {gib:.2f} | {scheduled:.4f} | {mfu:.0f} |"),
-    ("images-compiled", "arrcoc-v5p_8", "| data 4 | {gib:.2f} | {scheduled:.4f} | {mfu:.0f} |"),
-    ("images-compiled", "arrcoc-v5p_128_trained", "| fsdp 64 | {gib:.2f} | {scheduled:.3f} | {mfu:.0f} |"),
-    ("images-compiled", "arrcoc-v5p_8_trained", "| fsdp 4 | {gib:.2f} | {scheduled:.3f} | {mfu:.0f} |"),
-    ("images-compiled", "arrcoc-v5p_128_32b", "| fsdp 16 x tensor 4 | {gib:.2f} | {scheduled:.1f} | {mfu:.0f} |"),
 ]  # fmt: skip
 
 

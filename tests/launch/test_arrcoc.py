@@ -102,8 +102,8 @@ def test_a_run_of_two_phases_is_evaluated_by_kind_and_drawn(tmp_path):
 
 
 def test_figures_of_the_page_are_those_of_the_records():
-    page = (environment.WORKSPACE / "gin/arrcoc/README.md").read_text()
-    row = r"^\| \[(v5p_\w+)\][^|]*\|.*?\| ([\d.]+) of 95\.0 \| ([^|]+) \| ([^|]+) \|$"
+    page = (environment.WORKSPACE / "docs/results/images-compiled.md").read_text()
+    row = r"^\| `(v5p_\w+)`[^|]*\|.*?\| ([\d.]+) \| ([\d.]+) \| (\d+) \| [\d.]+ \|$"
     rows = re.findall(row, page, re.MULTILINE)
     files = (environment.WORKSPACE / "gin/arrcoc").glob("v5p_*.gin")
     assert {name for name, *_ in rows} == {path.stem for path in files}
