@@ -37,6 +37,8 @@ def _products(model: Model, batch: Mapping[str, jax.ShapeDtypeStruct], frozen: S
     is_tied = can(model, Generates) and not has_output  # the embedding is also the output matrix
     for shape, spec, is_chosen in zip(*map(jax.tree.leaves, (shapes, specs, chosen)), strict=True):
         is_output = "vocab" in (spec.axes if is_tied else spec.axes[-1:])
-        is_product = (spec.kind == "matrix" or is_output) and {"layers", None}.issuperset(spec.axes[: spec.stacked])
+        is_product = (spec.kind == "matrix" or is_output) and {*logical.STACKED, None}.issuperset(
+            spec.axes[: spec.stacked]
+        )
         if is_chosen and spec.trainable and is_product:
             yield math.prod(shape.shape)

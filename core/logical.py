@@ -36,6 +36,8 @@ if not __debug__:
         "assert statements: every model would fail while it is traced. Unset PYTHONOPTIMIZE and start without -O"
     )
 
+LAYERS, FIRST_LAYERS = "layers", "first_layers"
+STACKED = (LAYERS, FIRST_LAYERS)  # axes that count the layers of a stack
 MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes]
 
@@ -57,15 +59,17 @@ EXPERT_BATCH = "expert_batch"
 
 
 class _Declared(NamedTuple):
-    """An axis that tables may leave out: its meaning, and the mesh axis that shards it where a table uses that one."""
+    """An axis that tables may leave out: its meaning, and what shards it there (see `declare`)."""
 
     meaning: str
     mesh_axis: str | None = None
+    like: str | None = None
 
 
 _declared: dict[str, _Declared] = {
     "expert": _Declared("experts of a mixture"),
     EXPERT_BATCH: _Declared("rows of the global batch in an array that is divided by `expert`, too"),
+    FIRST_LAYERS: _Declared("layers at the beginning of a stack that differ from those after them"),
 }
 
 
@@ -92,7 +96,7 @@ class _Tables:
 
 _tables = jax.make_user_context(None)  # a _Tables or None; part of the key of every trace
 _record: contextvars.ContextVar[dict[str, dict[str, ParamSpec]] | None] = contextvars.ContextVar("record", default=None)
-_num_stacks: contextvars.ContextVar[int] = contextvars.ContextVar("num_stacks", default=0)
+_stacks: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stacks", default=())
 _lifted: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("lifted", default=())
 _in_param: contextvars.ContextVar[bool] = contextvars.ContextVar("in_param", default=False)
 
@@ -115,18 +119,18 @@ def sharding_rules(activations: Rules, params: Rules) -> contextlib.AbstractCont
 
 
 @contextlib.contextmanager
-def lifted(name: str, *, layers: bool = False) -> Iterator[None]:
+def lifted(name: str, *, layers: str = "") -> Iterator[None]:
     """Context in which parameters belong to a function that `hk.lift` calls `name`.
 
     Args:
       name: module name of the parameters.
-      layers: whether the function is a layer stack, whose parameters gain a leading `layers` axis.
+      layers: of a layer stack, the leading axis that its parameters gain, one of `STACKED`.
     """
-    with _set(_lifted, (*_lifted.get(), name)), _set(_num_stacks, _num_stacks.get() + layers):
+    with _set(_lifted, (*_lifted.get(), name)), _set(_stacks, (*_stacks.get(), *((layers,) if layers else ()))):
         yield
 
 
-def declare(name: str, meaning: str, *, mesh_axis: str | None = None) -> None:
+def declare(name: str, meaning: str, *, mesh_axis: str | None = None, like: str | None = None) -> None:
     """Adds a logical axis of one model or strategy.
 
     Call it at the top of the module that uses the axis. Tables need no row for it.
@@ -136,6 +140,7 @@ def declare(name: str, meaning: str, *, mesh_axis: str | None = None) -> None:
       meaning: what the axis counts, in a few words.
       mesh_axis: what shards it under a table without a row for it, if that table uses this mesh axis. By default,
         and under other tables, it is replicated.
+      like: a logical axis that no array has beside it, whose mesh axes shard it under a table without a row for it.
 
     Raises:
       UserError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
@@ -145,7 +150,7 @@ def declare(name: str, meaning: str, *, mesh_axis: str | None = None) -> None:
     before = all_axes().get(name, meaning)
     if before != meaning:
         raise UserError(f"logical.declare: {name!r} already means {before!r}, now {meaning!r}: choose another name")
-    _declared[name] = _Declared(meaning, mesh_axis)
+    _declared[name] = _Declared(meaning, mesh_axis, like)
 
 
 def all_axes() -> Mapping[str, str]:
@@ -169,6 +174,8 @@ def row(rules: Rules, name: str) -> MeshAxes:
     if name == EXPERT_BATCH:
         used = mesh_axes(rules.get("expert"))
         return tuple(axis for axis in mesh_axes(rules.get("batch")) if axis not in used)
+    if (like := _declared[name].like) is not None:
+        return row(rules, like)
     own = _declared[name].mesh_axis
     return own if any(own in mesh_axes(axes) for axes in rules.values()) else None
 
@@ -184,6 +191,11 @@ def check_names(names: Sequence[str | None], *, where: str) -> None:
                 f"{where}: unknown logical axis {name!r}; {nearest} An axis of your own is declared at the top of your "
                 f"module: logical.declare({name!r}, 'what it counts')"
             )
+
+
+def is_stacked(names: Sequence[str | None]) -> bool:
+    """Returns whether the first of these axes counts the layers of a stack."""
+    return bool(names) and names[0] in STACKED
 
 
 def mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
@@ -384,7 +396,7 @@ def _remember(name: str, spec: ParamSpec) -> None:
     record = _record.get()
     if record is not None and hk.running_init():
         path = "/".join((*_lifted.get(), hk.experimental.current_name()))
-        record.setdefault(path, {})[name] = spec.in_stack(*("layers",) * _num_stacks.get())
+        record.setdefault(path, {})[name] = spec.in_stack(*_stacks.get())
 
 
 class _Names(NamedTuple):

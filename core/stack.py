@@ -31,11 +31,15 @@ pattern and unrolls the remaining layers.
 With `group=p` the shapes of parameters may differ, too: runners treat p successive layers as one layer, which has the
 parameters of all p. Rematerialization still applies to each of the p layers separately, so the backward pass holds the
 intermediate values of one layer, whatever p is.
+
+With `first=First(kinds)` the stack begins with layers of other kinds and shapes, such as the dense layers before those
+with experts. They have a parameter tree of their own, and a pipeline runs them before its first stage.
 """
 
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -86,6 +90,18 @@ class Tail(NamedTuple):
     params: Any
 
 
+class First(NamedTuple):
+    """The layers of a stack before those that repeat.
+
+    Attributes:
+      kinds: the kind of each. Their block returns () in place of summed outputs.
+      group: as in `layer_stack`, of these layers alone.
+    """
+
+    kinds: tuple[Kind, ...]
+    group: int = 1
+
+
 def haiku_tail(fn: Callable[..., Any], x: Stream, side: Side = (), *, summed: Any = None, name: str = "tail") -> Tail:
     """Makes a `Tail` from a Haiku function that has its own parameters, such as a head and loss of stock modules.
 
@@ -124,6 +140,7 @@ class LayerFn:
       axes: returns the tree of `Axes` of one layer's parameters; a function because this takes a trace.
       dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
         that dtype, so that a runner can transfer weights in it; otherwise the stored dtype.
+      is_first: whether these are the `First` layers of a stack, which are not split into stages.
     """
 
     plain: Callable[[Layer, Stream, Side, Kind], tuple[Stream, Outputs]]
@@ -133,6 +150,7 @@ class LayerFn:
     outputs: Outputs
     axes: Callable[[], Any]
     dtypes: Any
+    is_first: bool = False
     _calls: dict[tuple[Kind, bool], Callable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __call__(
@@ -357,6 +375,7 @@ def layer_stack(
     outputs: Any = None,
     pattern: Sequence[Kind] | None = None,
     group: int = 1,
+    first: First | None = None,
 ) -> Callable[..., Any]:
     """Stacks `num_layers` copies of a Haiku block, each with its own parameters; call the result inside `hk.transform`.
 
@@ -376,6 +395,7 @@ def layer_stack(
       pattern: static kinds, one for each layer of a group that is repeated; hashable. None: all layers are equal.
       group: the number of successive layers that runners treat as one, because the parameters of their kinds differ.
         Layers of a group create modules of different names, by their kinds; layer l has the parameters of l % group.
+      first: layers at the beginning, before those of the pattern; their parameters are in a module `first_{name}`.
 
     Returns:
       `(x, side=(), layer_in=()) -> x`, or the tail's result; with `outputs` a pair of that and the outputs.
@@ -386,6 +406,50 @@ def layer_stack(
         number of rows than x, or `layer_in` not L entries; kinds have different parameters, or a group equal names.
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
+    how = {"remat": remat, "outputs": outputs, "pattern": pattern, "group": group}
+    if first is None:
+        return _one_stack(block, num_layers, name, tail, **how)
+    stack_checks.check_first(num_layers, len(first.kinds), has_pattern=pattern is not None)
+    kept = None if outputs is None else jax.tree.map(lambda word: word if word == "stacked" else (), outputs)
+    own, count = {**how, "outputs": kept, "pattern": first.kinds, "group": first.group}, len(first.kinds)
+    before = _one_stack(block, count, f"first_{name}", None, **own, is_first=True)
+    others, parts = _one_stack(block, num_layers - count, name, tail, **how), (slice(count), slice(count, None))
+
+    def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
+        stack_checks.check_shapes(x, side, layer_in, num_layers)
+        ours, theirs = (jax.tree.map(operator.itemgetter(part), layer_in) for part in parts)
+        if outputs is None:
+            return others(before(x, side, ours), side, theirs)
+        x, early = before(x, side, ours)
+        result, late = others(x, side, theirs)
+        return result, jax.tree.map(_joined, outputs, early, late)
+
+    return apply
+
+
+def _joined(word: str, early: Any, late: Any) -> Any:
+    """Joins an output of the first layers, which is () if it is a sum, and of the others."""
+    return late if word == "summed" else jax.tree.map(lambda *parts: jnp.concatenate(parts), early, late)
+
+
+def _one_stack(
+    block: Callable[..., Any],
+    num_layers: int,
+    name: str,
+    tail: Tail | None,
+    *,
+    remat: Remat,
+    outputs: Any,
+    pattern: Sequence[Kind] | None,
+    group: int,
+    is_first: bool = False,
+) -> Callable[..., Any]:
+    """Returns `layer_stack` of layers with one parameter tree.
+
+    Args:
+      block, num_layers, name, tail, remat, outputs, pattern, group: as there.
+      is_first: whether others follow them.
+    """
     stack_checks.check_groups(num_layers, group)
     single = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
     one: _Block | _Group = single if group == 1 else _Group(single)
@@ -396,9 +460,10 @@ def layer_stack(
         layer_in = _grouped(layer_in, group)
         like_x, like_side, entry = _abstract(x), _abstract(side), _abstract(layer_in, of_one_layer=True)
         arguments = (like_x, like_side, *([entry] if jax.tree.leaves(entry) else []))
-        params = _stacked_params(one.init, name, kinds, arguments, group)
+        axis = logical.FIRST_LAYERS if is_first else logical.LAYERS
+        params = _stacked_params(one.init, name, kinds, arguments, group, axis)
         stacked = Layer(params, _grouped(_layer_keys(num_layers), group), layer_in)
-        fn = _layer_fn(one, remat, kinds, stacked, arguments, group)
+        fn = dataclasses.replace(_layer_fn(one, remat, kinds, stacked, arguments, group), is_first=is_first)
         run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
         last = tail and _checked_tail(tail, like_x, like_side, fn.outputs.summed, outputs)
         result, out = run(fn, stacked, x, side, last)
@@ -474,13 +539,15 @@ def _abstract(tree: Any, *, of_one_layer: bool = False) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[of_one_layer:], a.dtype), tree)
 
 
-def _stacked_params(init: Callable, name: str, kinds: Sequence[Kind], arguments: tuple, group: int) -> Params:
+def _stacked_params(
+    init: Callable, name: str, kinds: Sequence[Kind], arguments: tuple, group: int, axis: str
+) -> Params:
     def init_all(rng):
         if rng is None:  # hk.lift asks for shapes only
             return None
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), arguments)
         keys = _grouped(jax.random.split(rng, len(kinds) * group), group)
-        with logical.lifted(name, layers=True):
+        with logical.lifted(name, layers=axis):
             return _by_kind(lambda kind, keys: jax.vmap(lambda key: init(kind)(key, *zeros))(keys), kinds, keys)
 
     return hk.lift(init_all, name=name)(hk.next_rng_key() if hk.running_init() else None)

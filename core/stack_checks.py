@@ -46,6 +46,17 @@ def check_groups(num_layers: int, group: int) -> None:
         )
 
 
+def check_first(num_layers: int, first: int, *, has_pattern: bool) -> None:
+    """Checks that layers follow the first ones, and have kinds as these do."""
+    if not 0 < first < num_layers:
+        raise UserError(
+            f"layer_stack: first has {units.counted(first, 'layer')}, and num_layers = {num_layers} with these: "
+            "expected at least one of both, the first ones and those after them"
+        )
+    if not has_pattern:
+        raise UserError("layer_stack: first = First(...) needs a pattern, the kinds of the layers after the first ones")
+
+
 def joined(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the parameters of all layers of a group, by module; checks that names of modules differ."""
     result: dict[str, Any] = {}

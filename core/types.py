@@ -217,6 +217,10 @@ class ExtendsLayers(Protocol):
 
     num_layers: int
 
+    @property
+    def num_first_layers(self) -> int:
+        """How many of them come before the repeated ones (`core.stack.First`); no call runs layers of both kinds."""
+
     def layer_kind(self, layer: int) -> Hashable:
         """Returns the kind of a layer, by its number; layers of one kind differ in their arrays alone."""
 

@@ -22,6 +22,7 @@ from core.types import Model, Params
 from models.decoder.attention import ring_attention
 
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+LATENT_TARGETS = ("query_down", "query_up", "latent_down", "latent_up")  # of latent attention
 PATTERNS = ("*_lora_a", "*_lora_b")  # paths of adapters
 _RANK = "rank"
 
@@ -35,7 +36,7 @@ class Lora:
     Attributes:
       rank: inner dimension of an adapter.
       alpha: the adapter's output is multiplied by alpha / rank.
-      targets: the matrices with an adapter, some of `TARGETS`.
+      targets: the matrices with an adapter, some of `TARGETS` and `LATENT_TARGETS`.
       dropout: rate at which inputs of adapters are dropped in training.
       base_dtype: dtype in which all other parameters are stored, frozen; routers of experts stay in float32.
 
@@ -56,10 +57,11 @@ class Lora:
             raise UserError(f"lora.adapted.alpha = {self.alpha}: expected a positive number")
         if not 0 <= self.dropout < 1:
             raise UserError(f"lora.adapted.dropout = {self.dropout}: expected from 0 to below 1")
-        unknown = [target for target in self.targets if target not in TARGETS]
+        known = (*TARGETS, *LATENT_TARGETS)
+        unknown = [target for target in self.targets if target not in known]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise UserError(
-                f"lora.adapted.targets = {self.targets}: expected some of {', '.join(TARGETS)}, each at most once"
+                f"lora.adapted.targets = {self.targets}: expected some of {', '.join(known)}, each at most once"
             )
         if self.base_dtype not in ("bfloat16", "float32"):
             raise UserError(f"lora.adapted.base_dtype = {self.base_dtype!r}: expected 'bfloat16' or 'float32'")
@@ -74,7 +76,7 @@ class Lora:
         name: str,
         product: jax.Array,
         x: jax.Array,
-        axes: tuple[tuple[str, ...], tuple[str, ...]],
+        axes: tuple[tuple[str | None, ...], tuple[str | None, ...]],
         *,
         rows: jax.Array | None,
     ) -> jax.Array:
@@ -89,13 +91,8 @@ class Lora:
         """
         if name not in self.targets:
             return product
-        inner, outer = axes
-        fan_in = math.prod(x.shape[2:])
-        init = hk.initializers.RandomUniform(-(fan_in**-0.5), fan_in**-0.5)
-        shapes = (*x.shape[2:], self.rank), (self.rank, *product.shape[2:])
-        options: dict[str, Any] = {"compute_dtype": x.dtype}
-        a = logical.param(f"{name}_lora_a", shapes[0], (*inner, _RANK), init, in_dims=len(inner), **options)
-        b = logical.param(f"{name}_lora_b", shapes[1], (_RANK, *outer), jnp.zeros, in_dims=1, **options)
+        inner = axes[0]
+        a, b = self._pair(name, x.shape[2:], product.shape[2:], axes, x.dtype)
         if rows is not None:
             key, names = hk.next_rng_key(), ("batch", "length", *inner)
             # Masks are drawn in the order of the row, also if x is in the order of a ring.
@@ -105,13 +102,40 @@ class Lora:
         hidden = jnp.tensordot(x, a, len(inner))  # [B, T, rank]
         return product + self.scale * jnp.tensordot(hidden, b, 1)
 
+    def _pair(
+        self, name: str, width: tuple[int, ...], out: tuple[int, ...], axes: Any, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Makes A [*width, rank] and B [rank, *out]; other arguments as in `added`."""
+        inner, outer = axes
+        fan_in = math.prod(width)
+        init = hk.initializers.RandomUniform(-(fan_in**-0.5), fan_in**-0.5)
+        shapes = (*width, self.rank), (self.rank, *out)
+        options: dict[str, Any] = {"compute_dtype": dtype}
+        a = logical.param(f"{name}_lora_a", shapes[0], (*inner, _RANK), init, in_dims=len(inner), **options)
+        b = logical.param(f"{name}_lora_b", shapes[1], (_RANK, *outer), jnp.zeros, in_dims=1, **options)
+        return a, b
+
+    def changed(self, name: str, weight: jax.Array, axes: tuple[tuple[str | None, ...], tuple[str | None, ...]]) -> Any:
+        """Returns a matrix in the compute dtype with its adapter added, if it is a target.
+
+        Args:
+          name: name of the matrix.
+          weight: [*in, *out].
+          axes: logical axes of in and out.
+        """
+        if name not in self.targets:
+            return weight
+        depth = len(axes[0])
+        a, b = self._pair(name, weight.shape[:depth], weight.shape[depth:], axes, weight.dtype)
+        return weight + self.scale * jnp.tensordot(a, b, 1)
+
     def base_frozen(self, params: Params) -> Params:
         """Returns the parameters that `init` created, with all but the adapters frozen.
 
         Routers of experts stay in float32, in which scores are computed.
         """
         base = [name for name in parameters.names(params) if not name.endswith(("_lora_a", "_lora_b"))]
-        routers = [name for name in base if name.endswith(("/router", "/router_bias"))]
+        routers = [name for name in base if name.endswith(("/router", "/router_bias", "/correction"))]
         params = logical.frozen(params, [name for name in base if name not in routers], self.base_dtype)
         return logical.frozen(params, routers)
 

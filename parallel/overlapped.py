@@ -48,7 +48,7 @@ def runner(param_rules: Rules, activation_rules: Rules, *, otherwise: stack.Runn
         sizes = jax.sharding.get_abstract_mesh().shape
         manual = logical.mesh_axes(activation_rules["batch"])
         rows = tuple(axis for axis in manual if axis in logical.automatic_axes() and sizes[axis] > 1)
-        if not rows:  # gathered once per step, or a single chip
+        if not rows or fn.is_first:  # gathered once per step, a single chip, or a few layers
             return otherwise(fn, stacked, x, side, tail)
         fn, weights, fixed = derivative_rules.differentiated(fn, stacked)
         if why_not := _why_not(fn, x, math.prod(sizes[axis] for axis in rows)):

@@ -365,8 +365,8 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
 def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapping[str, int]) -> PartitionSpec:
     """Returns the `PartitionSpec` of a stored array.
 
-    Layers that do not divide over the stages of a pipeline are not sharded. Instead `stage` shards the first other
-    dimension that divides, so that a chip stores as much as if they did.
+    Layers that do not divide over the stages of a pipeline are not sharded, nor are those before the first stage.
+    Instead `stage` shards the first other dimension that divides, so that a chip stores as much as if they were.
 
     Args:
       shape: the global shape.
@@ -375,7 +375,9 @@ def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapp
       mesh_shape: the size of each mesh axis.
     """
     spec = logical.partition_spec(axes, rules)
-    if axes.names[:1] != ("layers",) or spec[0] != "stage" or shape[0] % mesh_shape["stage"] == 0:
+    is_first = axes.names[:1] == (logical.FIRST_LAYERS,) and "stage" in logical.mesh_axes(rules["layers"])
+    is_staged = axes.names[:1] == (logical.LAYERS,) and spec[0] == "stage"
+    if not (is_first or (is_staged and shape[0] % mesh_shape["stage"])):
         return spec
     entries = [logical.mesh_axes(entry) for entry in spec[1:]]
     for i, size in enumerate(shape[1:]):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from core import parameters, units
+from core import logical, parameters, units
 from core.errors import UserError
 from core.parameters import ParamSpec, Specs
 
@@ -135,7 +135,7 @@ def of(layers: Layers, source: LayerSource, shapes: Any, specs: Specs) -> LayerM
 
 
 def _is_stacked(spec: ParamSpec) -> bool:
-    return spec.stacked > 0 and spec.axes[0] == "layers"
+    return spec.stacked > 0 and logical.is_stacked(spec.axes)
 
 
 def _problem(

@@ -12,7 +12,7 @@ E experts, R rows and C columns as stored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -85,12 +85,17 @@ def _stored(part: Slices) -> Slices:
     return experts, rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
-def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> dict[str, Stored]:
     """Returns the tensors of a folder, with `Matrices` for the pairs of blocks and scales.
+
+    Args:
+      tensors: of the folder.
+      settings: `quantization_config`, of which nothing is needed.
 
     Raises:
       UserError: blocks without scales, or of shapes that do not fit.
     """
+    del settings
     found: dict[str, Stored] = dict(tensors)
     for name, blocks in tensors.items():
         if not name.endswith(_BLOCKS):

@@ -221,7 +221,9 @@ class PublishedFolder:
             if name in expected and tensor.shape != expected[name]:
                 lines.append(f"{name}: shape {list(tensor.shape)}, the model needs {list(expected[name])}")
             if name in expected and not _is_float(tensor.dtype):
-                lines.append(f"{name}: dtype {tensor.dtype}, the model needs floating-point numbers")
+                lines.append(
+                    f"{name}: dtype {tensor.dtype}, the model needs floating-point numbers of at least 16 bits"
+                )
         return lines
 
     def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
@@ -336,7 +338,7 @@ class _Own(NamedTuple):
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    return jax.numpy.issubdtype(dtype, jax.numpy.floating)
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating) and dtype.itemsize > 1
 
 
 def tensors_of(
@@ -355,7 +357,7 @@ def tensors_of(
       shapes, specs: shapes and specs of the parameters.
       sources: with complete names.
       limits: as in `PublishedFolder`.
-      dtype: dtype of the tensors.
+      dtype: dtype of the tensors, but for those whose source has one.
 
     Raises:
       UserError: a number is beyond the range of the dtype.
@@ -366,7 +368,8 @@ def tensors_of(
             parts.setdefault(name, []).append((path, place, parameter))
     read = functools.lru_cache(maxsize=1)(read)  # a layer of experts is read once for all of its tensors
     for name, found in parts.items():
-        tensor = np.zeros(found[0][2].source.shape(found[0][2].sizes), dtype)
+        source, sizes = found[0][2].source, found[0][2].sizes
+        tensor = np.zeros(source.shape(sizes), source.dtype or dtype)
         for path, place, parameter in found:
             values = read(path, place[0] if place else None)[place[1:]]
             _require_range(name, values, tensor.dtype)

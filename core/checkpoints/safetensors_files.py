@@ -30,6 +30,7 @@ _DTYPES = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 _BLOCK = 2**22  # numbers that are compared at a time
 Slices = tuple[slice, ...]

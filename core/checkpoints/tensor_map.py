@@ -35,12 +35,14 @@ class Source:
       name: name of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
       dims: the tensor's dimensions in terms of the parameter's other axes; see the module.
       first, every: the layer of the parameter's first entry, and the stride in layers.
+      dtype: in which the tensor is written; "": in that of the export.
     """
 
     name: str
     dims: str
     first: int = 0
     every: int = 1
+    dtype: str = ""
 
     def prefixed(self, prefix: str) -> Source:
         """Returns the source with `prefix` before its tensor name."""

@@ -32,7 +32,6 @@ EXAMPLE = """launch/run describe hf://HuggingFaceTB/SmolLM2-135M
 _GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _LENGTH = 2048
 _MOST_CHIPS = 512
-_ATTENTION = ("query", "key", "value", "output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     terminal.say(f"{'family':<12}{config['model_type']}{only}")
     for name, said in _facts(dataclasses.replace(model, vocab_multiple=1), length=length):
         terminal.say(f"{name:<12}{said}")
-    tuned = {"all parameters": model, "LoRA of attention, rank 8": lora.adapted(model=model, targets=_ATTENTION)}
+    tuned = {"all parameters": model, "LoRA of attention, rank 8": lora.adapted(model=model, targets=_matrices(model))}
     table = Table("chips", *tuned, box=None)
     for generation in _GENERATIONS:
         table.add_row(generation, *(_smallest(each, generation, length=length) for each in tuned.values()))
@@ -59,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
     terminal.say(f"a row of {length:,} tokens per JAX device; GiB of each")
     terminal.console(100).print(table)
     return 0
+
+
+def _matrices(model: Transformer) -> tuple[str, ...]:
+    """Returns the matrices of the mixers that low-rank adapters can change."""
+    mixers = (part for kind in model.layer_kinds for part in kind.mixers)
+    return tuple(dict.fromkeys(name for part in mixers for name in part.matrices))
 
 
 def _length(model: Transformer, asked: int | None) -> int:

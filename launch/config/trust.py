@@ -32,6 +32,7 @@ _NAMES = {
     "models.pretrained": "model",
     "models.decoder.rotary": "Linear Llama3 Yarn",
     "models.mixers.gated_delta": "GatedDelta",
+    "models.mixers.latent_attention": "LatentAttention",
     "models.mixers.s5": "S5",
     "models.decoder.transformer": "Transformer preset",
     "models.trm": "Curriculum Linear TRM",

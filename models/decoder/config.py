@@ -69,11 +69,13 @@ class LayerKind(NamedTuple):
       mixers: their outputs are added.
       feed_forward: None: the layer has none.
       module: name of the Haiku module of its parameters.
+      is_first: whether it is of a layer of `first_feed_forward`.
     """
 
     mixers: tuple[Part, ...]
     feed_forward: Part | None
     module: str = "block"
+    is_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ class DecoderConfig(Decoder):
       feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If parameters of layers
         differ, `num_layers` is a multiple of the number of layers after which they repeat, and those of the i-th of
         these layers are in a module `block_i`.
+      first_feed_forward: of as many layers at the beginning, in place of `feed_forward`: the layers after them repeat.
       planner: plans of finished chunks, added to the embedded tokens; see `models.decoder.chunk_planner`.
       keeps_states: whether parts with a state, such as `s5.S5`, continue from the states in which the rows of
         the training step before ended, without the gradient of these (truncated backpropagation), where the first
@@ -155,6 +158,7 @@ class DecoderConfig(Decoder):
     scaled_embedding: bool | float = False
     mixer: Part | Sum | tuple[Part | Sum, ...] = dataclasses.field(default_factory=Attention)
     feed_forward: Part | tuple[Part | None, ...] | None = dataclasses.field(default_factory=Mlp)
+    first_feed_forward: tuple[Part | None, ...] = ()
     planner: Planner | None = None
     keeps_states: bool = False
     lora: Lora | None = None
@@ -209,6 +213,17 @@ class DecoderConfig(Decoder):
                     f"Transformer.{field} = {value!r}: expected {expected}, or a tuple of these that is repeated over "
                     "the layers"
                 )
+        if not isinstance(firsts := self.first_feed_forward, tuple) or not all(
+            isinstance(one, Part | None) for one in firsts
+        ):
+            raise UserError(
+                f"Transformer.first_feed_forward = {firsts!r}: expected a tuple of parts, such as (@layers.Mlp(),) * 3"
+            )
+        if firsts and len(firsts) >= self.num_layers:
+            raise UserError(
+                f"Transformer.first_feed_forward has {len(firsts)} entries, and num_layers = {self.num_layers}: "
+                "expected fewer, because other layers follow"
+            )
         for kind in self.layer_kinds:
             names = [part.name for part in kind.mixers]
             names += [name for slot, _, parts in slots(kind) if slot == "feed_forward" for name in parts]
@@ -219,11 +234,12 @@ class DecoderConfig(Decoder):
                 )
             for part in parts_of(kind).values():
                 _check_class(type(part))
-        if self.num_layers % (group := self.group):
+        if (rest := self.num_layers - len(firsts)) % (group := self.group):
+            after = f" after {len(firsts)} first ones" * bool(firsts)
+            nearest = [len(firsts) + n for n in (max(rest // group, 1) * group, (rest // group + 1) * group)]
             raise UserError(
-                f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}, the number of layers after "
-                f"which mixer and feed_forward repeat; nearest: {max(self.num_layers // group, 1) * group}, "
-                f"{(self.num_layers // group + 1) * group}"
+                f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}{after}, the number of "
+                f"layers after which mixer and feed_forward repeat; nearest: {nearest[0]}, {nearest[1]}"
             )
 
     def settings(self) -> dict[str, Any]:
@@ -234,6 +250,7 @@ class DecoderConfig(Decoder):
             found |= {f"planner.{name}": value for name, value in dataclasses.asdict(planner).items()}
         layers = [self.layer_kind(layer) for layer in range(self.num_layers)]
         found["mixer"] = tuple("+".join(part.name for part in kind.mixers) for kind in layers)
+        del found["first_feed_forward"]
         found["feed_forward"] = tuple("none" if (part := kind.feed_forward) is None else part.name for kind in layers)
         if not any(isinstance(part, Mlp) for kind in layers for part in parts_of(kind).values()):
             del found["mlp_dim"]  # nothing has this width
@@ -276,16 +293,40 @@ class DecoderConfig(Decoder):
     @property
     def group(self) -> int:
         """The number of layers after which parameters repeat."""
-        return period(
-            [tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in self._repeated]
-        )
+        return _period_of_parameters(self._repeated)
+
+    @property
+    def first_group(self) -> int:
+        """The number of layers of `first_feed_forward` after which parameters repeat."""
+        return _period_of_parameters(self._firsts) if self._firsts else 1
+
+    @property
+    def num_first_layers(self) -> int:
+        """The number of layers of `first_feed_forward`."""
+        return len(self.first_feed_forward)
+
+    @property
+    def _firsts(self) -> list[tuple[tuple[Part, ...], Part | None]]:
+        """Mixers and feed-forward of the first layers."""
+        return [(self._mixers[i % len(self._mixers)], part) for i, part in enumerate(self.first_feed_forward)]
+
+    @property
+    def first_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of the layers of `first_feed_forward`."""
+        modules = _modules(self.first_group)
+        return tuple(LayerKind(*one, modules[i % len(modules)], True) for i, one in enumerate(self._firsts))
+
+    @property
+    def repeated_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of successive layers after the first ones, repeated over the stack."""
+        both, modules, start = self._repeated, _modules(self.group), len(self.first_feed_forward)
+        count = period(both)
+        return tuple(LayerKind(*both[(start + i) % count], modules[i % len(modules)]) for i in range(count))
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of successive layers, repeated over the stack."""
-        both, group = self._repeated, self.group
-        modules = ["block"] if group == 1 else [f"block_{i}" for i in range(group)]
-        return tuple(LayerKind(*both[i], modules[i % group]) for i in range(period(both)))
+        """The kinds of the first layers, and those that are repeated after them."""
+        return (*self.first_kinds, *self.repeated_kinds)
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
@@ -296,8 +337,8 @@ class DecoderConfig(Decoder):
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer by its number."""
-        kinds = self.layer_kinds
-        return kinds[layer % len(kinds)]
+        first, kinds = self.first_kinds, self.repeated_kinds
+        return first[layer] if layer < len(first) else kinds[(layer - len(first)) % len(kinds)]
 
     def attention_on_gpus(self, length: int) -> str:
         """Returns how attention is computed on GPUs; see `core.types.ChoosesKernels`."""
@@ -309,20 +350,21 @@ class DecoderConfig(Decoder):
 
     def shrink(self, multiples: Mapping[str, int]) -> Self:
         """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
-        kv_heads = multiples["kv_heads"]
-        group = 1 if self.num_heads == self.num_kv_heads else 2
+        kv_heads, is_equal = multiples["kv_heads"], self.num_heads == self.num_kv_heads
+        heads = math.lcm(multiples["heads"], kv_heads * (1 if is_equal else 2))
         groups = math.lcm(2 if self.group == 1 else 1, multiples["layers"])
-        layers = self.group * groups
+        layers, firsts = self.group * groups, self.first_feed_forward[: self.first_group]
         return dataclasses.replace(
             self,
-            num_layers=layers * math.ceil(len(self.layer_kinds) / layers),
+            num_layers=len(firsts) + layers * math.ceil(len(self.repeated_kinds) / layers),
             embed_dim=math.lcm(16, multiples["embed"]),
             mlp_dim=math.lcm(16, multiples["mlp"]),
-            num_heads=math.lcm(multiples["heads"], kv_heads * group),
-            num_kv_heads=kv_heads,
+            num_heads=heads,
+            num_kv_heads=heads if is_equal else kv_heads,
             head_dim=math.lcm(8, multiples["head_dim"]),
             mixer=_each(self.mixer, lambda part: part.shrink(multiples)),
             feed_forward=_each(self.feed_forward, lambda part: part.shrink(multiples)),
+            first_feed_forward=_each(firsts, lambda part: part.shrink(multiples)),
             planner=self.planner and dataclasses.replace(self.planner, chunk=8),
         )
 
@@ -354,6 +396,16 @@ def period(values: list[Any]) -> int:
     """Returns after how many values they repeat: a divisor of their number."""
     count = len(values)
     return next(p for p in range(1, count + 1) if count % p == 0 and values == values[:p] * (count // p))
+
+
+def _period_of_parameters(layers: list[tuple[tuple[Part, ...], Part | None]]) -> int:
+    """Returns after how many layers, mixers and feed-forward of each, the parameters repeat."""
+    return period([tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in layers])
+
+
+def _modules(group: int) -> list[str]:
+    """Returns the names of the modules of the layers of a group."""
+    return ["block"] if group == 1 else [f"block_{i}" for i in range(group)]
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

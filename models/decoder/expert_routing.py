@@ -5,6 +5,9 @@
 Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss). Routing is computed in
 float32. Of equal scores the expert with the lower number is chosen, on every layout. Padding is sent to no expert.
 
+DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2: the k largest of s + a correction are chosen, which does not change g.
+With groups of experts, only those of the best groups can be chosen; a group counts as the sum of its two best experts.
+
 Two forms compute the same function as long as nothing is dropped:
 
     dropless   the choices of all tokens of a chip, sorted by expert, are multiplied group by group
@@ -46,6 +49,9 @@ class Choices(Protocol):
     top_k: int
     scores: str
     normalized: bool
+    num_groups: int
+    top_groups: int
+    scale: float
     capacity_factor: float | None
     load_balance_coef: float
     z_loss: float
@@ -62,6 +68,7 @@ class Weights(NamedTuple):
       gate, up: [E, D, F]; `gate` is None if the decoder is not gated.
       down: [E, F, D].
       biases: biases of these matrices, in this order: [E], float32, [E, F], [E, F] and [E, D]; None: there are none.
+      correction: [E], float32, added to the scores by which experts are chosen; None: there is none.
     """
 
     router: jax.Array
@@ -69,6 +76,7 @@ class Weights(NamedTuple):
     up: jax.Array
     down: jax.Array
     biases: tuple[jax.Array, jax.Array | None, jax.Array, jax.Array] | None = None
+    correction: jax.Array | None = None
 
 
 class Routing(NamedTuple):
@@ -239,7 +247,9 @@ def mixture(
     tokens, hidden = PartitionSpec(at.rows, at.residual or None), at.hidden or None
     inward = PartitionSpec(at.experts or None, None, hidden)
     outward = PartitionSpec(at.experts or None, hidden, None)
-    specs: Any = Weights._make((PartitionSpec(), None if weights.gate is None else inward, inward, outward, None))
+    of_correction = None if weights.correction is None else PartitionSpec()
+    of_gate = None if weights.gate is None else inward
+    specs: Any = Weights._make((PartitionSpec(), of_gate, inward, outward, None, of_correction))
     if weights.biases is not None:
         of_hidden, of_output = PartitionSpec(at.experts or None, hidden), PartitionSpec(at.experts or None)
         specs = specs._replace(
@@ -292,12 +302,17 @@ def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) 
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
     if weights.biases is not None:
         logits += weights.biases[0]
-    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), settings.top_k)  # of equal logits the first
+    by_logits = weights.correction is None and settings.num_groups == 1
+    chosen = _largest(jax.lax.stop_gradient(logits), settings.top_k) if by_logits else None
     scores = jax.nn.softmax(logits, axis=-1) if settings.scores == "softmax" else jax.nn.sigmoid(logits)
+    if chosen is None:
+        chosen = _chosen(settings, jax.lax.stop_gradient(scores), weights.correction)
     is_chosen = chosen[..., None] == jnp.arange(settings.num_experts)  # [B, T, k, E]; selects without a gather
     gates = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
     if settings.normalized:
         gates /= jnp.maximum(jnp.sum(gates, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    if settings.scale != 1.0:
+        gates *= settings.scale
     log_shares = jax.nn.log_softmax(logits if settings.scores == "softmax" else jax.nn.log_sigmoid(logits), axis=-1)
     shares = jnp.exp(log_shares)
     among = real.astype(jnp.float32)  # [B, T]
@@ -310,6 +325,22 @@ def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) 
         dropped=jnp.zeros(real.shape[:1], jnp.float32),
     )
     return jnp.where(real[..., None], chosen, settings.num_experts), gates, routing
+
+
+def _largest(values: jax.Array, count: int) -> jax.Array:
+    """Returns the places of the largest values, of equal ones the first."""
+    return jax.lax.top_k(values, count)[1]
+
+
+def _chosen(settings: Choices, scores: jax.Array, correction: jax.Array | None) -> jax.Array:
+    """Returns the experts of each token, [B, T, k], by corrected scores [B, T, E] and groups."""
+    scores = scores if correction is None else scores + jax.lax.stop_gradient(correction)
+    if settings.num_groups > 1:
+        groups = scores.reshape(*scores.shape[:-1], settings.num_groups, -1)
+        best = _largest(jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1), settings.top_groups)
+        is_best = jnp.any(best[..., None] == jnp.arange(settings.num_groups), axis=-2)
+        scores = jnp.where(is_best[..., None], groups, -jnp.inf).reshape(scores.shape)
+    return _largest(scores, settings.top_k)
 
 
 class _Slots(NamedTuple):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from core import logical, wrappers
-from core.errors import UserError
+from core.errors import UserError, check_number
 from core.types import LossOutput, Model
 from models import derivatives
 from models.decoder import expert_routing
@@ -36,6 +36,11 @@ class Experts(Part, expert_routing.Choices):
       mlp_dim: width of an expert; None: `mlp_dim` of the decoder.
       scores: "softmax" over all experts, or "sigmoid" of each.
       normalized: whether the scores of the chosen experts are divided by their sum.
+      scale: factor of these scores.
+      has_correction: whether a vector is added to the scores by which experts are chosen. It is frozen: it starts at 0
+        or as published, has no gradient, and is not adjusted to the load of experts.
+      num_groups: groups of as many successive experts each; 1: none.
+      top_groups: groups of a token, of which its experts are chosen.
       has_biases: whether the router and the matrices of experts have biases.
       clamped_gate: how the gate and the other projection are bounded and multiplied; None: the decoder's activation of
         the gate, times the other.
@@ -55,6 +60,10 @@ class Experts(Part, expert_routing.Choices):
     mlp_dim: int | None = None
     scores: str = "softmax"
     normalized: bool = True
+    scale: float = 1.0
+    has_correction: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
     has_biases: bool = False
     clamped_gate: derivatives.ClampedGate | None = None
     shared_mlp_dim: int | None = None
@@ -68,7 +77,7 @@ class Experts(Part, expert_routing.Choices):
     sees_prefix = True
 
     def __post_init__(self):
-        for field in ("num_experts", "top_k", "mlp_dim", "shared_mlp_dim"):
+        for field in ("num_experts", "top_k", "mlp_dim", "shared_mlp_dim", "num_groups", "top_groups"):
             value = getattr(self, field)
             optional = field.endswith("mlp_dim")
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -79,6 +88,8 @@ class Experts(Part, expert_routing.Choices):
                 f"Experts.top_k = {self.top_k}, but num_experts = {self.num_experts}: expected from 1 to "
                 f"{self.num_experts}"
             )
+        check_number(self.scale, where="Experts.scale", is_positive=True)
+        self._check_groups()
         if self.shared_gate and self.shared_mlp_dim is None:
             raise UserError("Experts.shared_gate = True: there is no shared expert: set shared_mlp_dim")
         if self.scores not in SCORES:
@@ -93,6 +104,20 @@ class Experts(Part, expert_routing.Choices):
             value = getattr(self, field)
             if not (_is_number(value) and 0 <= value < math.inf):
                 raise UserError(f"Experts.{field} = {value!r}: expected a finite number of at least 0")
+
+    def _check_groups(self) -> None:
+        of_group, rest = divmod(self.num_experts, self.num_groups)
+        if self.num_groups > 1 and (rest or of_group < 2):
+            raise UserError(
+                f"Experts.num_groups = {self.num_groups}: num_experts = {self.num_experts} do not divide into "
+                "groups of at least 2"
+            )
+        least = -(-self.top_k // of_group)
+        if not least <= self.top_groups <= self.num_groups:
+            raise UserError(
+                f"Experts.top_groups = {self.top_groups}: expected from {least}, which have top_k = {self.top_k} "
+                f"experts, to num_groups = {self.num_groups}"
+            )
 
     def slots(self, length: int) -> int:
         """Returns C, the choices of a row of `length` positions that an expert takes."""
@@ -129,12 +154,15 @@ class Experts(Part, expert_routing.Choices):
         up = of.weight("up", (e, d, f), inward, fan_in=d, stacked=1)
         down = of.weight("down", (e, f, d), outward, fan_in=2 * c.num_layers * f, stacked=1)
         biases = self._biases(c) if self.has_biases else None
+        correction = None
+        if self.has_correction:
+            correction = logical.param("correction", (e,), (None,), jnp.zeros, trainable=False)
         if call.before is None:
             expert_routing.check_capacity(self)  # also in evaluation, which is traced before the first training step
         y, routing = expert_routing.mixture(
             self,
             x,
-            expert_routing.Weights(router, gate, up, down, biases),
+            expert_routing.Weights(router, gate, up, down, biases, correction),
             call.real(x.shape[1]),
             activation=self.clamped_gate or c.activation,
             drops=call.drops,
@@ -172,6 +200,8 @@ class Experts(Part, expert_routing.Choices):
             self,
             num_experts=math.lcm(4, multiples["expert"]),
             top_k=min(self.top_k, 2),
+            num_groups=min(self.num_groups, 2),
+            top_groups=1,
             mlp_dim=self.mlp_dim and width,
             shared_mlp_dim=self.shared_mlp_dim and width,
         )

@@ -24,7 +24,8 @@ from models.decoder.attention.splash_tiles import Tiles
 from models.decoder.parts import Call, Decoder, Part, Result, Side, Work
 
 # Logical axes of the inputs and outputs of each matrix.
-_AXES = {
+_Axes = tuple[tuple[str | None, ...], tuple[str | None, ...]]
+_AXES: dict[str, _Axes] = {
     "query": (("embed",), ("heads", "head_dim")),
     "key": (("embed",), ("kv_heads", "head_dim")),
     "value": (("embed",), ("kv_heads", "head_dim")),
@@ -45,7 +46,7 @@ class Matrices:
         self,
         name: str,
         shape: tuple[int, ...],
-        axes: tuple[str, ...],
+        axes: tuple[str | None, ...],
         *,
         fan_in: int,
         in_dims: int = 1,
@@ -77,7 +78,9 @@ class Matrices:
         shape = x.shape[-len(axes) :]
         return x + logical.param(f"{name}_bias", shape, axes, jnp.zeros, kind="bias", compute_dtype=self.decoder.dtype)
 
-    def product(self, name: str, subscripts: str, x: jax.Array, weight: jax.Array, side: Side) -> jax.Array:
+    def product(
+        self, name: str, subscripts: str, x: jax.Array, weight: jax.Array, side: Side, axes: _Axes | None = None
+    ) -> jax.Array:
         """Multiplies activations and a matrix, and adds the output of the matrix's adapter if the decoder has one.
 
         Args:
@@ -86,8 +89,9 @@ class Matrices:
           x: activations [B, T, ...].
           weight: the matrix, in the compute dtype.
           side: what belongs to rows.
+          axes: logical axes of the inputs and outputs of the matrix; None: they follow from the name.
         """
-        inward, outward = _AXES[name.removeprefix("shared_")]
+        inward, outward = axes or _AXES[name.removeprefix("shared_")]
         if self.decoder.quantization == "none":
             product = jnp.einsum(subscripts, x, weight)
         else:

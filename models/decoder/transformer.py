@@ -85,6 +85,12 @@ class Transformer(DecoderConfig):
                     f"Transformer: parts called {name!r} have different settings, but share sums or states under "
                     "this name: give them the same settings, or make one a subclass with another `name`"
                 )
+        for part in (part for kind in self.first_kinds for part in parts_of(kind).values()):
+            if jax.tree.leaves(jax.eval_shape(part.empty_sums)):
+                raise UserError(
+                    f"Transformer.first_feed_forward: a layer with {part.name} has losses or metrics, which layers "
+                    "before those that repeat cannot have; use it in feed_forward"
+                )
         if self.lora is not None:
             matrices = {name for part in self._parts.values() for name in part.matrices}
             if wrong := [target for target in self.lora.targets if target not in matrices]:
@@ -279,8 +285,9 @@ class Transformer(DecoderConfig):
             kind: LayerKind = self.layer_kinds[0],
         ) -> Any:
             call = Call(side[0], weights=side[2], drops=drops, carried=carried)
-            x, states, sums = Block(self, kind)(x, call)
-            sums = {name: sums.get(name, part.empty_sums()) for name, part in summed.items()}
+            x, states, found = Block(self, kind)(x, call)
+            sums: Any = {name: found.get(name, part.empty_sums()) for name, part in summed.items()}
+            sums = () if kind.is_first else sums
             if carried is not None:
                 return x, {"sums": sums, "states": {**carried, **states}}
             return (x, {"sums": sums}) if summed else x
@@ -391,7 +398,13 @@ class Transformer(DecoderConfig):
             return stream, (*cache[:at], after, *cache[at + 1 :])
 
         # Layers differ in kind and number, because states of different shapes cannot be stacked.
-        layers = stack.layer_stack(layer, len(kinds), pattern=tuple(enumerate(kinds)), group=self.group)
+        pattern, first = tuple(enumerate(kinds)), sum(kind.is_first for kind in kinds)
+        how: dict[str, Any] = {"pattern": pattern, "group": self.group}
+        if first == len(kinds):
+            how = {"pattern": pattern, "group": self.first_group, "name": "first_layers"}
+        elif first:
+            how |= {"pattern": pattern[first:], "first": stack.First(pattern[:first], self.first_group)}
+        layers = stack.layer_stack(layer, len(kinds), **how)
         starts = jnp.broadcast_to(start, (len(kinds),))
         x, states = hk.transform(layers).apply(params, None, (x, states), side, starts)
         return x, self._laid_out(states)
@@ -420,7 +433,10 @@ class Transformer(DecoderConfig):
 
     @property
     def _pattern(self) -> dict[str, Any]:
-        return {"pattern": self.layer_kinds, "group": self.group} if len(self.layer_kinds) > 1 else {}
+        if len(self.layer_kinds) == 1:
+            return {}
+        first = stack.First(self.first_kinds, self.first_group) if self.first_kinds else None
+        return {"pattern": self.repeated_kinds, "group": self.group, "first": first}
 
     def _side(self, batch: Batch, *, padding: jax.Array | None = None, rows: jax.Array | None = None) -> Side:
         turns = self._rotary_tables(batch["positions"])

@@ -113,7 +113,7 @@ class Weights:
             names = row.axes.names
             split = [math.prod(shape[a] for a in logical.mesh_axes(table.get(n))) if n else 1 for n in names]
             local = tuple(size // ways for size, ways in zip(row.shape, split, strict=True))
-            for dims in (local, tuple(d for d, n in zip(local, names, strict=True) if n != "layers")):
+            for dims in (local, tuple(d for d, n in zip(local, names, strict=True) if n not in logical.STACKED)):
                 for form in _forms(dims):
                     self._by_shape.setdefault(form, row.path)
 

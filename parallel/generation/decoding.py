@@ -82,7 +82,7 @@ class Decoder:
         layouts: Any = program.state_shardings.params
         self._layouts = jax.tree.map(lambda _: replicated, layouts) if is_small else layouts
         is_apart = outer and (is_small or logical.shards(at.strategy.param_rules["layers"], at.shape) == 1)
-        self._apart = jax.tree.map(lambda spec: is_apart and spec.axes[:1] == ("layers",), program.param_specs)
+        self._apart = jax.tree.map(lambda spec: is_apart and logical.is_stacked(spec.axes), program.param_specs)
         self._laid_out = jax.jit(self._cast, out_shardings=self.layouts)
         self._prefill = jax.jit(self._prefill_chunk, donate_argnums=1)
         self._decode = jax.jit(

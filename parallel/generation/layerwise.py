@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from core import platforms, stack, wrappers
+from core import logical, platforms, stack, wrappers
 from core.types import ExtendsCache, ExtendsLayers, Params, can
 from parallel.generation import decoding
 from parallel.generation.decoding import Drawn, State
@@ -70,12 +70,15 @@ class LayerwiseDecoder:
         dtypes = decoding.dtypes(self._program)
 
         def of_call(first: int, last: int) -> Params:
-            def taken(is_of_layers: bool, a: jax.Array, dtype: Any) -> Any:
-                repeated = self.model.num_layers // a.shape[0] if is_of_layers else 1
-                places = range(first // repeated, last // repeated)
-                return tuple(_taken(a, i, dtype=dtype) for i in places) if is_of_layers else None
+            def taken(spec: Any, a: jax.Array, dtype: Any) -> Any:
+                begin, end = _range(spec, self.model)
+                if not begin <= first < end:
+                    return None
+                repeated = (end - begin) // a.shape[0]
+                places = range((first - begin) // repeated, (last - begin) // repeated)
+                return tuple(_taken(a, i, dtype=dtype) for i in places)
 
-            return jax.tree.map(taken, self._is_of_layers, params, dtypes)
+            return jax.tree.map(taken, self._program.param_specs, params, dtypes)
 
         def other(is_of_layers: bool, a: jax.Array, dtype: Any) -> Any:
             return None if is_of_layers else a.astype(dtype)
@@ -137,7 +140,7 @@ class LayerwiseDecoder:
     def _extend_layers(
         self, params: Params, x: Any, side: Any, states: Any, start: jax.Array, *, kinds: tuple[Any, ...]
     ) -> tuple[Any, Any]:
-        stacked = jax.tree.map(lambda own, a: jnp.stack(a) if own else None, self._is_of_layers, params)
+        stacked = jax.tree.map(lambda own, a: jnp.stack(a) if own and a else None, self._is_of_layers, params)
         return self.model.extend_layers(stacked, x, side, states, start, kinds=kinds)
 
     def _next_ids(
@@ -160,25 +163,39 @@ def suits(program: Program) -> bool:
 
 
 def _calls(program: Program) -> list[tuple[int, int]]:
-    """Returns the first layer of each call, and the one after its last; all calls but the last have equal layers."""
+    """Returns the first layer of each call, and the one after its last.
+
+    Of the layers that repeat, and of those before them, all calls but the last have equal layers.
+    """
     model: Any = program.model
     specs, shapes = map(jax.tree.leaves, (program.param_specs, program.abstract_state.params))
-    stacked = [shape for spec, shape in zip(specs, shapes, strict=True) if _is_of_layers(spec)]
+    stacked = [pair for pair in zip(specs, shapes, strict=True) if _is_of_layers(pair[0])]
     if not stacked:
         return [(0, model.num_layers)]
-    layers = model.num_layers
-    kinds = tuple(map(model.layer_kind, range(layers)))
-    together = layers // stacked[0].shape[0]  # layers whose parameters differ
-    period = next(p for p in range(1, layers + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-    period = math.lcm(period, together)
-    of_layer = max(1, sum(shape.size * shape.dtype.itemsize for shape in stacked) // layers)
-    size = min(-(-CALL_BYTES // of_layer), stack.UNROLLED)
-    size = -(-size // period) * period
-    return [(first, min(first + size, layers)) for first in range(0, layers, size)]
+    found = []
+    for begin, end in sorted({_range(spec, model) for spec, _ in stacked}):
+        own, layers = [shape for spec, shape in stacked if _range(spec, model) == (begin, end)], end - begin
+        kinds = tuple(map(model.layer_kind, range(begin, end)))
+        together = layers // own[0].shape[0]  # layers whose parameters differ
+        period = next(p for p in range(1, layers + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
+        period = math.lcm(period, together)
+        of_layer = max(1, sum(shape.size * shape.dtype.itemsize for shape in own) // layers)
+        size = min(-(-CALL_BYTES // of_layer), stack.UNROLLED)
+        size = -(-size // period) * period
+        found += [(first, min(first + size, end)) for first in range(begin, end, size)]
+    return found
 
 
 def _is_of_layers(spec: Any) -> bool:
-    return spec.axes[:1] == ("layers",)
+    return logical.is_stacked(spec.axes)
+
+
+def _range(spec: Any, model: Any) -> tuple[int, int]:
+    """Returns the first of the layers that have a parameter, and the one after the last; (0, 0) for others."""
+    if not _is_of_layers(spec):
+        return 0, 0
+    first = model.num_first_layers
+    return (0, first) if spec.axes[0] == logical.FIRST_LAYERS else (first, model.num_layers)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

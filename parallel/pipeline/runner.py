@@ -5,14 +5,16 @@ weights and inputs of layers for the backward pass. 1F1B computes gradients as s
 forward rule computes both at once and saves the gradients.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from core import stack
+from core import logical, stack
 from core.errors import UserError
 from core.logical import Rules
 from core.stack import Layer, LayerFn, Outputs, Side, Stream, Tail
@@ -21,7 +23,7 @@ from parallel import derivative_rules
 from parallel.pipeline import region
 from parallel.pipeline.passes import Passes
 from parallel.pipeline.schedules import OneFOneB, Schedule
-from parallel.pipeline.stage import Traveling
+from parallel.pipeline.stage import STAGE, Traveling
 
 
 def runner(
@@ -36,6 +38,9 @@ def runner(
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
+        if fn.is_first:
+            with _rows_over_stages(param_rules, activation_rules, jax.tree.leaves(x)[0].shape[0]):
+                return stack.scan_runner(fn, stacked, x, side, tail)
         fn, weights, fixed = derivative_rules.differentiated(fn, stacked)
         sizes = jax.sharding.get_abstract_mesh().shape
         at = region.region(fn, weights, schedule, param_rules, activation_rules, spans_slices)
@@ -59,6 +64,18 @@ def runner(
         return y if tail is None else tail.fn(tail.params, y, side, sums), Outputs(sums, fn.outputs.stacked)
 
     return run
+
+
+@contextlib.contextmanager
+def _rows_over_stages(param_rules: Rules, activation_rules: Rules, rows: int) -> Iterator[None]:
+    """Context in which stages share the rows of the layers before the first stage, if they divide."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    over = (*logical.mesh_axes(activation_rules["batch"]), STAGE)
+    if rows % logical.shards(over, sizes) == 0:
+        with logical.sharding_rules({**activation_rules, "batch": over}, param_rules):
+            yield
+    else:
+        yield
 
 
 def _check_stream(x: Stream) -> None:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from core import logical
 from core.logical import Axes
 from core.slices import GIB, Slice
 from parallel import accumulation
@@ -202,7 +203,7 @@ def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again
     """Returns the bytes of a saved array on a chip; weights are cast, and sharded if they are gathered again."""
     as_computed = kept.has_rows or not gathers_again
     table = sharded.tables.activation_rules if as_computed else sharded.tables.param_rules
-    pieces = sharded.shards([name for name in kept.axes.names if name != "layers"], table)
+    pieces = sharded.shards([name for name in kept.axes.names if name not in logical.STACKED], table)
     return kept.bytes * (rows if kept.has_rows else 1) / pieces
 
 
@@ -294,7 +295,7 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
             share = (sharded.shape["stage"] - 1) / sharded.shape["stage"]
             yield ("stage",), share * payload / n * (1 + wide if is_trained else 1)
         if not is_trained:
-            gathers = 2 if "layers" in of.names and not once else 1
+            gathers = 2 if logical.is_stacked(of.names) and not once else 1
             yield gathered, (n - 1) / n * payload * (1 if once else step.accum_steps * gathers)
             continue
         if of.names == _LOOKED_UP and _is_summed_in_pieces(sharded, step):
@@ -303,7 +304,7 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
                 yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass only
                 continue
         # A weight outside the layers is last in one pass and first in the other: it is gathered for both at once.
-        gathers, reduces = 2 if "layers" in of.names else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
+        gathers, reduces = 2 if logical.is_stacked(of.names) else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
         passes = 1 + wide if once else step.accum_steps * (gathers + reduces)
         yield gathered, (n - 1) / n * payload * passes
         yield rows - stored, _all_reduce(sharded, rows - stored) * payload * wide / n

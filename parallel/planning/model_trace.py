@@ -376,8 +376,10 @@ class _Sizes:
     def __init__(self, params: Any, param_axes: Any, spec: BatchSpec):
         pairs = leaves(params, param_axes)
         sizes = {pair for leaf, of in pairs for pair in zip(leaf.shape, of.names, strict=True)}
-        self._layers = {size for size, name in sizes if name == "layers"}
-        self._by_size = {size: name for size, name in sorted(sizes, key=_preference) if name not in (None, "layers")}
+        self._layers = {size for size, name in sizes if name in logical.STACKED}
+        self._by_size = {
+            size: name for size, name in sorted(sizes, key=_preference) if name not in (None, *logical.STACKED)
+        }
         self._before = {size: "expert" for size, name in sizes if name == "expert"}
         self._params = {(leaf.shape, leaf.dtype) for leaf, _ in pairs}
         self._weights = {leaf.shape: of for leaf, of in pairs}
@@ -403,7 +405,7 @@ class _Sizes:
         else:
             axes = Axes((None,) * len(leaf.shape))
         has_rows = "batch" in axes.names
-        first = axes.names.index("batch") if has_rows else int(axes.names[:1] == ("layers",))
+        first = axes.names.index("batch") if has_rows else int(logical.is_stacked(axes.names))
         before = [size for size, name in zip(leaf.shape[:first], axes.names, strict=False) if name != "expert"]
         rows = self.rows if has_rows else 1
         return Kept(axes, leaf.size / rows, leaf.dtype.itemsize, math.prod(before))

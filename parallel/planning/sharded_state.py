@@ -181,7 +181,7 @@ class ShardedState:
         total = 0.0
         stored, used = self.tables.param_rules, self.tables.activation_rules
         for leaf, of in self.params:
-            if "layers" in of.names and not self.tables.pipeline:
+            if logical.is_stacked(of.names) and not self.tables.pipeline:
                 whole = 2 * leaf.size / leaf.shape[0] / self.shards(of.names, used)
             else:
                 whole = leaf.size / self.shards(of.names, stored, without=self.gathered_once)

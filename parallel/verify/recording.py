@@ -229,7 +229,7 @@ def _axes_leaves(axes: Any) -> list[tuple[str | None, ...]]:
 
 
 def _is_stacked(names: tuple[str | None, ...]) -> bool:
-    return names[:1] == ("layers",)
+    return logical.is_stacked(names)
 
 
 def _storable(a: Any) -> np.ndarray:

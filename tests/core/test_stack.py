@@ -396,6 +396,59 @@ def test_layers_that_do_not_divide_into_groups_are_refused():
             stack.layer_stack(of_a_group, 6, group=group)
 
 
+def after_others(remat="none"):
+    """Two layers of kind "b", then five of kind "a"."""
+
+    def block(x, side, flag, *, kind):
+        x, out = of_a_group(x, side, flag, kind=kind)
+        return x, out if kind == (0, "a") else {**out, "sum": ()}
+
+    first, outputs = stack.First(((0, "b"), (0, "b"))), {"seen": "stacked", "sum": "summed"}
+    pattern = ((0, "a"),)
+    stacked = stack.layer_stack(block, 7, pattern=pattern, first=first, outputs=outputs, remat=remat)
+    return hk.transform(lambda x: stacked(x, (), jnp.arange(7) / 4))
+
+
+def after_others_by_hand(params):
+    x, every, keys = X, [], hk.PRNGSequence(KEY)
+    of_first, of_others = next(keys), next(keys)
+    for layer in range(7):
+        is_first, place = layer < 2, layer if layer < 2 else layer - 2
+        w = params[f"{'first_' if is_first else ''}layers/at_0"]["w"][place]
+        every.append(x)
+        key = jax.random.fold_in(of_first if is_first else of_others, place)
+        keep = jax.random.bernoulli(next(hk.PRNGSequence(key)), 0.7, x.shape)
+        x = jnp.where(keep, x + layer / 4 * (jnp.sin(x * w) if is_first else jnp.tanh(x @ w)), x)
+    return x, {"seen": jnp.stack(every), "sum": sum(jnp.sum(a**2) for a in [*every[3:], x])}
+
+
+@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_first_layers_have_parameters_and_kinds_of_their_own(remat):
+    net = after_others(remat)
+    params = net.init(KEY, X)
+    shapes = {name: leaves["w"].shape for name, leaves in params.items()}
+    assert shapes == {"first_layers/at_0": (2, 3), "layers/at_0": (5, 3, 3)}
+    _, specs = logical.abstract_init(net.init, KEY, X)
+    assert [specs[name]["w"].axes[0] for name in params] == ["first_layers", "layers"]
+    close(net.apply(params, KEY, X), after_others_by_hand(params))
+
+    def value(params, apply):
+        x, out = apply(params)
+        return jnp.sum(x) + out["sum"] + jnp.sum(out["seen"] ** 2)
+
+    got = jax.grad(value)(params, lambda params: net.apply(params, KEY, X))
+    close(got, jax.grad(value)(params, after_others_by_hand))
+
+
+@pytest.mark.parametrize("count", [0, 5, 6])
+def test_first_layers_and_others_are_needed(count):
+    with pytest.raises(UserError, match=f"first has {count} layers, and num_layers = 5"):
+        stack.layer_stack(of_a_group, 5, pattern=((0, "a"),), first=stack.First(((0, "b"),) * count))
+    with pytest.raises(UserError, match="needs a pattern"):
+        stack.layer_stack(of_a_group, 5, first=stack.First(((0, "b"),)))
+
+
 def test_layers_of_a_group_need_names_of_their_own():
     net = hk.transform(lambda: stack.layer_stack(weighted, 4, outputs=OUTPUTS, group=2)(STREAM, SIDE, FLAGS[:4]))
     with pytest.raises(ValueError, match="two layers of a group have parameters of a module '~'"):

@@ -274,8 +274,8 @@ def _families() -> Iterator[str]:
     yield from _table(["family", "`model_type`", "differs from Llama by"], rows)
     yield from ["", *_ABOUT_FAMILIES.splitlines(), ""]
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
-    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, gpt-oss, Qwen3-Next and Qwen3.5"
-    yield "have none: their sizes are read from a folder. The names:"
+    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, gpt-oss, Qwen3-Next, Qwen3.5"
+    yield "and DeepSeek-V3 have none: their sizes are read from a folder. The names:"
     yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
 
 
@@ -291,13 +291,17 @@ linear, Llama 3's, YaRN and LongRoPE. LongRoPE takes the factors of a row from i
 **Weights.** Every tensor is read, listed by the run, or an error. A tied model may have `lm_head.weight` alone. If it
 has both tensors, they must be equal. A number that is not finite is an error.
 
-**Quantized weights.** The experts of gpt-oss in MXFP4 are dequantized when they are read, exactly. An export has them
-in bfloat16 or float32. Other methods, such as GPTQ, AWQ, bitsandbytes and FP8, are errors.
+**Quantized weights.** The experts of gpt-oss in MXFP4 and the matrices of DeepSeek-V3 and Kimi K2 in FP8 blocks are
+dequantized when they are read. An export has them in bfloat16 or float32. Other methods, such as GPTQ, AWQ and
+bitsandbytes, and FP8 with one scale for a matrix, are errors.
 
 **Not supported:** biases of attention in Llama, dynamic rotary embeddings, torch pickles, and added tokens for which
 the model has no embedding, where they occur in a text. Dropout of GPT-2 is not applied.
 
 **Qwen3-Next and Qwen3.5.** The language model is read. Vision and the heads for later tokens are listed, not read.
+
+**DeepSeek-V3 and Kimi K2.** The correction of routers is frozen, and written in float32. Layers for later tokens are
+listed, not read. Kimi K2 is exported as `deepseek_v3`, whose classes it uses.
 
 **Attention sinks of gpt-oss.** Plain attention, the splash kernel, a ring and generation support them. On GPUs
 attention is plain: JAX gives cuDNN no sinks.

@@ -9,9 +9,10 @@ from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch.cli import describe
 from models.decoder.experts import Experts
-from models.decoder.layers import Attention
+from models.decoder.layers import Attention, Mlp
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
+from models.mixers.latent_attention import LatentAttention
 
 SIZES = {"vocab_size": 385, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
@@ -75,3 +76,16 @@ def test_parts_are_named_with_what_is_not_the_default():
 def test_a_folder_without_a_configuration_is_an_error(tmp_path, capsys):
     assert cli.main(["describe", str(tmp_path)]) == exit_codes.USER_ERROR
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_first_layers_and_the_cache_of_latent_attention_are_described(described):
+    """Adapters of attention are those of its own matrices."""
+    latent = LatentAttention(latent_dim=16, plain_dim=8, rotary_dim=4, value_dim=8, query_latent_dim=16)
+    experts = Experts(num_experts=4, top_k=2, mlp_dim=48, shared_mlp_dim=48, scores="sigmoid", has_correction=True)
+    sizes = {**SIZES, "num_kv_heads": 4, "head_dim": 4}
+    model = Transformer(**sizes, num_layers=4, mixer=latent, feed_forward=experts, first_feed_forward=(Mlp(),))
+    said = described(model, "deepseek_v3")
+    assert "layers      4: LatentAttention(" in said
+    assert ") + Mlp(), 3 x LatentAttention(" in said
+    assert "cache       10 KiB for a row of 64 tokens, in bfloat16\n" in said  # 4 layers x 20 x 2 bytes

@@ -100,8 +100,11 @@ def attend(
     seen = segment_ids[:, :, None] == kv_segment_ids[:, None, :]  # [B, T, S]
     if until is not None:
         seen &= prefixes.visible(until, window=scores.window)
+    width = v.shape[-1]
+    if width < k.shape[-1]:  # JAX's function needs values as wide as keys
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - width)))
     local = (scores.window - 1, 0) if scores.window is not None and scores.window < q.shape[1] else None
-    return jax.nn.dot_product_attention(
+    mixed = jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -111,3 +114,4 @@ def attend(
         is_causal=until is None,
         local_window_size=local if until is None else None,
     )
+    return mixed if width == k.shape[-1] else mixed[..., :width]

@@ -22,6 +22,7 @@ from models.decoder.published.rope_settings import FULL, LAYER_TYPES, SLIDING
 
 Config = Mapping[str, Any]
 Sources = dict[str, Source]
+Dequantized = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Mapping[str, Stored]]  # of `quantization_config`
 # Names as they are exported, of the models with images that hold them, and of models saved without a head.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 _ACTIVATIONS = {
@@ -74,6 +75,7 @@ class Family(NamedTuple):
       around: the other keys of the configuration around it.
       quantized: what reads quantized weights, by the method that `quantization_config` names. They are dequantized;
         exports are in bfloat16 or float32.
+      ignored: returns patterns of names of tensors that hold no parameter of a model with this configuration.
       ties_inside: whether `tie_word_embeddings` of the language model is read, if it has one, and not the other.
       checks: checks of the values of keys. Those of other keys follow from the type of their default, which is a whole
         number if there is none.
@@ -92,7 +94,8 @@ class Family(NamedTuple):
     prefixes: Sequence[str] = PREFIXES
     inside: str = ""
     around: Collection[str] = ()
-    quantized: Mapping[str, Callable[[Mapping[str, Tensor]], Mapping[str, Stored]]] = MappingProxyType({})
+    quantized: Mapping[str, Dequantized] = MappingProxyType({})
+    ignored: Callable[[Config], Collection[str]] = lambda config: ()
     ties_inside: bool = False
     checks: Mapping[str, Check] = MappingProxyType({})
 
@@ -364,11 +367,14 @@ def llama_sources(
         "final_norm": Source("norm.weight", "norm"),
     }
     of_norms = {ours: Source(f"layers.{{}}.{theirs}.weight", "norm") for ours, theirs in norms.items()}
-    for layer in range(model.group):
+    first = model.num_first_layers
+    places = [("first_layers", layer, model.first_group) for layer in range(model.first_group if first else 0)]
+    places += [("layers", layer, model.group) for layer in range(first, first + model.group)]
+    for stack, layer, every in places:
         kind = model.layer_kind(layer)
         of_layer = {**of_norms, **attention(model, kind), **feed_forward(kind.feed_forward)}
         found |= {
-            f"layers/{kind.module}/{ours}": dataclasses.replace(source, first=layer, every=model.group)
+            f"{stack}/{kind.module}/{ours}": dataclasses.replace(source, first=layer, every=every)
             for ours, source in of_layer.items()
         }
     return found if model.tied else {**found, "unembedding": Source("/lm_head.weight", "vocab embed")}

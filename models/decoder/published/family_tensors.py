@@ -133,6 +133,8 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     differences = families.differences(decoder, config, where=where)
     is_tied = decoder.tied and families.fields(config, where=where)["tied"]
     family = families.known()[config["model_type"]]
+    quantization = config.get("quantization_config") or {}
+    dequantized = family.quantized.get(published_keys.method(quantization))
     otherwise = (
         f"{where} has tie_word_embeddings = true, but transformers would use both, because they differ; set "
         "pretrained.model.tied = False, or in a copy of the folder tie_word_embeddings to false"
@@ -141,10 +143,10 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
         published_files.weights(folder),
         family.sources(decoder),
         prefixes=family.prefixes,
-        ignored=NOT_PARAMETERS,
+        ignored=(*NOT_PARAMETERS, *family.ignored(config)),
         copies=_copies(decoder, otherwise, is_tied=is_tied),
         limits={"vocab": decoder.vocab_size},
-        dequantized=family.quantized.get(published_keys.method(config.get("quantization_config"))),
+        dequantized=None if dequantized is None else lambda tensors: dequantized(tensors, quantization),
         differences=differences,
         name=name,
     )

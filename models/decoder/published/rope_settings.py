@@ -54,6 +54,19 @@ def of_all_layers(config: Config) -> Rope:
     )
 
 
+def of_scores(config: Config) -> float:
+    """Returns `mscale_all_dim` of a scaling, by which latent attention sharpens its scores; 0 without."""
+    parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
+    rope = scaling or parameters
+    found = rope.get("mscale_all_dim") or 0.0
+    if found and not is_positive(found):
+        raise UserError(f"mscale_all_dim = {json.dumps(found)} of the rotary embedding: expected a number above 0")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if found and kind == "longrope":
+        raise UserError("mscale_all_dim of rope scaling 'longrope' is not supported: expected 'yarn'")
+    return float(found) if kind != "default" else 0.0
+
+
 def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple[float, Config]:
     """Returns the part of a head that is rotated, and the configuration without it.
 

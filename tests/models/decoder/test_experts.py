@@ -84,6 +84,46 @@ def test_both_forms_equal_the_direct_computation_with_all_gradients(layer, capac
     assert not np.any(found[0][~np.asarray(layer[2])])  # padding goes to no expert
 
 
+def test_groups_and_a_correction_choose_experts_and_leave_their_factors():
+    rng = np.random.default_rng(4)
+    shapes = {"router": (D, 6), "gate": (6, D, F), "up": (6, D, F), "down": (6, F, D), "correction": (6,)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    x, real = jnp.asarray(rng.standard_normal((B, T, D)), jnp.float32), np.ones((B, T), bool)
+    settings = {"num_experts": 6, "top_k": 2, "num_groups": 3, "top_groups": 2, "scores": "sigmoid", "scale": 1.5}
+
+    def ours(weights):
+        return run((x, weights, real), **settings, has_correction=True)[0]
+
+    got, back = jax.vjp(ours, Weights(**arrays))
+    scores = np.asarray(jax.nn.sigmoid(x @ arrays["router"]))
+    corrected = (scores + np.asarray(arrays["correction"])).reshape(B, T, 3, 2)
+    worst = corrected.sum(-1).argmin(-1)
+    corrected = np.where(np.arange(3)[:, None] == worst[..., None, None], -np.inf, corrected).reshape(B, T, 6)
+    chosen, by_scores = (np.argsort(-a, axis=-1)[..., :2] for a in (corrected, scores))
+    assert np.any(chosen != by_scores)
+    gates = np.take_along_axis(scores, chosen, axis=-1)
+    gates = 1.5 * gates / gates.sum(-1, keepdims=True)
+    outputs = np.asarray(jax.jit(every_expert)(x, Weights(**arrays)))
+    want = np.einsum("btk,btke,bted->btd", gates, np.eye(6)[chosen], outputs)
+    np.testing.assert_allclose(got, want, atol=3e-6 * np.abs(want).max())
+    assert not np.any(back(np.ones_like(got))[0].correction)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"num_groups": 4}, "num_experts = 6 do not divide into groups of at least 2"),
+        ({"num_groups": 6}, "num_experts = 6 do not divide into groups of at least 2"),
+        ({"num_groups": 3, "top_groups": 4}, "top_groups = 4: expected from 2, which have top_k = 3"),
+        ({"num_groups": 3, "top_groups": 1}, "top_groups = 1: expected from 2, which have top_k = 3"),
+        ({"scale": 0.0}, "Experts.scale = 0.0"),
+    ],
+)
+def test_groups_have_enough_experts(wrong, says):
+    with pytest.raises(UserError, match=says):
+        Experts(num_experts=6, top_k=3, **wrong)
+
+
 @pytest.mark.parametrize("capacity", [None, E / K])
 def test_biases_and_a_clamped_gate_equal_gpt_oss_written_out_with_all_gradients(layer, capacity):
     """Its router takes the softmax of the chosen scores alone: that of all, divided by the sum of the chosen."""

@@ -147,6 +147,23 @@ def test_equal_layers_repeat_after_one():
     assert same.group == 1
 
 
+def test_first_layers_take_the_place_of_those_of_the_pattern():
+    sparse, windowed = Experts(num_experts=4, top_k=2), Attention(window=8)
+    model = dataclasses.replace(
+        PLAIN, num_layers=7, mixer=(windowed, Attention()), feed_forward=sparse, first_feed_forward=(Mlp(),) * 3
+    )
+    kinds = [model.layer_kind(layer) for layer in range(7)]
+    assert [kind.feed_forward for kind in kinds] == [Mlp()] * 3 + [sparse] * 4
+    assert [kind.mixers[0].window for kind in kinds] == [8, None, 8, None, 8, None, 8]
+    assert [kind.is_first for kind in kinds] == [True] * 3 + [False] * 4
+    assert (model.group, model.first_group, model.num_first_layers) == (1, 1, 3)
+    params = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    assert params["first_layers/block"]["down"].shape == (3, 24, 16)
+    assert params["layers/block"]["down"].shape == (4, 4, 24, 16)
+    small = model.shrink(dict.fromkeys(("kv_heads", "layers", "embed", "mlp", "heads", "head_dim", "expert"), 2))
+    assert (small.num_layers, small.num_first_layers) == (3, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -160,6 +177,16 @@ def test_equal_layers_repeat_after_one():
             "parts called 'experts' have different settings, but share sums",
         ),
         ({"feed_forward": (Mlp(), None, Mlp())}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),
+        ({"first_feed_forward": Mlp()}, r"first_feed_forward = Mlp\(\): expected a tuple of parts"),
+        ({"first_feed_forward": (Mlp(),) * 4}, "first_feed_forward has 4 entries, and num_layers = 4: expected fewer"),
+        (
+            {"first_feed_forward": (Mlp(),), "feed_forward": (Mlp(), None)},
+            "num_layers = 4 is not a multiple of 2 after 1 first ones, .* nearest: 3, 5",
+        ),
+        (
+            {"first_feed_forward": (Experts(num_experts=2, top_k=1),)},
+            "first_feed_forward: a layer with experts has losses or metrics",
+        ),
     ],
 )
 def test_wrong_patterns_are_refused(changes, says):

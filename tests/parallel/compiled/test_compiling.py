@@ -14,7 +14,9 @@ from launch import environment
 from launch.config import loader
 from launch.runs import smoke
 from models.decoder import transformer
-from models.decoder.layers import Attention
+from models.decoder.experts import Experts
+from models.decoder.layers import Attention, Mlp
+from models.mixers.latent_attention import LatentAttention
 from parallel import partitioner, strategies
 from parallel.compiled import analysis, compiling, report
 from parallel.verify.agreement import EXAMPLES
@@ -81,6 +83,25 @@ def test_every_family_compiles_with_splash_inside(name):
     found = analysis.analyze(program(model, strategies.fsdp(), "v4-8", rows=4, length=2048))
     forward = {kernel.operands[0] for kernel in found.costs.kernels if "splash_mha_fwd" in kernel.op_name}
     assert forward == {"s8[1,4,2]" if kind.mixers == (NEAR,) else "s8[1,4,4]" for kind in model.layer_kinds}
+
+
+@pytest.mark.slow
+@pytest.mark.compiled("v4-8")
+def test_latent_attention_after_which_experts_follow_a_dense_layer_compiles_with_splash_inside():
+    """Heads as in DeepSeek-V3: 192 dimensions of queries and keys, 128 of values."""
+    model = dataclasses.replace(
+        SMALL,
+        num_kv_heads=8,
+        head_dim=64,
+        num_layers=3,
+        mixer=LatentAttention(latent_dim=128, query_latent_dim=256),
+        feed_forward=Experts(
+            num_experts=8, top_k=2, mlp_dim=256, scores="sigmoid", has_correction=True, num_groups=4, top_groups=2
+        ),
+        first_feed_forward=(Mlp(),),
+    )
+    result = compiling.compile_for_slice(program(model, strategies.fsdp(), "v4-8", rows=4, length=512))
+    assert "splash_mha_fwd" in result.hlo
 
 
 def dimensions(hlo):

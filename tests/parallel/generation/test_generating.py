@@ -40,7 +40,8 @@ def generator_of(family, tables=None, **changes):
 
 @pytest.mark.covers("N13")
 @pytest.mark.parametrize(
-    "family", [pytest.param("gemma3", marks=pytest.mark.slow), "gpt2", pytest.param("llama3", marks=pytest.mark.slow)]
+    "family",
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gemma3", "llama3"))],
 )
 def test_greedy_continuations_equal_those_of_transformers(family, monkeypatch):
     monkeypatch.setattr(generating, "CHUNK", 4)  # several chunks, the last one not full
@@ -57,6 +58,7 @@ def test_greedy_continuations_equal_those_of_transformers(family, monkeypatch):
         pytest.param("gemma3", [(0, 3), (3, 5)], marks=pytest.mark.slow),  # kinds of layers alternate
         ("gpt2", [(0, 1), (1, 2), (2, 3)]),
         pytest.param("qwen3_moe_sparse", [(0, 4), (4, 8)], marks=pytest.mark.slow),  # so do parameters
+        pytest.param("deepseek_v3", [(0, 1), (1, 2), (2, 3), (3, 4)], marks=pytest.mark.slow),  # the first two differ
     ],
 )
 def test_layers_that_run_in_several_calls_give_the_ids_of_transformers(family, calls, monkeypatch):

@@ -12,8 +12,9 @@ from core.errors import UserError
 from models.agreement_subjects import random_batches
 from models.decoder import transformer
 from models.decoder.experts import Experts
-from models.decoder.layers import Attention
+from models.decoder.layers import Attention, Mlp
 from models.derivatives import ClampedGate
+from models.mixers.latent_attention import LatentAttention
 from parallel import strategies
 from parallel.pipeline import schedules
 from parallel.verify import agreement
@@ -35,13 +36,15 @@ class WithEmptyExperts(transformer.Transformer):
 
 
 class WithRandomVectors(transformer.Transformer):
-    """Its biases and sinks, which start at 0, are random."""
+    """Its biases, sinks and corrections, which start at 0, are random."""
 
     def init(self, rng, batch):
         params = super().init(rng, batch)
         block, keys = params["layers/block"], jax.random.split(rng, len(params["layers/block"]))
         moved = {
-            name: value + 0.3 * jax.random.normal(key, value.shape) if name.endswith(("_bias", "sinks")) else value
+            name: value + 0.3 * jax.random.normal(key, value.shape)
+            if name.endswith(("_bias", "sinks", "correction"))
+            else value
             for key, (name, value) in zip(keys, block.items(), strict=True)
         }
         return {**params, "layers/block": moved}
@@ -60,6 +63,21 @@ MODELS = {
         make(WithRandomVectors, has_biases=True, clamped_gate=ClampedGate(limit=0.5)),
         mixer=(Attention(window=9, sinks=True), Attention(sinks=True)),
         bias="all",
+    ),
+    "deepseek": dataclasses.replace(  # two dense layers, then two with experts
+        make(
+            WithRandomVectors,
+            scores="sigmoid",
+            has_correction=True,
+            num_groups=2,
+            top_groups=1,
+            scale=1.5,
+            shared_mlp_dim=16,
+        ),
+        num_layers=4,
+        first_feed_forward=(Mlp(), Mlp()),
+        mixer=LatentAttention(latent_dim=16, query_latent_dim=24, plain_dim=8, rotary_dim=4, value_dim=8),
+        remat="attention",
     ),
 }
 OVER_TENSOR = {"expert": "tensor", "mlp": None}
