@@ -143,14 +143,23 @@ def declare(name: str, meaning: str, *, mesh_axis: str | None = None, like: str 
       like: a logical axis that no array has beside it, whose mesh axes shard it under a table without a row for it.
 
     Raises:
-      UserError: not a lower-case identifier, no meaning, or an axis that already has another meaning.
+      UserError: not a lower-case identifier, no meaning, an axis that was declared otherwise before, `mesh_axis` beside
+        `like`, or a `like` that is no logical axis.
     """
     if not (name.isidentifier() and name.islower() and meaning):
         raise UserError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
-    before = all_axes().get(name, meaning)
+    axis, before = _Declared(meaning, mesh_axis, like), all_axes().get(name, meaning)
     if before != meaning:
         raise UserError(f"logical.declare: {name!r} already means {before!r}, now {meaning!r}: choose another name")
-    _declared[name] = _Declared(meaning, mesh_axis, like)
+    if _declared.get(name, axis) != axis:
+        raise UserError(f"logical.declare: {name!r} is {_declared[name]}, now {axis}: declare it once, or equally")
+    if mesh_axis is not None and like is not None:
+        raise UserError(
+            f"logical.declare: {name!r} has mesh_axis = {mesh_axis!r} and like = {like!r}: give one of them"
+        )
+    if like is not None:
+        check_names([like], where=f"logical.declare: like of {name!r}")
+    _declared[name] = axis
 
 
 def all_axes() -> Mapping[str, str]:

@@ -134,7 +134,7 @@ def check_stream(x: Any, after: Any) -> None:
 
 
 def check_summed(summed: Any) -> None:
-    """Checks that sums over rows and layers are float32."""
+    """Raises UserError, which names the output, if a sum over rows and layers is not float32."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(summed):
         if leaf.dtype != jnp.float32:
             raise UserError(
@@ -144,7 +144,7 @@ def check_summed(summed: Any) -> None:
 
 
 def check_equal_outputs(outputs: Sequence[Any]) -> None:
-    """Checks that all kinds of layers have the same outputs."""
+    """Raises UserError if kinds of layers have different outputs."""
     if any(_described(out) != _described(outputs[0]) for out in outputs):
         raise UserError(f"layer_stack: kinds of layers have different outputs: {'; '.join(map(shapes, outputs))}")
 

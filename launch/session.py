@@ -127,7 +127,8 @@ class Session:
           The last validation means, such as `validation/loss`; empty if nothing is evaluated.
 
         Raises:
-          EarlierPhaseError: the checkpoints of this phase, and the one before it, are damaged; they are renamed.
+          EarlierPhaseError: neither a checkpoint of this phase nor the last one of the phase before can be restored.
+            They were renamed, and the phase before must be trained again.
         """
         run = self._run
         with activity.enter(activity.RESTORING):

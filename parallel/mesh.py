@@ -209,7 +209,7 @@ def largest_share(by_rows: NamedSharding, batch_size: int) -> float:
 
     Args:
       by_rows: the sharding of an array [batch_size].
-      batch_size: rows of a batch; any size that divides.
+      batch_size: any number of rows that the sharding divides evenly; the result does not depend on it.
     """
     return max(map(len, _rows_by_host(by_rows, batch_size).values())) / batch_size
 

@@ -99,7 +99,11 @@ class Arrays:
         return (opened if index is None else opened[index]).read().result()
 
     def placed(self, wanted: Mapping[str, Any]) -> Iterator[jax.Array]:
-        """Yields the arrays of `wanted`, jax.ShapeDtypeStruct by name, in order; reads all of them at the same time."""
+        """Yields the arrays of `wanted` in order, and reads all of them at the same time.
+
+        Args:
+          wanted: jax.ShapeDtypeStruct by name, each with the sharding that decides which shards this host reads.
+        """
         opening = {name: self._opening(name) for name in wanted}
         begun = {name: _Shards(name, opening[name].result(), leaf) for name, leaf in wanted.items()}
         for name, leaf in wanted.items():

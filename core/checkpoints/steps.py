@@ -255,7 +255,7 @@ class LeftOut(NamedTuple):
     Attributes:
       init_from: the folder, as the configuration names it.
       source: what it named: an absolute path or hf://.
-      renames: names in the run by names in the folder.
+      renames: patterns of names in the run by patterns of names in the folder (`core.parameters.renamed`).
       arrays: names of the arrays.
     """
 

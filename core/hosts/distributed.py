@@ -253,7 +253,11 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
 
 
 def from_host_zero(text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-    """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order."""
+    """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order.
+
+    Raises:
+      TimeoutError: host 0 sent nothing within `timeout_seconds`.
+    """
     size, is_zero = _MAX_TEXT_BYTES // 8, is_host_zero()  # characters of a message
     parts = [text[begin : begin + size] for begin in range(0, len(text), size)] if is_zero else []
     begin = f"{max(len(parts), 1)} {parts[0] if parts else ''}"

@@ -309,7 +309,9 @@ def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimat
 
 
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "data") -> list[Finding]:
-    """Checks the task's files; reads no documents, but one example of each source that code of the user makes.
+    """Checks the task's files without reading documents, and returns the findings.
+
+    If the user's code makes the examples, it makes one of each source.
 
     Args:
       experiment: the experiment.

@@ -120,7 +120,10 @@ class Names:
         self._symbols.update(dict.fromkeys(flags, shared))
 
     def resolve(self, binding: Binding) -> Binding:
-        """Resolves the names on both sides of a binding; returns a copy with their constructors."""
+        """Returns a copy of a binding in which names have their constructors, on both sides.
+
+        Unknown names are added to the problems. A value that names a module becomes None if the module is not trusted.
+        """
 
         def change(leaf: Any) -> Any:
             if not isinstance(leaf, Reference):

@@ -129,7 +129,10 @@ def main(job_file: str) -> None:
 
 
 def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:
-    """Compiles one candidate in this process and returns its record."""
+    """Compiles one candidate in this process and returns its record.
+
+    A candidate that raises UserError while it is built has a record REFUSED with the reason.
+    """
     try:
         experiment = loader.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
         bound = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))

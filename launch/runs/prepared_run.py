@@ -68,7 +68,7 @@ class Run:
 
     @property
     def meeting_seconds(self) -> float:
-        """How long hosts wait for one another while none of them is stuck."""
+        """Seconds that hosts wait for one another: the limit of compilation, or a day if the watchdog only reports."""
         health = self.experiment.health
         return _A_DAY_SECONDS if health.watchdog == "report" else health.compile_limit_seconds
 

@@ -109,7 +109,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse(text: str, *, experiment: str) -> Variant:
-    """Parses a variant.
+    """Parses gin bindings that `;` separates, with optional `hosts=N`, `checkpoint=RUN` and `config=FILE` among them.
+
+    Args:
+      text: the variant.
+      experiment: the experiment file of a variant without `config`.
 
     Raises:
       UserError: a malformed number, or a checkpoint that does not exist.
@@ -120,7 +124,7 @@ def parse(text: str, *, experiment: str) -> Variant:
             settings[setting[1]] = setting[2]
         else:
             bindings.append(part)
-    if not settings["hosts"].isdecimal():
+    if not settings["hosts"].isdecimal() or not int(settings["hosts"]):
         raise UserError(f"variant {text!r}: hosts={settings['hosts']}: expected a whole number from 1 up")
     config = os.path.expanduser(settings["config"])  # noqa: PTH111 (a relative one stays as typed)
     checkpoint = saved_steps.find(settings["checkpoint"]) if settings["checkpoint"] else None

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
+from core import units
 from core.errors import UserError, check_number
 from core.rematerialization import OnHost, Remat
 from models import derivatives, quantized
@@ -217,7 +218,8 @@ class DecoderConfig(Decoder):
             isinstance(one, Part | None) for one in firsts
         ):
             raise UserError(
-                f"Transformer.first_feed_forward = {firsts!r}: expected a tuple of parts, such as (@layers.Mlp(),) * 3"
+                f"Transformer.first_feed_forward = {firsts!r}: expected a tuple of parts, such as (@layers.Mlp(), "
+                "@layers.Mlp())"
             )
         if firsts and len(firsts) >= self.num_layers:
             raise UserError(
@@ -235,7 +237,7 @@ class DecoderConfig(Decoder):
             for part in parts_of(kind).values():
                 _check_class(type(part))
         if (rest := self.num_layers - len(firsts)) % (group := self.group):
-            after = f" after {len(firsts)} first ones" * bool(firsts)
+            after = f" after the first {units.counted(len(firsts), 'layer')}" * bool(firsts)
             nearest = [len(firsts) + n for n in (max(rest // group, 1) * group, (rest // group + 1) * group)]
             raise UserError(
                 f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}{after}, the number of "

@@ -203,7 +203,7 @@ class Heads(Part):
         return logical.constrain(turned, "batch", "length", heads, "head_dim")
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts the matrices, and T H K for causal scores and as much for the mixing."""
+        """Counts the matrices, and T H K multiplications for causal scores and mixing together."""
         c = decoder
         inner, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
         return Work(c.embed_dim * ((2 + self.output_gate) * inner + 2 * kv), length * inner)
@@ -305,7 +305,7 @@ class Attention(Heads):
         return mixed, ()
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts as without a window, but 2 W for T where a window of W positions is shorter."""
+        """Counts as without a window, with min(T, 2 W) in place of T if there is a window of W positions."""
         inner = decoder.num_heads * decoder.head_width
         span = min(length, 2 * (self.window or length))  # twice the mean number attended to
         return super().work(decoder, length)._replace(others=span * inner)

@@ -127,7 +127,7 @@ class Result(NamedTuple):
 
     Attributes:
       y: [B, T, D], added to the stream.
-      state: after these slots, if there were earlier ones or a state was carried; otherwise ().
+      state: the state after these positions, if the call had `before` or `carried`; otherwise ().
       sums: tree of sums over rows, float32, of the structure of `Part.empty_sums`.
     """
 

@@ -96,7 +96,16 @@ def with_sequence(kernel: Any, queries: jax.Array) -> Any:
 
 
 def with_bias(q: jax.Array, k: jax.Array, key_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns queries [B, T, H, K + 8], scaled before, and keys [B, S, N, K + 8], whose products include the bias."""
+    """Appends 8 dimensions to queries and keys, so that their products include a bias of the keys.
+
+    Args:
+      q: queries [B, T, H, K], scaled already.
+      k: keys [B, S, N, K].
+      key_bias: [B, S]; None returns both arrays unchanged.
+
+    Returns:
+      Queries [B, T, H, K + 8] and keys [B, S, N, K + 8].
+    """
     if key_bias is None:
         return q, k
     ones = jnp.zeros((*q.shape[:3], _BIAS_DIMS), q.dtype).at[..., 0].set(1)

@@ -141,7 +141,7 @@ class Rotation:
     Attributes:
       theta: base of the geometric series of wavelengths.
       scaling: changes the frequencies.
-      length: factor by which it scales vectors: the root of that of scores.
+      length: factor on rotated queries and keys: the square root of the factor on scores.
       width: the dimensions of a head that it rotates, the first ones; None: all.
     """
 

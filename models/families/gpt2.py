@@ -31,6 +31,8 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def _write(model: DecoderConfig) -> dict[str, Any]:
+    if model.first_feed_forward:
+        raise UserError("Transformer.first_feed_forward: all layers of GPT-2 have the same parts")
     return {
         "n_layer": model.num_layers,
         "n_embd": model.embed_dim,

@@ -84,7 +84,7 @@ class BlockSparse(Heads):
         return cached(q, key, value, *call.before, call.side.padding, how, settings=self)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts whole blocks."""
+        """Counts the multiplications of a token; blocks that it attends to count whole, though causality hides part."""
         inner = decoder.num_heads * decoder.head_width
         return Work(super().work(decoder, length).matrices, 2 * self.attended(length) * inner)
 

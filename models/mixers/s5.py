@@ -146,7 +146,8 @@ class System(NamedTuple):
 def hippo(states: int) -> np.ndarray:
     """Returns the positive imaginary parts of the eigenvalues of HiPPO-N, [P], float64; the real parts are -1/2.
 
-    HiPPO-N is -1/2 I plus the skew-symmetric matrix with entries -sqrt((n + 1/2) (k + 1/2)) for n > k.
+    P is half of `states`, which must be even. HiPPO-N is -1/2 I plus the skew-symmetric matrix with entries
+    -sqrt((n + 1/2) (k + 1/2)) for n > k.
     """
     root = np.sqrt(np.arange(states) + 0.5)
     lower = np.tril(np.outer(root, root), -1)

@@ -103,11 +103,11 @@ class Deferred(NamedTuple):
 
 
 def of_layers(layers: Residuals, layer: Layer, side: Side) -> Deferred:
-    """Splits the backward pass of layers of every kind.
+    """Splits the backward pass of layers of every kind, and finds slots for the values that wait between both parts.
 
     Args:
-      layers: what they save.
-      layer, side: arrays, or their shapes.
+      layers: describes what layers save for the backward pass.
+      layer, side: parameters of one layer and its side inputs, as arrays or as shapes.
     """
     splits = {kind: _split(layers, kind, layer, side) for kind in dict.fromkeys(layers.fn.kinds)}
     shapes: list[Any] = []

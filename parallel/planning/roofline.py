@@ -38,9 +38,10 @@ class Roofline(NamedTuple):
     def binds(self) -> str:
         """The resource that limits the step: "ICI", "DCN", "PCIe", "HBM" or "computation".
 
-        A network limits the step if its traffic takes longer than computation and kernels. Otherwise the chip is the
-        limit. The compiler's estimate of computation includes waits for HBM, so HBM is the limit if its bytes (counted
-        for at most the time of the computation) take longer than the products at the chip's peak and the kernels.
+        If the traffic of all networks together takes longer than computation and kernels, the network with the most
+        seconds limits the step. Otherwise the chip is the limit. The compiler's estimate of computation includes waits
+        for HBM. So HBM is the limit if its bytes (counted for at most the time of the computation) take longer than the
+        products at the chip's peak and the kernels.
         """
         if self.time.traffic_seconds > self.time.busy:
             return max(self.networks, key=lambda network: self.networks[network])

@@ -110,7 +110,7 @@ class Excluded:
         self._hashes = np.unique([_hashes(window, len(window))[0] for window in self._windows])
 
     def shares_text(self, text: str) -> bool:
-        """Returns whether a document has such words or such a substring in common with an excluded text."""
+        """Returns whether a text shares `words` successive words or `characters` characters with an excluded one."""
         if self.words and not self._runs.isdisjoint(_runs(text, self.words)):
             return True
         if not self._windows:

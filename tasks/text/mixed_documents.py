@@ -161,10 +161,14 @@ class MixedChunks(Chunks):
 
 
 def source_of(row: int, weights: Sequence[Fraction | int]) -> int:
-    """Returns the number of the source of a row.
+    """Returns the index of the source that supplies a row.
 
-    The sources are halved again and again. Of the first n rows of a group, floor(n * share) are of its first half: in
-    any consecutive rows each half has its share, less or more than one row.
+    The list of sources is divided into halves recursively. Of the first n rows of a group, floor(n * share) come from
+    its first half. So in any run of rows each half has its share to within one row.
+
+    Args:
+      row: number of the row, from 0.
+      weights: relative weights of the sources.
     """
     begin, end = 0, len(weights)
     while end - begin > 1:

@@ -91,8 +91,8 @@ class Seen:
         """Returns which documents nearly repeat an earlier one, bool[N], and adds the others.
 
         Args:
-          following: the next documents, uint32[N, HASHES]. Earlier ones are those that were added and those before in
-            this array, but for those that themselves repeat one.
+          following: the next documents, uint32[N, HASHES]. Each is compared with the documents that were added, and
+            with earlier ones of this array that are not repeats.
         """
         keys, found = self._keys(following), np.zeros(len(following), bool)
         earlier = self._with_equal_bands(keys)

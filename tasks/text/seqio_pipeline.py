@@ -365,7 +365,10 @@ class Processes:
         self._last: dict[int, concurrent.futures.Future] = {}
 
     def submit(self, number: int, call: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future:
-        """Calls a function in the process of that number; it keeps its place in the lanes that it reads."""
+        """Submits a call to process `number`, which starts with its first call.
+
+        A process remembers how far it has read each lane, so calls for a lane must go to the same process.
+        """
         if number not in self._pools:
             context = multiprocessing.get_context("spawn")  # a fork would copy the threads of JAX and TensorStore
             self._pools[number] = concurrent.futures.ProcessPoolExecutor(1, context, _prepare)

@@ -47,7 +47,7 @@ class FileSource(DocumentSource):
         raise NotImplementedError
 
     def kept_split(self, split: str) -> str | None:
-        """Returns the split whose lines and rows are kept if both splits read the same files; None otherwise."""
+        """Returns `split` if its files are those of the other split, too, so that lines are divided; None otherwise."""
         return None
 
     def parts(self, split: str, num_streams: int) -> Parts:

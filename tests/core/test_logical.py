@@ -295,6 +295,24 @@ def test_an_axis_has_one_meaning(name, meaning, says):
         logical.declare(name, meaning)
 
 
+@pytest.mark.usefixtures("declared")
+def test_an_axis_is_sharded_like_another_one():
+    logical.declare("latent", "numbers of a compressed key", like="embed")
+    logical.declare("latent", "numbers of a compressed key", like="embed")  # as a second import does
+    assert logical.row(RULES, "latent") == RULES["embed"]
+    assert logical.row({**RULES, "latent": None}, "latent") is None
+    for options, says in (
+        ({"like": "mlp"}, "'latent' is .*like='embed'.*now .*like='mlp'"),
+        ({"like": "embed", "mesh_axis": "tensor"}, "declare it once, or equally"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            logical.declare("latent", "numbers of a compressed key", **options)
+    with pytest.raises(ValueError, match="mesh_axis = 'tensor' and like = 'embed': give one of them"):
+        logical.declare("other", "mine", like="embed", mesh_axis="tensor")
+    with pytest.raises(ValueError, match="like of 'other': unknown logical axis 'embd'; did you mean embed"):
+        logical.declare("other", "mine", like="embd")
+
+
 def test_an_unknown_axis_says_how_to_declare_it():
     with pytest.raises(
         ValueError, match=r"'ffn'; expected one of batch, .*: logical\.declare\('ffn', 'what it counts'\)"

@@ -282,7 +282,7 @@ def _families() -> Iterator[str]:
 _ABOUT_FAMILIES = """
 For each family, logits of a tiny random model are within 5e-6 of transformers' in float64, relative to the largest
 entry. Gradients are within 2e-5 ([tests](../results/published-models.md)). For Qwen3-Next and
-Qwen3.5, whose layers amplify rounding in transformers, too, they are within 4e-5 and 5e-4.
+Qwen3.5, whose layers amplify rounding in transformers, too, logits are within 4e-5 and gradients within 5e-4.
 
 **Configuration.** Missing keys of `config.json` default to transformers' values; sizes are required. Every other key is
 read as transformers reads it, is known to change no logits, or is an error with its name and value. Rotary scalings are

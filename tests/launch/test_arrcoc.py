@@ -103,14 +103,15 @@ def test_a_run_of_two_phases_is_evaluated_by_kind_and_drawn(tmp_path):
 
 def test_figures_of_the_page_are_those_of_the_records():
     page = (environment.WORKSPACE / "docs/results/images-compiled.md").read_text()
-    row = r"^\| `(v5p_\w+)`[^|]*\|.*?\| ([\d.]+) \| ([\d.]+) \| (\d+) \| [\d.]+ \|$"
+    row = r"^\| `(v5p_\w+)`[^|]*\|.*?\| ([\d.]+) \(([\d.]+)\) \| ([\d.]+) \| (\d+) \|$"
     rows = re.findall(row, page, re.MULTILINE)
     files = (environment.WORKSPACE / "gin/arrcoc").glob("v5p_*.gin")
     assert {name for name, *_ in rows} == {path.stem for path in files}
-    for name, memory, seconds, mfu in rows:
+    for name, memory, state, seconds, mfu in rows:
         record = golden.read(f"arrcoc-{name}")
         times, shares = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
         assert memory == f"{record['memory']['peak_bytes'] / 2**30:.2f}", name
+        assert 0 <= record["memory"]["argument_bytes"] / 2**30 - float(state) < 0.02, name  # arguments have a batch, too
         assert seconds == f"{times['scheduled']:.3g}", name
         assert mfu == f"{100 * shares['scheduled']:.0f}", name
     small, large = (golden.read(f"arrcoc-{name}") for name in ("v5p_8", "v5p_128"))

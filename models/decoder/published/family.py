@@ -243,7 +243,15 @@ def are_layers(value: Any) -> bool:
 
 
 def choices(config: Config, number: str) -> int:
-    """Returns the number of experts of a token, checked against that of all experts."""
+    """Returns `num_experts_per_tok`, the number of experts of a token.
+
+    Args:
+      config: the configuration.
+      number: the key of the number of all experts.
+
+    Raises:
+      UserError: a token would have more experts than there are.
+    """
     if (top_k := config["num_experts_per_tok"]) > config[number]:
         raise UserError(f"num_experts_per_tok = {top_k}, but {number} = {config[number]}: expected at most as many")
     return top_k

@@ -84,6 +84,17 @@ def test_the_form_equals_plain_attention_with_its_gradients(inputs, window, with
         np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=0)
 
 
+def test_values_narrower_than_keys_equal_plain_attention_with_its_gradients(inputs):
+    """As in latent attention; cuDNN's form pads them."""
+    q, k, v, segments, weight = inputs
+    narrow = (q, k, v[..., :10], segments, weight[..., :10])
+    (_, want), want_grads = results(attention.plain, narrow)
+    (_, found), found_grads = results(functools.partial(attention.on_gpus, implementation="xla"), narrow)
+    for ours, theirs in zip((found, *found_grads), (want, *want_grads), strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=0)
+
+
 def test_rows_and_heads_of_each_device_equal_plain_attention(inputs):
     """In a shard_map over rows and heads, also where key heads are not sharded as query heads are."""
     row = {"kv_heads": None}

@@ -26,6 +26,7 @@ HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
 # Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; joined matrices; biases;
 # norms; a delta rule; latent attention after which experts follow dense layers.
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 QUICK = ("deepseek_v3", "gpt2", "gemma2", "gemma3", "gpt_oss", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_5")
 
 
@@ -63,18 +64,20 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     model, params, axes, reference = loaded(name)
     batch = batch_of(reference["input_ids"])
     logits = jax.jit(model.logits)(params, batch)
-    # transformers in float32 differs from its own float64 by 3e-7 to 2.5e-6 of the largest logit; by 4e-6 with a delta
-    # rule, which normalizes short vectors, and by 1.4e-5 with six such layers of eight.
-    amplified = max(float(reference["float32_error"]) / 2e-6, 1.0)
-    bound = max(2.5 * float(reference.get("float32_gradient_error", 0.0)), 2e-5)
-    assert relative_error(logits, reference["logits"]) < 5e-6 * amplified
+    # transformers in float32 differs from its own float64 by up to 2.5e-6 of the largest logit; by 4e-6 with a delta
+    # rule, which normalizes short vectors, and by 1.4e-5 with six such layers of eight. There our rounding, in another
+    # order, was at most 2.1 times as large as its own.
+    bound, of_gradients = 5e-6, 2e-5
+    if name in DELTA:
+        bound, of_gradients = (2.5 * float(reference[f"float32_{key}"]) for key in ("error", "gradient_error"))
+    assert relative_error(logits, reference["logits"]) < bound
 
     def mean_loss(params):
         _, out = model.loss(params, (), None, batch)
         return out.loss_sum / out.weight_sum
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
-    np.testing.assert_allclose(loss, reference["loss"], rtol=2e-6 * amplified)
+    np.testing.assert_allclose(loss, reference["loss"], rtol=0.4 * bound)
     by_path = {parameters.path_name(path): g for path, g in jax.tree_util.tree_leaves_with_path(grads)}
     tensors = published.tensors_of(
         lambda path, layer: np.asarray(by_path[path] if layer is None else by_path[path][layer]),
@@ -89,7 +92,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
         assert not np.any(ours.pop(name_))
     assert {f"grad/{tensor}" for tensor in ours} == {key for key in reference if key.startswith("grad/")}
     for tensor, gradient in ours.items():
-        assert relative_error(gradient, reference[f"grad/{tensor}"]) < bound, tensor
+        assert relative_error(gradient, reference[f"grad/{tensor}"]) < of_gradients, tensor
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
