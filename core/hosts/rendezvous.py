@@ -371,14 +371,16 @@ def _ask(call: _Call) -> Roll:
     """Connects to host 0 and waits for its reply; retries until the deadline, also when its name is not found yet."""
     failure = _NO_ANSWER
     while time.monotonic() < call.deadline:
+        answered = None
         try:
-            if answered := _hello(call):
-                return _answered(*answered, call)
+            answered = _hello(call)
             failure = _NO_ANSWER
         except socket.gaierror as error:
             failure = f"this host cannot look up the name: {error.strerror}"
         except OSError as error:
             failure = error.strerror or str(error)
+        if answered is not None:  # not within the `try`: host 0's reply may be a TimeoutError, which is an OSError
+            return _answered(*answered, call)
         time.sleep(_RETRY_SECONDS)
     raise TimeoutError(call._replace(addresses=[f"the coordinator at {call.address}: {failure}"]).missing([0]))
 

@@ -86,10 +86,10 @@ def test_four_hosts_join_talk_and_leave(run_hosts, monkeypatch):
 @pytest.mark.covers("R05")
 @pytest.mark.simulated(2)
 def test_a_missing_host_is_named_by_those_who_came(run_hosts):
-    results = run_hosts("TIMEOUT = 10" + JOIN, hosts=3, only=(0, 2))  # a host takes seconds to start beside other tests
+    results = run_hosts("TIMEOUT = 6" + JOIN, hosts=3, only=(0, 2))
     for result in results:
         assert result.returncode == 1
-        assert "TimeoutError: waited 10 s at 127.0.0.1:" in result.output
+        assert "TimeoutError: waited 6 s at 127.0.0.1:" in result.output
         assert "for 3 hosts; missing: host 1." in result.output
 
 

@@ -57,6 +57,17 @@ def test_everyone_hears_who_is_missing(address):
 
 
 @pytest.mark.covers("R05")
+def test_a_host_that_came_late_hears_who_is_missing_and_waits_no_longer(address):
+    first = Host(address, 0, 3, seconds=0.8)
+    time.sleep(0.4)
+    late = Host(address, 2, 3, seconds=5.0)
+    start = time.monotonic()
+    for error in finish(first, late):
+        assert str(error).startswith(f"waited 0.8 s at {address} for 3 hosts; missing: host 1.")
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.covers("R05")
 def test_missing_hosts_are_named_with_their_address_if_known(address):
     known = {"seconds": 0.6, "addresses": ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")}
     for error in finish(*(Host(address, index, 4, **known) for index in (0, 2))):
