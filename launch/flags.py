@@ -126,11 +126,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "nargs": "?",
         "choices": LEVELS,
         "const": LEVELS[0],
-        "help": f"train nothing, check at this level; {_LEVELS_HELP} (default: config)",
+        "help": f"check at this level, do not train the experiment; {_LEVELS_HELP} (default: config)",
     },
     "--tune": {
         "action": "store_true",
-        "help": "train nothing: measure settings of speed, write the best to RUN/tune/tuned.gin",
+        "help": "instead of training, measure settings of speed, write the best to RUN/tune/tuned.gin",
     },
     "--json": {**OUTPUT, "help": "also write the result to FILE as JSON"},
     "--overwrite": {"action": "store_true", "help": "replace files that exist"},

@@ -394,7 +394,10 @@ def test_no_two_commands_of_the_pages_share_a_default_run_directory():
 def prose(page):
     """The paragraphs and list items of a page, without code blocks, tables and headings; code and links as one word."""
     text = re.sub(
-        r"^```.*?^```$|^<!--.*?-->$|^#.*$|^\|.*$|^    \S.*$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+        r"^```.*?^```$|^<!--.*?-->$|^#[^\n]*$|^\|[^\n]*$|^    \S[^\n]*$",
+        "",
+        page.read_text(),
+        flags=re.MULTILINE | re.DOTALL,
     )
     text = re.sub(r"`[^`]*`", "`", re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text))
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n\s*(?:\*|\d+\.) ", text) if part.strip()]

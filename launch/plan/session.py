@@ -350,7 +350,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price",
         metavar="USD",
         type=slice_ranking.prices,
-        help="price of a chip-hour in US dollars; of several slices one for each: 3.22,4.2",
+        help="price of a chip-hour in US dollars; for several slices one for all, or one for each: 3.22,4.2",
     )
     parser.add_argument("--rejected", action="store_true", help="print every rejected candidate with its reason")
     parser.add_argument("--wide", action="store_true", help="print all columns of the table")
