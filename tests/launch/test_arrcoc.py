@@ -112,7 +112,7 @@ def test_figures_of_the_page_are_those_of_the_records():
         times, shares = record["predicted"]["step_seconds"], record["predicted"]["mfu"]
         assert memory == f"{record['memory']['peak_bytes'] / 2**30:.2f}", name
         batch = record["memory"]["argument_bytes"] / 2**30 - float(state)  # the other argument of a step
-        assert 0 <= batch < 0.02, name
+        assert -0.005 <= batch < 0.02, name  # the page rounds the state
         assert seconds == f"{times['scheduled']:.3g}", name
         assert mfu == f"{100 * shares['scheduled']:.0f}", name
     small, large = (golden.read(f"arrcoc-{name}") for name in ("v5p_8", "v5p_128"))
