@@ -36,7 +36,8 @@ if not __debug__:
         "assert statements: every model would fail while it is traced. Unset PYTHONOPTIMIZE and start without -O"
     )
 
-LAYERS, FIRST_LAYERS = "layers", "first_layers"
+FIRST = "first_"  # start of the name of the first layers of a stack, whatever the stack is called
+LAYERS, FIRST_LAYERS = "layers", f"{FIRST}layers"
 STACKED = (LAYERS, FIRST_LAYERS)  # axes that count the layers of a stack
 MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes]

@@ -412,7 +412,7 @@ def layer_stack(
     stack_checks.check_first(num_layers, len(first.kinds), has_pattern=pattern is not None)
     kept = None if outputs is None else jax.tree.map(lambda word: word if word == "stacked" else (), outputs)
     own, count = {**how, "outputs": kept, "pattern": first.kinds, "group": first.group}, len(first.kinds)
-    before = _one_stack(block, count, f"first_{name}", None, **own, is_first=True)
+    before = _one_stack(block, count, f"{logical.FIRST}{name}", None, **own, is_first=True)
     others, parts = _one_stack(block, num_layers - count, name, tail, **how), (slice(count), slice(count, None))
 
     def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:

@@ -53,7 +53,7 @@ class LayerwiseDecoder:
         self.model = program.model
         self._program = program
         self._calls = _calls(program)
-        self._is_of_layers = jax.tree.map(_is_of_layers, program.param_specs)
+        self._is_of_layers = jax.tree.map(lambda spec: logical.is_stacked(spec.axes), program.param_specs)
         self._before = jax.jit(self.model.before_layers)
         self._layers = jax.jit(self._extend_layers, static_argnames="kinds", donate_argnums=3)
         self._after = jax.jit(self.model.after_layers)
@@ -169,7 +169,7 @@ def _calls(program: Program) -> list[tuple[int, int]]:
     """
     model: Any = program.model
     specs, shapes = map(jax.tree.leaves, (program.param_specs, program.abstract_state.params))
-    stacked = [pair for pair in zip(specs, shapes, strict=True) if _is_of_layers(pair[0])]
+    stacked = [pair for pair in zip(specs, shapes, strict=True) if logical.is_stacked(pair[0].axes)]
     if not stacked:
         return [(0, model.num_layers)]
     found = []
@@ -186,13 +186,9 @@ def _calls(program: Program) -> list[tuple[int, int]]:
     return found
 
 
-def _is_of_layers(spec: Any) -> bool:
-    return logical.is_stacked(spec.axes)
-
-
 def _range(spec: Any, model: Any) -> tuple[int, int]:
     """Returns the first of the layers that have a parameter, and the one after the last; (0, 0) for others."""
-    if not _is_of_layers(spec):
+    if not logical.is_stacked(spec.axes):
         return 0, 0
     first = model.num_first_layers
     return (0, first) if spec.axes[0] == logical.FIRST_LAYERS else (first, model.num_layers)

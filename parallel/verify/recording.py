@@ -84,7 +84,8 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
         parts = {"optimizer state": state.opt_state.inner, "parameters": state.params}
         for place, tree in parts.items():
             axes = program.axes.opt_state if place == "optimizer state" else program.axes.params
-            kept |= {key(step, "update", place, name): a for name, a in _by_layer(_named(program, tree), axes)}
+            named = _by_layer(_named(program, tree), axes, _num_first(program))
+            kept |= {key(step, "update", place, name): a for name, a in named}
     return kept
 
 
@@ -170,18 +171,34 @@ class _Order:
     def __init__(self, program: Program):
         self._axes = program.axes.params
         self._early = _feeds_the_stack(program)
+        self._num_first = _num_first(program)
 
     def gradients(self, tree: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         """Yields (place, name, array) of every gradient; stacked gradients layer by layer."""
         others: list[tuple[str, np.ndarray]] = []
-        stacked: list[tuple[str, np.ndarray]] = []
+        stacked: dict[str, list[tuple[str, np.ndarray]]] = {axis: [] for axis in logical.STACKED}
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, a), axes in zip(leaves, _axes_leaves(self._axes), strict=True):
-            (stacked if _is_stacked(axes) else others).append((parameters.path_name(path), np.asarray(a)))
+            of_axis = stacked[str(axes[0])] if logical.is_stacked(axes) else others
+            of_axis.append((parameters.path_name(path), np.asarray(a)))
         yield from (("head", name, a) for name, a in others if name not in self._early)
-        for layer in reversed(range(max((len(a) for _, a in stacked), default=0))):
-            yield from ((f"layer {layer}", name, a[layer]) for name, a in stacked if layer < len(a))
+        for axis, named in stacked.items():  # the layers that repeat, and then those before them
+            start = _start(axis, self._num_first)
+            for layer in reversed(range(max((len(a) for _, a in named), default=0))):
+                yield from ((f"layer {start + layer}", name, a[layer]) for name, a in named if layer < len(a))
         yield from (("embedding", name, a) for name, a in others if name in self._early)
+
+
+def _num_first(program: Program) -> int:
+    """Returns the number of layers of a stack before those that repeat, as places count them."""
+    shapes = jax.tree.leaves(program.abstract_state.params)
+    both = zip(shapes, _axes_leaves(program.axes.params), strict=True)
+    return max((shape.shape[0] for shape, axes in both if axes[:1] == (logical.FIRST_LAYERS,)), default=0)
+
+
+def _start(axis: str | None, num_first: int) -> int:
+    """Returns the number of the first layer that an axis of layers counts."""
+    return num_first if axis == logical.LAYERS else 0
 
 
 def _feeds_the_stack(program: Program) -> set[str]:
@@ -216,20 +233,16 @@ def _named(program: Program, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
         yield parameters.path_name(path), _storable(leaf)
 
 
-def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any, num_first: int) -> Iterator[tuple[str, np.ndarray]]:
     for (name, a), of in zip(named, _axes_leaves(axes), strict=True):
-        if _is_stacked(of):
-            yield from ((f"{name}, layer {i}", a[i]) for i in range(len(a)))
+        if logical.is_stacked(of):
+            yield from ((f"{name}, layer {_start(of[0], num_first) + i}", a[i]) for i in range(len(a)))
         else:
             yield name, a
 
 
 def _axes_leaves(axes: Any) -> list[tuple[str | None, ...]]:
     return [leaf.names for leaf in jax.tree.leaves(axes)]
-
-
-def _is_stacked(names: tuple[str | None, ...]) -> bool:
-    return logical.is_stacked(names)
 
 
 def _storable(a: Any) -> np.ndarray:

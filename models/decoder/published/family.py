@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from core import logical
 from core.checkpoints.safetensors_files import Stored, Tensor
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
@@ -75,7 +76,8 @@ class Family(NamedTuple):
       around: the other keys of the configuration around it.
       quantized: what reads quantized weights, by the method that `quantization_config` names. They are dequantized;
         exports are in bfloat16 or float32.
-      ignored: returns patterns of names of tensors that hold no parameter of a model with this configuration.
+      ignored: returns patterns of names of tensors that hold no parameter of a model with this configuration, which
+        has the values of absent keys.
       ties_inside: whether `tie_word_embeddings` of the language model is read, if it has one, and not the other.
       checks: checks of the values of keys. Those of other keys follow from the type of their default, which is a whole
         number if there is none.
@@ -376,8 +378,8 @@ def llama_sources(
     }
     of_norms = {ours: Source(f"layers.{{}}.{theirs}.weight", "norm") for ours, theirs in norms.items()}
     first = model.num_first_layers
-    places = [("first_layers", layer, model.first_group) for layer in range(model.first_group if first else 0)]
-    places += [("layers", layer, model.group) for layer in range(first, first + model.group)]
+    places = [(logical.FIRST_LAYERS, layer, model.first_group) for layer in range(model.first_group if first else 0)]
+    places += [(logical.LAYERS, layer, model.group) for layer in range(first, first + model.group)]
     for stack, layer, every in places:
         kind = model.layer_kind(layer)
         of_layer = {**of_norms, **attention(model, kind), **feed_forward(kind.feed_forward)}

@@ -4,10 +4,11 @@ import functools
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import logical, optimizers, slices, step
+from core import logical, optimizers, slices, stack, step
 from core.batches import Field
 from core.files import paths
 from launch import __main__ as cli
@@ -347,6 +348,39 @@ def test_a_model_without_a_stack_shows_the_rest():
     found = recorded(strategies.tensor(), model=Bigram())
     places = list(dict.fromkeys(tuple(name.split("|")[1:3]) for name in found if name.startswith("1|")))
     assert places == [("loss", ""), ("gradients", "head"), ("update", "optimizer state"), ("update", "parameters")]
+
+
+class AfterOthers(HaikuModel):
+    """Two layers with a vector each, and after them three with a matrix."""
+
+    def _loss(self, batch):
+        init = hk.initializers.RandomNormal(0.3)
+
+        def block(x, side, *, kind):
+            if kind == "vector":
+                return x + jnp.tanh(x * logical.param("vector", (8,), ("norm",), init))
+            return x + jnp.tanh(x @ logical.param("matrix", (8, 8), ("embed", None), init))
+
+        table = logical.param("table", (203, 8), (None, "embed"), init)
+        layers = stack.layer_stack(block, 5, pattern=("matrix",), first=stack.First(("vector",) * 2))
+        logits = layers(table[batch["inputs"]]) @ logical.param("head", (8, 203), ("embed", None), init)
+        return losses.cross_entropy(logits, batch["targets"], batch["weights"], vocab_size=203)
+
+
+def test_layers_are_counted_from_those_before_the_others():
+    found = recorded(strategies.fsdp(), model=AfterOthers())
+    forward = [f"layer {i}" for i in range(5)]
+    places = list(dict.fromkeys(tuple(name.split("|")[1:3]) for name in found if name.startswith("1|")))
+    assert [place for phase, place in places if phase == "forward"] == ["embedding", *forward]
+    assert [place for phase, place in places if phase == "gradients"] == ["head", *reversed(forward), "embedding"]
+    tensors = {forward[i]: "vector" if i < 2 else "matrix" for i in range(5)}
+    gradients = [name.split("|")[2:] for name in found if name.startswith("1|gradients|layer")]
+    assert {place: name.rpartition("/")[2] for place, name in gradients} == tensors
+    assert len(gradients) == 5
+    updated = {
+        name.rpartition("/")[2] for name in found if name.startswith("1|update|parameters|") and "layer " in name
+    }
+    assert updated == {f"{tensor}, {layer}" for layer, tensor in tensors.items()}
 
 
 # Whole
