@@ -281,10 +281,11 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
     """Yields gathers of parameters and reductions of their gradients."""
     table, used = sharded.tables.param_rules, sharded.tables.activation_rules
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
-    rows = mesh_axes(_ROW_AXES, used)
-    once = sharded.tables.pipeline is not None
     for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):
-        stored, computed = mesh_axes(of.names, table), mesh_axes(of.names, used)
+        rows, stored, computed = mesh_axes(_ROW_AXES, used), mesh_axes(of.names, table), mesh_axes(of.names, used)
+        once = sharded.tables.pipeline is not None
+        if sharded.runs_before_stages(of):  # as without a pipeline, with rows over stages
+            once, rows, stored = False, rows | {"stage"}, sharded.stored_axes(leaf, of, table)
         gathered = stored - computed
         padding = sharded.padding_of(leaf, of)
         payload = padding * leaf.size * sharded.trace.itemsize / sharded.degree(computed)

@@ -147,8 +147,19 @@ class ShardedState:
         """Returns the number of shards of an array with these logical axes; some mesh axes can be excluded."""
         return self.degree(mesh_axes(names, table) - set(without))
 
+    def stored_axes(self, leaf: Any, of: Axes, table: Rules) -> set[str]:
+        """Returns the mesh axes over which an array of the state is split; see `strategy.stored_spec`."""
+        spec = strategy.stored_spec(leaf.shape, of, table, self.shape)
+        return {axis for entry in spec for axis in logical.mesh_axes(entry)}
+
+    def runs_before_stages(self, of: Axes) -> bool:
+        """Returns whether a parameter belongs to layers that a pipeline runs before its first stage."""
+        return self.tables.pipeline is not None and of.names[:1] == (logical.FIRST_LAYERS,)
+
     def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
-        return sum(size_bytes(leaf) / self.shards(of.names, table) for leaf, of in leaves(shapes, axes))
+        return sum(
+            size_bytes(leaf) / self.degree(self.stored_axes(leaf, of, table)) for leaf, of in leaves(shapes, axes)
+        )
 
     @functools.cached_property
     def state(self) -> dict[str, float]:
@@ -169,19 +180,27 @@ class ShardedState:
     def gradients(self) -> float:
         """Bytes of all gradients on a chip."""
         table = self.tables.param_rules
-        return sum(
-            size_bytes(leaf) * self.padding_of(leaf, of) / self.shards(of.names, table, without=self.gathered_once)
-            for (leaf, of), is_trained in zip(self.params, self.trace.trained, strict=True)
-            if is_trained
-        )
+
+        def of_one(leaf: Any, of: Axes) -> float:
+            if self.runs_before_stages(of):
+                return size_bytes(leaf) / self.degree(self.stored_axes(leaf, of, table))
+            return (
+                size_bytes(leaf) * self.padding_of(leaf, of) / self.shards(of.names, table, without=self.gathered_once)
+            )
+
+        trained = zip(self.params, self.trace.trained, strict=True)
+        return sum(of_one(leaf, of) for (leaf, of), is_trained in trained if is_trained)
 
     @functools.cached_property
     def gathered(self) -> float:
-        """Bytes of the weights that are gathered at a time: of two layers, or of a pipeline's whole stage."""
+        """Bytes of the weights that are gathered at a time: of two layers, or of a pipeline's whole stage.
+
+        With a pipeline, two layers are also gathered of those before its first stage.
+        """
         total = 0.0
         stored, used = self.tables.param_rules, self.tables.activation_rules
         for leaf, of in self.params:
-            if logical.is_stacked(of.names) and not self.tables.pipeline:
+            if logical.is_stacked(of.names) and (self.tables.pipeline is None or self.runs_before_stages(of)):
                 whole = 2 * leaf.size / leaf.shape[0] / self.shards(of.names, used)
             else:
                 whole = leaf.size / self.shards(of.names, stored, without=self.gathered_once)

@@ -11,12 +11,14 @@ from core import optimizers, slices
 from core.slices import GIB
 from models import trm
 from models.decoder import transformer
+from models.decoder.layers import Mlp
 from parallel import strategies
 from parallel.compiled import report
 from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
 from parallel.planning import arithmetic, model_trace
 from parallel.planning.sharded_state import Refused, ShardedState, Step
+from tasks import streams
 
 FULL = Step("full", 32, 1)
 PAGE = (Path(__file__).parents[3] / "docs" / "results" / "arithmetic.md").read_text()
@@ -160,6 +162,43 @@ def test_state_is_exact(trace_of, tables, optimizer):
     )
     wanted, found = report.totals(program), ShardedState(tables, known).state
     assert (found["parameters"], found["optimizer"]) == (wanted.params, wanted.opt_state)
+
+
+def test_layers_before_the_first_stage_are_stored_and_gathered_over_stages():
+    """By hand: both passes gather a matrix of the first layer over 8 chips, whose reduction is compiled as a sum.
+
+    Of a model that computes nothing, all traffic is that of weights.
+    """
+    optimizer, spec = optimizers.adamw(learning_rate=lambda step: 1e-3), streams.batch_spec(16, length=8)
+    later = transformer.preset("tiny", vocab_size=512, num_layers=2, feed_forward=None)
+    model = dataclasses.replace(later, num_layers=3, first_feed_forward=(Mlp(),))
+    tables = strategies.pipeline_fsdp(stage=2, fsdp=4, schedule=schedules.gpipe(num_microbatches=2))
+    found = []
+    for each in (later, model):
+        bound = Partitioner(tables, slice=slices.get("v4-16"), devices=jax.devices()[:8])
+        program = bound.program(each, optimizer, spec, seed=0)
+        known = model_trace.ModelTrace(
+            slice=bound.slice,
+            shapes=program.abstract_state,
+            axes=program.axes,
+            spec=spec,
+            works={None: model_trace.Work(0, 0, 0, 0, (), ())},
+            itemsize=2,
+            trained=(True,) * len(jax.tree.leaves(program.abstract_state.params)),
+        )
+        sharded, wanted = ShardedState(tables, known), report.totals(program)
+        assert (sharded.state["parameters"], sharded.state["optimizer"]) == (wanted.params, wanted.opt_state)
+        traffic = arithmetic.estimate(sharded, Step(None, 16, 1)).time.traffic
+        found.append((sharded, {axis.axes: axis.wire_bytes for axis in traffic}))
+    (without, before), (sharded, after) = found
+    of_first = [a for name, leaves in known.shapes.params.items() if "first_" in name for a in leaves.values()]
+    matrices, norms = (sum(a.size for a in of_first if (a.ndim > 2) == big) for big in (True, False))
+    more = {axes: after[axes] - before.get(axes, 0) for axes in after}
+    assert more.pop(("stage", "fsdp")) == pytest.approx((2 + 2) * 7 / 8 * matrices * 2, rel=1e-6)
+    assert more.pop(("stage",)) == pytest.approx((2 + 1) * 1 / 2 * norms * 2, abs=1)
+    assert more.pop(("fsdp",)) == pytest.approx(2 * 3 / 4 * norms / 2 * 2, abs=1)
+    assert not any(more.values())
+    assert sharded.gradients - without.gradients == 4 * (matrices / 8 + norms / 2)
 
 
 @pytest.mark.covers("X04")
