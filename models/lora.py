@@ -22,7 +22,6 @@ from core.types import Model, Params
 from models.decoder.attention import ring_attention
 
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
-LATENT_TARGETS = ("query_down", "query_up", "latent_down", "latent_up")  # of latent attention
 PATTERNS = ("*_lora_a", "*_lora_b")  # paths of adapters
 _RANK = "rank"
 
@@ -36,12 +35,12 @@ class Lora:
     Attributes:
       rank: inner dimension of an adapter.
       alpha: the adapter's output is multiplied by alpha / rank.
-      targets: the matrices with an adapter, some of `TARGETS` and `LATENT_TARGETS`.
+      targets: the matrices with an adapter, some of those that the parts of the decoder name (`Part.matrices`).
       dropout: rate at which inputs of adapters are dropped in training.
       base_dtype: dtype in which all other parameters are stored, frozen; routers of experts stay in float32.
 
     Raises:
-      UserError: a number out of range, or a target that is unknown or given twice.
+      UserError: a number out of range, no target, or one that is given twice.
     """
 
     rank: int
@@ -57,11 +56,9 @@ class Lora:
             raise UserError(f"lora.adapted.alpha = {self.alpha}: expected a positive number")
         if not 0 <= self.dropout < 1:
             raise UserError(f"lora.adapted.dropout = {self.dropout}: expected from 0 to below 1")
-        known = (*TARGETS, *LATENT_TARGETS)
-        unknown = [target for target in self.targets if target not in known]
-        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+        if not self.targets or len(set(self.targets)) < len(self.targets):
             raise UserError(
-                f"lora.adapted.targets = {self.targets}: expected some of {', '.join(known)}, each at most once"
+                f"lora.adapted.targets = {self.targets}: expected at least one matrix, such as 'query', and each once"
             )
         if self.base_dtype not in ("bfloat16", "float32"):
             raise UserError(f"lora.adapted.base_dtype = {self.base_dtype!r}: expected 'bfloat16' or 'float32'")
@@ -168,7 +165,8 @@ def adapted(
       rank, alpha, targets, dropout, base_dtype: see `Lora`.
 
     Raises:
-      UserError: the model is no decoder of this workspace, or a setting is out of range.
+      UserError: the model is no decoder of this workspace, it has no matrix of the name of a target, or a setting is
+        out of range.
     """
     if wrappers.field_path(model, "lora") is None:
         raise UserError(

@@ -198,9 +198,6 @@ class DecoderConfig(Decoder):
             raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary embeddings need an even size")
         if self.positions == "learned" and self.max_positions is None:
             raise UserError("Transformer: learned positions need max_positions, the number of vectors to learn")
-        if self.lora is not None and not self.gated and "gate" in self.lora.targets:
-            targets = tuple(target for target in self.lora.targets if target != "gate")
-            raise UserError(f"lora.adapted.targets: this decoder has no matrix 'gate'; set targets = {targets}")
         self._check_parts()
 
     def _check_parts(self) -> None:

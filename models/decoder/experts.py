@@ -20,8 +20,8 @@ from core.errors import UserError, check_number
 from core.types import LossOutput, Model
 from models import derivatives
 from models.decoder import expert_routing
-from models.decoder.layers import Attention, Matrices, Mlp, products_per_input
-from models.decoder.parts import Call, Decoder, Part, Result, Work
+from models.decoder.layers import Matrices, Mlp, products_per_input
+from models.decoder.parts import Call, Decoder, Part, Result, Work, adaptable
 
 SCORES = ("softmax", "sigmoid")
 
@@ -75,6 +75,7 @@ class Experts(Part, expert_routing.Choices):
     name = "experts"
     norm = "mlp"
     sees_prefix = True
+    without_adapters = Mlp.matrices
 
     def __post_init__(self):
         for field in ("num_experts", "top_k", "mlp_dim", "shared_mlp_dim", "num_groups", "top_groups"):
@@ -137,11 +138,10 @@ class Experts(Part, expert_routing.Choices):
         if self.clamped_gate is not None and not decoder.gated:
             raise UserError(f"Experts.clamped_gate = {self.clamped_gate!r}: this decoder has no gate; expected None")
         lora = decoder.lora
-        if lora is not None and (wrong := [t for t in lora.targets if t in Mlp.matrices]):
-            targets = tuple(target for target in lora.targets if target not in wrong)
+        if lora is not None and (wrong := [t for t in lora.targets if t in self.without_adapters]):
             raise UserError(
-                f"lora.adapted.targets: {', '.join(wrong)} are matrices of experts, which have no adapters; set "
-                f"targets = {targets or Attention.matrices}"
+                f"lora.adapted.targets: {', '.join(wrong)} are matrices of experts, which have no adapters; expected "
+                f"some of {adaptable(decoder)}"
             )
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:

@@ -155,6 +155,7 @@ class Part:
       keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
       sees_prefix: whether it works where a part of a row attends both ways (`Side.prefix`).
       matrices: names of the matrices that low-rank adapters can change.
+      without_adapters: names of its other matrices, which no adapter of the decoder can have.
     """
 
     name: str = ""
@@ -163,6 +164,7 @@ class Part:
     keeps_state = False
     sees_prefix = False
     matrices: tuple[str, ...] = ()
+    without_adapters: tuple[str, ...] = ()
 
     def check(self, decoder: Decoder) -> None:
         """Checks the decoder's fields that concern the part; raises UserError."""
@@ -226,6 +228,15 @@ class Part:
         """Returns how it computes attention on GPUs; None if it has none."""
         del decoder, length
         return None
+
+
+def adaptable(decoder: Decoder) -> tuple[str, ...]:
+    """Returns the names of the matrices of a decoder that low-rank adapters can change."""
+    parts = [part for kind in decoder.layer_kinds for part in (*kind.mixers, kind.feed_forward) if part is not None]
+    without = {name for part in parts for name in part.without_adapters}
+    if not decoder.gated:
+        without.add("gate")
+    return tuple(dict.fromkeys(name for part in parts for name in part.matrices if name not in without))
 
 
 @dataclasses.dataclass(frozen=True)

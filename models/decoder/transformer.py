@@ -30,7 +30,7 @@ from models.decoder import block, chunked_loss, layers, rotary
 from models.decoder.attention import ring_attention
 from models.decoder.block import Block
 from models.decoder.config import REMAT, DecoderConfig, LayerKind, parts_of
-from models.decoder.parts import Call, Earlier, Part, Side
+from models.decoder.parts import Call, Earlier, Part, Side, adaptable
 from models.decoder.prefix import Prefix
 
 if TYPE_CHECKING:
@@ -92,11 +92,11 @@ class Transformer(DecoderConfig):
                     "before those that repeat cannot have; use it in feed_forward"
                 )
         if self.lora is not None:
-            matrices = {name for part in self._parts.values() for name in part.matrices}
-            if wrong := [target for target in self.lora.targets if target not in matrices]:
+            known = adaptable(self)
+            if wrong := [target for target in self.lora.targets if target not in known]:
                 raise UserError(
-                    f"lora.adapted.targets: this decoder has no matrix {', '.join(wrong)}; set targets = "
-                    f"{tuple(t for t in self.lora.targets if t in matrices)}"
+                    f"lora.adapted.targets: this decoder has no matrix {', '.join(map(repr, wrong))}; expected some of "
+                    f"{known}"
                 )
 
     def _check_states(self) -> None:
@@ -401,7 +401,7 @@ class Transformer(DecoderConfig):
         pattern, first = tuple(enumerate(kinds)), sum(kind.is_first for kind in kinds)
         how: dict[str, Any] = {"pattern": pattern, "group": self.group}
         if first == len(kinds):
-            how = {"pattern": pattern, "group": self.first_group, "name": "first_layers"}
+            how = {"pattern": pattern, "group": self.first_group, "name": logical.FIRST_LAYERS}
         elif first:
             how |= {"pattern": pattern[first:], "first": stack.First(pattern[:first], self.first_group)}
         layers = stack.layer_stack(layer, len(kinds), **how)

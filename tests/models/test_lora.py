@@ -13,6 +13,8 @@ from core.errors import UserError
 from models import lora
 from models.agreement_subjects import random_batches
 from models.decoder.experts import Experts
+from models.decoder.layers import Matrices
+from models.decoder.parts import Part, Result
 from models.decoder.published import family_tensors
 from models.decoder.transformer import Transformer, preset
 from parallel import strategies
@@ -209,8 +211,12 @@ def test_adapters_are_written_as_peft_names_them(params):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"targets": ("q_proj",)}, "expected some of query, key"),
-        ({"targets": ()}, "expected some of query, key"),
+        (
+            {"targets": ("q_proj", "key")},
+            r"no matrix 'q_proj'; expected some of \('query', 'key', 'value', 'output', 'gate', 'up', 'down'\)",
+        ),
+        ({"targets": ()}, r"targets = \(\): expected at least one matrix"),
+        ({"targets": ("key", "key")}, "'key', 'key'.: expected at least one matrix, such as 'query', and each once"),
         ({"rank": 0}, "an integer of at least 1"),
         ({"alpha": 0.0}, "alpha = 0.0: expected a positive number"),
         ({"alpha": float("nan")}, "alpha = nan: expected a positive number"),
@@ -227,7 +233,7 @@ def test_models_that_cannot_have_adapters_are_refused():
     with pytest.raises(UserError, match=r"lora\.adapted\.model is object, .* expected a decoder"):
         lora.adapted(model=object())
     plain = dataclasses.replace(BASE, gated=False)
-    with pytest.raises(UserError, match="this decoder has no matrix 'gate'; set targets = "):
+    with pytest.raises(UserError, match=r"no matrix 'gate'; expected some of \('query', .*'output', 'up', 'down'\)"):
         lora.adapted(model=plain)
     gpt2 = preset("gpt2", num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, mlp_dim=24)
     adapted = lora.adapted(model=gpt2, targets=("query",))
@@ -235,3 +241,30 @@ def test_models_that_cannot_have_adapters_are_refused():
         family_tensors.adapter_sources(adapted)
     config = family_tensors.adapter_config(lora.adapted(model=gpt2, targets=("up", "output")), "gpt2")
     assert config["target_modules"] == ["attn.c_proj", "c_fc"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(Part):
+    """A mixer of a user: a matrix times the token before."""
+
+    name = "shifted"
+    matrices = ("before",)
+
+    def __call__(self, decoder, x, call):
+        of, d = Matrices(decoder), decoder.embed_dim
+        axes = (("embed",), (None,))
+        x = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        return Result(
+            of.product(
+                "before", "btd,de->bte", x, of.weight("before", (d, d), ("embed", None), fan_in=d), call.side, axes
+            )
+        )
+
+
+def test_matrices_of_a_part_of_one_s_own_can_have_adapters():
+    base = dataclasses.replace(BASE, num_layers=1, mixer=Shifted(), feed_forward=None)
+    model = lora.adapted(model=base, rank=2, targets=("before",))
+    made = jax.eval_shape(model.init, jax.random.key(0), batch())["layers/block"]
+    assert (made["before_lora_a"].shape, made["before_lora_b"].shape) == ((1, 32, 2), (1, 2, 32))
+    with pytest.raises(UserError, match=r"no matrix 'befor'; expected some of \('before',\)"):
+        lora.adapted(model=base, targets=("befor",))

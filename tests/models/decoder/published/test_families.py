@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,8 @@ def test_adapters_of_gpt_oss_are_those_of_attention_with_the_names_of_peft():
     start = "base_model.model.model.layers.1.self_attn"
     assert names == {f"{start}.{name}_proj.lora_{part}.weight" for name in "qkvo" for part in "AB"}
     assert family_tensors.adapter_config(model, "base")["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    with pytest.raises(UserError, match="gate, up, down are matrices of experts"):
+    said = r"gate, up, down are matrices of experts, .*; expected some of \('query', 'key', 'value', 'output'\)"
+    with pytest.raises(UserError, match=said):
         lora.adapted(model=pretrained.model(str(HERE / "gpt_oss")))
 
 
@@ -131,6 +133,10 @@ def test_adapters_of_deepseek_are_those_of_latent_attention_with_the_names_of_pe
         for part in "AB"
     }
     assert family_tensors.adapter_config(model, "base")["target_modules"] == sorted(projections)
+    own = re.escape(f"; expected some of {plain.mixer.matrices}")
+    for targets in (lora.TARGETS, Attention.matrices):  # by default, and of other attention
+        with pytest.raises(UserError, match=own):
+            lora.adapted(model=plain, targets=targets)
 
 
 def test_a_folder_with_another_number_of_experts_is_refused_with_both_numbers():
