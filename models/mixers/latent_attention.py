@@ -90,6 +90,11 @@ class LatentAttention(Part):
     def check(self, decoder: Decoder) -> None:
         if decoder.bias != "none":
             raise UserError(f"LatentAttention needs Transformer.bias = 'none', and it is {decoder.bias!r}")
+        if decoder.quantization != "none":
+            raise UserError(
+                f"Transformer.quantization = {decoder.quantization!r}: LatentAttention needs 'none', because "
+                "generation multiplies its matrices in another order, and would round other numbers than training"
+            )
         if decoder.num_kv_heads != decoder.num_heads:
             raise UserError(
                 f"Transformer.num_kv_heads = {decoder.num_kv_heads}: latent attention has a key for each of "
