@@ -193,7 +193,7 @@ class PublishedFolder:
           shapes, specs: shapes and specs of the model's parameters, trees of one structure.
         """
         expected, unknown = self._expected(shapes, specs), self._unknown(shapes)
-        unused = [name for name in self._tensors if name not in expected]
+        unused = [name for name in self._tensors if name not in expected and 0 not in self._tensors[name].shape]
         known = [*self._ignored, *(copy_.name for copy_ in self._copies)]
         left = [name for name in unused if not any(fnmatch.fnmatch(name, p) for p in known)]
         return (

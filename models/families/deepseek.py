@@ -43,7 +43,7 @@ def _read(config: Config) -> dict[str, Any]:
         **{ours: config[key] for key, ours in _LATENT.items()}, score_sharpening=rope_settings.of_scores(config)
     )
     experts: dict[str, Any] = {ours: config[key] for key, ours in _EXPERTS.items()}
-    experts["shared_mlp_dim"] = config[_SHARED] * experts["mlp_dim"]
+    experts["shared_mlp_dim"] = config[_SHARED] * experts["mlp_dim"] or None
     return family.llama(
         {**config, "head_dim": config["qk_rope_head_dim"]},
         mixer=mixer,
@@ -76,7 +76,7 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
     part, experts = model.layer_kind(0).mixers[0], experts_of(model)
     if not isinstance(part, LatentAttention):
         raise UserError("the decoder has no latent attention")
-    found = family.llama_config(model, **{key: getattr(part, ours) for key, ours in _LATENT.items()})
+    found = family.llama_config(model, **{key: getattr(part, ours) for key, ours in _LATENT.items()}, **{_LATER: 0})
     if part.score_sharpening and found["rope_scaling"]:
         found["rope_scaling"]["mscale_all_dim"] = part.score_sharpening
     if experts is None:
@@ -93,15 +93,16 @@ def _feed_forward(part: Part | None) -> Sources:
     found = family.mlp_sources(part)
     if not isinstance(part, Experts):
         return found
-    shared = family.mlp_sources(Mlp(), layer="mlp.shared_experts")
-    found |= {f"shared_{name}": source for name, source in shared.items()}
+    if part.shared_mlp_dim is not None:
+        shared = family.mlp_sources(Mlp(), layer="mlp.shared_experts")
+        found |= {f"shared_{name}": source for name, source in shared.items()}
     return {**found, "correction": Source("layers.{}.mlp.gate.e_score_correction_bias", "_", dtype="float32")}
 
 
 def _later(config: Config) -> Collection[str]:
     """Returns the tensors of layers that predict later tokens, which follow the others."""
     first = config["num_hidden_layers"]
-    return [f"*layers.{layer}.*" for layer in range(first, first + (config.get(_LATER) or 1))]
+    return [f"*layers.{layer}.*" for layer in range(first, first + config[_LATER])]
 
 
 def _only(value: Any) -> Check:
@@ -109,7 +110,8 @@ def _only(value: Any) -> Check:
 
 
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-_WITHOUT_EFFECT = {"ep_size", "seq_aux", "aux_loss_alpha", _LATER, "num_mtp_layers", "head_dim", "qk_head_dim"}
+_WITHOUT_EFFECT = {"ep_size", "seq_aux", "aux_loss_alpha", "head_dim", "qk_head_dim"}
+_COUNT = Check(lambda value: type(value) is int and value >= 0, "a whole number of at least 0")
 _DEEPSEEK = Family(
     title="DeepSeek-V3",
     differs="latent attention, grouped experts after dense layers",
@@ -124,13 +126,14 @@ _DEEPSEEK = Family(
         **dict(zip(_EXPERTS, (256, 8, 2048, 8, 4, True, 2.5), strict=True)),
         _SHARED: 1,
         _DENSE: 3,
+        _LATER: 1,
         **_ONLY,
     },
     nullable={"num_key_value_heads", "max_position_embeddings", "q_lora_rank"},
     others=family.ROPE | _WITHOUT_EFFECT,
-    aliases={"num_local_experts": "n_routed_experts"},
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": _LATER},
     checks={
-        _DENSE: Check(lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+        **dict.fromkeys((_DENSE, _SHARED, _LATER), _COUNT),
         **{key: _only(value) for key, value in _ONLY.items()},
     },
     quantized={fp8.METHOD: fp8.dequantized},

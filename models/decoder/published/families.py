@@ -60,8 +60,7 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
             problems.append(f"text_config has model_type = {inner!r}, expected {family.inside!r}")
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", family.keys["tie_word_embeddings"])}
         text = {**tied, **text} if family.ties_inside else {**text, **tied}
-    aliases = {name: text[alias] for alias, name in family.aliases.items() if text.get(alias) is not None}
-    found = {**family.keys, **text, **aliases}
+    found = values(family, text)
     problems += published_keys.problems(text, {*family.keys, *family.aliases, *family.others}, family.quantized)
     problems += [line for key in family.keys if (line := family.problem(key, found[key]))]
     if problems:
@@ -70,6 +69,12 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
         return family.read(found)
     except UserError as error:
         raise UserError(f"{where} (model_type {kind}): {error}") from error
+
+
+def values(family: Family, config: Config) -> dict[str, Any]:
+    """Returns the keys of a configuration under their usual names, with the values of absent ones."""
+    aliases = {name: config[alias] for alias, name in family.aliases.items() if config.get(alias) is not None}
+    return {**family.keys, **config, **aliases}
 
 
 def _hint(config: Config) -> str:

@@ -143,7 +143,7 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
         published_files.weights(folder),
         family.sources(decoder),
         prefixes=family.prefixes,
-        ignored=(*NOT_PARAMETERS, *family.ignored(config)),
+        ignored=(*NOT_PARAMETERS, *family.ignored(families.values(family, config))),
         copies=_copies(decoder, otherwise, is_tied=is_tied),
         limits={"vocab": decoder.vocab_size},
         dequantized=None if dequantized is None else lambda tensors: dequantized(tensors, quantization),

@@ -278,6 +278,9 @@ def refusal(config):
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = \"greedy\": expected 'noaux_tc'"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2: expected 1"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1: expected a whole number of at"),
+        ("deepseek_v3", {"n_shared_experts": -1}, "n_shared_experts = -1: expected a whole number of at least 0"),
+        ("deepseek_v3", {"num_nextn_predict_layers": "1"}, 'num_nextn_predict_layers = "1": expected a whole number'),
+        ("deepseek_v3", {"num_mtp_layers": -1}, "num_nextn_predict_layers = -1: expected a whole number of at least 0"),
         (
             "deepseek_v3",
             {"rope_scaling": {**cases.LONGROPE, "mscale_all_dim": 1.0}},
@@ -290,6 +293,62 @@ def test_errors_name_the_keys_of_the_file(base, change, says):
     said = refusal(cases.changed(cases.BASES[base], change))
     assert says in said
     assert "Transformer." not in said
+
+
+def test_kimi_k2_is_exported_as_a_deepseek():
+    base = cases.changed(cases.BASES["deepseek_v3"], cases.KIMI_K2)
+    model = DecoderConfig(**families.fields({**base, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "a.Other"}}))
+    assert model == DecoderConfig(**families.fields(base))
+    assert (model.feed_forward.num_groups, model.num_first_layers, model.rope_scaling.beta_fast) == (1, 1, 1.0)
+    assert families.family(model) == "deepseek_v3"
+    exported = families.config(model, "deepseek_v3")
+    assert exported["num_nextn_predict_layers"] == 0
+    assert DecoderConfig(**families.fields(exported)).settings() == model.settings()
+
+
+@pytest.mark.slow
+def test_kimi_k2_has_the_logits_of_transformers_and_its_export_too(tmp_path):
+    (name,) = (name for name, (change, _) in CASES.items() if change is cases.KIMI_K2)
+    want = np.load(HERE / "logits.npz")[name]
+    model, params = load(written({**CASES[name][1], "model_type": "kimi_k2"}, tmp_path / "read"))
+    _, specs = logical.abstract_init(model.init, jax.random.key(0), batch())
+    by_path = {parameters.path_name(path): np.asarray(a) for path, a in jax.tree_util.tree_leaves_with_path(params)}
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    (exported / "config.json").write_text(json.dumps(families.config(model, families.family(model))))
+    tensors = published.tensors_of(
+        lambda path, layer: by_path[path] if layer is None else by_path[path][layer],
+        params,
+        specs,
+        family_tensors.named_sources(model),
+        limits={"vocab": model.vocab_size},
+        dtype=np.dtype(np.float32),
+    )
+    published.write(exported, tensors)
+    again, same = load(exported)
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    for one, weights in ((model, params), (again, same)):
+        with jax.disable_jit():
+            ours = np.asarray(one.logits(weights, batch()), np.float64)[0][cases.SHOWN]
+        assert np.abs(ours - want).max() < 2e-5 * np.abs(want).max()
+
+
+def test_a_deepseek_without_shared_experts_is_exported_as_it_was_read():
+    model = DecoderConfig(**families.fields(cases.changed(cases.BASES["deepseek_v3"], {"n_shared_experts": 0})))
+    assert model.feed_forward.shared_mlp_dim is None
+    assert not [path for path in family_tensors.sources(model) if "/shared_" in path]
+    exported = families.config(model, families.family(model))
+    assert exported["n_shared_experts"] == 0
+    assert DecoderConfig(**families.fields(exported)).settings() == model.settings()
+
+
+@pytest.mark.slow
+def test_the_empty_matrices_of_no_shared_experts_hold_no_parameter(tmp_path):
+    """transformers writes them."""
+    wide = np.zeros((0, 16), np.float32)
+    matrices = {"gate_proj": wide, "up_proj": wide, "down_proj": wide.T}
+    empty = {f"model.layers.1.mlp.shared_experts.{name}.weight": matrix for name, matrix in matrices.items()}
+    load(written(cases.changed(cases.BASES["deepseek_v3"], {"n_shared_experts": 0}), tmp_path, **empty))
 
 
 def test_models_without_windows_are_exported_as_they_were_read():
@@ -371,6 +430,25 @@ def test_vision_and_heads_for_later_tokens_of_qwen_are_listed(tmp_path):
             "not read: 1 tensor *visual.*, such as model.visual.merger.norm.weight",
             "not read: 2 tensors mtp.*, such as mtp.fc.weight",
         )
+
+
+def test_layers_for_later_tokens_of_deepseek_are_as_many_as_the_configuration_says(tmp_path):
+    base = cases.BASES["deepseek_v3"]
+    later = [f"model.layers.{layer}.eh_proj.weight" for layer in (2, 3)]  # after two layers
+    folder = written(base, tmp_path, **dict.fromkeys(later, np.ones(4, "f4")))
+    model = pretrained.model(str(folder), dtype="float32", vocab_multiple=1)
+    wanted = logical.abstract_init(model.init, jax.random.key(0), batch())
+    for change, count in (
+        ({}, 1),
+        ({"num_nextn_predict_layers": 0}, 0),
+        ({"num_nextn_predict_layers": 2}, 2),
+        ({"num_nextn_predict_layers": 2, "num_mtp_layers": 0}, 0),
+        ({"num_mtp_layers": 2}, 2),
+    ):
+        (folder / "config.json").write_text(json.dumps({**base, **change}))
+        source = model.published(str(folder))
+        assert [note.rpartition(" ")[2] for note in source.notes] == later[:count], change
+        assert source.problems(*wanted) == [f"left over: {name} [4]" for name in later[count:]], change
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
