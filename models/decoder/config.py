@@ -234,7 +234,7 @@ class DecoderConfig(Decoder):
             for part in parts_of(kind).values():
                 _check_class(type(part))
         if (rest := self.num_layers - len(firsts)) % (group := self.group):
-            after = f" after the first {units.counted(len(firsts), 'layer')}" * bool(firsts)
+            after = f" after {units.counted(len(firsts), 'first layer')}" * bool(firsts)
             nearest = [len(firsts) + n for n in (max(rest // group, 1) * group, (rest // group + 1) * group)]
             raise UserError(
                 f"Transformer: num_layers = {self.num_layers} is not a multiple of {group}{after}, the number of "

@@ -181,7 +181,7 @@ def test_first_layers_take_the_place_of_those_of_the_pattern():
         ({"first_feed_forward": (Mlp(),) * 4}, "first_feed_forward has 4 entries, and num_layers = 4: expected fewer"),
         (
             {"first_feed_forward": (Mlp(),), "feed_forward": (Mlp(), None)},
-            "num_layers = 4 is not a multiple of 2 after 1 first ones, .* nearest: 3, 5",
+            "num_layers = 4 is not a multiple of 2 after 1 first layer, .* nearest: 3, 5",
         ),
         (
             {"first_feed_forward": (Experts(num_experts=2, top_k=1),)},
