@@ -18,15 +18,15 @@ import json
 import pathlib
 import re
 
-KINDS = ("yes_no", "shape", "color")
+KINDS = ("yes_no", "shape", "colour")  # as datasets have them
 SHAPES = ("circle", "rectangle", "triangle")
-FACTORS = {"yes_no": 0.5, "shape": 3.0, "color": 1.5}
+FACTORS = {"yes_no": 0.5, "shape": 3.0, "colour": 1.5}
 NEGATED = 0.03
 
 
 def kind_of(answer):
     """Returns the kind of question that has an answer."""
-    return "yes_no" if answer in ("yes", "no") else "shape" if answer in SHAPES else "color"
+    return "yes_no" if answer in ("yes", "no") else "shape" if answer in SHAPES else "colour"
 
 
 def words(text):

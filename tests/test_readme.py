@@ -326,7 +326,7 @@ def test_a_check_as_typed_says_what_the_same_one_says_beside_others(workspace, c
 
 
 def test_gke_restarts_runs_after_the_exit_codes_that_a_restart_helps():
-    """xpk restarts after 127 to 255 by itself."""
+    """xpk itself restarts a run after the exit codes 127 to 255, so the guide lists those below."""
     (listed,) = re.findall(r"--restart-on-exit-codes (\S+)", (DOCS / "how-to" / "pods.md").read_text())
     wanted = [code for code, end in exit_codes.ENDINGS.items() if end.restart and code < 127]
     assert [int(code) for code in listed.split(",")] == wanted

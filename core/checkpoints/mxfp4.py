@@ -85,7 +85,7 @@ def _stored(part: Slices) -> Slices:
     return experts, rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
-def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> dict[str, Stored]:
+def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
     """Returns the tensors of a folder, with `Matrices` for the pairs of blocks and scales.
 
     Args:

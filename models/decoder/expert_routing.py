@@ -302,6 +302,7 @@ def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) 
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
     if weights.biases is not None:
         logits += weights.biases[0]
+    # By logits where they alone decide: scores of large logits are equal.
     by_logits = weights.correction is None and settings.num_groups == 1
     chosen = _largest(jax.lax.stop_gradient(logits), settings.top_k) if by_logits else None
     scores = jax.nn.softmax(logits, axis=-1) if settings.scores == "softmax" else jax.nn.sigmoid(logits)

@@ -101,7 +101,7 @@ def label_stages(panel: Any, unit: str, *, end: float) -> None:
 
 
 def scalars_picture(run_dir: Path) -> Figure:
-    """The loss of a run, and the own work of each of its hosts, on one scale."""
+    """Draws the loss of a run, and the own work of each of its hosts on one scale."""
     figure = Figure(figsize=(9.5, 3.2), layout="constrained")
     loss, work = figure.subplots(1, 2)
     metrics = _lines(run_dir / "metrics.jsonl")
@@ -119,7 +119,7 @@ def scalars_picture(run_dir: Path) -> Figure:
 
 
 def profile_picture(run_dir: Path) -> Figure:
-    """What every simulated chip of every host did in the steps of the latest profile."""
+    """Draws what each simulated chip of each host did in the steps of the latest profile."""
     hosts = [read_timeline(file.read_bytes()) for file in _profiles(run_dir)]
     common = set.intersection(*(set(host.steps) for host in hosts))
     begin = min(host.steps[step] for host in hosts for step in common)

@@ -28,7 +28,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def tensors():
-    return mxfp4.dequantized(safetensors_files.tensors(paths.Path(HERE)))
+    return mxfp4.dequantized(safetensors_files.tensors(paths.Path(HERE)), {})
 
 
 def test_numbers_are_those_of_transformers_bit_for_bit(reference, tensors):
@@ -58,7 +58,7 @@ def test_a_part_is_read_without_the_rest(part, reference, tensors):
 def test_a_scale_of_255_is_not_a_number(tmp_path):
     blocks, scales = np.full((1, 2, 2, 16), 0x20, np.uint8), np.array([[[127, 255], [126, 254]]], np.uint8)
     save_file({"a_blocks": blocks, "a_scales": scales}, tmp_path / "model.safetensors")
-    tensor = mxfp4.dequantized(safetensors_files.tensors(paths.Path(tmp_path)))["a"]
+    tensor = mxfp4.dequantized(safetensors_files.tensors(paths.Path(tmp_path)), {})["a"]
     whole = tuple(slice(0, size) for size in tensor.shape)
     first, second = tensor.reader([whole])(whole)[0, :, :].astype(np.float32).T  # rows of [C, R]
     np.testing.assert_array_equal(first, np.r_[[0.0, 1.0] * 16, [np.nan] * 32].astype(np.float32))
@@ -68,12 +68,12 @@ def test_a_scale_of_255_is_not_a_number(tmp_path):
 def test_blocks_without_scales_or_of_another_shape_are_named():
     blocks = Tensor(paths.Path("f"), np.dtype(np.uint8), (2, 4, 3, 16), 0)
     scales = Tensor(paths.Path("f"), np.dtype(np.uint8), (2, 4, 3), 0)
-    assert mxfp4.dequantized({"a_blocks": blocks, "a_scales": scales})["a"].shape == (2, 96, 4)
+    assert mxfp4.dequantized({"a_blocks": blocks, "a_scales": scales}, {})["a"].shape == (2, 96, 4)
     with pytest.raises(UserError, match="a_blocks has no a_scales beside it"):
-        mxfp4.dequantized({"a_blocks": blocks})
+        mxfp4.dequantized({"a_blocks": blocks}, {})
     for wrong in (scales._replace(shape=(2, 4, 2)), scales._replace(dtype=np.dtype(np.float32))):
         with pytest.raises(UserError, match=r"expected uint8 \[experts, rows, groups, 16\]"):
-            mxfp4.dequantized({"a_blocks": blocks, "a_scales": wrong})
+            mxfp4.dequantized({"a_blocks": blocks, "a_scales": wrong}, {})
 
 
 def batch_of(ids):
