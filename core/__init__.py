@@ -1,1 +1,1 @@
-"""The training runtime and the narrow waists where models, strategies and data meet."""
+"""The training runtime, and the interfaces through which models, strategies and data meet."""

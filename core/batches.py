@@ -1,7 +1,7 @@
 """The fields of a batch: shape, dtype and logical axes of each, as a task's `spec` states them.
 
 A batch is a mapping from names to arrays whose first dimension is the rows. Layouts, checks and counts of tokens are
-derived from the axes of its fields, so a task may have fields of any rank beside its tokens.
+derived from the axes of its fields, so a task may have fields of any rank besides its tokens.
 """
 
 import dataclasses
@@ -59,10 +59,10 @@ class Field:
 
 
 class KnowsShare(Protocol):
-    """Batches, or a stream of them, that know which share of finite data was read."""
+    """Batches, or a stream of batches, that report how much of a finite dataset was read."""
 
     def share(self) -> float | None:
-        """Returns about which share of the data was returned, 0 to 1; None if it is not known."""
+        """Returns the approximate fraction of the data that was read, 0 to 1; None if it is unknown."""
 
 
 BatchSpec = Mapping[str, Field]  # of a global batch
@@ -87,7 +87,7 @@ def has_tokens(spec: BatchSpec) -> bool:
 
 
 def has_ids(spec: BatchSpec) -> bool:
-    """Returns whether a field has the axis `length` and integers of more than a byte, such as ids of tokens."""
+    """Returns whether a field has the axis `length` and integers of more than a byte, such as token ids."""
     wide = [
         field for field in spec.values() if np.dtype(field.dtype).kind in "iu" and np.dtype(field.dtype).itemsize > 1
     ]
@@ -98,7 +98,7 @@ def check_spec(spec: BatchSpec) -> None:
     """Checks that all values of a spec are `Field`s with the same number of rows.
 
     Raises:
-      UserError: they are not, or a field has the reserved name `row_ids`.
+      UserError: a value is not a `Field`, the numbers of rows differ, or a field has the reserved name `row_ids`.
     """
     others = [f"{k!r} is of type {type(field).__name__}" for k, field in spec.items() if not isinstance(field, Field)]
     if others:
@@ -116,7 +116,7 @@ def check_spec(spec: BatchSpec) -> None:
 
 
 def batch_shapes(spec: BatchSpec, *, rows: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a batch, for abstract evaluation; with another number of rows if it is given."""
+    """Returns the shapes and dtypes of a batch, for abstract evaluation; with `rows` rows if that is given."""
     return {
         name: jax.ShapeDtypeStruct((rows or field.shape[0], *field.shape[1:]), field.dtype)
         for name, field in spec.items()
@@ -127,14 +127,14 @@ _CONTENT = " content="
 
 
 def fingerprint_of(listing: str, content: str) -> str:
-    """Joins a hash of what data consist of (names, sizes and settings) with one of their content, `KIND:HASH`."""
+    """Joins a hash of the data's names, sizes and settings with a hash of their content, `KIND:HASH`."""
     return f"{listing}{_CONTENT}{content}"
 
 
 def is_same_data(saved: str, now: str) -> bool:
-    """Compares fingerprints; contents are compared if both have a hash of one kind.
+    """Returns whether two fingerprints describe the same data; content hashes of different kinds are not compared.
 
-    Checkpoints of earlier revisions have none, and objects in buckets have hashes of another kind than files on a disk.
+    Checkpoints of earlier revisions have no content hash, and objects in buckets have another kind than local files.
     """
     (before, _, content_before), (after, _, content_after) = (text.partition(_CONTENT) for text in (saved, now))
     kinds = [content.partition(":")[0] for content in (content_before, content_after)]

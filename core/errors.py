@@ -20,7 +20,7 @@ class UserError(ValueError):
 
 
 class UnreachableError(UserError):
-    """A service cannot be reached when it is first used; a restart can help, so its exit code is one of its own."""
+    """A service cannot be reached when it is first used; a restart can help, so it has an exit code of its own."""
 
 
 class Problem(str):

@@ -1,4 +1,4 @@
-"""Packages that a run does not need unless a setting or a command asks for them: the extras of pyproject.toml."""
+"""Checks for optional packages, the extras of pyproject.toml, which only some settings and commands need."""
 
 import importlib.util
 import sys
@@ -27,13 +27,13 @@ def require(package: str, *, extra: str, what: str) -> None:
 
 
 def install(extra: str) -> str:
-    """Returns the command line that adds an extra: of the workspace, or of the wheel."""
+    """Returns the command that installs an extra, for the workspace or for the wheel, whichever runs."""
     in_wheel = __name__ != "core.extras"
     return f"pip install 'renga[{extra}]'" if in_wheel else f"launch/setup.sh --extra {extra}"
 
 
 def flags() -> list[str]:
-    """Returns the arguments with which `launch/setup.sh` gives a host the extras of this environment, without `dev`."""
+    """Returns the arguments of `launch/setup.sh` that install this environment's extras, except `dev`, on a host."""
     kept = Path(sys.prefix, "renga.extras")
     chosen = kept.read_text().split() if kept.exists() else []
     return [word for extra in chosen if extra != "dev" for word in ("--extra", extra)]

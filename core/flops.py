@@ -1,4 +1,4 @@
-"""FLOPs of training a model of which the user freezes some matrices."""
+"""The FLOPs of training a model, some of whose matrices the user may freeze."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +12,10 @@ from core.types import CountsFlops, Generates, Model, can
 def per_token(
     model: Model, batch: Mapping[str, jax.ShapeDtypeStruct], *, length: int, frozen: Sequence[str]
 ) -> float | None:
-    """Returns the FLOPs of a training step for each token, without recomputation.
+    """Returns the FLOPs of a training step per token, without recomputation.
 
-    The model counts a gradient of every matrix that it trains: 2 FLOPs per entry and token, which frozen ones lack.
+    For the gradient of every matrix that it trains, the model counts 2 FLOPs per entry and token. Those of the matrices
+    in `frozen` are subtracted.
 
     Args:
       model: the model.

@@ -1,9 +1,9 @@
 """The identity of configured objects, as plain values: equal for objects that are configured alike, in any process.
 
-Records of compiled programs are found by it. A dataclass is its class and the fields that differ from their defaults,
-so a new field whose default changes nothing leaves the identity of existing configurations as it was. A default that
-changes leaves it as well: only digests of traced programs notice that. Classes are named without their modules, so
-moving one does not change the identity. Fields with the metadata `NOT_IDENTITY` are left out.
+Records of compiled programs are found by it. A dataclass is described by its class and the fields that differ from
+their defaults, so adding a field does not change the identity of existing configurations. Nor does changing a default,
+which only digests of traced programs reveal. Classes are named without their modules, so moving one does not change the
+identity. Fields with the metadata `NOT_IDENTITY` are left out.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ def text(value: Any) -> str:
 
 
 def of(value: Any) -> Any:
-    """Returns the identity of a value: numbers, texts, None, lists, and dictionaries with texts as keys.
+    """Returns a description, of JSON types, that is equal for values configured alike.
 
-    Of an object that is no dataclass it has the attributes, and of a function the name, the defaults and what it
-    encloses; a function without a name of its own, such as a lambda, also has a digest of its code.
+    A dataclass is described by its non-default fields, another object by its attributes, and a function by its name,
+    defaults and closure. A lambda or a function inside another one is also described by a digest of its code.
     """
     return _of(value, frozenset())
 
 
 def _of(value: Any, around: frozenset[int]) -> Any:
-    """Returns the identity of a value inside of objects with these ids; `...` for one of them."""
+    """Returns the identity of a value; `...` for an object that contains it (one with an id in `around`)."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):

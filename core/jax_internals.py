@@ -36,7 +36,7 @@ def coordination_client() -> Any:
 
 
 def detected_cluster(timeout_seconds: float) -> tuple[str | None, int | None, int | None]:
-    """Returns the coordinator's address, the number of processes and this one's index; None if not detected."""
+    """Returns the coordinator's address, the number of processes and this one's index; each None if not detected."""
     coordinator, process_count, process_index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, int(timeout_seconds)
     )
@@ -58,7 +58,7 @@ def source_of(equation: JaxprEqn) -> str:
 
 
 def run_equation(equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one operation of a trace on values; its parts keep their names in the program."""
+    """Runs one equation of a trace on values, and returns its results; they keep their names in the program."""
     parameters = equation.primitive.get_bind_params(equation.params)
     name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     context = source_info_util.user_context(equation.source_info.traceback, name_stack=name_stack)

@@ -1,4 +1,4 @@
-"""The meaning of library errors that only their messages tell: the one place of the runtime that looks into messages.
+"""Finds out from messages what errors of libraries mean; no other module of the runtime looks into messages.
 
 XLA, TensorStore and Gloo report a status in the text of an exception of a common type, such as
 `RESOURCE_EXHAUSTED: Out of memory while trying to allocate …`, and offer it in no other form.
@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_reader(error: BaseException) -> bool:
-    """Returns whether the service or the process that reads is in trouble, and not what it reads."""
+    """Returns whether the service or process that reads is in trouble, which says nothing of what was to be read."""
     return not _statuses(error).isdisjoint(_READERS)
 
 
@@ -61,14 +61,14 @@ def is_unconnected(error: BaseException) -> bool:
 
 
 class Shortage(NamedTuple):
-    """What a machine lacks: the system's message, such as `No space left on device`, and how to mend it."""
+    """An exhausted resource: the system's message, such as `No space left on device`, and how to mend it."""
 
     said: str
     mending: str
 
 
 def shortage(error: BaseException) -> Shortage | None:
-    """Returns what an error reports as exhausted, if it does: a disk or the number of open files.
+    """Returns what an error reports as exhausted, a disk or the number of open files; None if it reports neither.
 
     A disk is full if it has no free blocks or inodes, or a quota or the limit on file sizes is exceeded. Exceptions
     other than OSError are recognized by their text.

@@ -125,7 +125,7 @@ def lifted(name: str, *, layers: str = "") -> Iterator[None]:
 
     Args:
       name: module name of the parameters.
-      layers: of a layer stack, the leading axis that its parameters gain, one of `STACKED`.
+      layers: for a layer stack: the leading axis that its parameters gain, one of `STACKED`; "": none.
     """
     with _set(_lifted, (*_lifted.get(), name)), _set(_stacks, (*_stacks.get(), *((layers,) if layers else ()))):
         yield
@@ -141,11 +141,12 @@ def declare(name: str, meaning: str, *, mesh_axis: str | None = None, like: str 
       meaning: what the axis counts, in a few words.
       mesh_axis: what shards it under a table without a row for it, if that table uses this mesh axis. By default,
         and under other tables, it is replicated.
-      like: a logical axis that no array has beside it, whose mesh axes shard it under a table without a row for it.
+      like: a logical axis that never occurs in the same array. Under a table without a row for the new axis, the mesh
+        axes of `like` shard it.
 
     Raises:
-      UserError: not a lower-case identifier, no meaning, an axis that was declared otherwise before, `mesh_axis` beside
-        `like`, or a `like` that is no logical axis.
+      UserError: the name is not a lower-case identifier, the meaning is empty, the axis was declared otherwise before,
+        both `mesh_axis` and `like` are given, or `like` is no logical axis.
     """
     if not (name.isidentifier() and name.islower() and meaning):
         raise UserError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
@@ -171,8 +172,9 @@ def all_axes() -> Mapping[str, str]:
 def row(rules: Rules, name: str) -> MeshAxes:
     """Returns the mesh axes that a table assigns to a logical axis; for a declared axis without a row, see `declare`.
 
-    Rows beside experts, `expert_batch`, have the mesh axes of `batch` that `expert` does not use: laying out an array
-    ("expert", "batch", …) as ("expert", "expert_batch", …) sends tokens to the chips of their experts (an all-to-all).
+    `expert_batch`, the rows of an array that also has the axis `expert`, gets the mesh axes of `batch` that `expert`
+    does not use. Laying out an array ("expert", "batch", …) as ("expert", "expert_batch", …) sends tokens to the chips
+    of their experts (an all-to-all).
 
     Raises:
       UserError: the table lacks the name.
@@ -254,7 +256,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     still automatic are used.
 
     Raises:
-      UserError: wrong rank, unknown name, or a dimension that does not divide.
+      UserError: the number of names is not the rank of x, a name is unknown, or a dimension does not divide evenly.
     """
     if len(names) != x.ndim:
         raise UserError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
@@ -290,7 +292,7 @@ def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes:
 
 
 def nearest_multiples(size: int, unit: int) -> list[int]:
-    """Returns the multiples of `unit` next to `size`, at least `unit` itself."""
+    """Returns the multiples of `unit` just below and above `size`, at least `unit` itself."""
     return sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
 
 
@@ -545,9 +547,10 @@ def frozen(params: Params, patterns: Sequence[str], dtype: str | None = None) ->
     Args:
       params: what `init` created.
       patterns: shell wildcards over paths (`layers/block/query`) of the parameters to freeze.
-      dtype: in which they are stored if they are floating-point; None: in the dtype that they have.
+      dtype: dtype in which floating-point ones are stored; None: the dtype that they have.
 
-    Raises UserError if a pattern matches no parameter.
+    Raises:
+      UserError: a pattern matches no parameter.
     """
     chosen, record = parameters.matches(params, patterns, where="frozen"), _record.get() or {}
     stored = {module: dict(leaves) for module, leaves in params.items()}

@@ -20,9 +20,9 @@ def use(platform: str | None) -> contextlib.AbstractContextManager:
 
 
 def by_platform(*operands: Any, default: Callable[..., Any], **implementations: Callable[..., Any]) -> Any:
-    """Calls the implementation for the platform in use; if none is, as `jax.lax.platform_dependent`.
+    """Calls the implementation for the platform set by `use`, or `default`; returns its result.
 
-    `jax.lax.platform_dependent` traces every implementation, which takes longer.
+    If no platform is set, calls `jax.lax.platform_dependent`, which traces every implementation and so takes longer.
     """
     if _platform.value is None:
         return jax.lax.platform_dependent(*operands, **implementations, default=default)

@@ -123,7 +123,7 @@ class Uses(NamedTuple):
 
 
 def uses(model: Model, spec: BatchSpec) -> Uses:
-    """Finds out by tracing the model with batches of `spec`."""
+    """Returns where a model uses random numbers, by tracing it with batches of `spec`."""
     key, batch = jax.eval_shape(lambda: jax.random.key(0)), batch_shapes(spec)
     params = jax.eval_shape(model.init, key, batch)
 

@@ -12,7 +12,7 @@ from core.errors import UserError
 
 
 def _all_but_layouts(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Saves whatever the derivatives need, but what differs from a saved array by its layout alone."""
+    """Saves everything that derivatives need, except arrays that differ from a saved one by their layout alone."""
     return primitive is not sharding_constraint_p
 
 
@@ -26,7 +26,7 @@ REMAT_CHOICES = tuple(REMAT_POLICIES)
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """Checkpoint names of what each layer saves for its backward pass; the rest, but its input, is recomputed.
+    """What each layer saves for its backward pass, by checkpoint names; all but these and its input is recomputed.
 
     Attributes:
       on_host: arrays that are sent to the memory of the host in the forward pass and back in the backward pass; "input"

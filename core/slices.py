@@ -1,4 +1,4 @@
-"""The table of TPU slices and of other devices: chips, hosts, links and memory of a name such as `v4-32` or `h100:8`.
+"""The chips, hosts, links and memory of TPU slices and other devices, by name, such as `v4-32` or `h100:8`.
 
 The number in a v4, v5p or tpu7x name counts TensorCores, two per chip; in v5e and v6e names it counts chips. JAX has
 one device per chip, which joins the cores of v4 and v5p ("megacore"), except on tpu7x, where each core is a device. So
@@ -41,7 +41,7 @@ class Chip:
       chips_per_name_unit: chips per unit of the number in a slice's name.
       platform: JAX's name: `tpu`, `cuda` or `cpu`.
       devices: number of JAX devices of a chip, which share its ICI links.
-      has_fp8: whether products in FP8 are its own; elsewhere the compiler converts their operands.
+      has_fp8: whether it multiplies matrices in FP8; for other chips the compiler converts the operands.
     """
 
     kinds: tuple[str, ...]
@@ -85,7 +85,7 @@ GPUS: Mapping[str, Chip] = {
     "h200": Chip(("NVIDIA H200",), 989e12, 140 * GIB, 128 * GIB, 4.8e12, 450e9, 240e9, platform="cuda", has_fp8=True),
     "b200": Chip(("NVIDIA B200",), 2250e12, 178 * GIB, 163 * GIB, 8e12, 900e9, 240e9, platform="cuda", has_fp8=True),
 }
-GPU_MEMORY_FRACTION = 0.92  # of a GPU, which JAX allocates at its start; usable_hbm_bytes is so large
+GPU_MEMORY_FRACTION = 0.92  # share of a GPU's memory that JAX allocates at its start: the usable_hbm_bytes above
 
 DCN_BYTES_PER_SECOND_PER_HOST = 25e9
 
@@ -140,7 +140,7 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """Properties of one JAX device, and their number on a chip."""
+        """Properties of one JAX device, and the number of devices on a chip."""
         if self.generation == "cpu":
             return _cpu(self.chips_per_host)
         return CHIPS.get(self.generation) or GPUS[self.generation]
@@ -187,7 +187,7 @@ class Slice:
 
     @property
     def single(self) -> Slice:
-        """The slice itself if it is one; one slice of a job with several."""
+        """One slice of a job with several; the slice itself if it is the only one."""
         return get(self.name.partition("x")[2]) if self.num_slices > 1 else self
 
     @property
@@ -212,9 +212,10 @@ class Slice:
 
     @property
     def wraparound(self) -> tuple[bool, ...]:
-        """Returns whether each axis is a ring: of 3, all if each is a multiple of 4; of 2 (v5e, v6e), one of 16.
+        """Whether the links along each axis form a ring.
 
-        GPUs have no such axes.
+        Three axes are all rings if every size is a multiple of 4. Of two axes (v5e, v6e), those of size 16 are rings.
+        The one axis of GPUs and CPUs is none.
         """
         if not self.is_tpu:
             return (False,) * len(self.topology)
@@ -265,7 +266,7 @@ class Slice:
         return "x".join(map(str, self.topology))
 
     def devices_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Returns the coordinates of the chip of every device of one slice, and its number on the chip, by host.
+        """Returns, for each host of one slice, the chip coordinates of its devices and their number on the chip.
 
         A host (process) has its devices in this order: those of a chip are neighbors, then x varies fastest.
         """
@@ -290,7 +291,7 @@ def _x_fastest(bounds) -> list[tuple[int, ...]]:
 
 
 def _host_bounds(topology: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the chips of one host: 2x2, but all of a v5e or v6e slice of at most eight chips."""
+    """Returns the block of chips of one host: 2x2, or all of a v5e or v6e slice of at most eight chips."""
     if len(topology) == 3:
         return (2, 2, 1)
     return topology if math.prod(topology) <= 8 else (2, 2)
@@ -355,7 +356,7 @@ def _of_devices(name: str) -> Slice:
 
 
 def _cpu(devices: int) -> Chip:
-    """Returns one of the CPU devices that share the memory of this machine."""
+    """Returns the properties of each of `devices` CPU devices, which share the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
     return Chip(("cpu",), 0.0, memory, memory, 20e9, 20e9, memory, platform="cpu")
 
@@ -376,7 +377,7 @@ def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
 
 
 def require_tpu(name: str, *, what: str) -> Slice:
-    """Returns the TPU slice called `name`. Raises UserError for other devices; `what` names what is for TPUs alone."""
+    """Returns the TPU slice called `name`. Raises UserError for other devices; `what` names what needs TPUs."""
     if not (found := get(name)).is_tpu:
         raise UserError(f"{name} is not a TPU slice, and {what} are for TPU slices alone")
     return found

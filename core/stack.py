@@ -1,8 +1,8 @@
 """A stack of layers as one pure function over stacked parameters, executed by a runner.
 
 `layer_stack(block, num_layers)(x, side, layer_in)` has one parameter tree whose leaves start with a `layers` dimension,
-in model order. The model does not decide how layers are executed: the default runner scans over them, the one of CPU
-slices runs a few layers without a loop, and a pipeline distributes them over chips and splits the rows into
+in model order. The model does not decide how layers are executed: the default runner scans over them, another one runs
+a few layers without a loop (on CPU devices), and a pipeline distributes them over chips and splits the rows into
 microbatches.
 
     x[0] = x;   x[l+1], out[l] = block(x[l], side, layer_in[l]);   result = x[L]  or  tail(x[L], side, summed out)
@@ -131,9 +131,9 @@ class LayerFn:
 
     Attributes:
       plain: `(layer, x, side, kind) -> (x, outputs)`, without rematerialization, for runners that recompute layers
-        themselves; of a group, each layer is rematerialized.
+        themselves; in a group, each layer is rematerialized.
       rematerialized: `(kind, in_loop) -> function (layer, x, side) -> (x, outputs)` with the model's rematerialization.
-      kinds: the kind of every layer; of a group, a tuple of kinds.
+      kinds: the kind of every layer; the kind of a group is a tuple of kinds.
       is_small: whether it is worth running without a loop on CPUs: no layer is rematerialized, and there are at most
         `UNROLLED` layers, those of groups counted one by one.
       outputs: shapes of the outputs of one layer.
@@ -386,9 +386,9 @@ def layer_stack(
         key, equal under every runner.
       num_layers: L.
       name: module name of the stacked parameters.
-      remat: what the backward pass recomputes: "none" (layouts alone), "dots" (all but matrix products), "full"; or the
-        names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`, or an `OnHost`
-        with such names; all others are recomputed.
+      remat: what the backward pass recomputes: "none" (only sharding constraints), "dots" (all but matrix products),
+        "full"; or the names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`,
+        or an `OnHost` with such names; all others are recomputed.
       tail: runs after the last layer.
       outputs: "stacked" or "summed" for all outputs of a layer, or a tree of these words for parts of it, such as
         `{"cache": "stacked", "balance": "summed"}`; None if the block returns x alone.
@@ -401,9 +401,9 @@ def layer_stack(
       `(x, side=(), layer_in=()) -> x`, or the tail's result; with `outputs` a pair of that and the outputs.
 
     Raises:
-      UserError: an argument is malformed, or `num_layers` does not divide into groups; the block changes a shape,
-        returns something else than these arguments say, or closes over an array, or the tail does; `side` has another
-        number of rows than x, or `layer_in` not L entries; kinds have different parameters, or a group equal names.
+      UserError: an argument is malformed, or `num_layers` does not divide into groups; the block changes a shape, or
+        returns something other than declared; the block or tail closes over an array; x and `side` differ in rows, or
+        `layer_in` has not L entries; kinds differ in parameters, or two layers of a group have equal module names.
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
     how = {"remat": remat, "outputs": outputs, "pattern": pattern, "group": group}
@@ -448,7 +448,7 @@ def _one_stack(
 
     Args:
       block, num_layers, name, tail, remat, outputs, pattern, group: as there.
-      is_first: whether others follow them.
+      is_first: whether these are the `First` layers, which others follow.
     """
     stack_checks.check_groups(num_layers, group)
     single = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
@@ -475,7 +475,7 @@ def _one_stack(
 def _layer_fn(
     one: _Block | _Group, remat: Any, kinds: tuple[Kind, ...], stacked: Layer, arguments: tuple, group: int
 ) -> LayerFn:
-    """Returns what runners call; `arguments` are x, side and an entry of `layer_in`, as shapes."""
+    """Returns the `LayerFn` that runners call; `arguments` are the shapes of x, side and an entry of `layer_in`."""
     traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), arguments[0], arguments[1], kinds)
     return LayerFn(
         plain=one.plain,

@@ -21,7 +21,7 @@ def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collecti
       choices: the named policies for `remat`.
 
     Raises:
-      UserError: an argument has an unknown word, or the pattern is empty or a string.
+      UserError: `remat` or `outputs` has an unknown word, or the pattern is empty or a string.
     """
     if isinstance(remat, str) and remat not in choices:
         raise UserError(f"remat = {remat!r}: expected one of {', '.join(choices)}, a tuple of names, or an OnHost")
@@ -47,7 +47,7 @@ def check_groups(num_layers: int, group: int) -> None:
 
 
 def check_first(num_layers: int, first: int, *, has_pattern: bool) -> None:
-    """Checks that layers follow the first ones, and have kinds as these do."""
+    """Checks that there are both first layers and layers after them, and that a pattern gives the latter's kinds."""
     if not 0 < first < num_layers:
         raise UserError(
             f"layer_stack: first has {units.counted(first, 'layer')}, and num_layers = {num_layers} with these: "

@@ -24,7 +24,7 @@ from core.errors import UserError
 from core.optimizers import Optimizer
 from core.types import Batch, Carry, CouplesRows, Evaluates, LossOutput, Model, Params, WeightedSum, can
 
-STATISTICS = "statistics"  # the metric that `UpdateStatistics` are
+STATISTICS = "statistics"  # name of the metric that is `UpdateStatistics`
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rms"], meta_fields=["groups"])
@@ -42,7 +42,7 @@ class UpdateStatistics:
     groups: tuple[str, ...]
 
     def named(self) -> dict[str, WeightedSum]:
-        """Returns the metrics by name, and update_ratio, the RMS of the update divided by that of the parameter."""
+        """Returns one metric for each RMS, and update_ratio: the RMS of the update divided by that of the parameter."""
         found: dict[str, np.floating] = {}
         for name, (param, grad, update) in zip(self.groups, np.asarray(self.rms, np.float64).T, strict=True):
             found |= {f"param_rms/{name}": param, f"gradient_rms/{name}": grad, f"update_rms/{name}": update}

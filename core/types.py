@@ -219,7 +219,7 @@ class ExtendsLayers(Protocol):
 
     @property
     def num_first_layers(self) -> int:
-        """How many of them come before the repeated ones (`core.stack.First`); no call runs layers of both kinds."""
+        """How many layers come before those that repeat (`core.stack.First`); no call runs layers of both kinds."""
 
     def layer_kind(self, layer: int) -> Hashable:
         """Returns the kind of a layer, by its number; layers of one kind differ in their arrays alone."""
@@ -262,7 +262,7 @@ class Shrinks(Protocol):
     """
 
     def shrink(self, multiples: Mapping[str, int]) -> Model:
-        """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
 
 
 class ReadsPublished(Protocol):
@@ -282,7 +282,7 @@ class ReadsPublished(Protocol):
 
 
 class ListsSettings(Protocol):
-    """A model that lists what determines its results beside its parameters.
+    """A model that lists what determines its results besides its parameters.
 
     Enables: a list of the settings in which two models differ, where `INIT_FROM` names a run.
     """
@@ -313,7 +313,7 @@ class HasVocabulary(Protocol):
 class CouplesRows(Protocol):
     """A model that says whether its loss couples the rows of a batch, as a contrastive loss over all pairs does.
 
-    Such a loss of a microbatch is not a part of the loss of the batch. False for a sum over rows.
+    The losses of microbatches then do not add up to the loss of the batch. `couples_rows` is False for a sum over rows.
 
     Enables: errors for accumulation, pipelines and `overlap_reduction`, which would compute another loss.
     """
@@ -448,13 +448,13 @@ class Judges(Protocol):
 
 
 class OwnMetrics(Protocol):
-    """Metrics that a task defines, of predictions and scores by a model; values are of JSON types."""
+    """The metrics that a task defines on a model's predictions and scores; values are of JSON types."""
 
     def questions(self) -> dict[str, Any]:
-        """Returns what a model is asked. Raises UserError if that, or the metrics, cannot be read."""
+        """Returns the questions that a model is asked. Raises UserError if they, or the metrics, cannot be read."""
 
     def computed(self, outputs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Returns the metrics of the outputs of a model, of each task. Raises UserError if a metric fails."""
+        """Returns the metrics of a model's outputs, by task and name. Raises UserError if a metric fails."""
 
 
 class DefinesMetrics(Protocol):
@@ -464,7 +464,7 @@ class DefinesMetrics(Protocol):
     """
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """Returns the metrics of at most so many examples, or None if the task has no such definition.
+        """Returns the metrics, computed on at most `most` examples; None if the task defines none.
 
         Raises:
           UserError: the definition has no metrics that a model can be asked for.
@@ -472,7 +472,7 @@ class DefinesMetrics(Protocol):
 
 
 class SplitsRows(Protocol):
-    """A task whose steps have chunks of longer rows, in order.
+    """A task whose batches hold successive chunks of longer rows.
 
     Enables: truncated backpropagation, by models that carry state from step to step.
     """
@@ -480,7 +480,7 @@ class SplitsRows(Protocol):
     whole: Task
 
     def with_rows(self, whole: Task, length: int) -> Task:
-        """Returns chunks of `length` positions of the rows of another task."""
+        """Returns a task whose batches hold chunks, of `length` positions, of the rows of `whole`."""
 
 
 class ChecksModel(Protocol):
@@ -529,7 +529,7 @@ Ability = TypeVar("Ability")
 def can(value: object, ability: type[Ability]) -> TypeGuard[Ability]:
     """Returns True if a model, task or vocabulary implements an optional Protocol such as `Evaluates`.
 
-    An object that passes on attributes to another (`__getattr__`) has the abilities of both.
+    An object that forwards attributes to another (`__getattr__`) has the abilities of both.
     """
     return not missing(value, ability)
 

@@ -43,7 +43,7 @@ def of_training() -> dict[str, str]:
 
 
 def of_modules(names: Iterable[str]) -> dict[str, str]:
-    """Returns digests of the files of imported modules, by name; without ours and installed ones."""
+    """Returns digests of the files of imported modules, by name; leaves out Renga's own and installed modules."""
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
     return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_versioned(f)}
@@ -51,7 +51,7 @@ def of_modules(names: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _is_versioned(file: Path) -> bool:
-    """Returns whether a file is ours or an installed package's, whose versions are recorded separately."""
+    """Returns whether a file belongs to Renga or an installed package, whose versions are recorded separately."""
     ours = (_WORKSPACE / name for name in ("core", "launch", "models", "parallel", "renga", "tasks"))
     installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
     return bool(installed) or any(file.is_relative_to(folder) for folder in ours)

@@ -1,4 +1,4 @@
-"""Copies a model with one field changed, or with smaller sizes, also if the model is wrapped.
+"""Copies a model with one field changed, or with smaller sizes, even if the model is wrapped.
 
 A wrapper that forwards unknown attributes (`__getattr__`) has the abilities of the model inside. A copy with another
 dtype or smaller sizes is then a copy of the wrapper around a changed model.

@@ -29,7 +29,7 @@ class Trip(NamedTuple):
     collective: str
     axis: str
     is_right: bool  # whether this host's chips got what they should
-    bytes_per_second: float  # sent by each chip, if the collective sends as little as possible; the fastest of some
+    bytes_per_second: float  # the fewest bytes that each chip must send, by the time of the fastest repeat
 
 
 class _Collective(NamedTuple):

@@ -19,7 +19,7 @@ from core.stack import Kind, Layer, LayerFn, Outputs, Stream
 
 
 class Weights(NamedTuple):
-    """The inputs of a layer that get gradients; `params` of a layer whose gradients a runner computes.
+    """The differentiable inputs of a layer; takes the place of `Layer.params` when a runner computes the gradients.
 
     Attributes:
       params: the model's parameters.
@@ -44,12 +44,12 @@ class Trained:
     leaves: tuple[bool, ...]
 
     def pick(self, tree: Any) -> list:
-        """Returns the trained leaves of a tree of arrays or of specs of sharding."""
+        """Returns the trained leaves of a tree of arrays or of `PartitionSpec`s."""
         leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         return [leaf for leaf, yes in zip(leaves, self.leaves, strict=True) if yes]
 
     def fill(self, trained: list, others: Any = None) -> Any:
-        """Returns the tree with the trained leaves, and with those of the tree `others`, or None, in other places."""
+        """Returns the tree with these trained leaves, and in other places the leaves of the tree `others`, or None."""
         rest = jax.tree.leaves(others) if others is not None else [None] * len(self.leaves)
         found = iter(trained)
         leaves = [next(found) if yes else other for yes, other in zip(self.leaves, rest, strict=True)]
@@ -57,7 +57,7 @@ class Trained:
 
 
 def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer]:
-    """Returns a layer whose parameters are `Weights`, these weights, and the layers without them."""
+    """Returns a `LayerFn` whose parameters are `Weights`, the weights of all layers, and their other inputs."""
     leaves, structure = jax.tree.flatten(stacked.inputs)
     is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
     floats, others = ([a for a, yes in zip(leaves, is_float, strict=True) if yes == which] for which in (True, False))
@@ -115,5 +115,5 @@ def without_gradient(fn: Any, why_not: str) -> Any:
 
 
 def dense(cotangent: Any) -> Any:
-    """Returns a cotangent as an array, also a symbolic zero."""
+    """Returns a cotangent as an array; zeros for a symbolic zero."""
     return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent

@@ -27,6 +27,7 @@ from core.errors import UserError
 from core.slices import Slice
 from core.types import Batch, DataLayout
 
+# Without these, libtpu queries the cloud's metadata server, takes a lock file and logs errors when there is no TPU.
 _COMPILE_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -149,8 +150,8 @@ def _described(device: jax.Device, slice: Slice) -> _Described:
 def devices_of(slice: Slice) -> list[jax.Device]:
     """Returns devices to which a program for the slice can be bound here, without its hardware.
 
-    Those of TPUs are libtpu's descriptions, for which programs can be compiled. Those of GPUs and CPUs are CPU devices
-    of this process, which must have as many (`jax_num_cpu_devices`).
+    For a TPU slice they are libtpu's descriptions of chips, for which programs can be compiled. For GPUs and CPUs they
+    are CPU devices of this process, which must have as many (`jax_num_cpu_devices`).
     """
     return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.devices]
 
@@ -173,9 +174,6 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
     name = f"{slice.generation}:{slice.topology_name}"
     with _environment(_COMPILE_ONLY | {"TPU_ACCELERATOR_TYPE": slice.single.name}):
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
-
-
-# Without these, libtpu queries the cloud's metadata server, takes a lock file and logs errors when there is no TPU.
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Runs a layer stack under FSDP with the gradients of a layer reduced while the layer before it computes.
 
 Left to the partitioner, a layer's gradients are summed over the chips at the end of its backward pass, and v4 chips
-compute nothing meanwhile. Here both passes are loops in a region where the mesh axes of rows are manual. Of the
-weights only the shards are saved, and gathered again. The backward pass is one layer late with the sums, which no
-computation of the next layer needs:
+compute nothing meanwhile. Here both passes are loops in a region where the mesh axes of rows are manual. Only the
+shards of the weights are saved; the backward pass gathers them again. It sums the gradients of a layer while it
+computes the next one, which does not need the sums:
 
     for l = L - 1, ..., 0:   dW[l + 1] = sum over chips of (pending);   pending, dx = vjp of layer l (dx)
     dW[0] = sum over chips of (pending)
@@ -11,9 +11,9 @@ computation of the next layer needs:
 The sums go around rings (`parallel.ring_reduction`). They take as much memory as the gathered gradients of one layer.
 Over mesh axes of rows that replicate parameters, the sums of all layers are added after the loop.
 
-What a layer saves is what `jax.vjp` returns for it, less the arrays that are the layer's inputs (`_Saved`): these are
-at hand in the backward pass, or gathered again. The rest leaves the manual region with its first dimension, the layers,
-joined over chips, whatever the other dimensions are, and enters it again in the same way.
+A layer saves what `jax.vjp` returns for it, except the arrays that are inputs of the layer (`_Saved`): the backward
+pass has these, or gathers them again. The saved arrays leave the manual region with their first dimension, the layers,
+joined over chips, whatever the other dimensions are, and enter it again in the same way.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ def runner(param_rules: Rules, activation_rules: Rules, *, otherwise: stack.Runn
 
     Args:
       param_rules, activation_rules: the tables of a strategy whose mesh axes all shard rows.
-      otherwise: runs stacks that this one does not: where weights are gathered already, and, without a gradient, those
-        that it refuses to differentiate.
+      otherwise: runs the stacks that this runner does not: those whose weights are gathered already and, without a
+        gradient, those that it refuses to differentiate.
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -117,7 +117,7 @@ class _Saved:
         return cls([a for a in leaves if id(a) not in number], structure, tuple(number.get(id(a)) for a in leaves))
 
     def vjp(self, inputs: Sequence[jax.Array]) -> Callable:
-        """Returns the function again."""
+        """Returns the function that `jax.vjp` returned, given the inputs of the layer."""
         rest = iter(self.arrays)
         leaves = [next(rest) if number is None else inputs[number] for number in self.inputs]
         return jax.tree.unflatten(self.structure, leaves)
@@ -151,7 +151,7 @@ class _Passes:
         self._one = jax.tree.map(lambda spec: P(*spec[1:]), stored, is_leaf=_is_spec)  # of one layer
 
     def forward(self, weights: Weights, x: Stream, fixed: Layer, side: Side, trained: Trained | None) -> tuple:
-        """Returns the output of the last layer, its sums, and what the backward pass needs: () without `trained`."""
+        """Returns the output of the last layer, the sums, and what the backward pass needs; () without `trained`."""
         by_rows = P(self._rows)
 
         def local(weights: Weights, fixed: Layer, x: Stream, side: Side) -> tuple[Stream, Any, Any]:

@@ -44,7 +44,7 @@ class Partitioner:
     """
 
     def __init__(self, tables: strategy.Strategy, *, slice: Slice, devices: Sequence[jax.Device]):
-        """Raises UserError if mesh, slice and devices do not fit."""
+        """Makes the mesh of a strategy. Raises UserError if strategy, slice and devices do not fit."""
         self.strategy = tables
         self.slice = slice
         self.shape = strategy.resolve(tables, slice)
@@ -61,7 +61,7 @@ class Partitioner:
             yield
 
     def platform_context(self) -> contextlib.AbstractContextManager:
-        """Context in which slices of CPUs trace only implementations for CPUs; others, also simulated, trace all."""
+        """Context in which a slice of CPUs traces only implementations for CPUs, and any other, even simulated, all."""
         return platforms.use("cpu" if self.slice.generation == "cpu" else None)
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class Partitioner:
           compiler_overrides: options of `parallel.compiled.compiler_options` to change, by name.
           frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
             that the model freezes.
-          frozen_dtype: in which these are stored.
+          frozen_dtype: dtype in which the floating-point ones of these are stored.
 
         Raises:
           UserError: lists every mismatch between the model, the batch and the tables.
@@ -272,7 +272,7 @@ class Program:
         return self.optimizer.bound(self.param_specs)
 
     def _check_products(self) -> None:
-        """Checks that the chip has the products of the model; elsewhere the compiler converts the operands of FP8."""
+        """Checks that the chip multiplies in FP8 if the model does; others would convert the operands to bfloat16."""
         choice = getattr(wrappers.field_owner(self.model, "quantization"), "quantization", "none")
         slice_ = self.partitioner.slice
         if choice == "fp8" and not slice_.chip.has_fp8 and slice_.chip.platform != "cpu":
@@ -316,7 +316,7 @@ class Program:
             random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self.spec)
 
     def _division(self) -> str:
-        """Returns what divides the rows of a batch into parts of which each has a loss; "" without."""
+        """Returns the setting that divides the rows of a batch into parts with a loss each; "" if none does."""
         at = self.partitioner
         if self.accum_steps > 1:
             return f"accum_steps = {self.accum_steps}"

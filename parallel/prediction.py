@@ -1,6 +1,6 @@
 """Compares the steps of a run with what was predicted from its compiled program.
 
-A prediction is a number of seconds, with the interval that nine in ten published steps were within. On a TPU, a
+A prediction is a number of seconds, with an interval that would contain nine in ten published steps. On a TPU, a
 measurement more than a quarter outside the interval causes one warning: the time model is wrong, or the machine or
 configuration is not the expected one.
 """
@@ -43,7 +43,7 @@ def _is_bound(record: Prediction) -> bool:
 
 
 def between(record: Prediction) -> tuple[float, float, float]:
-    """Returns the seconds of a step: the least that are expected, predicted, and the most."""
+    """Returns the seconds of a step: the least expected, the predicted, and the most expected."""
     from parallel.planning import calibration  # a run without a recorded prediction needs none of planning
 
     seconds = record["predicted"]["step_seconds"]["scheduled"]
@@ -52,7 +52,7 @@ def between(record: Prediction) -> tuple[float, float, float]:
 
 
 def label(record: Prediction) -> str:
-    """Returns the label of a prediction: the compiler's version, and the error for published steps."""
+    """Returns the label of a prediction: the compiler's version, and the published steps that its interval is from."""
     from parallel.planning import calibration
 
     return calibration.label(libtpu=record["versions"]["libtpu"])
@@ -74,9 +74,9 @@ class PredictionCheck:
 
         Args:
           record: the prediction; None: nothing is predicted.
-          slice_: that the run is on.
+          slice_: the slice that the run is on.
           flops: FLOPs of a step; None: not known.
-          is_measured: whether the devices are those of the slice, and do not simulate them.
+          is_measured: whether the devices are those of the slice; False if they simulate it.
           warn: called with a sentence when a measurement differs from its prediction, once for each metric.
         """
         self._record, self._slice, self._flops = record, slice_, flops

@@ -1,4 +1,4 @@
-"""The built-in strategies. Each is a table; a gin file selects one by its name.
+"""The built-in strategies. Each function returns sharding tables; a gin file selects one by its name.
 
 Arguments named after mesh axes are their degrees; -1 takes the remaining chips. `slices` is the number of slices, and
 `schedule` the schedule of a pipeline (`parallel.pipeline.schedules`).
@@ -75,7 +75,7 @@ def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
     """Shards parameters, gradients and optimizer state over `fsdp`; the weights of a layer are gathered when it runs.
 
     With `overlap_reduction` the gradients of a layer are reduced around rings while the layer before it computes
-    (`parallel.overlapped`): for v4, whose chips compute nothing during other reductions.
+    (`parallel.overlapped`). Use it on v4, whose chips compute nothing during other reductions.
 
     In[B_f, D] · gather_f(Win[D_f, F]) → H[B_f, F];   H · gather_f(Wout[F, D_f]) → Out[B_f, D]
     """
@@ -223,7 +223,7 @@ def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) 
 
 
 def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Distributes stages over slices, `stage` of them in each; activations and their gradients cross the network.
+    """Distributes stages over slices, `stage` of them in each; activations and gradients cross the data-center network.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, over the data-center network
 

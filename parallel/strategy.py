@@ -56,7 +56,8 @@ class Strategy:
         order of networks, slowest first: `{"ring": "fsdp"}`.
 
     Raises:
-      UserError: lists every unknown or missing name in the tables.
+      UserError: lists every unknown or missing name in the tables; or a degree is malformed, no rule uses a mesh axis,
+        or the tables do not fit the pipeline or `overlap_reduction`.
     """
 
     name: str
@@ -229,8 +230,8 @@ def override(
       strategy: for example `fsdp_tensor(tensor=4)`.
       rules: rows of all tables: `{"kv_heads": None}` replicates two key heads over tensor 4, and `{"expert": "tensor"}`
         shards a declared axis, which the tables of the library replicate.
-      param_rules: rows of the table of parameters alone, or other rows than in `rules`.
-      activation_rules: the same, of the table of activations.
+      param_rules: rows of the table of parameters alone; they take precedence over `rules`.
+      activation_rules: rows of the table of activations alone; they take precedence over `rules`.
     """
     both, state = dict(rules or {}), strategy.optimizer_rules
     return dataclasses.replace(
@@ -365,8 +366,8 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
 def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapping[str, int]) -> PartitionSpec:
     """Returns the `PartitionSpec` of a stored array.
 
-    Layers that do not divide over the stages of a pipeline are not sharded, nor are those before the first stage.
-    Instead `stage` shards the first other dimension that divides, so that a chip stores as much as if they were.
+    If the layers do not divide over the stages of a pipeline, or run before its first stage, the dimension of layers is
+    not sharded. Instead `stage` shards the first other dimension that divides, so that a chip stores no more.
 
     Args:
       shape: the global shape.

@@ -1,8 +1,8 @@
 """`Trainer`: trains, evaluates and samples a model from Python, without gin, on the devices of this process.
 
 It is a front end to what `launch/run train`, `evaluate` and `generate` do: an `Experiment`, `prepare_run`, the training
-loop with its hooks, and the checkpoints in the run directory. What it leaves out is what belongs to a process that is a
-host of a run and nothing else: joining other hosts, limits on hangs, and ending the interpreter after an error.
+loop with its hooks, and the checkpoints in the run directory. It leaves out what only a process that is a host of a run
+needs: joining other hosts, limits on hangs, and ending the interpreter after an error.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Trainer:
         Args:
           model: a model; see `core.types.Model`, or `HaikuModel` for a Haiku function.
           task: the data, from `tasks`, or a `SampledTask`.
-          optimizer: an optimizer of Renga, or any transformation of optax.
+          optimizer: an optimizer of Renga, or any optax transformation.
           strategy: how arrays are sharded over the devices.
           run_dir: where checkpoints and metrics are written, local or gs://; one run per directory.
           batch_size: rows of a batch.
@@ -99,7 +99,7 @@ class Trainer:
         )
 
     def fit(self, steps: int) -> dict[str, float]:
-        """Trains until `steps` steps are done in all, from the newest checkpoint if there is one, and saves the last.
+        """Trains from the newest checkpoint, or from the start, to a total of `steps` steps, and saves the last one.
 
         Nothing is trained if they are done already. An interruption (an exception, or Ctrl-C) leaves the checkpoints
         that were saved; the same call continues from the newest. With `phases`, `steps` may end in any of them.

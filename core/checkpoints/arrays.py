@@ -43,10 +43,10 @@ class Block(NamedTuple):
 
 
 class Arrays:
-    """The arrays of one step, by the names of `reading.by_name`."""
+    """The arrays of one saved step, named as by `reading.by_name`."""
 
     def __init__(self, step_folder: paths.Path):
-        """Lists the arrays. Damaged files cause exceptions of many types."""
+        """Lists the arrays in the folder of a step. Damaged files cause exceptions of many types."""
         self._files = {"driver": "ocdbt", "base": paths.kvstore(step_folder / steps.STATE_PART)}
         # The cache makes TensorStore read the directory of a bucket once, and not once per array.
         self._context = tensorstore.Context(
@@ -77,7 +77,7 @@ class Arrays:
         return sum(numbers) % 2**32
 
     def blocks(self, name: str) -> Iterator[Block]:
-        """Yields every block; the next ones are read in the background."""
+        """Yields every block of an array; the next ones are read in the background."""
         opened = self._open(name)
         waiting: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
         bytes_each = max(math.prod(_block_shape(opened)) * opened.dtype.numpy_dtype.itemsize, 1)
@@ -94,7 +94,7 @@ class Arrays:
         return self._open(name)[region].read().result()
 
     def part(self, name: str, index: int | None) -> np.ndarray:
-        """Reads a whole array, or its entry at this index of the first axis."""
+        """Reads the entry of an array at an index of its first axis, or the whole array if `index` is None."""
         opened = self._open(name)
         return (opened if index is None else opened[index]).read().result()
 
@@ -126,7 +126,7 @@ class Arrays:
 
 
 class _Shards:
-    """This host's shards of an array, which are being read, by their index in the array."""
+    """Starts to read this host's shards of an array; called with an index of the array, returns that shard."""
 
     def __init__(self, name: str, opened: Any, leaf: Any):
         if opened.shape != leaf.shape:

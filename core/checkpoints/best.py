@@ -1,7 +1,7 @@
-"""The best checkpoint of a run by a validation metric, which is kept beside the latest ones.
+"""The best checkpoint of a run by a validation metric, which is kept in addition to the latest ones.
 
-The metadata of a step has the means of the evaluation after it and the metric that was asked for, so the best step is
-found again by any process that reads the steps.
+The metadata of a step contains the means of its evaluation and the name of the requested metric, so any process that
+reads the steps can find the best one.
 """
 
 import math
@@ -31,7 +31,7 @@ class Metric(NamedTuple):
         return min(values, key=lambda step: (sign * values[step], step), default=None)
 
     def value(self, meta: Mapping[str, Any]) -> float | None:
-        """Returns the value that the metadata of a step has; None if it has none, or one that is not finite."""
+        """Returns the metric's value in the metadata of a step; None if it is missing or not finite."""
         value = meta.get(_VALIDATION, {}).get(self.name)
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -48,7 +48,7 @@ def parse(text: str) -> Metric:
 
 
 def described(text: str, validation: Mapping[str, float]) -> dict[str, Any]:
-    """Returns entries for the metadata of a step: the metric that was asked for, and the means of its evaluation.
+    """Returns entries for the metadata of a step: the requested metric `text`, and the means of its evaluation.
 
     Means that are not finite are left out, because metadata is strict JSON.
     """
@@ -57,31 +57,31 @@ def described(text: str, validation: Mapping[str, float]) -> dict[str, Any]:
 
 
 def values(described: Mapping[int, Mapping[str, Any]], metric: Metric) -> dict[int, float]:
-    """Returns the values that the metadata of steps have, by step."""
+    """Returns the values of a metric by step, given the metadata by step; steps without a value are left out."""
     read = {step: metric.value(meta) for step, meta in described.items()}
     return {step: value for step, value in read.items() if value is not None}
 
 
 def asked(described: Mapping[int, Mapping[str, Any]]) -> Metric | None:
-    """Returns the metric of the newest step, of the metadata by step, that has one."""
+    """Returns the metric that the newest step with a metric requested, given the metadata by step; None if none did."""
     found = [meta[_KEEP_BEST] for _, meta in sorted(described.items()) if _KEEP_BEST in meta]
     return parse(found[-1]) if found else None
 
 
 class Kept:
-    """The steps that stay: the latest and, with a metric, the best one."""
+    """Decides which steps are kept: the latest and, with a metric, the best one."""
 
     def __init__(self, latest: int, metric: Metric | None = None, known: Mapping[int, float] | None = None):
-        """Takes how many of the latest steps stay, and the values of steps that were saved before."""
+        """Takes the number of latest steps to keep, the metric, and its values for the steps saved so far."""
         self._latest, self._metric, self._known = latest, metric, dict(known or {})
 
     def saving(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Notes the value of a step before it is saved."""
+        """Records the metric's value for a step that is about to be saved."""
         self._known.pop(step, None)
         if self._metric and (value := self._metric.value(meta)) is not None:
             self._known[step] = value
 
     def others(self, there: Sequence[int]) -> list[int]:
-        """Returns those of the complete steps, ascending, that do not stay."""
+        """Returns which of the complete steps `there` (ascending) are not kept."""
         best = self._metric and self._metric.best({step: self._known[step] for step in there if step in self._known})
         return [step for step in there[: -self._latest] if step != best]

@@ -1,4 +1,4 @@
-"""Copies complete checkpoints of a local run directory to a place that lasts, such as a bucket, in the background.
+"""Copies complete checkpoints of a local run directory to durable storage, such as a bucket, in the background.
 
 Saving to the disk of the host takes seconds, and the run goes on while the copy is made:
 
@@ -8,8 +8,8 @@ Every file is read back and compared before the files that mark a step as comple
 is never mistaken for a step. A failed copy is reported, tried again and never ends the run. On a machine without the
 checkpoints, `fetch_newest` brings the newest one back before the run is resumed.
 
-Only for a run of one process: with several hosts, no disk has all parts of a step, and all hosts write to the bucket in
-parallel (--run-dir gs://…).
+This is only for runs of one process. With several hosts, no disk has all parts of a step; there, all hosts write to a
+bucket in parallel (--run-dir gs://…).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CopyError(RuntimeError):
 
 
 def copy_step(source: paths.Path, target: paths.Path) -> int:
-    """Copies a complete step, and returns its bytes; replaces an incomplete copy.
+    """Copies a complete step, and returns its size in bytes; replaces an incomplete copy.
 
     Args:
       source: folder of the step.
@@ -48,7 +48,7 @@ def copy_step(source: paths.Path, target: paths.Path) -> int:
 
     Raises:
       CopyError: a file that was read back differs.
-      OSError: and other types of a bucket, if a file cannot be read or written.
+      OSError: a file cannot be read or written; a bucket's client raises other types, too.
     """
     if target.exists():
         steps.remove(target)
@@ -77,11 +77,11 @@ def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
 
 
 def check_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks that a place can hold the copies of a local run, and is that of no other run; writes nothing.
+    """Checks that `place` can hold the copies of a local run, and has none of another run; writes nothing.
 
     Raises:
-      UserError: there are several hosts, the run directory is remote or the same, the place cannot be written, or has
-        copies of another run.
+      UserError: there are several hosts, the run directory is remote or the same as the place, or the place is not
+        writable or has copies of another run.
     """
     if hosts > 1:
         raise UserError(
@@ -104,7 +104,7 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
 
 
 def require_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks a place as `check_place` does, and marks it and the run directory as those of one run."""
+    """Checks a place as `check_place` does, and writes the same run id into the place and the run directory."""
     check_place(run_dir, place, hosts=hosts)
     run, there = paths.resolve(run_dir), paths.resolve(place)
     paths.require_writable(there)
@@ -119,7 +119,7 @@ def _identity(folder: paths.Path) -> str:
 
 
 def fetch_newest(run_dir: str, place: str) -> int | None:
-    """Copies the newest step back if the run directory has none as new; returns its number, or None."""
+    """Copies the newest step back if it is newer than those in the run directory; returns its number, or None."""
     own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
     newest = max(steps.complete(there), default=0)
     if newest <= max(steps.complete(own), default=0):
@@ -132,7 +132,7 @@ class Copying:
     """A context in which a thread copies the newest complete step whenever there is a new one."""
 
     def __init__(self, run_dir: str, place: str, *, keep: int, say: Callable[[str], None]):
-        """Takes the two places, how many of the latest copies to keep, and what prints a line."""
+        """Takes the run directory, the place, the number of copies to keep, and a function that prints a line."""
         self._source, self._target = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
         self._keep, self._say = keep, say
         self._bookkeeping = Bookkeeping(os.fspath(self._target))
@@ -144,7 +144,7 @@ class Copying:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for the copy in progress, and makes the one that is missing."""
+        """Waits for the copy in progress, then copies the newest step if it was not copied yet."""
         self._ended.set()
         self._thread.join()
         if not any(self._bookkeeping.attempt(self.copy_newest) for _ in range(_LAST_ATTEMPTS)):
@@ -156,7 +156,7 @@ class Copying:
             pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
 
     def copy_newest(self) -> None:
-        """Copies the newest step unless that is done, and removes copies that are too old."""
+        """Copies the newest step unless it was copied, and removes copies that are no longer kept."""
         newest = max(steps.complete(self._source), default=None)
         if newest is None or newest in (there := steps.complete(self._target)):
             return

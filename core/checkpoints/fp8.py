@@ -73,14 +73,14 @@ class _Reader:
 
 
 def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
-    """Returns the tensors of a folder, with a `Matrix` for each in FP8 and its scales.
+    """Returns the tensors of a folder; a `Matrix` replaces each FP8 tensor and its scales.
 
     Args:
-      tensors: of the folder.
-      settings: `quantization_config`.
+      tensors: the tensors of the folder, by name.
+      settings: `quantization_config` of the folder's config.json.
 
     Raises:
-      UserError: no size of blocks, numbers without scales, or scales of a shape that does not fit.
+      UserError: the size of blocks is missing or malformed, or an FP8 tensor has no scales, or scales that do not fit.
     """
     block = settings.get(SIZE)
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):

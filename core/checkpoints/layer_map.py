@@ -1,8 +1,9 @@
 """Maps the layers of a source of parameters to those of a model of another depth.
 
-A mapping has layers of the source for patterns over paths: with `{"layers/*": (0, 0, 1, None)}` the first two layers of
-the model start from layer 0 of the source, the third from layer 1, and the last one is initialized. Layers are the
-entries along the first dimension of a stack; where the layers of a stack form groups, an entry is a group.
+A mapping lists, for a pattern of parameter paths, the source layer of each layer of the model. With
+`{"layers/*": (0, 0, 1, None)}` the first two layers of the model start from layer 0 of the source, the third from layer
+1, and the last one is initialized. Layers are the entries along the first dimension of stacked parameters; if the model
+repeats a group of layers, an entry is a group.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ class LayerSource(Protocol):
         """Describes the source in one line."""
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers of a stacked parameter; None if the source has no layers of it."""
+        """Returns the number of layers that the source has of a stacked parameter; None if it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMap:
-    """The layers that the parameters of a model start from; without arguments, each from the same layer.
+    """The source layer of each layer of a model; without arguments, each layer starts from the one of its number.
 
     Attributes:
-      layers: by path of each mapped parameter: for each of its layers the layer of the source, or None.
-      depths: number of layers that the source has of each of these.
-      notes: a line for each pattern with the layers that are copied, those that are initialized, and those not read.
+      layers: by path of each mapped parameter: for each of its layers the layer of the source; None: initialize it.
+      depths: by path of each mapped parameter: its number of layers in the source.
+      notes: a line for each pattern, which lists the layers that are copied, initialized, and not read.
     """
 
     layers: Mapping[str, Sequence[int | None]] = dataclasses.field(default_factory=dict)
@@ -57,7 +58,7 @@ class LayerMap:
         return None in self.layers.get(path, ())
 
     def in_source(self, tree: Any) -> Any:
-        """Returns shapes, or arrays' shapes and shardings, with the depths that the source has."""
+        """Returns a tree of shapes and shardings with the source's number of layers in place of the model's."""
 
         def one(path: Sequence[Any], leaf: Any) -> Any:
             if (depth := self.depths.get(parameters.path_name(path))) is None:
@@ -71,7 +72,7 @@ class LayerMap:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def arranged(self, read: Any, abstract: Any, fresh: Any) -> Any:
-        """Returns the parameters of the model from those of the source, whose mapped arrays are deleted.
+        """Returns the parameters of the model, made from those of the source; deletes the mapped arrays of the source.
 
         Args:
           read: arrays of the source.
@@ -104,8 +105,8 @@ def of(layers: Layers, source: LayerSource, shapes: Any, specs: Specs) -> LayerM
     """Returns the mapping of the parameters that are read from a source; reads no array.
 
     Args:
-      layers: by pattern; see the module. The first pattern that matches a path counts.
-      source: the source.
+      layers: layers by pattern; see the module. The first pattern that matches a path counts.
+      source: where the parameters are read from.
       shapes, specs: shapes and specs of the parameters that are read from it, trees of one structure.
 
     Raises:
@@ -141,7 +142,10 @@ def _is_stacked(spec: ParamSpec) -> bool:
 def _problem(
     layers: Sequence[int | None], path: str, ours: int | None = None, theirs: int | None = None, *, where: str
 ) -> str:
-    """Returns what is wrong with the layers of a parameter, of which the model and the source have so many; or ""."""
+    """Returns what is wrong with the mapped layers of a parameter, or "".
+
+    `ours` and `theirs` are its numbers of layers in the model and in the source.
+    """
     if ours is None:
         return f"{path} has no layers"
     if len(layers) != ours:

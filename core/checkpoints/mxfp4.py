@@ -86,14 +86,14 @@ def _stored(part: Slices) -> Slices:
 
 
 def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
-    """Returns the tensors of a folder, with `Matrices` for the pairs of blocks and scales.
+    """Returns the tensors of a folder; `Matrices` replace each pair of blocks and scales.
 
     Args:
-      tensors: of the folder.
-      settings: `quantization_config`, of which nothing is needed.
+      tensors: the tensors of the folder, by name.
+      settings: `quantization_config` of the folder's config.json; not used.
 
     Raises:
-      UserError: blocks without scales, or of shapes that do not fit.
+      UserError: blocks have no scales, or the shapes or dtypes of the two do not fit.
     """
     del settings
     found: dict[str, Stored] = dict(tensors)

@@ -44,7 +44,7 @@ class _Parameter(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """Returns the place of each tensor along the leading axes."""
+        """Returns the indices of each tensor along the stacked axes."""
         return list(np.ndindex(*self.stacked))
 
     @property
@@ -70,7 +70,7 @@ def _described(
 
 
 class Copy(NamedTuple):
-    """A tensor that repeats a parameter, where a folder has it.
+    """A tensor with the same numbers as a parameter, which some folders contain.
 
     Attributes:
       name: name of the tensor, without a prefix.
@@ -108,14 +108,14 @@ class PublishedFolder:
 
         Args:
           folder: local or remote.
-          sources: source of each parameter, by path. A name that starts with "/" has no prefix.
+          sources: source of each parameter, by path. A tensor name that starts with "/" gets no prefix.
           prefixes: possible prefixes of the names of tensors; the first with which any source is found is used.
           ignored: patterns of names of tensors that hold no parameter; they are listed in `notes`.
           copies: tensors that repeat a parameter.
-          limits: length in the tensors of logical axes that the model stores longer, such as `{"vocab": 50257}`.
+          limits: length in the tensors of logical axes that are longer in the model, such as `{"vocab": 50257}`.
           dequantized: returns tensors of floating-point numbers in place of quantized ones; None: there are none.
-          differences: between the folder's configuration and the model's.
-          name: for messages; the default is the path.
+          differences: lines for `notes`: how the folder's configuration differs from the model's.
+          name: name of the folder in messages; "": its path.
         """
         self.folder, self._name = folder, name or str(folder)
         self._unprefixed, self._prefixes = dict(sources), tuple(prefixes)
@@ -149,7 +149,7 @@ class PublishedFolder:
         """Returns a line for each copy of one of these parameters that differs from it.
 
         Args:
-          shapes: a tree of the parameters.
+          shapes: a tree of the parameters' shapes.
           rows: how many of the first rows to compare; None: all.
         """
         lines, paths_read = [], set(parameters.names(shapes))
@@ -170,15 +170,15 @@ class PublishedFolder:
         return other
 
     def describe(self) -> str:
-        """Returns where the parameters are."""
+        """Describes the folder in a phrase, for messages."""
         return f"the published folder {self._name}"
 
     def has(self, path: str) -> bool:
-        """Returns whether a tensor is known to hold the parameter with this path."""
+        """Returns whether there is a `Source` for the parameter with this path."""
         return path in self._sources
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of tensors along the first axis of a parameter with layers; None if there are none."""
+        """Returns how many layers of a stacked parameter the folder has; None if it has none."""
         source = self._sources.get(path)
         if source is None or not source.num_stacked:
             return None
@@ -211,7 +211,7 @@ class PublishedFolder:
         return expected
 
     def _unknown(self, shapes: Any) -> list[str]:
-        """Returns a line for each parameter that a model of this family has not."""
+        """Returns a line for each parameter without a `Source`: models of this family do not have it."""
         names = [name for name in parameters.names(shapes) if name not in self._sources]
         return [f"missing: {name}, which models of this family have not" for name in names]
 
@@ -238,7 +238,7 @@ class PublishedFolder:
           A tree of arrays like `abstract`.
 
         Raises:
-          UserError: the folder does not fit, with every difference; or a number is not finite.
+          UserError: the folder does not fit the model (every difference is listed), or a number is not finite.
         """
         lines = self._unknown(abstract) + self._misfits(self._expected(abstract, specs)) + self._differing(abstract)
         if lines:
@@ -304,7 +304,7 @@ class _Own(NamedTuple):
 
     @classmethod
     def of(cls, path: str, parameter: _Parameter, leaf: jax.ShapeDtypeStruct) -> _Own:
-        """Allocates nothing that is not written: the system provides pages of zeros when they are touched."""
+        """Finds the parts that this host's devices hold of `leaf`; `at` allocates their arrays."""
         devices: dict[_Ranges, list[jax.Device]] = {}
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
@@ -312,7 +312,7 @@ class _Own(NamedTuple):
         return cls(path, parameter, leaf, {}, devices)
 
     def at(self, place: tuple[int, ...]) -> Iterator[tuple[np.ndarray, dict[str, slice]]]:
-        """Yields, for each part, the array of this place to fill, and what of each axis of the tensor belongs there."""
+        """Yields, for each part with entries of the tensor at `place`, the array to fill and its range of each axis."""
         sizes, depth = self.parameter.sizes, len(place)
         for ranges in self.devices:
             if ranges not in self.blocks:
@@ -328,7 +328,7 @@ class _Own(NamedTuple):
             yield block[tuple(slice(0, s.stop - s.start) for s in wanted.values())], wanted
 
     def placed(self) -> jax.Array:
-        """Moves the parts to their devices, and frees each here."""
+        """Moves the parts to their devices, frees the host's copies, and returns the array."""
         shards = []
         for ranges, devices in self.devices.items():
             block = self.blocks.pop(ranges)
@@ -350,14 +350,14 @@ def tensors_of(
     limits: Mapping[str, int],
     dtype: Any,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a model one after the other, as they are published.
+    """Yields the names and tensors of a model one after the other, in the layout of published folders.
 
     Args:
-      read: returns a parameter by its path; of one layer, if a number is given.
+      read: returns the parameter with a path, or only its layer with the given number.
       shapes, specs: shapes and specs of the parameters.
-      sources: with complete names.
+      sources: source of each parameter, by path, with complete tensor names.
       limits: as in `PublishedFolder`.
-      dtype: dtype of the tensors, but for those whose source has one.
+      dtype: dtype of the tensors whose source names none.
 
     Raises:
       UserError: a number is beyond the range of the dtype.
@@ -394,15 +394,15 @@ def write(
     stem: str = "model",
     shard_bytes: float = _SHARD_BYTES,
 ) -> int:
-    """Writes tensors as one safetensors file, or as several with an index; returns their bytes.
+    """Writes tensors as one safetensors file, or as several with an index; returns their size in bytes.
 
     The files have temporary names until all are written, and are removed after an error. The index is written last.
 
     Args:
-      folder: exists and is local.
+      folder: an existing local folder.
       tensors: names and arrays.
-      stem: beginning of the names of the files.
-      shard_bytes: largest size of a file, unless one tensor is larger.
+      stem: beginning of the files' names.
+      shard_bytes: largest size of a file in bytes, unless one tensor is larger.
     """
     try:
         shards, total = _write_shards(folder, tensors, shard_bytes)
@@ -429,7 +429,7 @@ def write(
 def _write_shards(
     folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: float
 ) -> tuple[list[list[str]], int]:
-    """Writes the files of `write` with temporary names; returns the tensors of each, and the bytes of all."""
+    """Writes files with temporary names; returns the names of the tensors in each, and the bytes of all."""
     from safetensors.numpy import save_file
 
     shards: list[list[str]] = []

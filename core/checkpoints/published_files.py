@@ -1,9 +1,9 @@
 """Finds the files of published models: local, gs://, or hf://OWNER/NAME[@REVISION], which is downloaded.
 
-A process reads one revision of a model of the hub, also if another one is pushed meanwhile.
+A process reads the same revision of a model on the hub throughout, even if a new one is pushed meanwhile.
 
 A run keeps copies of the small files (configuration and tokenizer) of the folders that it started from, and reads the
-copies from its first checkpoint on. So it can be resumed, exported and evaluated when the folders are gone.
+copies from its first checkpoint on. So it can be resumed, exported and evaluated even after the folders are gone.
 
     copies.json   {"FOLDER as it was written": "0"}
     0/config.json, 0/tokenizer.json …
@@ -47,13 +47,13 @@ _run_dir: str | None = None  # of the run that this process works on
 
 
 def small_files(text: str) -> paths.Path:
-    """Returns the folder with the configuration and the tokenizer of a model, which may be the copy of a run.
+    """Returns the folder with the configuration and the tokenizer of a model: the run's copy, if there is one.
 
     Args:
-      text: local, gs:// or hf://.
+      text: a local path, gs:// or hf://.
 
     Raises:
-      UserError: as `weights`.
+      UserError: the name is malformed, the download failed, or the run directory cannot be read.
     """
     if copy := copy_of(text):
         return copy
@@ -130,7 +130,7 @@ def without_safetensors(names: Collection[str]) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Returns the names of all files of a model of the hub."""
+    """Returns the names of all files of a model on the hub."""
     import huggingface_hub
 
     name, revision = _name_and_revision(text)
@@ -144,7 +144,7 @@ def is_published(text: str) -> bool:
     """Returns whether a text names the folder of a published model.
 
     Raises:
-      UserError: the folder has weights or a tokenizer, but no `config.json`; or as `weights`.
+      UserError: the folder has weights or a tokenizer, but no `config.json`; or as `small_files`.
     """
     folder = small_files(text)
     if (folder / CONFIG).exists():
@@ -190,7 +190,7 @@ def keep_copies(run_dir: str) -> None:
 
 
 def use_copies(run_dir: str | None) -> None:
-    """Reads small files from the copies of a run from now on, if it has a checkpoint; None: from the folders.
+    """From now on, reads small files from the copies of a run if it has a checkpoint; None: from the folders.
 
     Forgets which folders this process has used before.
     """

@@ -34,6 +34,9 @@ _SPREAD = 0x9E3779B9  # multiplier of the index
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 SLOW_SECONDS = 3600  # timeout for the slowest host: hosts may read different amounts at different speeds
 RETRY_SECONDS = 5.0  # pause before the single retry of a read that may succeed later
+# Exceptions that wrong or missing bytes cause in checksums, JSON, zarr and zstd. TensorStore raises ValueError for
+# every error, with the status first: too many open files are RESOURCE_EXHAUSTED, an input or output error of a disk is
+# UNKNOWN. A read is retried if a file is missing: where listings are cached, another host's file may appear later.
 _PROOFS = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error)
 
 
@@ -42,7 +45,7 @@ class Misfit(UserError):
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """Returns leaves by name, such as "params/decoder/linear/w"; names are equal for a NamedTuple and Orbax's dict."""
+    """Returns leaves by name, such as "params/decoder/linear/w", which is equal for a NamedTuple and Orbax's dict."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
@@ -51,7 +54,7 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 
 def without(state: Any, names: Collection[str]) -> Any:
-    """Returns the tree with None in place of the leaves with these names, as of `by_name`."""
+    """Returns the tree with None in place of the leaves with these names (see `by_name`)."""
     found, absent = by_name(state), frozenset(names)
     assert found.keys() >= absent, f"no leaves {sorted(absent - found.keys())}"
     return jax.tree.unflatten(jax.tree.structure(state), [None if n in absent else leaf for n, leaf in found.items()])
@@ -87,7 +90,7 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
     Args:
       saved: dtypes and shapes by name, as `kind` formats them.
       abstract_state: the requested state.
-      where: what has those of `saved`.
+      where: where the arrays of `saved` are, for the messages.
     """
     wanted = {name: kind(leaf) for name, leaf in by_name(abstract_state).items()}
     lines = [Problem(f"not {where}", setting=name, expected=wanted[name]) for name in wanted if name not in saved]
@@ -97,7 +100,7 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
 
 
 def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
-    """Returns, in a list, the setting with which a state fits that an optax transformation had without `by_layer`.
+    """Returns the setting to change, in a list, if `saved` is of an optax transformation applied without `by_layer`.
 
     Args:
       saved: as in `differences`.
@@ -210,12 +213,6 @@ def _mixed(h: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return h ^ (h >> np.uint32(16))
 
 
-# Exceptions that wrong or missing bytes cause in checksums, JSON, zarr and zstd.
-# TensorStore raises ValueError for every error, with the status first. Too many open files are RESOURCE_EXHAUSTED, an
-# input or output error of a disk is UNKNOWN.
-# A missing file is retried: on file systems that cache listings, another host's file may appear later.
-
-
 class UnreadableError(RuntimeError):
     """A step could not be read, for a reason that does not prove damage."""
 
@@ -289,7 +286,7 @@ def is_proof_of_damage(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def refusing_damage(*step_folders: paths.Path) -> Iterator[None]:
-    """Context for a command that reads these steps and cannot continue with others.
+    """Context in which a command reads these steps, and reports proven damage as a `UserError`.
 
     Raises:
       UserError: an exception in the context proves that a step is damaged; others are passed on.

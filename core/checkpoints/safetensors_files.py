@@ -37,7 +37,7 @@ Slices = tuple[slice, ...]
 
 
 class Stored(Protocol):
-    """Numbers in a file: a `Tensor`, or what is computed from several."""
+    """An array that is read in parts: a `Tensor`, or one that is computed from several."""
 
     @property
     def file(self) -> paths.Path:
@@ -233,10 +233,10 @@ class Reader:
 
 
 def are_equal(one: Stored, other: Stored, rows: int | None = None) -> bool:
-    """Returns whether two tensors of a shape hold the same numbers, in any dtypes; reads blocks of both.
+    """Returns whether two tensors of equal shape hold the same numbers, whatever their dtypes; reads block by block.
 
     Args:
-      one, other: from `tensors`.
+      one, other: the tensors.
       rows: how many of the first rows to compare; None: all.
     """
     length = one.shape[0] if rows is None else min(rows, one.shape[0])

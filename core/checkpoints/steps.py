@@ -1,4 +1,4 @@
-"""Lists the steps of a folder of checkpoints, and writes and reads what a step has beside its arrays.
+"""Lists the steps of a folder of checkpoints, and reads and writes what a step contains besides its arrays.
 
     100/meta/metadata   JSON: the run's metadata, the step, the fingerprint of every array, the digest of every position
         data/a.bin      the position of one stream, after its SHA-256; written by the host that owns the stream
@@ -6,8 +6,8 @@
 The checksum of the metadata is verified before the metadata is used. The metadata has fingerprints of all arrays and
 digests of all positions. They reveal an undamaged array or position file that belongs to another step.
 
-Frozen parameters that the run read from another run or a published folder are left out of its steps. The metadata names
-their source, and has their fingerprints too, so that another source is refused.
+Frozen parameters that the run read from a published folder are left out of its steps. The metadata names their source,
+and contains their fingerprints too, so that a source with other values is refused.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _is_folder_of_steps(folder: paths.Path) -> bool:
 
 
 def folders_of(run: str) -> list[paths.Path]:
-    """Returns the folder of `folder_of` and, of a run that saves parameters alone, theirs."""
+    """Returns the folder of a run's checkpoints and, if it has one, the folder of steps with parameters alone."""
     folder = folder_of(run)
     beside = folder.parent / PARAMS_FOLDER
     return [folder, beside] if beside != folder and beside.exists() else [folder]
@@ -191,9 +191,8 @@ def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
 def select_together(run_dir: str, *, step: int | None, every: bool) -> list[int]:
     """Calls `select` on host 0 and returns its result on every host.
 
-    A run that is still training adds and removes checkpoints, so hosts could see different ones.
-
-    Collective.
+    A run that is still training adds and removes checkpoints, so hosts could see different ones. Collective: all hosts
+    call it.
     """
     return distributed.decided_by_host_zero(lambda: select(run_dir, step=step, every=every))
 
@@ -334,9 +333,9 @@ def sealed(
     Args:
       meta: the caller's metadata.
       step: the step of the checkpoint.
-      content: the fingerprints of its arrays.
-      streams: the checksums of its data positions.
-      left_out: the frozen arrays that it leaves out.
+      content: dtype, shape and fingerprint of each of its arrays, as in `Description`.
+      streams: the SHA-256 of the data position of each stream.
+      left_out: the frozen arrays that the step does not contain.
     """
     own = {_STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}
     if left_out:

@@ -7,8 +7,8 @@ One step is one folder with three parts, written by all hosts together and made 
                         meta    JSON: config text, versions, git revision, seed …, and fingerprints of every array and
                                 stream of this step
 
-Frozen parameters that the run read from another run or a published folder are not saved; a restore reads them there
-again (`warm_start.Origin`).
+Frozen parameters that the run read from a published folder are not saved; a restore reads them there again
+(`warm_start.Origin`).
 
 Between such steps the parameters alone may be saved, as steps of the same form without opt_state and data:
 
@@ -58,7 +58,7 @@ class Checkpoints:
         origin: Origin | None = None,
         keep_best: str = "",
     ):
-        """Opens a folder of checkpoints; unless `read_only`, creates it and removes the rest of interrupted saves.
+        """Opens a folder of checkpoints; unless `read_only`, creates it and removes what interrupted saves left.
 
         Args:
           directory: local or gs://, shared by all hosts.
@@ -71,7 +71,7 @@ class Checkpoints:
           keep_best: also keep the best step by this metric of its metadata (`best.parse`); "": only the latest.
 
         Raises:
-          UserError: `keep` is below 1, or the folder to read does not exist.
+          UserError: `keep` or `keep_params` is below 1, `keep_best` is malformed, or the folder to read does not exist.
         """
         for name, value in (("keep", keep), ("keep_params", keep_params)):
             if value is not None and value < 1:
@@ -110,7 +110,7 @@ class Checkpoints:
           step: the step that produced `state`.
           state: a pytree of jax.Arrays with any shardings.
           data: the positions of the streams that this host owns, by name; names differ between hosts.
-          meta: JSON; host 0's is stored.
+          meta: values that JSON can hold; those of host 0 are stored.
 
         Raises:
           TypeError: a leaf is not a jax.Array.
@@ -187,8 +187,8 @@ class Checkpoints:
 
         Raises:
           UserError: there is no such complete step, a leaf has no sharding, or the tree, a shape or a dtype
-            differs; names the leaves, before any array is read. Or arrays that it leaves out are not where they were
-            read, or differ there.
+            differs; names the leaves, before any array is read. Also if arrays that the step leaves out are no longer
+            in their source, or differ there.
           DamagedError: an array or the metadata differs from what was saved.
           UnreadableError: the step could not be read, for a reason that does not prove damage.
         """
@@ -353,7 +353,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _forgetting_failures(self) -> Iterator[None]:
-        """Makes `close` return after a failed save."""
+        """Forgets a save that failed in this context, so that `close` does not wait for it."""
         try:
             yield
         except WriteFailedError:
@@ -372,7 +372,7 @@ class Checkpoints:
 
 
 def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) -> None:
-    """Waits until a step is complete, and removes those that do not stay."""
+    """Waits until a step is complete, and removes the steps that are not kept."""
     finish()
     if not distributed.is_host_zero():
         return
@@ -406,7 +406,7 @@ def _completed(state: Any, like: Any, others: Mapping[str, Any]) -> Any:
 
 
 def _sealed(described: steps.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:
-    """Returns the state and its own data positions. Raises as `Description.positions`."""
+    """Returns the state, and the data positions that belong to its step. Raises as `Description.positions`."""
     return state, described.positions(data)
 
 

@@ -4,13 +4,13 @@ A `Source` describes the dimensions of a tensor by the logical axes of a paramet
 
     Source("h.{}.attn.c_attn.weight", "embed (0/3 heads head_dim)")
 
-is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. Where the
-blocks differ in size, `4+heads+2` is an axis after four entries of others, and before two; so are the merged axes of
-`4+(heads head_dim)+2`. `{}` stands for the number of the layer: a parameter with the axis `layers` is read from one
-tensor per layer. A second `{}` stands for the entries of its next axis, such as the experts of a layer. A parameter
-that only some layers have is described by `first` and `every`: `first=1, every=2` means layers 1, 3, 5, ... `_` is an
-unnamed dimension. An axis may be shorter in the tensor than in the parameter (a vocabulary that is stored rounded up);
-the remaining entries of the parameter are zero, and are not exported.
+is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. If the
+blocks differ in size, `4+heads+2` is the axis `heads` with four entries of other parameters before it and two after
+it. `4+(heads head_dim)+2` says the same of merged axes. `{}` stands for the number of the layer: a parameter with the
+axis `layers` is read from one tensor per layer. A second `{}` stands for the index along its next axis, such as the
+number of an expert. `first` and `every` describe a parameter that only some layers have: `first=1, every=2` means
+layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in the tensor than in the parameter (a
+vocabulary that the model rounds up); the remaining entries of the parameter are zero, and are not exported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Source:
       name: name of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
       dims: the tensor's dimensions in terms of the parameter's other axes; see the module.
       first, every: the layer of the parameter's first entry, and the stride in layers.
-      dtype: in which the tensor is written; "": in that of the export.
+      dtype: dtype in which the tensor is written; "": that of the export.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Source:
         return dataclasses.replace(self, name=name)
 
     def tensor(self, place: tuple[int, ...]) -> str:
-        """Returns the name of the tensor at a place along the leading axes of the parameter."""
+        """Returns the name of the tensor for the given indices of the parameter's stacked axes."""
         return self.name.format(self.first + self.every * place[0], *place[1:]) if place else self.name
 
     @property
@@ -64,7 +64,7 @@ class Source:
 
     @property
     def _around(self) -> list[tuple[int, int]]:
-        """The entries of others before and after the merged axes of each dimension."""
+        """The numbers of other parameters' entries before and after the merged axes of each dimension."""
         return [(int(before or 0), int(after or 0)) for before, _, after, _ in _TOKEN.findall(self.dims)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -73,11 +73,11 @@ class Source:
         return tuple(sum(around) + own for around, own in zip(self._around, products, strict=True))
 
     def part(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> Slices:
-        """Returns the part of the tensor that `read` reads."""
+        """Returns the part of the tensor that contains the wanted part of the parameter."""
         return tuple(place for place, _, _ in self._placed(sizes, wanted))
 
     def _placed(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> list[tuple]:
-        """Returns `_covering` for each dimension of the tensor."""
+        """Returns, for each dimension of the tensor, the range to read, its shape as factors, and the wanted parts."""
         covers = [[_slice(token, sizes, wanted) for token in group] for group in self._groups]
         lengths = [[_size(token, sizes) for token in group] for group in self._groups]
         starts = [before for before, _ in self._around]
@@ -89,7 +89,7 @@ class Source:
         Args:
           read: reads a part of the tensor.
           sizes: length in the tensor of every axis, in the parameter's order.
-          wanted: part of every axis.
+          wanted: the range of every axis to return.
 
         Returns:
           An array with the axes of `sizes`.

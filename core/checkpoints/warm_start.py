@@ -35,7 +35,7 @@ class ParameterSource(Protocol):
     """Interface of parameters that a run can start from.
 
     Attributes:
-      notes: how the model that they belong to differs from the one that starts, where shapes may agree all the same.
+      notes: lines that say how the model they come from differs from the one to start, even where all shapes agree.
     """
 
     notes: Sequence[str]
@@ -54,13 +54,13 @@ class ParameterSource(Protocol):
         """Returns whether the source has a parameter with this path."""
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers of a stacked parameter; None if the source has no layers of it."""
+        """Returns the number of layers that the source has of a stacked parameter; None if it has none."""
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
         """Returns one line for each parameter that is missing, unused (`reading.Unused`) or of another shape."""
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """Returns a tree like `abstract`, whose leaves have shardings, with the parameters that this host needs."""
+        """Reads this host's shards; returns a tree of arrays like `abstract`, whose leaves have shardings."""
 
 
 OpenSource = Callable[[LeftOut], ParameterSource]
@@ -70,7 +70,7 @@ class Origin(NamedTuple):
     """Reads the frozen parameters that checkpoints of a run leave out, and checks that they are the same.
 
     Attributes:
-      open_source: opens where they are.
+      open_source: opens the source of the parameters that a step leaves out.
       specs: specs of the parameters of the run's model.
     """
 
@@ -92,7 +92,7 @@ class Origin(NamedTuple):
 
 
 def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> dict[str, tuple[Any, ParamSpec]]:
-    """Returns, by name, shape with dtype and sharding, and the `ParamSpec`, of each array that a step leaves out."""
+    """Returns shape, dtype and sharding, and the `ParamSpec`, of each array that a step leaves out, by name."""
     shapes, by_name = reading.by_name(abstract_state), reading.by_name({"params": specs})
     names = described.left_out.arrays if described.left_out else []
     return {name: (shapes[name], by_name[name]) for name in names if name in shapes}
@@ -101,7 +101,7 @@ def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> di
 def require_left_out(
     source: ParameterSource, described: Description, wanted: Mapping[str, tuple[Any, ParamSpec]]
 ) -> None:
-    """Checks that a source has arrays that a step leaves out; reads headers only. For the rest see `read_left_out`."""
+    """Checks that a source has arrays that a step leaves out, by their headers; arguments as for `read_left_out`."""
     assert described.left_out is not None
     problems = [one for one in source.problems(*_trees(wanted)) if not isinstance(one, reading.Unused)]
     if problems:
@@ -123,7 +123,7 @@ def read_left_out(
       wanted: shape, dtype and sharding, and spec of each array, by name.
 
     Raises:
-      UserError: the source does not have them, or others.
+      UserError: the source lacks some of the arrays, or their values differ.
     """
     require_left_out(source, described, wanted)
     assert described.left_out is not None
@@ -141,7 +141,7 @@ def read_left_out(
 
 
 def read_of_source(source: ParameterSource, wanted: Mapping[str, tuple[Any, ParamSpec]]) -> dict[str, jax.Array]:
-    """Returns arrays by name, as the source has them: rounded to the dtypes of `wanted`, and not compared."""
+    """Reads arrays from a source, in the dtypes of `wanted`, without comparing them; returns them by name."""
     found = source.load(*_trees(wanted), progress=lambda *_: None)
     return {name: found[module][entry] for name in wanted for module, entry in (_place(name),)}
 
@@ -218,7 +218,7 @@ class SavedParameters(ParameterSource):
         return next(iter(reading.shape_of(self._content[path][0])), None) if self.has(path) else None
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
-        """Parameters that the step leaves out are compared by its metadata."""
+        """Compares the metadata of the step, which also has the parameters that the step leaves out."""
         del specs
         wanted = _by_path(shapes)
         kinds = {path: _read_as(kind, wanted.get(path)) for path, (kind, _) in self._content.items()}
@@ -235,7 +235,7 @@ class SavedParameters(ParameterSource):
         return self._described.left_out
 
     def require_source(self, shapes: Any, specs: Specs) -> None:
-        """Checks that those of these parameters that the step leaves out are in their source; reads headers only.
+        """Checks that parameters that the step leaves out are in their source; reads headers only.
 
         Raises:
           UserError: the source is not there, or does not have them.
@@ -244,11 +244,11 @@ class SavedParameters(ParameterSource):
             require_left_out(self._source, self._described, absent)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """Floating-point parameters are converted to the dtype of `abstract`.
+        """Reads the parameters; those of a floating-point dtype are converted to the dtype of `abstract`.
 
         Raises:
-          UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved or, if the
-            step leaves them out, in their source; lists them. Converted ones are not compared.
+          UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved; lists
+            them. Saved parameters that are converted are not compared.
         """
         wanted = _by_path(abstract)
         if missing := [path for path in wanted if path not in self._stored]:
@@ -295,7 +295,7 @@ class SavedParameters(ParameterSource):
         return self._open_source(self._described.left_out)
 
     def _read_left_out(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, Any]:
-        """Reads those of the parameters with these paths that the step leaves out, and converts them."""
+        """Reads the wanted parameters that the step leaves out, and converts them."""
         if not (asked := self._absent(wanted, specs)):
             return {}
         found = read_left_out(self._source, self._described, asked)
@@ -313,7 +313,7 @@ class GivenParameters(ParameterSource):
     notes: Sequence[str] = ()
 
     def __init__(self, params: Any, renames: Mapping[str, str] | None = None):
-        """Keeps the arrays, of JAX or numpy, of a tree `{module: {name: array}}`.
+        """Takes a tree `{module: {name: array}}` of JAX or numpy arrays.
 
         Args:
           params: the tree; it is not changed, and its arrays are not donated.
@@ -349,7 +349,7 @@ class GivenParameters(ParameterSource):
         return reading.differences(kinds, wanted, where="in memory")
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """The arrays are copies, converted to the dtypes of `abstract`."""
+        """Returns copies of the arrays, converted to the dtypes of `abstract`."""
         del specs
         progress("all together", len(self._arrays), len(self._arrays))
 

@@ -57,7 +57,7 @@ class WriteFailedError(RuntimeError):
 
     Attributes:
       says_all: its message contains the cause, so no traceback is printed.
-      ends_without_save: no other checkpoint is tried.
+      ends_without_save: the run ends without trying to save another checkpoint.
     """
 
     says_all = True
@@ -238,7 +238,7 @@ class _Files:
     """The files that this host writes into a part of a step: content by name."""
 
     def __init__(self, content: Mapping[str, bytes], fail: Callable[[BaseException], None]):
-        """Takes the files, and who is told of an error. Every host constructs those of all saves in one order."""
+        """Takes the files and a function that receives an error. All hosts construct these in the same order."""
         self.content, self.fail, self.number = content, fail, next(_numbers)
 
 
@@ -250,7 +250,7 @@ class _FilesHandler(ocp.handlers.CheckpointableHandler):
         return isinstance(checkpointable, _Files)
 
     async def save(self, directory: Any, checkpointable: _Files) -> Coroutine[Any, Any, None]:
-        """Returns what Orbax awaits in the background; only then is there a folder."""
+        """Returns the coroutine that Orbax awaits in the background; the folder exists only then."""
         return self._write(directory, checkpointable)
 
     async def _write(self, directory: Any, files: _Files) -> None:
@@ -293,7 +293,7 @@ def begin(
 
     Args:
       folder: folder of the step, which does not exist yet.
-      state: a pytree of jax.Arrays with any shardings, and None.
+      state: a pytree of jax.Arrays with any shardings; None in place of arrays that are left out.
       data: the files of its data positions that this host writes.
       meta: the files of its metadata that this host writes.
       fail: called at once with an error of these files, which may be raised much later.

@@ -1,1 +1,1 @@
-"""Paths and buckets, retried writes, JSON of other programs."""
+"""Resolves paths and buckets, retries writes, and reads JSON of other programs."""

@@ -24,7 +24,7 @@ _failed: dict[str, tuple[float, str]] = {}  # when an address was last tried, an
 
 
 class Buckets(gcsfs.GCSFileSystem):
-    """gcsfs, whose instances are made only if the service can be reached."""
+    """A gcsfs file system whose constructor raises `UnreachableError` if the service cannot be reached."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         if not (kwargs.get("session_kwargs") or {}).get("trust_env"):  # then requests go through a proxy

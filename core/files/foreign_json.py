@@ -23,11 +23,11 @@ def loads(text: str | bytes, *, strict: bool = True) -> Any:
 
     Args:
       text: the JSON.
-      strict: whether numbers that are not finite and objects with a repeated key are errors. Files that other programs
-        read without complaint, and metrics, may have them.
+      strict: whether numbers that are not finite and objects with a repeated key are errors. Metrics, and files that
+        other programs accept, may contain them.
 
     Raises:
-      MalformedError: the text is not JSON, or has more than `MOST_NESTED` nested brackets.
+      MalformedError: the text is not JSON, has more than `MOST_NESTED` nested brackets, or is wrong as `strict` says.
     """
     only: Any = {"parse_float": _finite, "parse_constant": _finite, "object_pairs_hook": _unique} if strict else {}
     try:

@@ -256,7 +256,7 @@ def sizes(folder: epath.Path) -> dict[str, int]:
 
 
 def kvstore(folder: epath.Path) -> dict[str, str]:
-    """Returns TensorStore's description of a folder."""
+    """Returns the spec of the TensorStore key-value store that is a folder."""
     if not is_remote(folder):
         return {"driver": "file", "path": f"{folder}/"}
     bucket, name = _bucket_and_key(folder)
@@ -264,7 +264,7 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
 
 
 def file_version(path: str) -> str:
-    """Returns what changes when a file is written: a local file's modification time, or an object's generation."""
+    """Returns a text that changes when a file is written: its modification time, or the generation of an object."""
     if not is_remote(path):
         return str(pathlib.Path(path).stat().st_mtime_ns)
     system, name = fsspec.core.url_to_fs(path)

@@ -1,1 +1,1 @@
-"""Joining of hosts, heartbeat, diagnosis."""
+"""Connects the hosts of a run, monitors them, and diagnoses failures."""

@@ -276,6 +276,7 @@ def decided_by_host_zero(decide: Callable[[], Any], *, timeout_seconds: float = 
 
     Raises:
       UserError: `decide` raised one, or an UnreachableError; on every host.
+      TimeoutError: host 0 sent nothing within `timeout_seconds`.
     """
     decided: dict[str, Any] = {}
     if is_host_zero():

@@ -69,7 +69,7 @@ def on_verdict(act: Callable[[Verdict], None]) -> None:
 
 
 def raised(error: str, *, code: int, is_consequence: bool) -> None:
-    """Reports the error that ends this process, and waits for the verdict, which ends all; returns without a verdict.
+    """Reports the error that ends this process, and waits for the verdict, which ends all; returns if there is none.
 
     Args:
       error: type and message.

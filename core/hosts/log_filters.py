@@ -147,7 +147,7 @@ def _is_other_record(record: logging.LogRecord) -> bool:
 
 
 class _Unraisable:
-    """A `sys.unraisablehook` that ignores TensorStore's calls into a closed event loop."""
+    """A `sys.unraisablehook` that ignores TensorStore's calls into a closed event loop while a save is in progress."""
 
     def __init__(self, before: Callable[[Any], object]):
         self.before = before

@@ -247,7 +247,7 @@ class _Waiting(NamedTuple):
 
 
 class _Door:
-    """Reads the first message of every connection, of all at once, and keeps the connections of the hosts."""
+    """Reads the first message of every connection, concurrently, and keeps the connections of the hosts."""
 
     def __init__(self, listener: socket.socket, call: _Call):
         self._listener, self._call = listener, call

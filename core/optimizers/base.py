@@ -62,7 +62,7 @@ class Optimizer:
         """Returns the optimizer for parameters with these specs.
 
         Raises:
-          UserError: no parameter is trainable, or a rule finds no parameter of the kind that it is for.
+          UserError: no parameter is trainable, or there is no parameter of the kind that the rule is for.
         """
         if not any(spec.trainable for spec in jax.tree.leaves(specs)):
             raise UserError(f"all parameters are frozen ({', '.join(parameters.names(specs))}): leave some to train")
@@ -168,7 +168,7 @@ class Optimizer:
 
 
 def nodes(state: Any, kind: type) -> list[Any]:
-    """Returns all nodes of a state tree that are instances of a class."""
+    """Returns the outermost nodes of a state tree that are instances of a class."""
     parts = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [part for part in parts if isinstance(part, kind)]
 
@@ -280,10 +280,10 @@ def from_optax(
 ) -> Optimizer:
     """Returns an optimizer that applies a complete optax transformation, such as `optax.adan(1e-3)`.
 
-    The transformation brings its own learning rate, weight decay and masks; nothing is added unless asked for. Of what
-    optax passes to an update besides gradients and parameters, a training step can give `value`, the mean loss. It
-    cannot give functions that evaluate the loss again (`value_fn`, `obj_fn`, `grad_fn`), which line searches and
-    second-order methods need; those are refused before the first step.
+    The transformation brings its own learning rate, weight decay and masks; nothing is added unless asked for. A
+    training step passes gradients, parameters and `value`, the mean loss, to its update. It cannot pass functions that
+    evaluate the loss again (`value_fn`, `obj_fn`, `grad_fn`), so transformations that need them, such as line searches
+    and second-order methods, are refused before the first step.
 
     The learning rate is reported if the state contains it (`optax.inject_hyperparams`); otherwise it is known only
     inside the transformation, and steps have no metric `learning_rate`. Evaluation uses the averaged parameters of
@@ -292,15 +292,16 @@ def from_optax(
     Args:
       transformation: converts gradients of the mean loss to updates that are added to the parameters.
       clip_norm: largest global norm of the gradient; None: no clipping besides that of the transformation.
-      by_layer: whether each layer of a stack is treated as a separate parameter. None: where the transformation would
-        otherwise treat a stack in another way than its layers, because it looks at dimensions or sizes
+      by_layer: whether each layer of a stack is treated as a separate parameter. None: only if the transformation
+        would otherwise treat a stack in another way than its layers, because it looks at dimensions or sizes
         (`mask=lambda p: tree_map(lambda x: x.ndim > 1, p)`, labels by shape, `sm3`). Set True for transformations that
         use norms of a whole parameter (`lamb`, `lars`), so that training does not depend on how layers are stored; not
         for those that combine all parameters (`prodigy`). False: never.
 
     Raises:
-      UserError: not a transformation, or a number out of range; in `init`, the transformation cannot be applied, or
-        it looks at dimensions and combines parameters, or it is `optax.contrib.muon` and takes others than matrices.
+      UserError: `transformation` is not one of optax, or a number is out of range. Raised in `init`: the transformation
+        cannot be applied, it looks at dimensions and combines parameters, or it is `optax.contrib.muon` and the
+        parameters with two dimensions are not the matrices.
     """
     if not isinstance(transformation, optax.GradientTransformation):
         raise UserError(
@@ -375,7 +376,7 @@ def _check_state(before: Any, after: Any) -> None:
 def state_axes(optimizer: Optimizer, shapes: Params) -> Any:
     """Returns the logical axes of every leaf of the optimizer's state.
 
-    A leaf belongs to the parameter whose path is the end of its own path. A leaf with the parameter's shape has the
+    A leaf belongs to the parameter whose path is the end of the leaf's path. A leaf with the parameter's shape has the
     parameter's axes; one with several entries of that shape (the memory of L-BFGS) has them after its leading
     dimensions. A leaf that lacks a dimension (a factored moment) has the remaining axes. A row or column moment over
     joined dimensions has the axis of the first of them, whose shards are contiguous. All other leaves (counters, and

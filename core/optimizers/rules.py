@@ -66,7 +66,7 @@ def adafactor(
 def lion(*, b1: float = 0.9, b2: float = 0.99) -> Rule:
     """Lion (Chen et al. 2023, algorithm 2): updates by the sign of an interpolated momentum, with a single moment.
 
-    The learning rate is three to ten times smaller than for `adamw`, the decay three to ten times larger.
+    It needs a learning rate three to ten times smaller than `adamw`, and a weight decay three to ten times larger.
 
     Args:
       b1: weight of the momentum in the update.
@@ -209,7 +209,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
 
 class SignState(NamedTuple):
-    """The state of the rule: only a step counter."""
+    """The state of the rule for tables: a step counter."""
 
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
 

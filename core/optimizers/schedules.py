@@ -103,14 +103,14 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
 
 
 def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Returns schedules one after the other (`optax.join_schedules`): for the phases of a run.
+    """Applies one schedule after the other, for the phases of a run (`optax.join_schedules`).
 
     Args:
       schedules: each is a function of the steps since its boundary; the first, of all steps.
-      boundaries: after which of the run's steps the second schedule begins, the third, …
+      boundaries: the steps of the run after which the second schedule, the third, … begin.
 
     Raises:
-      UserError: not one boundary fewer than schedules, or boundaries not in ascending order.
+      UserError: there is not one boundary fewer than schedules, or boundaries are not in ascending order.
     """
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted({step for step in boundaries if step > 0}):
         raise UserError(

@@ -1,9 +1,9 @@
 """Finds out whether a transformation of optax treats a layer of a stack as a parameter of its own.
 
 A stack holds the norms of its layers in one array [layers, width], which a mask `p.ndim > 1`, a function of labels or
-`optax.contrib.muon` takes for a matrix. Masks leave no trace in the state, so the computations are compared: an update
-is traced once with stacked parameters and once with a single layer of each. A value is represented by a number that
-follows from the operations it is computed with, whatever the shapes, and by the parameters on which it depends.
+`optax.contrib.muon` mistakes for a matrix. Masks leave no trace in the state, so the computations are compared: an
+update is traced once with stacked parameters and once with a single layer of each. A value is represented by a hash of
+the operations that compute it, which does not depend on shapes, and by the parameters on which it depends.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class _Update(NamedTuple):
 
 
 def by_layer_where_needed(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """Applies `rule` to each layer separately if it would otherwise treat layers in another way than parameters.
+    """Applies `rule` to each layer separately if it would otherwise treat a stack in another way than its layers.
 
-    Raises UserError, in `init`, if that cannot be done because the rule combines parameters, and for Muon of optax
-    where the number of dimensions does not tell the matrices.
+    Its `init` raises UserError if that cannot be done because the rule combines parameters, and for
+    `optax.contrib.muon` if the parameters with two dimensions are not the matrices.
     """
     plain, separate = optax.with_extra_args_support(rule), parameters.by_layer(rule, specs)
     chosen: dict[Any, optax.GradientTransformationExtraArgs] = {}
@@ -107,7 +107,7 @@ def _needs_layers(rule: optax.GradientTransformation, specs: Specs, shapes: Para
 
 
 def _check_muon(state: Any, specs: Specs, single: Params) -> None:
-    """Raises UserError if `optax.contrib.muon` takes other parameters than the matrices, by their dimensions."""
+    """Raises UserError if `optax.contrib.muon`, which goes by dimensions, does not use Muon for all matrices alone."""
     states = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.contrib.MuonState))
     chosen = [name for s in states if isinstance(s, optax.contrib.MuonState) for name in parameters.names(s.mu)]
     if not chosen:
@@ -203,7 +203,7 @@ def _update(rule: optax.GradientTransformation, params: Params) -> _Update:
 
 
 def _owner(params: set[Sequence[Any]], path: Sequence[Any]) -> str:
-    """Returns the parameter whose path is the end of a path in the state, or of its beginning (SM3 has lists)."""
+    """Returns the parameter whose path occurs in a path of the state, the last if there are several; "" if none."""
     ends = ((start, end) for end in range(len(path), 0, -1) for start in range(end))
     return next((parameters.path_name(path[start:end]) for start, end in ends if path[start:end] in params), "")
 

@@ -1,1 +1,1 @@
-"""The training loop, its hooks, prefetching of batches, profiles, and detection of recompilations."""
+"""Runs the training loop with its hooks, prefetches batches, writes profiles, and detects recompilations."""

@@ -24,7 +24,7 @@ from core.files import paths
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # reading from the cache included
 _FOUND = "/jax/compilation_cache/cache_hits"
-_USER_BYTES = 2**30  # of programs in the user's cache
+_USER_BYTES = 2**30  # limit on the programs in the user's cache
 
 
 class Totals(NamedTuple):
@@ -96,7 +96,7 @@ def use_cache(folder: str) -> None:
 
 
 def use_cache_of_user() -> None:
-    """Caches compiled programs in `$XDG_CACHE_HOME/renga/programs`, at most `_USER_BYTES`, least used ones removed.
+    """Caches compiled programs in `$XDG_CACHE_HOME/renga/programs`, and removes the least recently used above 1 GiB.
 
     A folder that JAX_COMPILATION_CACHE_DIR or `use_cache` has named stays in use. If the folder cannot be written,
     nothing is cached.

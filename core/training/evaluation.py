@@ -1,7 +1,7 @@
 """Evaluates a model: one pass over batches, which can also return the model's answers, and the hook for a run.
 
-The answers of one batch are read while the devices compute the next, and none are kept: the variants of ARC puzzles are
-hundreds of thousands of grids.
+The answers of one batch are read while the devices compute the next, and none are kept, because there may be hundreds
+of thousands (one for each variant of an ARC puzzle).
 """
 
 import collections
@@ -22,7 +22,7 @@ from core.training.trainer import Hook
 from core.types import Batch, WeightedSum, can
 
 HostBatches = Iterable[Mapping[str, np.ndarray]]
-_ALMOST_ALL = 0.99  # the most that is said of a share if there is more
+_ALMOST_ALL = 0.99  # the largest share that is reported if batches remain
 _BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
 
 
@@ -47,7 +47,7 @@ class FirstBatches:
 
 
 class Scored(NamedTuple):
-    """What an evaluation scored: the weight of its loss, which for text is the number of tokens; and the share."""
+    """How much an evaluation scored: the weight of its loss (for text, the number of tokens), and the share."""
 
     weight: float
     share: float | None  # of the validation data; 1.0 is all; None if it is not known
@@ -161,7 +161,7 @@ class Evaluate(Hook):
         return step % self._every == 0 or step == self._last_step
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Evaluates and writes."""
+        """Evaluates the model and writes the metrics of the evaluation."""
         with activity.enter(activity.EVALUATING):
             if self._batches is None:  # opening the streams takes seconds
                 opened = self._open_batches()

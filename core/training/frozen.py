@@ -1,4 +1,4 @@
-"""Identifies the frozen parameters of a run, which precomputed hidden states must come from."""
+"""Checks that precomputed hidden states were computed with the frozen parameters of a run."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from core.types import Params, Task, can
 
 
 class HasSpecs(Protocol):
-    """Interface of a program that names its frozen parameters."""
+    """Interface of a program that describes its parameters."""
 
     @property
     def param_specs(self) -> Specs:
@@ -28,10 +28,10 @@ class HasBase(Protocol):
 def checksum(program: HasSpecs, params: Params) -> int | None:
     """Returns the sum of the fingerprints of the frozen parameters modulo 2^32; None if there are none.
 
-    All hosts call it.
+    Parameters of kind "constant" do not count. All hosts call it.
 
     Args:
-      program: the program, whose `param_specs` name the frozen parameters.
+      program: the program, whose `param_specs` say which parameters are frozen.
       params: as the run stores them.
     """
     specs = reading.by_name(program.param_specs)

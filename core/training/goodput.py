@@ -132,9 +132,9 @@ class Goodput(Hook):
           first_step: step of the restored checkpoint; 0 for none.
           last_step: the step at which the run ends.
           every: steps between two reports.
-          write: receives the step and `goodput`.
+          write: receives the step and `{"goodput": share}`.
           say: receives a sentence, at the end and at every start after the first.
-          started: when this start began, as `time.monotonic` has it; None: when the process did.
+          started: when this start began, on the clock of `time.monotonic`; None: when the process began.
         """
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
@@ -244,10 +244,10 @@ class HostMetrics:
 
         Returns:
           On host 0, the step of the latest line that all hosts have posted, and its values:
-          `hosts/step_seconds/host_2`, `hosts/own_seconds/host_2` (work and wait for data, without the devices), for
-          both the `…_spread` between hosts and the slowest host, and `hbm_gib/host_2/chip_5` if it has changed. No
-          values on other hosts, or if there is no new line. A step that is not after the last one means that all hosts
-          have rolled back; lines from before and after a rollback are not compared.
+          `hosts/step_seconds/host_2` and `hosts/own_seconds/host_2` (work and wait for data, without the devices), the
+          `…_spread` of each between hosts, `hosts/slowest`, and `hbm_gib/host_2/chip_5` if it has changed. No values on
+          other hosts, or if there is no new line. A step that is not after the last one means that all hosts have
+          rolled back; lines from before and after a rollback are not compared.
         """
         if self._latest and step <= max(self._latest):
             self._latest, self._compared, self._times_back = {}, -1, self._times_back + 1

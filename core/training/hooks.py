@@ -125,7 +125,7 @@ class Meet(Hook):
 
 
 class Checkpoints(Protocol):
-    """Interface of where `Save` and `SaveParams` save; `core.checkpoints.store.Checkpoints` implements it.
+    """Interface of the checkpoints that `Save` and `SaveParams` write; `core.checkpoints.store.Checkpoints` has it.
 
     All hosts call the methods in order, except `costs`.
     """
@@ -283,7 +283,7 @@ class SaveParams(Hook):
         due: Callable[[int], bool],
         check: Callable[[], None] = lambda: None,
     ):
-        """Takes a run's `Checkpoints`, a function that selects what an evaluation uses, and arguments of `Save`."""
+        """Takes a run's `Checkpoints`, a function from a state to the parameters to save, and arguments of `Save`."""
         self._checkpoints, self._evaluated, self._meta = checkpoints, evaluated, meta
         self._due, self._check = due, check
 
@@ -450,7 +450,7 @@ class RollBack(Hook):
         self._in_vain = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises RollBackError if the loss or the gradient norm is not finite, or NonFiniteLossError if in vain."""
+        """Raises RollBackError at a non-finite loss or gradient norm, NonFiniteLossError after too many in vain."""
         if not (bad := non_finite(report.metrics)):
             if report.step > self._failed_at:
                 self._in_vain = 0
@@ -477,7 +477,7 @@ def policy_hook(
     Args:
       name: one of POLICIES.
       warn: called with a sentence for every skipped update and every rollback.
-      writers: record the same as metrics.
+      writers: record each of these as a metric, `skipped_updates` or `rolled_back`.
       newest: returns the step of the newest checkpoint, or None; for the message with which "stop" ends the run.
     """
 

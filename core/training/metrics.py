@@ -114,8 +114,8 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
     Args:
       run_dir: local or gs://.
       is_host_zero: whether this host writes.
-      first_step: the step at which the run resumes. Earlier records of later steps are replaced: TensorBoard hides
-        them; of two JSON lines for one step the later one is valid; Weights & Biases keeps the earlier.
+      first_step: the step at which the run resumes. If the run repeats steps, TensorBoard hides the earlier records of
+        them, JSON lines has both and the later counts, and Weights & Biases keeps the earlier.
       wandb_project: a project of Weights & Biases; empty: do not use it.
     """
     if not is_host_zero:
@@ -136,7 +136,7 @@ def open_own_lines(run_dir: str, *, process_index: int) -> Writers:
 
 
 class TensorBoard:
-    """Event files, written without TensorFlow."""
+    """Writes TensorBoard's event files, without TensorFlow."""
 
     def __init__(self, directory: paths.Path, *, first_step: int = 0):
         """Opens a new event file in `directory`; events of earlier files from `first_step` on are hidden."""

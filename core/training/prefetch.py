@@ -45,7 +45,7 @@ class _Failed(NamedTuple):
 class Prefetch:
     """An iterator over device batches.
 
-    Holds at most `depth` + 1 batches on the devices beside the one that the step uses.
+    Holds at most `depth` + 1 batches on the devices besides the one that the step uses.
 
     Attributes:
       input_wait_seconds: how long the last `next` waited for data; near zero unless the input is the bottleneck.
@@ -155,7 +155,7 @@ def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
       position: the union of what `Prefetch.position` returned on all hosts.
 
     Raises:
-      UserError: no stream, or streams that were saved at different places.
+      UserError: there is no stream, or the streams were saved at different numbers of batches since their snapshots.
     """
     offsets = {name: _OFFSET.unpack_from(value)[0] for name, value in position.items()}
     if not offsets:

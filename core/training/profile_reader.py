@@ -190,7 +190,7 @@ def base_name(text: str) -> str:
 
 
 def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
-    """Events annotated by the training loop, by name."""
+    """Returns the events annotated by the training loop, by name."""
     found: dict[str, list[Any]] = collections.defaultdict(list)
     for plane in hosts:
         for line in plane.lines:

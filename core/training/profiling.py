@@ -73,7 +73,7 @@ class Requests:
     """
 
     def __init__(self, run_dir: str, *, last_step: int):
-        """Starts a thread that polls: host 0 for requests, every host for the windows that it posts."""
+        """Starts a thread that polls: host 0 for requests, every host for the profiling windows that host 0 posts."""
         folder = paths.resolve(run_dir)
         self._request, self._answer = folder / REQUEST_NAME, folder / ANSWER_NAME
         self._request_seconds = _BUCKET_SECONDS if paths.is_remote(folder) else _LOCAL_SECONDS
@@ -242,7 +242,7 @@ class Profile(Hook):
 
 
 class Trace:
-    """A trace of the steps from `step` on, which every host writes to a file of its own:
+    """A trace of the steps from `step` on. Every host writes it to a file of its own:
 
         RUN/tensorboard/plugins/profile/step_100/<hostname>-p<process>.xplane.pb
 

@@ -151,7 +151,7 @@ class RunLock:
         clock: Callable[[], float],
         words: Words,
     ):
-        """Only called by `acquire`."""
+        """Starts to renew the lock; only `acquire` calls it."""
         self._run_dir, self._file = run_dir, paths.resolve(run_dir) / FILE
         self._owner, self._version, self._made_directory = owner, version, made_directory
         self._words = words
@@ -183,7 +183,7 @@ class RunLock:
           silent_seconds: time without a renewal after which an owner that cannot be looked up counts as dead.
           look_seconds: time between two reads of the lock while it is observed.
           clock: the clock with which `check` limits itself to one read per second.
-          words: for messages, of a folder that is not a run directory.
+          words: words for messages; the default is for run directories.
 
         Raises:
           UserError: another launch holds it, or the directory cannot be written.

@@ -104,8 +104,8 @@ class Scores:
     """The scores of all checkpoints that one command evaluates; they are collected on host 0.
 
     Attributes:
-      about: entries of every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
-      judge: scores the answers; None: nothing does.
+      about: entries to write into every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
+      judge: scores the answers; None: only loss and metrics are computed.
       checkpoints: the content of each step_N.json, in the order evaluated.
       ensembles: the entries of cumulative.json.
     """
@@ -131,7 +131,7 @@ class Scores:
           checkpoints: checkpoints of the run.
           step: step of the checkpoint.
           held_out: rows to evaluate.
-          layout: rows of this host.
+          layout: the rows of each batch that this host supplies.
           data: fingerprint of the data that is evaluated.
 
         Returns:

@@ -149,7 +149,7 @@ class _Reader:
         self._device_seconds += time.perf_counter() - began
 
     def wait(self, dispatched: _Dispatched) -> dict[str, Any]:
-        """Returns the metrics of a step on the host, when it is done."""
+        """Waits for a step, and returns its metrics on the host."""
         with self.with_devices(), jax.profiler.TraceAnnotation(WAITING):
             found = jax.device_get(dict(dispatched.metrics))
         self.activity = activity.TRAINING

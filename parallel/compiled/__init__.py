@@ -1,1 +1,1 @@
-"""Programs for a slice: compiling, HLO, traffic, lints."""
+"""Compiles programs for a slice, and reads their memory, traffic and costs from the HLO."""

@@ -1,4 +1,4 @@
-"""Analyses a compiled step: memory, estimated cycles, traffic, findings of the lints, and compiler warnings.
+"""Analyzes a compiled step: memory, estimated cycles, traffic, findings of the lints, and compiler warnings.
 
 `launch/run report --compile` prints the result; other commands build tables from it, and it converts to JSON.
 """
@@ -49,7 +49,7 @@ def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
 
 
 def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
-    """Analyses a compiled step.
+    """Analyzes a compiled step.
 
     Args:
       bound: the program that was compiled.

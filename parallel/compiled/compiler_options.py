@@ -1,4 +1,4 @@
-"""Compiler options for each chip generation and for GPUs. CPUs take none; initialization has a level of its own there.
+"""Compiler options for each chip generation and for GPUs; on CPUs, only for the program that initializes parameters.
 
 The compiler rejects unknown names, and tests compile with each table and check the compiler's warnings.
 docs/results/compiler-options.md lists the measured effect of each option.
@@ -78,7 +78,8 @@ def options(
     Args:
       generation: see `core.slices.Slice`.
       overrides: options to add or replace, by name; None removes one.
-      mesh_shape: degree by mesh axis, -1 for the remaining chips; over `expert`, chips exchange tokens.
+      mesh_shape: degree by mesh axis, -1 for the remaining chips; if that of `expert` is not 1, TPUs get the options
+        for asynchronous all-to-alls.
     """
     exchanges = generation in slices.CHIPS and (mesh_shape or {}).get("expert", 1) != 1
     merged = {**OPTIONS[generation], **(_ASYNC_EXCHANGE if exchanges else {}), **(overrides or {})}

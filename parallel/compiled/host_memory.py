@@ -79,7 +79,7 @@ def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, i
 def problem(
     need: Mapping[str, int], program: Program, task: Task, *, eval_batches: int, have_bytes: int, whose: str
 ) -> str:
-    """Returns the error if `need` exceeds `have_bytes`, with a fix; empty if it fits.
+    """Returns the error message if `need` exceeds `have_bytes`, with a fix; empty if it fits.
 
     Args:
       need: bytes by purpose, from `per_host` or `simulated`.
@@ -120,7 +120,7 @@ def require(program: Program, task: Task, *, eval_batches: int) -> None:
     makes before a run starts.
 
     Raises:
-      UserError: it does not; gives both sizes and the setting to change.
+      UserError: it does not suffice; gives both sizes and the setting to change.
     """
     need, have = per_host(program, task, eval_batches=eval_batches, saved_bytes=0), available_bytes()
     if said := problem(need, program, task, eval_batches=eval_batches, have_bytes=have, whose="this host"):

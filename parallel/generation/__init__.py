@@ -1,1 +1,1 @@
-"""Tokens from a cache."""
+"""Generates tokens, with a KV cache if the model has one, and scores given continuations."""

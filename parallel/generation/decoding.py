@@ -1,10 +1,11 @@
-"""The compiled programs of generation: a chunk of prompts, and several tokens of every row.
+"""The compiled programs of generation: one runs a chunk of the prompts, one adds several tokens to every row.
 
 All rows fill the same slots: prompts end in the same slot, and shorter ones begin with empty slots (`padding`). An
 entry of the cache is then written for all rows at once.
 
-Parameters are held layer by layer, and the program of a token has no loop over layers: a loop would copy the weights of
-each layer out of the stacked array before it multiplies with them. A table that shards the layers keeps them stacked.
+Parameters are held layer by layer, and the program that adds tokens has no loop over layers: a loop would copy the
+weights of each layer out of the stacked array before it multiplies with them. If the strategy's table shards the
+layers, they stay stacked.
 
 B rows, S slots of the cache, C slots of a chunk, V vocabulary.
 """
@@ -62,9 +63,9 @@ class Decoder:
     """The programs of one model and layout; compiled once for each shape.
 
     Attributes:
-      model: with the ability ExtendsCache.
+      model: the model if generation extends its cache, otherwise `Recomputing` around it.
       fixed_length: the only number of slots; None: any.
-      most_tokens: that a call of `decode` adds.
+      most_tokens: the largest number of tokens that a call of `decode` adds to a row.
     """
 
     most_tokens = STEPS
@@ -157,18 +158,18 @@ class Decoder:
             return _sharded(params, self.layouts), _sharded(jax.eval_shape(empty), _layouts(jax.jit(empty).lower()))
 
     def lower_prefill(self, params: Params, cache: Any, *, rows: int, chunk: int) -> Any:
-        """Lowers the program of a chunk from shapes alone; the devices need not exist.
+        """Lowers the prefill program for one chunk of the prompts, from shapes alone; the devices need not exist.
 
         Args:
           params, cache: shapes and shardings, from `abstract`.
           rows: B.
-          chunk: ids of each row.
+          chunk: number of ids per row.
         """
         with self.tracing():
             return self._prefill.lower(params, cache, *self._integers((rows, chunk), (), (rows,)))
 
     def lower_decode(self, params: Params, cache: Any, *, rows: int, vocab_size: int) -> Any:
-        """Lowers the program of greedy tokens from shapes alone; the devices need not exist.
+        """Lowers the program that adds greedy tokens, from shapes alone; the devices need not exist.
 
         Args:
           params, cache: shapes and shardings, from `abstract`.
@@ -301,7 +302,7 @@ def _layouts(lowered: Any) -> Any:
 
 
 class Recomputing:
-    """A model that has only `logits`, in the form of one with a cache: the cache holds ids, and all are run again."""
+    """Gives a model without a cache the methods of one: the cache holds ids, and each call runs all of them again."""
 
     def __init__(self, program: Program):
         self._program = program

@@ -1,8 +1,8 @@
 """Continues prompts with a model: prefill in chunks, then tokens for all rows at a time, from a cache.
 
 Rows may have prompts of different lengths and end independently. A token is drawn with a key of (seed, row, position),
-so that it does not depend on the layout, on the other rows, or on the chunks. No pipeline runs: under its strategy
-every chip runs all layers.
+so that it does not depend on the layout, on the other rows, or on the chunks. No pipeline runs: under a strategy with
+one, every chip runs all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Continuation(NamedTuple):
 
     Attributes:
       ids: the new ids, without the one that ended it.
-      log_probabilities: log-probability of each id, by the model itself (at temperature 1, with all tokens).
+      log_probabilities: log-probability of each id, by the model itself (at temperature 1, over all tokens).
       ended: whether a stop id ended it, rather than the limit.
     """
 
@@ -87,8 +87,8 @@ class Generator:
           stop_ids: ids that end a row.
           num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
           slots: number of slots of the cache, if more than needed: calls of different lengths then share programs.
-          on_tokens: called after each step with the new id of every row, None for rows that have ended. If it returns
-            True, no further tokens are generated than those under way.
+          on_tokens: called for each position with the new id of every row, None for rows that have ended. If it returns
+            True, only the tokens that are already being generated follow.
 
         Raises:
           UserError: an empty prompt, an id that the model does not have, or more positions than it has.

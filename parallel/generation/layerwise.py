@@ -1,8 +1,8 @@
 """Generation on one CPU: the layers run in several calls, and calls of equal layers share one compiled program.
 
-One program of all layers of a large model takes most of a minute to compile on a CPU, which is long beside a short
-answer. Here a token is `before`, a call for every few layers, and `after`. A call reads so many weights that calling it
-costs little, and weights are not copied.
+One program of all layers of a large model takes most of a minute to compile on a CPU, which is long for a short answer.
+Here each token takes a call before the layers, one for every few layers, and one after them. A call reads so many
+weights that calling it costs little, and weights are not copied.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ class Held(NamedTuple):
     """Parameters for generation.
 
     Attributes:
-      layers: for each call, those of its layers, each parameter a tuple of one array per layer; None for others.
-      others: None in place of those of layers.
+      layers: for each call, the parameters of its layers, each a tuple of one array per layer; None for the others.
+      others: the parameters that belong to no layer; None for those of layers.
     """
 
     layers: tuple[Params, ...]
@@ -41,7 +41,7 @@ class LayerwiseDecoder:
     Attributes:
       model: with the abilities ExtendsCache and ExtendsLayers.
       fixed_length: None: any number of slots.
-      most_tokens: that a call of `decode` adds.
+      most_tokens: the number of tokens that a call of `decode` adds to a row.
     """
 
     fixed_length = None

@@ -3,7 +3,7 @@
     log p(continuation | context) = sum over t of log softmax(logits[t])[id[t + 1]], t + 1 in the continuation
 
 Rows are sorted by length and padded at their ends to few lengths, so that few programs are compiled. No pipeline runs:
-under its strategy every chip runs all layers.
+under a strategy with one, every chip runs all layers.
 
 B rows, T positions, V vocabulary.
 """
@@ -43,14 +43,14 @@ class Likelihood(NamedTuple):
 
 
 class Scorer:
-    """Computes log-likelihoods with a model; its program is compiled once for each length.
+    """Computes log-likelihoods with a model; its program is compiled once for each shape (padded length and rows).
 
     Attributes:
       max_length: the largest number of positions of a row.
     """
 
     def __init__(self, program: Program, params: Params):
-        """Checks the model.
+        """Takes a model with its parameters, and checks that it computes logits.
 
         Args:
           program: model and layout; its optimizer is not used.
@@ -72,13 +72,13 @@ class Scorer:
         self._sums = jax.jit(self._scored_sums, out_shardings=everywhere)
 
     def update(self, params: Params | None) -> None:
-        """Takes other parameters of the same layout; None leaves none."""
+        """Takes other parameters of the same layout; None frees the memory of the last ones."""
         self._params = params
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
         """Returns the likelihood of each continuation.
 
-        Of a row that is longer than the model's limit, the beginning of the context is left out.
+        If a row is longer than `max_length`, the beginning of its context is left out.
 
         Raises:
           UserError: an empty context, or a continuation that is empty or longer than the limit.

@@ -1,7 +1,7 @@
 """Splits the backward pass of a layer: the gradient of its input first, the gradients of its matrices later.
 
-The previous stage waits for the gradient of a layer's input, and nobody waits for the gradients of its matrices. So a
-zero-bubble schedule computes these at another tick, from values that wait until then:
+The previous stage waits for the gradient of a layer's input, but no stage waits for the gradients of its matrices. So a
+zero-bubble schedule computes the latter at another tick, from values that are kept until then ("wait"):
 
     first     weights, saved values, side, dy          ->  dx, gradients of vectors, values that wait
     second    weights, saved values, side, these       ->  gradients of matrices
@@ -89,7 +89,7 @@ class Deferred(NamedTuple):
         return dw, dx, tuple(waiting)
 
     def second(self, kind: Kind, layer: Layer, saved: Slots, side: Side, waiting: Slots) -> list:
-        """Computes the gradients of the matrices of a layer; the list has None for vectors.
+        """Computes the second part of the backward pass: the gradients of matrices; the list has None for vectors.
 
         Args:
           kind, layer, saved, side: as in `first`.

@@ -12,7 +12,8 @@ that no tick has work that no stage needs. For 1F1B:
     stage s at tick t:  forward of turn t - s, backward of turn t - 2 (S - 1) + s
 
 Saved values are stored in as few places as the schedule needs (`Schedule.places`). With repeats, the first stage
-receives a microbatch for its next part just in time, from the last one; so it does, in reverse, in the backward pass.
+receives a microbatch for its next part just in time from the last stage. In the backward pass it is the other way
+around.
 
 `stage` is manual in the passes only: for the tail it is automatic, so that the vocabulary can be sharded over it and
 all stages share the head.
@@ -74,7 +75,7 @@ class OnePass(NamedTuple):
     """1F1B over a stack of layers, on the rows of one group of chips.
 
     Attributes:
-      schedule: 1F1B or a relative.
+      schedule: 1F1B, or a schedule derived from it.
       fn: one layer.
       tail: runs after the last layer and returns a `core.types.LossOutput`.
       layers: gathered weights and keys of all stages, leaves [L, ...].

@@ -92,7 +92,7 @@ class Passes:
     def loss_and_gradients(
         self, params: Any, tail: Tail, x: Stream, fixed: Layer, side: Side, trained: Trained, of_tail: Trained
     ) -> tuple[tuple[Any, Any], tuple[list, list, Stream]]:
-        """Runs 1F1B or a relative.
+        """Runs 1F1B, or a schedule derived from it.
 
         Args:
           params, x, fixed, side, trained: as in `forward`.

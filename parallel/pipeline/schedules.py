@@ -8,8 +8,8 @@ which order the microbatches come, and how many ticks later the next stage does 
     1F1B, interleaved   S R - 1 ticks forward, M R + S - S R ticks forward and backward, S R - 1 ticks backward
     zero-bubble         as 1F1B and interleaved; gradients of matrices only in the last M R ticks
 
-S stages, M microbatches, R repeats: how often a microbatch passes through all stages. A pass of a microbatch through a
-part of the layers costs F forward, B backward, of which W for the gradients of matrices:
+S stages, M microbatches, R repeats: how often a microbatch passes through all stages. A pass of a microbatch through
+all layers of a stage takes the time F forward and B backward, of which W is for the gradients of matrices:
 
                   time                                        bubble
     all others    (M R + S - 1) (F + B) / R                   (S - 1) / (M R + S - 1)
@@ -64,7 +64,7 @@ class Schedule:
         with NaN. None: memory keeps its previous content.
 
     Raises:
-      UserError: numbers out of range.
+      UserError: a number is out of range, or `save` has another value.
     """
 
     num_microbatches: int
@@ -85,7 +85,7 @@ class Schedule:
         return self.num_microbatches * self.repeats
 
     def group(self, stages: int) -> int:
-        """Returns the number of successive microbatches that a stage runs before it goes on to the next repeat."""
+        """Returns the number of successive microbatches that a stage runs before its next repeat."""
         del stages
         return self.num_microbatches
 
@@ -102,7 +102,7 @@ class Schedule:
         return (stages - 1) / self.ticks(stages)
 
     def kept(self, stages: int) -> int:
-        """Returns the largest number of microbatches that a stage saves values of; each repeat counts separately."""
+        """Returns the largest number of passes whose saved values a stage holds at a time; each repeat is a pass."""
         return max(self.places(stages)) + 1
 
     def places(self, stages: int) -> list[int]:
@@ -312,11 +312,11 @@ class Interleaved(OneFOneB):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroBubble(OneFOneB):
-    """1F1B or interleaved, in which no stage ever waits with the gradients of matrices.
+    """1F1B or interleaved, without bubbles in the computation of matrices' gradients.
 
-    Qi et al. 2023 ("zero bubble") run the gradients of matrices, on which no other stage depends, in place of bubbles.
-    In lockstep all stages compute those of one microbatch at the same tick, as soon as the first stage can: for this
-    the last one keeps what they need of up to S microbatches. So only M R ticks have this work, none of them a bubble.
+    Qi et al. 2023 ("zero bubble") compute the gradients of matrices, on which no other stage depends, in place of
+    bubbles. Here all stages compute those of one microbatch at the same tick, as soon as the first stage can. Until
+    then the last stage keeps what they need of up to S microbatches. So M R ticks have this work, and none is a bubble.
 
     Attributes:
       repeats: R.
@@ -364,7 +364,7 @@ def circular(*, num_microbatches: int, repeats: int, save: str = "layers") -> Sc
 
     Args:
       num_microbatches, save: see `Schedule`.
-      repeats: R.
+      repeats: how often a microbatch passes through all stages.
     """
     return Circular(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
@@ -383,23 +383,23 @@ def interleaved(*, num_microbatches: int, repeats: int, save: str = "layers") ->
 
     Args:
       num_microbatches, save: see `Schedule`.
-      repeats: R.
+      repeats: how often a microbatch passes through all stages.
     """
     return Interleaved(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
 
 def zero_bubble(*, num_microbatches: int, repeats: int = 1) -> Schedule:
-    """Runs 1F1B, or interleaved with repeats, with no bubbles in the gradients of matrices; needs more memory.
+    """Runs 1F1B, or interleaved if `repeats` is above 1, without bubbles in matrices' gradients; needs more memory.
 
     Args:
       num_microbatches: see `Schedule`.
-      repeats: R.
+      repeats: how often a microbatch passes through all stages.
     """
     return ZeroBubble(num_microbatches=num_microbatches, repeats=repeats)
 
 
 def padded(layers: int, parts: int) -> int:
-    """Returns the number of layers that the stages run: all parts have equally many, and the last ones are padding."""
+    """Rounds a number of layers up, so that all parts have equally many; the last layers are then padding."""
     return -(-layers // parts) * parts
 
 

@@ -35,7 +35,7 @@ LABEL = "arithmetic, not compiled"
 # A layout is refused when it needs this many times a chip's HBM: arithmetic gives up to 1.13 times the compiled peak of
 # a 7B (`hsdp`), and up to 1.08 in the committed records. Between 1 and this the compiler decides.
 REFUSED_FROM = 1.15
-PRODUCT_SHARE_OF_PEAK = 0.8  # 7B on v4-32: 8 N FLOPs a token over libtpu's estimate of computation
+PRODUCT_SHARE_OF_PEAK = 0.8  # 7B on v4-32: 8 N FLOPs per token over libtpu's estimate of computation
 # Times that HBM is read or written, from compiled cycles of the 7B; the rest overlaps products. Of sums of gradients:
 # with one repeat; with several; with several that come again, so that a tick may continue an earlier sum.
 _PASSES_OVER_SAVED, _PASSES_OVER_WAITING = 5, 10
@@ -123,7 +123,7 @@ def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, flo
 
 
 def _in_flight(sharded: ShardedState) -> float:
-    """Returns the share of a batch of which a stage has saved values at a time; 1 without a pipeline."""
+    """Returns the largest share of a batch whose saved values a stage holds at a time; 1 without a pipeline."""
     schedule = sharded.tables.pipeline
     return schedule.kept(sharded.shape["stage"]) / schedule.turns if schedule else 1.0
 
@@ -176,7 +176,7 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
 
 
 def _waiting(sharded: ShardedState, rows: float) -> float:
-    """Returns bytes that wait for gradients of matrices: as large as what is saved if no product is computed again."""
+    """Returns the bytes kept for gradients of matrices: those that are saved if no product is computed again."""
     works = sharded.trace.works.values()
     least = min(work.flops for work in works)
     products = min((work for work in works if work.flops <= 1.01 * least), key=lambda work: work.row_bytes)
@@ -186,7 +186,7 @@ def _waiting(sharded: ShardedState, rows: float) -> float:
 def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[float]) -> float:
     """Returns the bytes of what is kept outside of loops, with the gradient of its largest array, usually the logits.
 
-    Of logits that are computed in chunks there are those of one chunk, and their gradient in half as many bytes.
+    If logits are computed in chunks, those of one chunk count, and their gradient in half as many bytes.
     """
     sizes = [_kept_bytes(sharded, k, rows) for k in work.kept if k.has_rows and "vocab" in k.axes.names]
     largest = max(sizes, default=0.0)
@@ -200,7 +200,7 @@ def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[flo
 
 
 def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
-    """Returns the bytes of a saved array on a chip; weights are cast, and sharded if they are gathered again."""
+    """Returns the bytes per chip of a saved array; weights count as sharded if they are gathered again."""
     as_computed = kept.has_rows or not gathers_again
     table = sharded.tables.activation_rules if as_computed else sharded.tables.param_rules
     pieces = sharded.shards([name for name in kept.axes.names if name not in logical.STACKED], table)
@@ -290,7 +290,7 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
         padding = sharded.padding_of(leaf, of)
         payload = padding * leaf.size * sharded.trace.itemsize / sharded.degree(computed)
         n = sharded.degree(gathered)
-        # Once a step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
+        # Once per step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
         wide = leaf.dtype.itemsize / sharded.trace.itemsize if once or step.accum_steps > 1 else 1
         if padding > 1:  # layers move to their stages, and their gradients back
             share = (sharded.shape["stage"] - 1) / sharded.shape["stage"]
@@ -367,7 +367,7 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
 
 
 def check_fits(found: Estimate, slice: Slice) -> None:
-    """Raises Refused if the estimate exceeds a chip's HBM by more than the likely error, or its share of the host."""
+    """Raises Refused if the estimate exceeds a chip's HBM beyond the likely error, or its share of host memory."""
     of_host = slice.chip.host_memory_bytes
     if found.host_bytes > of_host:
         raise Refused(

@@ -1,7 +1,8 @@
 """Enumerates the candidates of a plan: the layouts of a slice, with every choice that trades memory for time.
 
-Nothing here lists strategies, schedules or choices of rematerialization. A strategy is tried if it is in
-`strategies.__all__` and has degrees among its parameters, a choice of `remat` if the model accepts it.
+Strategies and choices of rematerialization are found, not listed: a strategy is tried if it is in `strategies.__all__`
+and has degrees among its parameters, a choice of `remat` if the model accepts it. Schedules are listed below, by their
+arguments.
 """
 
 import dataclasses
@@ -160,9 +161,9 @@ def _has_ring(name: str) -> bool:
 
 
 def _parameters(name: str) -> dict[str, int | None] | None:
-    """Returns the default of each degree of a strategy, None if it has none.
+    """Returns the default of each degree of a strategy (None for a required one), by name.
 
-    None instead for what is not a strategy or requires another parameter.
+    Returns None if `name` is not that of a strategy, or the strategy requires another parameter.
     """
     if name in _NOT_STRATEGIES:
         return None
@@ -177,7 +178,7 @@ def _parameters(name: str) -> dict[str, int | None] | None:
 
 
 def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields degrees: the free axis takes the remaining chips, others each divisor above 1, and 1 by default."""
+    """Yields degrees: -1 stays where it is the default; other axes get each divisor above 1, and 1 if it is that."""
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
         return  # a strategy for several slices
     divisors = [n for n in range(2, slice.devices_per_slice + 1) if slice.devices_per_slice % n == 0]

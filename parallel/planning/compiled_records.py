@@ -1,4 +1,4 @@
-"""Compiles a program for its slice, in this process, and returns the record of what the compiler makes of it."""
+"""Compiles a program for its slice, in this process, and makes the record of the compiler's results."""
 
 import time
 
@@ -18,7 +18,7 @@ def made_with() -> dict[str, str]:
 
 
 def record(bound: Program) -> Record:
-    """Compiles a program that is bound to the compiler's description of its slice."""
+    """Compiles a program that is bound to the compiler's description of its slice, and returns the record."""
     made = {**made_with(), "program": compiling.trace_digest(bound)}
     started = time.perf_counter()
     try:

@@ -1,6 +1,6 @@
-"""Memory and predicted time of generation on a chip, from the programs that the TPU compiler makes.
+"""Memory and predicted time of generation on a chip, from its programs as compiled for TPUs.
 
-Times follow `planning.cost`. A token takes at least the time to read its weights and cache from HBM.
+Times follow `planning.cost`. A token takes at least the time to read the parameters and the KV cache from HBM.
 """
 
 import math
@@ -27,9 +27,9 @@ class GenerationCost(NamedTuple):
 
     Attributes:
       rows, slots, chunk: rows generated together, positions of the cache, ids of a prompt processed together.
-      param_bytes, cache_bytes: on one chip.
-      chunk_memory, token_memory: memory of the programs of a chunk and of a token of every row.
-      chunk_time, token_time: predicted.
+      param_bytes, cache_bytes: bytes per chip.
+      chunk_memory, token_memory: memory of the programs for a chunk of the prompts and for a token of every row.
+      chunk_time, token_time: predicted times of these programs.
       token_bound: seconds in which a chip reads its parameters and cache once.
       warnings: warnings of the compiler.
     """
@@ -84,7 +84,7 @@ def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> Gen
       chunk: ids of a prompt that are processed together.
 
     Raises:
-      OutOfHbmError: it does not fit.
+      OutOfHbmError: a program does not fit into HBM.
     """
     decoder, model = Decoder(bound), cast(Any, bound.model)
     params, cache = decoder.abstract(rows, slots)

@@ -83,8 +83,8 @@ class Work(NamedTuple):
       reductions: reductions of a forward pass.
       gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are saved.
       looped: share of `flops`, and of `kernel_flops`, that loops over layers compute.
-      chunk_bytes: logits of a chip above which the loss is computed in chunks of at most so many bytes; 0: never.
-      kept_in_chunks: arrays that are kept if it is.
+      chunk_bytes: bytes of logits per chip above which the loss is computed in chunks of at most as many; 0: never.
+      kept_in_chunks: arrays that are kept if the loss is computed in chunks.
     """
 
     forward_flops: float
@@ -99,7 +99,7 @@ class Work(NamedTuple):
     kept_in_chunks: tuple[Kept, ...] = ()
 
     def with_padding(self, padding: float) -> Work:
-        """Returns the work if loops over layers run `padding` times as many."""
+        """Returns the work if loops over layers run `padding` times as many layers."""
         more, kernels = ((padding - 1) * share for share in self.looped)
         return self._replace(
             forward_flops=self.forward_flops * (1 + more),
@@ -115,7 +115,7 @@ class Work(NamedTuple):
 
     @property
     def of_loops(self) -> list[Kept]:
-        """Bytes that loops save for one row."""
+        """The arrays of rows that loops save."""
         return [kept for kept in self.kept if kept.copies > 1 and kept.has_rows]
 
 
@@ -365,7 +365,7 @@ def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
 
 
 def leaves(shapes: Any, axes: Any) -> list[tuple[Any, Axes]]:
-    """Returns every array with its axes."""
+    """Returns every array of a tree with its axes."""
     named = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes))
     return list(zip(jax.tree.leaves(shapes), named, strict=True))
 

@@ -107,7 +107,7 @@ def record_key(text: str, *, sources: str = "") -> str:
     """Returns the name of the record of a compiled program.
 
     Args:
-      text: `program_text`.
+      text: the program's identity, from `launch.program_identity.program_text`.
       sources: the digest of Renga's sources, in a user's cache; empty for committed records.
     """
     installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)

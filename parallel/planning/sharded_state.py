@@ -59,12 +59,13 @@ class ShardedState:
 
     Attributes:
       tables: the strategy.
+      trace: the model and its state, without a layout.
       shape: degree by mesh axis.
-      params: every parameter with its axes.
+      params: the shape of every parameter with its axes.
     """
 
     def __init__(self, tables: Strategy, trace: ModelTrace):
-        """Raises Refused if slice, model and tables do not fit together."""
+        """Applies the tables. Raises Refused if slice, model and tables do not fit together."""
         self.tables, self.trace = tables, trace
         self.params = leaves(trace.shapes.params, trace.axes.params)
         try:
@@ -87,7 +88,7 @@ class ShardedState:
             raise Refused("a dimension does not divide", str(error)) from error
 
     def rescheduled(self, tables: Strategy) -> ShardedState:
-        """Returns the same layout with another schedule; results that do not depend on the schedule are reused."""
+        """Returns the state under `tables`, which differ in the schedule alone; reuses what does not depend on it."""
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
         other.tables = tables
@@ -129,7 +130,7 @@ class ShardedState:
 
     @property
     def padding(self) -> float:
-        """Number of layers that the stages of a pipeline run, with padding, for each layer of the model."""
+        """Number of layers that the stages of a pipeline run, padding included, divided by that of the model."""
         return max((self.padding_of(leaf, of) for leaf, of in self.params), default=1.0)
 
     def padding_of(self, leaf: Any, of: Axes) -> float:
@@ -193,9 +194,9 @@ class ShardedState:
 
     @functools.cached_property
     def gathered(self) -> float:
-        """Bytes of the weights that are gathered at a time: of two layers, or of a pipeline's whole stage.
+        """Bytes of the weights that are gathered at a time: those of two layers, or of a pipeline's whole stage.
 
-        With a pipeline, two layers are also gathered of those before its first stage.
+        A pipeline also gathers two of the layers before its first stage.
         """
         total = 0.0
         stored, used = self.tables.param_rules, self.tables.activation_rules

@@ -1,1 +1,1 @@
-"""Agreement with one device, and the first difference."""
+"""Measures how layouts agree with one device, and finds the first difference between two runs."""

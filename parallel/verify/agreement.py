@@ -281,9 +281,10 @@ def tolerance(strategy: str) -> dict[str, float]:
 
 
 def limits(measured: Iterable[float]) -> dict[str, float]:
-    """Returns the allowed ulp by part, from those that gradients, losses, parameters and optimizer state differed by.
+    """Returns the allowed difference in ulp by part of a trajectory.
 
-    Metrics and carry, of which no figures were recorded, have the widest of these tolerances.
+    `measured` has the differences of gradients, losses, parameters and optimizer state. Metrics and carry, which have
+    none, get the widest of these tolerances.
     """
     allowed = [HEADROOM * ulp for ulp in measured]
     others = {"fresh": 0.0, "metrics": max(allowed), "carry": max(allowed), "counts": np.inf}
@@ -337,7 +338,7 @@ def bind(
     seed: int = 7,
     **options: Any,
 ) -> Program:
-    """Returns the model under a strategy, on CPU devices that play the example's slice.
+    """Returns the model under a strategy, on CPU devices that simulate the example's slice.
 
     Args:
       model: the model.
@@ -346,7 +347,7 @@ def bind(
       batch: gives the shapes and dtypes of the fields.
       axes: logical axes of the fields; None: rows and positions.
       seed: seed of parameters and random bits.
-      **options: of `Partitioner.program`.
+      **options: further arguments of `Partitioner.program`.
     """
     named = axes or {name: ("batch", "length")[: array.ndim] for name, array in batch.items()}
     spec = {name: Field(array.shape, array.dtype, named[name]) for name, array in batch.items()}
@@ -386,9 +387,10 @@ Apart = Mapping[str, Difference]  # by part of the trajectory
 
 
 class StrategyRow(NamedTuple):
-    """The differences between one strategy and one device, with one process and with several (`played`).
+    """The differences between one strategy and one device, with one process and with several.
 
-    If the strategy does not fit the model, `refused` is the reason, and the other fields are empty.
+    `played` has the differences by number of processes. If the strategy does not fit the model, `refused` is the reason
+    and there are no differences.
     """
 
     name: str
@@ -419,7 +421,7 @@ def measure(
     Args:
       subject: the model and its training options.
       examples: strategies with their slices, by name.
-      data: the global batch of every AdamW step.
+      data: the global batch of every step.
       bfloat16: also compare in bfloat16, with one device in bfloat16, if the model has a field `dtype`.
     """
     dtypes = ("float32", "bfloat16") if bfloat16 and _has_dtype(subject.model) else ("float32",)

@@ -54,7 +54,7 @@ class Compared(NamedTuple):
 
     Attributes:
       step: number of the step, from 1.
-      phase: "forward", "loss", "gradients" or "update" (or what was given: "data", "start").
+      phase: "forward", "loss", "gradients" or "update"; or an input of the run, "data" or "start".
       place: the part of the model, such as "layer 3".
       tensor: its name there.
       ulp: largest difference divided by the float32 spacing at the largest entry of both; infinite if shapes differ,
@@ -185,8 +185,8 @@ def run(
 
     Args:
       program: bound to devices that exist.
-      task: prepared.
-      steps: how many.
+      task: a prepared task.
+      steps: number of steps.
       checkpoint: folder of the step to take the state from; None starts afresh. Data starts at its beginning.
       origin: reads frozen parameters that the checkpoint leaves out.
       data_of: a recording whose batches to train on.

@@ -56,8 +56,9 @@ class Costs(NamedTuple):
       kernels: Mosaic kernels.
       custom_calls: executions of other custom calls, by target.
       loops: every loop, once per place.
-      unknown: executions by opcode that this module does not know.
-      unpriced: executions by opcode without an estimate; neither collectives, copies to or from a host, nor kernels.
+      unknown: executions of instructions whose opcode this module does not know, by opcode.
+      unpriced: executions of other instructions without an estimate, by opcode; collectives, kernels, and copies to or
+        from the host are left out.
     """
 
     cycles: Mapping[str, int]

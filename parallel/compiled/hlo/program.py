@@ -228,13 +228,13 @@ def arrays_of(type_: str) -> list[Array]:
 
 
 def placed_arrays(type_: str) -> list[tuple[Array, bool]]:
-    """Returns the arrays of a type, and of each whether it is in the memory of the host: `bf16[2,3]{1,0:S(5)}` is."""
+    """Returns the arrays of a type, each with whether it is in host memory, as `bf16[2,3]{1,0:S(5)}` is."""
     written = re.findall(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?", type_)
     return [(array, _ON_HOST in text) for text in written for array in arrays_of(text)]
 
 
 def root(computation: Computation) -> Instruction:
-    """Returns the result of a computation."""
+    """Returns the instruction whose result is that of the computation."""
     return next((i for i in computation.values() if i.is_root), list(computation.values())[-1])
 
 
