@@ -7,25 +7,39 @@ from models.decoder.layers import Attention
 from models.decoder.published import family
 from models.decoder.published.family import Config, Family
 
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def _read(config: Config) -> dict[str, Any]:
-    embedding, scores, residual, logits = (float(config[name]) for name in _MULTIPLIERS)
-    return family.without_windows(
-        config,
-        scaled_embedding=False if embedding == 1 else embedding,
-        mixer=Attention(scale=scores),
-        residual_scale=residual,
-        logit_scale=1 / logits,
-    )
+def multiplied(config: Config, *, rotary_fraction: float = 1.0) -> dict[str, Any]:
+    """Returns the fields of a decoder that the multipliers describe.
+
+    Args:
+      config: the configuration, with the values of absent keys.
+      rotary_fraction: part of the dimensions of a head that is rotated.
+    """
+    embedding, scores, residual, logits = (float(config[name]) for name in MULTIPLIERS)
+    return {
+        "scaled_embedding": False if embedding == 1 else embedding,
+        "mixer": Attention(scale=scores, rotary_fraction=rotary_fraction),
+        "residual_scale": residual,
+        "logit_scale": 1 / logits,
+    }
 
 
-def _write(model: DecoderConfig) -> dict[str, Any]:
+def multipliers(model: DecoderConfig) -> dict[str, float]:
+    """Returns the multipliers of a decoder, by their keys."""
     root = model.embed_dim**0.5 if model.scaled_embedding is True else model.scaled_embedding
     scale = family.attention_of(model).score_scale(model)
     values = (float(root or 1), scale, model.residual_scale, round(1 / model.logit_scale, 12))
-    return family.llama_config(model, **dict(zip(_MULTIPLIERS, values, strict=True)))
+    return dict(zip(MULTIPLIERS, values, strict=True))
+
+
+def _read(config: Config) -> dict[str, Any]:
+    return family.without_windows(config, **multiplied(config))
+
+
+def _write(model: DecoderConfig) -> dict[str, Any]:
+    return family.llama_config(model, **multipliers(model))
 
 
 FAMILIES = {
@@ -36,7 +50,7 @@ FAMILIES = {
         read=_read,
         write=_write,
         sources=family.llama_sources,
-        keys={**family.LLAMA, **dict.fromkeys(_MULTIPLIERS, 1.0)},
+        keys={**family.LLAMA, **dict.fromkeys(MULTIPLIERS, 1.0)},
         nullable=family.NULLABLE,
         others=family.ROPE,
     )

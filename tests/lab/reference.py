@@ -303,6 +303,9 @@ the model has no embedding, where they occur in a text. Dropout of GPT-2 is not 
 **DeepSeek-V3 and Kimi K2.** The correction of routers is frozen, and written in float32. Layers for later tokens are
 listed, not read. Kimi K2 is exported as `deepseek_v3`, whose classes it uses.
 
+**Granite 4.** Models with attention in all layers and no experts are read. Layers with Mamba-2, and experts, are errors
+that name the key. One with a rotary embedding is exported as `granite`, as Phi-4 is as `llama`: its logits are equal.
+
 **Attention sinks of gpt-oss.** Plain attention, the splash kernel, a ring and generation support them. On GPUs
 attention is plain: JAX gives cuDNN no sinks.
 

@@ -28,7 +28,19 @@ FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
 # Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; joined matrices; biases;
 # norms; a delta rule; latent attention after which experts follow dense layers.
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-QUICK = ("deepseek_v3", "gpt2", "gemma2", "gemma3", "gpt_oss", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_5")
+QUICK = (
+    "deepseek_v3",
+    "gpt2",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "granite4_nope",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+)
 
 
 def batch_of(ids):
@@ -96,9 +108,12 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
         assert relative_error(gradient, reference[f"grad/{tensor}"]) < of_gradients, tensor
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", "granite4_nope", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "granite4"))],
+)
 def test_packed_documents_do_not_see_one_another(name):
-    """Neither through sinks, which have no value, nor through windows, latent attention or experts."""
+    """Neither through sinks, which have no value, nor through windows, latent attention, experts or no positions."""
     model, params, _, reference = loaded(name)
     ids = reference["input_ids"]
     first, second = np.arange(9), np.arange(15)
@@ -119,6 +134,17 @@ def test_adapters_of_gpt_oss_are_those_of_attention_with_the_names_of_peft():
     said = r"gate, up, down are matrices of experts, .*; expected some of \('query', 'key', 'value', 'output'\)"
     with pytest.raises(UserError, match=said):
         lora.adapted(model=pretrained.model(str(HERE / "gpt_oss")))
+
+
+def test_adapters_of_granite_4_are_those_of_attention_and_of_the_last_matrix():
+    """PEFT has one adapter for the tensor that joins gate and up."""
+    plain = pretrained.model(str(HERE / "granite4_nope"))
+    model = lora.adapted(model=plain, rank=2, targets=(*Attention.matrices, "down"))
+    projections = ["k_proj", "o_proj", "output_linear", "q_proj", "v_proj"]
+    assert family_tensors.adapter_config(model, "base")["target_modules"] == projections
+    joined = lora.adapted(model=plain, rank=2)
+    with pytest.raises(UserError, match=r"several matrices in one tensor.*give --merge"):
+        family_tensors.adapter_sources(joined)
 
 
 def test_adapters_of_deepseek_are_those_of_latent_attention_with_the_names_of_peft():
@@ -215,6 +241,8 @@ MUTATIONS |= {
         {"logit_scale": 1.0},
         {"mixer": Attention()},
     ],
+    "granite4": [{"mixer": Attention(scale=0.25, rotary_fraction=0.0)}, {"residual_scale": 1.0}],
+    "granite4_nope": [{"mixer": Attention(scale=0.25)}, {"mixer": Attention(rotary_fraction=0.0)}],
     "phi3": [{"rope_scaling": None}, {"mixer": _phi3(window=None)}, {"mixer": _phi3(rope_theta=1e4)}],
     "phi4": [{"rope_theta": 1e5}],
 }
@@ -403,7 +431,7 @@ def test_presets_have_the_published_configurations():
 def test_a_configuration_is_written_as_it_was_read(name):
     model = pretrained.model(str(HERE / name), vocab_multiple=8)
     kind = families.family(model)
-    same = {"phi4": "llama"}  # matrices that are not joined
+    same = {"phi4": "llama", "granite4": "granite"}  # matrices that are not joined
     assert kind == same.get(name, json.loads((HERE / name / "config.json").read_text())["model_type"])
     again = transformer.Transformer(**families.fields(families.config(model, kind)), vocab_multiple=8)
     assert dataclasses.replace(again, head_dim=again.head_width) == dataclasses.replace(
