@@ -20,13 +20,13 @@ SHOWN = [
         "experts",
         "mixtral_8x7b",
         "| `{file}`, v5p-128 | {gib:.1f} | {mcycles:,.0f} | {hidden:.2f} – {scheduled:.2f} – {exposed:.2f} "
-        "| {mfu_exposed:.0f} to {mfu_hidden:.0f} % |",
+        "| {mfu_exposed:.0f} to {mfu_hidden:.0f}% |",
     ),
     (
         "experts",
         "qwen3_30b_a3b",
         "| `{file}`, v4-64 | {gib:.1f} | {mcycles:,.0f} | {hidden:.2f} – {scheduled:.2f} – {exposed:.2f} "
-        "| {mfu_exposed:.0f} to {mfu_hidden:.0f} % |",
+        "| {mfu_exposed:.0f} to {mfu_hidden:.0f}% |",
     ),
     ("experts", "mixtral_8x7b", "| {mcycles:,.0f} | {scheduled:.2f} | {gib:.1f} |"),
     ("experts", "qwen3_30b_a3b", "| {mcycles:,.0f} | {scheduled:.2f} |"),
@@ -45,7 +45,7 @@ SHOWN = [
     ("recursive-model", "trm-suite", "(`mixing`: the baseline) | {mcycles:.1f} | {milliseconds:.0f} | {gib:.1f} |"),
     ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "overlap that the compiler scheduled | {scheduled:.2f} |"),
     ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "hidden to none | {hidden:.1f} – {exposed:.1f} |"),
-    ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "GiB a chip at the peak | {gib:.1f} |"),
+    ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "GiB per chip at the peak | {gib:.1f} |"),
     ("pipelines-across-slices", "llama_3_1_70b_8xv5p_32", "if nothing hides it | {dcn:.2f} |"),
 ]  # fmt: skip
 
