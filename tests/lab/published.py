@@ -34,7 +34,7 @@ EXAMPLE = """tests/run.sh lab published                    the table; compiles n
 PAGE = WORKSPACE / "docs" / "results" / "prediction-error.md"
 PICTURE = WORKSPACE / "docs" / "pictures" / "predicted-against-published.svg"
 SUMMARIZING = (PAGE, WORKSPACE / "README.md", WORKSPACE / "docs" / "results" / "index.md")
-_SUMMARY = r"The median error of \d+ published steps is [\d.]+ %; nine in ten are within [\d.]+ %\."
+_SUMMARY = r"Over \d+ published steps, the median error of predicted times is [\d.]+%; nine in ten are within [\d.]+%\."
 _BEGIN, _END = "<!-- made by tests/run.sh lab published --write -->", "<!-- end -->"
 _HEADINGS = (
     "step",
@@ -147,7 +147,8 @@ def summary(rows: Sequence[PublishedRun]) -> str:
     found = calibration.error(rows)
     assert found is not None
     shares = (units.significant(100 * share, 2) for share in (found.median, found.nine_in_ten))
-    return "The median error of {} published steps is {} %; nine in ten are within {} %.".format(found.runs, *shares)
+    text = "Over {} published steps, the median error of predicted times is {}%; nine in ten are within {}%."
+    return text.format(found.runs, *shares)
 
 
 def _cells(row: PublishedRun) -> list[str]:
