@@ -1,10 +1,10 @@
 """`python -m launch COMMAND …`: imports the module of one command and runs it.
 
-The module has `COMMAND` (its family and name), `HELP`, both on one line, `EXAMPLE`, `add_arguments(parser)` and
-`run(args) -> int`. A `core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if gs://
-cannot be reached (docs/reference/exit-codes.md has all exit codes).
-Any other exception, including a plain ValueError, is printed with its traceback, and the exit code is 13; 1 is a
-regular result of some commands, such as "these checkpoints differ".
+A command's module has `COMMAND` (its family and name) and `HELP`, each on one line, `EXAMPLE`, `add_arguments(parser)`
+and `run(args) -> int`. A `core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if
+gs:// cannot be reached (docs/reference/exit-codes.md has all exit codes). Any other exception, including a plain
+ValueError, is printed with its traceback, and the exit code is 13; 1 is a regular result of some commands, such as
+"these checkpoints differ".
 """
 
 import argparse
@@ -28,14 +28,14 @@ FAMILIES = {
 
 
 def commands() -> dict[str, str]:
-    """Returns the names of all commands, with their modules."""
+    """Returns the module of each command, by the command's name."""
     return dict(sorted((name, module) for module, (_, name) in environment.declared("COMMAND").items()))
 
 
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Runs one command line, by `command` or else as a command of launch/run, and returns the exit code.
+    """Runs one command line with `command`, by default as launch/run does, and returns the exit code.
 
-    The code is 141 (128 + SIGPIPE) if the reader of the output has gone.
+    The code is 141 (128 + SIGPIPE) if the reader of the output has closed the pipe.
     """
     try:
         code = (command or _command)(argv)
@@ -63,7 +63,7 @@ def _command(argv: Sequence[str]) -> int:
     if environment.declared("COMMAND")[modules[name]][0] == "layouts":
         from parallel.compiled.hlo import messages
 
-        # Before jax is imported: these commands leave the chips to runs, and show the warnings of the TPU compiler.
+        # Set before jax is imported: these commands leave the chips to runs, and show the warnings of the TPU compiler.
         os.environ.update(messages.AUDIBLE_WARNINGS, JAX_PLATFORMS="cpu")
     program = "launch/pod.sh" if name == "pod" else f"launch/run {name}"
     return run_command(modules[name], rest, program=program)
@@ -121,9 +121,9 @@ def _overview() -> str:
 
 
 def end_process(code: int) -> None:
-    """Ends this process with the exit code of its command; returns for 0, so that the interpreter ends it in order."""
+    """Ends this process with a nonzero exit code at once; returns for 0, so that the interpreter exits normally."""
     sys.stderr.flush()
-    if code:  # at once: on several hosts, leaving in order would wait for the others at JAX's exit barrier
+    if code:  # at once: on several hosts, a normal exit would wait for the others at JAX's exit barrier
         heartbeat.leave(code, exit_codes.ending(code).meaning)
         os._exit(code)
 

@@ -1,7 +1,7 @@
-"""A conversation with a model at the terminal, or with one message on each line of standard input.
+"""Holds a conversation with a model at the terminal, or with one message per line of standard input.
 
-The history is formatted by the chat template of the model's folder, and run again for each answer. Its cache has a
-power of two of slots, so that a growing history compiles few programs.
+For each answer, the whole history is formatted by the chat template of the model's folder and prefilled again. The
+number of slots of the KV cache is a power of two, so that a growing history compiles few programs.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from launch.live_text import LiveText
 from launch.loaded_model import LoadedModel
 from parallel.generation import generating
 
-_SLOTS = 1024  # of the first cache
+_SLOTS = 1024  # slots of the first KV cache
 _EXIT, _NEW = "/exit", "/new"
 
 
@@ -24,11 +24,11 @@ class Conversation:
     """The messages so far, and the model that answers them."""
 
     def __init__(self, model: LoadedModel, *, max_tokens: int, **options: Any):
-        """Begins a conversation.
+        """Begins a conversation with an empty history.
 
         Args:
-          model: with a chat template.
-          max_tokens: most tokens of an answer.
+          model: a model with a chat template.
+          max_tokens: largest number of tokens of an answer.
           **options: `sampling` and `seed` of `LoadedModel.batches`.
         """
         self._model, self._max_tokens, self._options = model, max_tokens, options
@@ -61,7 +61,7 @@ class Conversation:
         self._messages = [*messages, {"role": "assistant", "content": found.text}]
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Clears the history."""
         self._messages = []
 
     def _most_tokens(self, length: int) -> int:
@@ -108,7 +108,7 @@ def _typed() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Any]:
-    """Context in which the first Ctrl-C is only noted, and the next ends the command; yields what was noted."""
+    """Context in which the first Ctrl-C is only noted, and the second ends the command; yields `() -> is noted`."""
     noted = []
     before = signal.getsignal(signal.SIGINT)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from core.slices import Slice  # a host reads its environment before its packages are installed
 
 WORKSPACE = Path(__file__).resolve().parent.parent
-PACKAGE = __name__.removesuffix("launch.environment")  # before the names of our modules: "renga." in the wheel, else ""
+PACKAGE = __name__.removesuffix("launch.environment")  # prefix of our module names: "renga." in the wheel, else ""
 COMMAND = (sys.executable, "-m", f"{PACKAGE}launch")  # what launch/run starts
 
 NAMES = frozenset(
@@ -37,22 +37,22 @@ NAMES = frozenset(
     TOKENIZERS_PARALLELISM GLIBC_TUNABLES STORAGE_EMULATOR_HOST GOOGLE_CLOUD_UNIVERSE_DOMAIN
     """.split()  # noqa: SIM905 (a list has a line for each)
 )
-COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # change a compiled program, besides the configuration
-# Of processes that train on CPUs, unless set. XLA maps its temporary buffers anew in every step; with large pages the
-# kernel clears and maps them in fewer parts. The C library reads it when a process starts.
+COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # besides the configuration, these change a compiled program
+# Set for processes that train on CPUs, unless the user sets it. XLA maps its temporary buffers anew in every step; with
+# # large pages the kernel clears and maps them in fewer parts. The C library reads it when a process starts.
 ON_CPUS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
-# Ends of the names of run directories, by the level of a check.
+# Suffixes of the names of run directories, by the level of a check.
 OF_CHECKS: dict[str | None, str] = {"smoke": "-smoke", "slice": "-check"}
-MESH_AXES = ("data", "fsdp", "tensor")  # of strategies.mesh3d
+MESH_AXES = ("data", "fsdp", "tensor")  # mesh axes of strategies.mesh3d
 
 
 @functools.cache
 def declared(constant: str) -> Mapping[str, Any]:
     """Returns the literals that modules in folders of launch/ assign to a constant in one line, by full module name.
 
-    No module is imported. So an optional part brings its commands, and they are there while its files are.
+    No module is imported. So the commands of an optional part exist exactly as long as its files do.
     """
     line, found = re.compile(rf"(?m)^{constant} = (.+)$"), {}
     for file in sorted(Path(__file__).parent.glob("*/*.py")):
@@ -101,19 +101,19 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
 
 
 def worker_addresses() -> tuple[str, ...]:
-    """Returns the addresses of all hosts in order (TPU_WORKER_HOSTNAMES); empty if unset, or with several slices."""
+    """Returns the addresses of all hosts in order (TPU_WORKER_HOSTNAMES); () if unset or with several slices."""
     names = (read("TPU_WORKER_HOSTNAMES") or "").split(",")
     slices_ = read("MEGASCALE_NUM_SLICES") or "1"
     return tuple(name.strip() for name in names if name.strip()) if slices_ == "1" else ()
 
 
 def join_secret() -> str:
-    """Returns the secret of this start (RENGA_JOIN_SECRET), or else the addresses that all hosts were given."""
+    """Returns what all hosts of this start share: RENGA_JOIN_SECRET, or else the addresses that all were given."""
     return read("RENGA_JOIN_SECRET") or ",".join(worker_addresses())
 
 
 def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Returns TPU_MESH_CONFIG and TPU_AXIS_NAMES as gin bindings; none if unset. An unnamed axis has degree 1.
+    """Returns TPU_MESH_CONFIG and TPU_AXIS_NAMES as gin bindings, () if unset; axes that are not named get degree 1.
 
     Raises:
       UserError: one is set without the other, or their values are wrong; lists all problems.
@@ -165,13 +165,13 @@ def run_directory(
     """Returns the default run directory of an experiment on a slice, such as `runs/quickstart-v4-16`, in `run_root`.
 
     An experiment file that is not directly in the workspace's `gin/` adds its folder: `runs/trm/sudoku4-v4-8`. The file
-    is searched for as the loader does. The runs of a check at `level` smoke or slice have directories of their own.
+    is searched for as the loader does. Checks at level smoke or slice use run directories of their own.
 
     Args:
       experiment: the experiment file.
       slice_name: the slice.
-      level: a check of this level adds its ending.
-      environ: variables; None: those of this process.
+      level: the level of a check, which adds a suffix; None: a normal run.
+      environ: environment variables; None: those of this process.
     """
     file = _found(experiment)
     group = "" if file.parent == WORKSPACE / "gin" else file.parent.name
@@ -182,7 +182,7 @@ def run_directory(
 def former_run_directory(experiment: str | Path, *, environ: Mapping[str, str] | None = None) -> str:
     """Returns the default run directory of earlier versions, whose name had no slice, such as `runs/gin/quickstart`.
 
-    Without RENGA_RUN_ROOT it was in the workspace, or beside an experiment file of another folder.
+    Without RENGA_RUN_ROOT it was in the workspace or, for an experiment file elsewhere, beside that file.
     """
     file = _found(experiment)
     is_ours = "://" in str(experiment) or file.is_relative_to(WORKSPACE)

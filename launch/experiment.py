@@ -68,18 +68,18 @@ class Experiment:
       task: the data, from `tasks`.
       optimizer: an optimizer of `core.optimizers`, or a transformation of optax, which becomes one.
       batch_size: rows of a global batch.
-      total_steps: the last step; learning rate schedules refer to it too.
+      total_steps: the last step, which learning rate schedules refer to as well.
       phases: changes of data, row length, batch size or strategy during the run; see `launch.phases`.
-      phase: if above 0, this experiment has the settings of that phase alone, to report or plan it; 1 is the first.
+      phase: if above 0, the number (from 1) of the only phase that this experiment then has, to report or plan it.
       accum_steps: microbatches per step.
       gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
         (`parallel.compiled.compiler_options`).
-      simulation_xla_flags: XLA_FLAGS of simulated hosts, unless the environment sets them. Flags that compile fast may
-        change the last bits of a simulated run.
+      simulation_xla_flags: XLA_FLAGS of simulated hosts, unless the environment sets them. Flags that make compilation
+        fast may change the last bits of a simulated run.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
-      frozen_dtype: storage dtype of frozen parameters: `bfloat16`, or `float32` as trained parameters are.
-      max_epochs: a run that would read its training data more often is an error, where the size is known.
+      frozen_dtype: storage dtype of frozen parameters: `bfloat16`, or `float32` like trained parameters.
+      max_epochs: the most times that a run may read its training data, if their size is known; None: no limit.
       seed: seed of parameters, data order and random bits.
       non_finite: reaction to a loss or gradient that is NaN or infinite: `stop` the run, `skip` the update, or
         `roll_back` to the newest checkpoint and skip the data read since.
@@ -89,7 +89,7 @@ class Experiment:
       UserError: a setting has the wrong type or is out of range.
     """
 
-    _chosen: ClassVar[tuple[int, int, int, int] | None] = None  # number, count, first and last step of that of `phase`
+    _chosen: ClassVar[tuple[int, int, int, int] | None] = None  # of `phase`: number, count, first and last step
 
     slice: str
     strategy: Strategy
@@ -121,7 +121,7 @@ class Experiment:
         if problems := [*self._wrong_parts(), *(wrong or self._out_of_range())]:
             raise UserError("Experiment: " + "; ".join(problems))
         object.__setattr__(self, "optimizer", optimizers.as_optimizer(self.optimizer))
-        spans = self.spans() if self.phases else ()  # refuses settings that a phase cannot have
+        spans = self.spans() if self.phases else ()  # raises UserError for settings that a phase cannot have
         if self.phase and spans:
             *bounds, chosen = spans[self.phase - 1]
             for name in (*phases.CHANGED, "phases", "phase"):
@@ -130,11 +130,11 @@ class Experiment:
 
     @property
     def is_one_phase(self) -> bool:
-        """Whether `PHASE` chose this phase from the several of an experiment."""
+        """Whether `phase` has chosen one of several phases."""
         return self._chosen is not None
 
     def _wrong_parts(self) -> Iterator[str]:
-        """Yields the parts of the wrong type; gin checks annotations, but a constructor may have none."""
+        """Yields a problem for each part of the wrong type; gin checks annotations, but a constructor may have none."""
         groups = {name: [kind] for name, kind in settings.GROUPS.items()}
         for name, kinds in {"strategy": [Strategy], "optimizer": [Optimizer, Transformation], **groups}.items():
             if not isinstance(part := getattr(self, name), tuple(kinds)):
@@ -150,7 +150,7 @@ class Experiment:
         yield from self._lost_states()
 
     def _lost_states(self) -> Iterator[str]:
-        """Yields the problem of states that no row continues, or of rows that no state continues."""
+        """Yields a problem if the model keeps states but the task does not split rows into chunks, or the reverse."""
         owner, is_split = wrappers.field_owner(self.model, "keeps_states"), can(self.task, SplitsRows)
         if owner is not None and owner.keeps_states and not is_split:
             yield (
@@ -181,7 +181,7 @@ class Experiment:
             yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the phases of the experiment in order, or the chosen one; an experiment without phases is one.
+        """Returns the phases in order, or only the chosen one; an experiment without phases is one span.
 
         Raises:
           UserError: a phase has settings that an experiment cannot have.
@@ -201,10 +201,10 @@ class Experiment:
         return tuple(found)
 
     def require_trainable(self) -> None:
-        """Checks that one run can train the phases.
+        """Checks that a run can train this experiment with all its phases.
 
         Raises:
-          UserError: `phase` has chosen one of them, or the model carries state whose shapes differ between phases.
+          UserError: `phase` has chosen one phase, or the model carries state whose shapes differ between phases.
         """
         if self.is_one_phase:
             raise UserError("PHASE names the phase to report or plan; a run trains all of them: leave it out")
@@ -225,9 +225,9 @@ class Experiment:
 
     @property
     def unit(self) -> str:
-        """The unit of losses and throughput: `token`, or `row` for data without ids [rows, length].
+        """The unit of losses and throughput: `token`, or `row` for data without token ids [rows, length].
 
-        A model whose loss couples rows has a loss for each row, whatever its data is.
+        It is also `row` for a model whose loss couples rows.
         """
         if can(self.model, CouplesRows) and self.model.couples_rows:
             return "row"
@@ -254,7 +254,7 @@ class Experiment:
         """Returns mismatches between task and model that can be found without reading the data, each with its fix.
 
         Args:
-          prepared: whether `task.prepare` has run; only then can a vocabulary that the run trains be checked.
+          prepared: whether `task.prepare` has run; a vocabulary that the run itself trains can only be checked then.
         """
         problems = list(self.task.problems())
         if problems:
@@ -287,7 +287,7 @@ class Experiment:
         return problems
 
     def _require_metrics(self) -> None:
-        """Raises UserError if the task or the model cannot have the metrics of METRIC_EXAMPLES."""
+        """Raises UserError if METRIC_EXAMPLES is set but the task has no metrics or the model generates no text."""
         most = self.evaluation.metric_examples
         if not (can(self.model, Generates) and can(self.task, DefinesMetrics) and self.task.own_metrics(most)):
             raise UserError(
@@ -299,7 +299,8 @@ class Experiment:
         """Binds the experiment to devices; returns its training and evaluation steps.
 
         Raises:
-          UserError: model, batch, strategy and slice do not fit; lists every mismatch.
+          UserError: model, batch, strategy and slice do not fit. The streams are checked first, then batch and state,
+            then activations; lists all mismatches of the first of these that has any.
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
         partitioner.check_streams(self.batch_size, num_streams=self.task.num_streams, accum_steps=self.accum_steps)
@@ -323,7 +324,7 @@ class Span(NamedTuple):
     Attributes:
       number: number of the phase, from 1.
       count: number of phases.
-      first_step, last_step: the steps done before it and after it.
+      first_step, last_step: numbers of steps done when it begins and when it ends.
       experiment: the experiment of this phase alone, with the same `total_steps`.
     """
 
@@ -335,24 +336,24 @@ class Span(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """The seed of the order of its data; that of the first phase is the experiment's."""
+        """The seed of the order of its data; in the first phase it is the experiment's seed."""
         seed = self.experiment.seed
         return seed if self.number == 1 else int(np.random.SeedSequence((seed, self.number)).generate_state(1)[0])
 
     @property
     def epochs(self) -> float | None:
-        """How often it reads its training data, counting padding as tokens; None if their size is not known."""
+        """How many times it reads its training data, counting padding as tokens; None if their size is not known."""
         task = self.experiment.task
         tokens = task.train_tokens() if can(task, CountsTokens) else None
         return (self.last_step - self.first_step) * self.experiment.tokens_per_step / tokens if tokens else None
 
     def step_of_epoch(self, epochs: float) -> int:
-        """Returns the step after which the training data have been read so many times."""
+        """Returns the step after which the training data have been read `epochs` times."""
         assert self.epochs
         return self.first_step + int((self.last_step - self.first_step) * epochs / self.epochs)
 
     def repeats(self) -> list[str]:
-        """Returns the problem of reading the training data more often than `max_epochs`, if it is one."""
+        """Returns a problem if the phase reads its training data more often than `max_epochs`; otherwise []."""
         most = self.experiment.max_epochs
         if most is None or not self.epochs or self.epochs <= most:
             return []

@@ -1,4 +1,4 @@
-"""Findings of the checks of a run: one for each thing checked, merged over hosts and printed as one table."""
+"""The findings of a run's checks: one for each check, merged over hosts and printed as one table."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from core.errors import Problem
 from launch import terminal
 
-LAYOUT = "layout"  # the name of the finding on whether model, batch and strategy fit the slice
+LAYOUT = "layout"  # name of the finding that says whether model, batch and strategy fit the slice
 
 
 class Finding(NamedTuple):
@@ -15,9 +15,9 @@ class Finding(NamedTuple):
 
     Attributes:
       name: name of the check.
-      ok: False if a run could not start because of it.
-      detail: the result of the check; a `Problem` has its facts, too.
-      is_note: whether it is information only, or could not be checked.
+      ok: False if it prevents the run from starting.
+      detail: the result of the check, as text or as a `Problem`.
+      is_note: whether it is only information, or could not be checked.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges the findings of all hosts; one that not all hosts share begins with the hosts that have it."""
+    """Merges the findings of all hosts; a finding that not all hosts share begins with the names of those that do."""
     names = list(dict.fromkeys(finding.name for findings in by_host for finding in findings))
     merged = []
     for name in names:
@@ -81,7 +81,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def to_json(findings: Iterable[Finding]) -> str:
-    """Returns the findings as JSON text, which `from_json` reads; those that are a `Problem` with its facts."""
+    """Returns the findings as JSON text, which `from_json` reads; the fields of a `Problem` are kept."""
     rows = [f._asdict() | ({"problem": vars(f.detail)} if isinstance(f.detail, Problem) else {}) for f in findings]
     return json.dumps(rows, indent=1)
 

@@ -1,4 +1,4 @@
-"""Flags that several commands share, each with one name, type and help text; old names of commands and flags."""
+"""Flags that several commands share, each with one name, type and help text; and old names of commands and flags."""
 
 import argparse
 import contextlib
@@ -12,12 +12,12 @@ from typing import Any
 
 from core.errors import UserError
 
-LOCAL = "local"  # a SLICE: the devices of this machine
-LEVELS = ("config", "hosts", "smoke", "slice")  # of a check; launch/check/command.py says what each does
+LOCAL = "local"  # the SLICE that stands for this machine's devices
+LEVELS = ("config", "hosts", "smoke", "slice")  # of a check, as described in launch/check/command.py
 
 
 def at_least(minimum: int) -> Any:
-    """An argparse type: a whole number from `minimum` up."""
+    """Returns an argparse type: a whole number from `minimum` up."""
 
     def number(text: str) -> int:
         if not text.removeprefix("-").isdecimal() or int(text) < minimum:
@@ -49,7 +49,7 @@ def output_file(text: str) -> Path:
 
 
 class _Output(argparse.Action):
-    """Stores the name of a file, and notes in `outputs` that the command writes it."""
+    """Stores the name of a file, and adds it to `outputs`, the files that the command writes."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -59,7 +59,7 @@ class _Output(argparse.Action):
         namespace.outputs = [*getattr(namespace, "outputs", ()), (option_string, values)]
 
 
-# Options of a flag that names a file to write; a command with one has the flag --overwrite, too.
+# Options of a flag that names a file to write; a command with such a flag also has --overwrite.
 OUTPUT: dict[str, Any] = {"metavar": "FILE", "action": _Output, "type": output_file}
 
 
@@ -88,7 +88,7 @@ def _folder(text: str) -> str:
 
 
 def _slice(text: str) -> str:
-    """An argparse type: the name of a slice; `local` becomes that of this machine's devices."""
+    """An argparse type: the name of a slice; `local` becomes the name of this machine's slice."""
     if text != LOCAL:
         return text
     from launch.hosts import machine  # asks JAX
@@ -139,7 +139,7 @@ _POSITIONAL = {"SLICE": "slice", "EXPERIMENT.gin": "experiment", "RUN": "run_dir
 
 
 def add(parser: Any, *names: str, **changes: Any) -> None:
-    """Adds shared flags to a parser or to a group of it; `changes` replace options of the flag, such as `help`."""
+    """Adds shared flags to a parser or argument group; `changes` replace their options, such as `help`."""
     for name in names:
         options = {**_FLAGS[name], **changes}
         if name in _POSITIONAL:
@@ -149,7 +149,7 @@ def add(parser: Any, *names: str, **changes: Any) -> None:
 
 
 def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
-    """Returns command-line arguments that pass the values of these flags to another process, without unset flags."""
+    """Returns command-line arguments that pass the values of these flags, if set, to another process."""
     words: list[str] = []
     for name in names:
         value = getattr(args, name.removeprefix("--").replace("-", "_"))
@@ -180,7 +180,7 @@ _OLD_FLAGS = {  # by command
     ("cache-hidden-states", "--batch"): ("--batch-size",),
     ("evaluate", "--seqio"): ("--task",),
 }
-_VALIDATED = "gin/quickstart.gin"  # what `validate` took if none was named
+_VALIDATED = "gin/quickstart.gin"  # the default experiment of `validate`
 
 
 def current(argv: Sequence[str]) -> list[str]:
@@ -207,10 +207,10 @@ def _with_current_flags(command: str, words: Sequence[str]) -> list[str]:
         if new := _OLD_FLAGS.get((command, flag)):
             _note(flag, " ".join(new))
             found += [*new, *([value] if is_assigned else [])]
-        elif word == "--check" and "--smoke" in words:  # of which the level is smoke
+        elif word == "--check" and "--smoke" in words:  # --smoke sets the level
             continue
         elif word == "--check" and (after == LOCAL or after.endswith(".gin") or any(map(str.isdigit, after))):
-            found += [word, LEVELS[0]]  # it had no value: the slice or the experiment follows
+            found += [word, LEVELS[0]]  # the old flag had no value: a slice or an experiment follows
         else:
             found.append(word)
     return found

@@ -7,7 +7,7 @@ from launch.loaded_model import LoadedModel
 
 
 class LiveText:
-    """Prints the text of one row while it grows; what a terminal could not show is escaped."""
+    """Prints the text of one row as it grows, with control characters escaped."""
 
     def __init__(self, model: LoadedModel, prompt: Sequence[int]):
         self._model, self._prompt = model, prompt
@@ -15,7 +15,7 @@ class LiveText:
         self._printed = ""
 
     def add(self, ids: list[int | None]) -> None:
-        """Prints what the new id of the first row adds; an incomplete character waits for its other bytes."""
+        """Prints the text that the first row's new id adds; an incomplete character waits for its other bytes."""
         if ids[0] is None:
             return
         self._ids.append(ids[0])
@@ -26,6 +26,6 @@ class LiveText:
         self._printed = text
 
     def end(self, text: str) -> None:
-        """Prints what is left of the text."""
+        """Prints the rest of the complete text."""
         goes_on = text.startswith(self._printed)
         print(terminal.printable(text[len(self._printed) :] if goes_on else f"\n{text}"), flush=True)

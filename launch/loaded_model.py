@@ -1,11 +1,11 @@
-"""Loads a trained or published model, computes logits and continues text.
+"""Loads a trained or published model, and continues text with it.
 
     from launch import loaded_model
     model = loaded_model.load("runs/quickstart-v4-16")        # or RUN@STEP, or the folder of a published model
     print(model.continued(["import "], max_tokens=50)[0].text)
 
-It runs in one process on the devices of this machine; with `slice_name`, in the layout of that slice, whose chips may
-be simulated.
+It runs in one process on this machine's devices; with `slice_name`, in the layout of that slice, whose chips may be
+simulated.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _GIN = "gin/generation/folder.gin"
 
 
 class Text(NamedTuple):
-    """A continuation as text, without the token that ended it; for the rest see `generating.Continuation`."""
+    """A continuation as text, without the token that ended it; the other fields are as in `generating.Continuation`."""
 
     text: str
     ids: list[int]
@@ -56,11 +56,11 @@ class Text(NamedTuple):
 class LoadedModel:
     """A model with its parameters on devices."""
 
-    program: Program  # model and layout
+    program: Program  # the model and its layout
     params: Any  # `Params`, laid out as `program.abstract_state.params`; None before they are read
     vocabulary: Any  # vocabulary of the run or folder; None for data that is not text
     where: str  # one line that says what was loaded
-    begins_with_bos: bool = True  # whether texts begin with the begin-of-text id
+    begins_with_bos: bool = True  # whether the model's texts begin with the begin-of-text id
 
     @property
     def model(self) -> Model:
@@ -69,7 +69,7 @@ class LoadedModel:
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """The generator, which is created at first use."""
+        """The generator, created at first use."""
         return Generator(self.program, self.params)
 
     def encoded(self, text: str, *, is_chat: bool = False) -> list[int]:
@@ -77,7 +77,7 @@ class LoadedModel:
 
         Args:
           text: the prompt.
-          is_chat: whether it is the first message of a user, to be formatted by the chat template.
+          is_chat: whether to format the prompt by the chat template, as a user's first message.
         """
         if is_chat:
             return self.chat_ids([{"role": "user", "content": text}])
@@ -87,7 +87,7 @@ class LoadedModel:
         return with_bos(ids, self.vocabulary) if self.begins_with_bos or not ids else ids
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Formats a conversation by the chat template, up to where the answer begins, and converts it to ids."""
+        """Formats a conversation by the chat template, up to the beginning of the answer, and converts it to ids."""
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
         if not isinstance(self.vocabulary, FolderTokenizer):
@@ -99,7 +99,7 @@ class LoadedModel:
         return published_files.TOKENIZER if published_files.is_published(self.where) else "vocabulary"
 
     def checked(self, prompts: Sequence[str | Sequence[int]], *, max_tokens: int, is_chat: bool) -> list[list[int]]:
-        """Converts prompts, given as text or as ids, to ids; parameters are not needed.
+        """Converts prompts, given as text or as ids, to ids, and checks them; needs no parameters.
 
         Raises:
           UserError: the model cannot continue them (`check_prompts`), or lacks a vocabulary or a
@@ -118,7 +118,7 @@ class LoadedModel:
         return () if self.vocabulary is None else stop_ids(self.vocabulary)
 
     def continued(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Text]:
-        """Continues prompts, given as text or as ids, all together; for the options see `batches`."""
+        """Continues prompts, given as text or as ids, in one batch; the options are those of `batches`."""
         return [one for batch in self.batches(prompts, rows=max(1, len(prompts)), **options) for one in batch]
 
     def batches(
@@ -134,12 +134,12 @@ class LoadedModel:
         slots: int | None = None,
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> Iterator[list[Text]]:
-        """Continues prompts in batches; results do not depend on how they are batched, but for rounding.
+        """Continues prompts in batches, which change results only by rounding; yields the continuations of each batch.
 
         Args:
           prompts: text or ids; all are checked before the first is continued.
-          rows: prompts of a batch.
-          skip: continues only the prompts after so many.
+          rows: number of prompts per batch.
+          skip: the number of prompts to skip at the beginning.
           is_chat: see `encoded`.
           max_tokens, sampling, seed, slots, on_tokens: see `parallel.generation.generating.Generator.generate`.
         """
@@ -161,19 +161,19 @@ class LoadedModel:
             yield [Text(self.decoded(one.ids, after=prompt), *one) for prompt, one in batch]
 
     def decoded(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
-        """Converts ids to text, as the continuation of the ids `after`; without a vocabulary, to decimal numbers."""
+        """Converts ids to text, as a continuation of the ids `after`; without a vocabulary, to decimal numbers."""
         if self.vocabulary is None:
             return " ".join(map(str, ids))
         return decode_continuation(self.vocabulary, after, ids)
 
 
 def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
-    """Uses the CPU where chips are simulated or absent, and the GPUs of a slice of GPUs; before any device is used."""
+    """Selects the CPU if chips are simulated or absent, or the GPUs of a GPU slice; call it before using a device."""
     if not is_simulated and slice_name and not slices.get(slice_name).is_tpu:
         jax.config.update("jax_platforms", slices.get(slice_name).chip.platform)
         return
     if is_simulated or not (jax.config.values["jax_platforms"] or tpu_host.chips()):
-        jax.config.update("jax_platforms", "cpu")  # without chips, libtpu would print errors
+        jax.config.update("jax_platforms", "cpu")  # on a machine without chips, libtpu would print errors
     if is_simulated:
         jax.config.update("jax_num_cpu_devices", slices.get(slice_name or ONE_CHIP).devices)
 
@@ -188,16 +188,16 @@ def load(
     check: Callable[[], object] = lambda: None,
     check_model: Callable[[LoadedModel], object] = lambda model: None,
 ) -> LoadedModel:
-    """Loads the model of a run, of one of its steps (RUN@STEP), or of the folder of a published model.
+    """Loads the model of a run (RUN), of one of its steps (RUN@STEP), or of a published model's folder.
 
     Args:
       text: the run, step or folder.
-      slice_name: the slice to lay the model out on, whose chips this process must have; None: one chip.
-      bindings: override the configuration of a run; for a published model, gin/generation/folder.gin.
+      slice_name: the slice on which to lay out the model; this process must have its chips. None: one chip.
+      bindings: override the configuration of a run or, for a published model, of gin/generation/folder.gin.
       dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16.
-      strategy: overrides that of the run and of `bindings`; a published model is laid out by fsdp without either.
-      check: called before the parameters are read, when the modules that the configuration imports are imported.
-      check_model: called with the model before its parameters are read, to check what it is wanted for.
+      strategy: overrides the strategy of the run and of `bindings`. The default of a published model is fsdp.
+      check: called after the configuration's modules are imported, before parameters are read.
+      check_model: called with the model before its parameters are read; raises UserError if the model is unsuitable.
 
     Raises:
       UserError: there is no such run, step or folder, it does not fit the model, or it is damaged.
@@ -260,10 +260,10 @@ def load_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The settings of a published model that `--gin` can change; gin/generation/folder.gin has the defaults."""
+    """The settings of a published model that `--gin` can change; the defaults are in gin/generation/folder.gin."""
 
-    model: Transformer  # from the folder
-    strategy: Strategy  # the layout
+    model: Transformer  # the model of the folder
+    strategy: Strategy  # the strategy that lays it out
 
 
 def _published(
@@ -298,8 +298,8 @@ def _published(
 
 
 def in_compute_dtype(program: Program) -> Any:
-    """Returns abstract parameters for generation: matrices and embeddings have the compute dtype."""
-    products, model = ("matrix", "embedding"), cast(Any, program.model)  # one that generates has a dtype
+    """Returns abstract parameters for generation, in which matrices and embeddings have the compute dtype."""
+    products, model = ("matrix", "embedding"), cast(Any, program.model)  # a model that generates has a dtype
     return jax.tree.map(
         lambda leaf, spec: leaf.update(dtype=model.dtype) if spec.kind in products else leaf,
         program.abstract_state.params,

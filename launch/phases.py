@@ -1,6 +1,6 @@
-"""Phases of a run: from given steps on, other data, row length, batch size, accumulation or strategy.
+"""Phases of a run, which change data, row length, batch size, accumulation or strategy after given steps.
 
-A curriculum of row lengths, or another mixture of data at the end of a run, is one experiment with phases:
+A curriculum of row lengths, or another data mixture at the end of a run, is one experiment with phases:
 
     PHASES = (@long/experiment.Phase(),)
     long/experiment.Phase.after = 20000
@@ -8,11 +8,11 @@ A curriculum of row lengths, or another mixture of data at the end of a run, is 
     long/experiment.Phase.task = @long/text.files()
     long/text.files.length = 8192
 
-Every phase is an experiment of its own, and a run trains them in turn. At a boundary it saves a checkpoint, from which
-the next phase continues with parameters, optimizer state and step, as a resumed run does: so a run that is interrupted
-there is equal to one that is not. Each phase reads its data from the start, in an order of its own; so documents
-of the phase before are read again before all were read once, also if only the batch size changes. Learning rates depend
-on the step (`core.optimizers.joined`).
+Every phase is an experiment of its own, and a run trains them one after another. At a boundary it saves a checkpoint,
+from which the next phase continues with parameters, optimizer state and step, like a resumed run. So an interruption
+at a boundary changes nothing. Each phase reads its data from the start, in an order of its own. Therefore some
+documents are read again before all were read once, even if only the batch size changes. Learning rates depend on the
+step (`core.optimizers.joined`).
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from parallel.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The settings that change after a step; None keeps the setting of the phase before.
+    """The settings that change after a step; None keeps the setting of the previous phase.
 
     Attributes:
-      after: the last step of the phase before.
+      after: the last step of the previous phase.
       task: the data.
       batch_size: rows of a global batch.
       accum_steps: microbatches per step.
@@ -43,7 +43,7 @@ class Phase:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The settings that change, as fields of an experiment."""
+        """The settings that change, as fields of `Experiment`."""
         return {name: value for name in CHANGED if (value := getattr(self, name)) is not None}
 
 

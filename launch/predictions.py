@@ -1,4 +1,4 @@
-"""Predictions of training steps, from their compiled programs: a run compares them with what it measures.
+"""Finds predictions of training steps, made from compiled programs; a run compares them with its measurements.
 
 `predictions.json` ships with the package. It has an entry for each golden record of `tests/golden/`, which
 `tests/run.sh lab golden --write` keeps up to date.

@@ -1,7 +1,7 @@
-"""The identity of a training program: everything that an experiment's compiled step depends on, and nothing else.
+"""The identity of a training program: what an experiment's compiled step depends on.
 
-It does not contain paths to data, learning rates and lengths of runs, which do not change the program. Records of
-compilations are found by `program_text`, records of predictions by `fingerprint`.
+It leaves out paths to data, learning rates and lengths of runs, which do not change the program. Records of
+compilations are found by `program_text`, and records of predictions by `fingerprint`.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from launch.config import Binding, Macro, Reference, Settings, declared_macros, 
 from launch.experiment import Experiment
 from parallel.compiled import compiler_options
 
-# Schedules of `core.optimizers`: they give a step its learning rate and do not change its program.
+# Schedules of `core.optimizers`, which set the learning rate of a step and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
 
 
 def program_text(experiment: Experiment, settings: Settings) -> str:
-    """Returns a text that is equal for two experiments exactly if their training steps are the same program.
+    """Returns a text to look up compiled programs by: experiments with equal texts have the same training step.
 
-    It contains digests of the files of modules that belong to the user.
+    The reverse is not guaranteed. The text contains digests of the user's own modules.
     """
     parts = _parts(experiment, _optimizer(settings))
     if own := own_modules(experiment, settings):
@@ -33,22 +33,22 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
 
 
 def fingerprint(experiment: Experiment, settings: Settings) -> str:
-    """Returns 16 hexadecimal digits that are equal for configurations with the same training step.
+    """Returns 16 hexadecimal digits, by which predictions are looked up, of what a training step's cost depends on.
 
-    It covers what `program_text` covers, without the optimizer's learning rate and without digests of modules.
+    It covers the same as `program_text`, without the optimizer's learning rate and the digests of modules.
     """
     parts = _parts(experiment, [binding for binding in _optimizer(settings) if not _is_rate(binding)])
     return hashlib.sha256(identity.text(parts).encode()).hexdigest()[:16]
 
 
 def _is_rate(binding: Binding) -> bool:
-    """Returns whether a binding is a learning rate or an argument of a schedule: neither changes what a step costs."""
+    """Returns whether a binding is a learning rate or an argument of a schedule, which do not change a step's cost."""
     is_of_a_schedule = binding.selector.rpartition(".")[2] in _SCHEDULES
     return not binding.scope and (binding.parameter == "learning_rate" or is_of_a_schedule)
 
 
 def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, Any]:
-    """Returns what the program of a step depends on: parts of the experiment, and the optimizer's statements."""
+    """Returns what a step's program depends on: parts of the experiment, and the gin statements of the optimizer."""
     spec = {k: _field(field) for k, field in sorted(experiment.task.spec(experiment.batch_size).items())}
     slice_ = slices.get(experiment.slice)
     shape = experiment.strategy.mesh_shape
@@ -63,7 +63,7 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
         "optimizer": [str(binding) for binding in optimizer],
         "compiler options": sorted(options.items()),
     }
-    if experiment.non_finite == "skip":  # the only policy that is part of the program
+    if experiment.non_finite == "skip":  # the only such policy that changes the program
         parts["non_finite"] = experiment.non_finite
     if experiment.frozen:
         parts["frozen"] = (tuple(experiment.frozen), experiment.frozen_dtype)
@@ -71,13 +71,13 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
 
 
 def _field(field: Field) -> tuple[Any, ...]:
-    """Returns shape, dtype and, unless the field has one entry for each position or row, its axes."""
+    """Returns a field's shape, dtype and, unless they are the usual ("batch", "length"), its axes."""
     own = () if field.axes == ("batch", "length")[: len(field.shape)] else (field.axes,)
     return (field.shape, str(field.dtype), *own)
 
 
 def optimizer_text(settings: Settings) -> str:
-    """Returns the statements that make the experiment's optimizer, with the macros that they use, in one line."""
+    """Returns, in one line, the statements that make the experiment's optimizer, with the macros that they use."""
     direct = _optimizer(settings)
     used = {leaf.name for binding in direct for leaf in leaves(binding.value) if isinstance(leaf, Macro)}
     return "; ".join(str(b) for b in settings.bindings if b in direct or (b.is_macro and b.name in used))
@@ -86,8 +86,8 @@ def optimizer_text(settings: Settings) -> str:
 def _optimizer(settings: Settings) -> list[Binding]:
     """Returns the bindings that make the optimizer, without the values of shared macros such as the learning rate.
 
-    These are all bindings of `core.optimizers` and of every constructor and every macro of the user's own that the
-    optimizer refers to, except our schedules within a scope, which do not change the program.
+    These are all bindings of `core.optimizers`, and of every constructor and every macro of the user's own that the
+    optimizer refers to, except scoped schedules of `core.optimizers`, which do not change the program.
     """
     ours = {symbol for symbol, module in settings.imports.items() if module == optimizers.__name__}
     home = next((s for s, module in settings.imports.items() if module == Experiment.__module__), "")
@@ -118,8 +118,8 @@ def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
 def own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
     """Returns digests of the files of the user's own modules, by name.
 
-    These are the modules that the configuration names, the modules that define what it names, and the model's module,
-    except ours and installed ones. Modules that they import themselves are not covered.
+    These are the modules that the configuration names, the modules that define what it names, and the model's module;
+    Renga's own and installed modules are left out. Modules that these modules import are not covered.
     """
     references = (leaf for b in settings.bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))
     names = {type(experiment.model).__module__}

@@ -1,4 +1,4 @@
-"""Scales an experiment to another slice, so that each chip has the same work: `--scale-from`.
+"""Scales an experiment to another slice so that each chip has the same work: `--scale-from`.
 
 A rehearsal on a smaller slice then has the memory and the arithmetic of the larger one on each chip. Traffic between
 chips, and learning rates that were chosen for the larger batch, do not carry over.
@@ -14,15 +14,16 @@ from launch.config import loader
 
 
 def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str] = ()) -> list[str]:
-    """Returns the bindings that give each chip of a slice the rows that a chip of another slice has.
+    """Returns bindings that give each chip of `slice_name` as many rows as a chip of `scale_from` has.
 
-    The number of data streams stays if it divides the batch; otherwise it becomes their greatest common divisor.
+    The number of data streams is kept if it divides the new batch size; otherwise it becomes their greatest common
+    divisor.
 
     Args:
       file: the experiment file.
       slice_name: the slice of the run.
       scale_from: the slice that the experiment's BATCH_SIZE is for.
-      given: other bindings of the command line.
+      given: the other bindings of the command line.
 
     Raises:
       UserError: a chip would have a fraction of a row, or phases have batch sizes of their own.

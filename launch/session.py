@@ -37,14 +37,14 @@ class EarlierPhaseError(RuntimeError):
 
 
 class Start(NamedTuple):
-    """The state and the position in the data from which training starts.
+    """The state, and the position in the data, from which training starts.
 
     Attributes:
       state: the state.
-      position: in the data; None at the beginning.
-      step: step of the checkpoint; None for a fresh start.
-      meta: metadata of the checkpoint that the following ones keep: what the run was initialized from.
-      changes: the settings in which the configuration differs from that of the checkpoint.
+      position: the position in the data; None: the beginning.
+      step: the checkpoint's step; None for a fresh start.
+      meta: the checkpoint's metadata that later checkpoints repeat: what the run was initialized from.
+      changes: settings in which the configuration differs from that of the checkpoint.
     """
 
     state: TrainState
@@ -55,7 +55,7 @@ class Start(NamedTuple):
 
 
 def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
-    """Restores the newest intact checkpoint (or that of `step`), or initializes a new state."""
+    """Restores the newest intact checkpoint, or that of `step`; if there is none, initializes a new state."""
     if step is None:
         found = checkpoints.restore_newest(run.program.abstract_state)
     else:
@@ -74,21 +74,21 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
             f"the newest checkpoint that can be restored is of step {step}, and {run.span} begins after step "
             f"{run.span.first_step}: start the run again, and it trains the phase before once more"
         )
-    # This is checked once more, because the newest one may have been damaged.
+    # Checked again, because an older checkpoint is restored if the newest is damaged.
     continuation.refuse(step, continuation.data_problems(step, meta, run.meta, span=run.span))
-    is_new_phase = 0 < step == run.span.first_step  # the position is in the data of the phase before
+    is_new_phase = 0 < step == run.span.first_step  # the position is in the previous phase's data
     kept = {name: meta[name] for name in (INIT_FROM,) if name in meta}
     changes = continuation.changes(meta, run.config)
     return Start(state, None if is_new_phase else position, step, kept, changes)
 
 
 def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
-    """Returns the training step and that of statistics; with several hosts, waits until all of them have compiled both.
+    """Returns the compiled training step and statistics step; waits until all hosts have compiled both.
 
-    The step of statistics is always compiled here, because later its compilation would look like a step that hangs.
+    The statistics step is always compiled here, because a later compilation would look like a step that hangs.
 
-    Simulated hosts wait at most 30 s for one another in the first collective of a program, and on a busy machine
-    compile times differ by more.
+    The hosts wait here because simulated hosts wait at most 30 s for one another in a program's first collective. On a
+    busy machine, compile times differ by more.
 
     Raises:
       TimeoutError: a host did not compile within the run's limit for compiling; names it.
@@ -101,17 +101,17 @@ def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsSt
         if statistics:
             program = run.program.lower_train_step(with_statistics=True).compile()
             statistics = statistics._replace(run=compilation.OnceCompiled(program, named_by=train_step))
-        if run.host.count > 1:  # calling the jitted function would compile it once more
+        if run.host.count > 1:  # calling the jitted function would compile it again
             compiled = run.program.lower_train_step().compile()
             distributed.barrier(f"run/compiled after step {first_step}", timeout_seconds=run.meeting_seconds)
     return compilation.OnceCompiled(compiled, named_by=train_step), statistics
 
 
 class Session:
-    """One start of a run on this host; of a run with phases, it trains one of them."""
+    """One start of a run on this host. If the run has phases, a session trains one of them."""
 
     def __init__(self, run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook] = ()):
-        """Takes a prepared run.
+        """Creates the session of a prepared run.
 
         Args:
           run: the run.
@@ -127,8 +127,8 @@ class Session:
           The last validation means, such as `validation/loss`; empty if nothing is evaluated.
 
         Raises:
-          EarlierPhaseError: neither a checkpoint of this phase nor the last one of the phase before can be restored.
-            They were renamed, and the phase before must be trained again.
+          EarlierPhaseError: neither a checkpoint of this phase nor the last one of the previous phase can be restored.
+              The damaged ones were renamed, and the previous phase must be trained again.
         """
         run = self._run
         with activity.enter(activity.RESTORING):
@@ -152,7 +152,7 @@ class Session:
                 restore=self._rolled_back,
                 hooks=[*self._hooks(), *self._also],
             )
-            if self._evaluate and self._first_step >= run.last_step:  # nothing was left to train: evaluate once
+            if self._evaluate and self._first_step >= run.last_step:  # nothing was left to train, so it evaluates once
                 self._evaluate.at_boundary(self._first_step, state)
         with activity.enter(activity.SAVING):
             self._checkpoints.close()
@@ -182,7 +182,7 @@ class Session:
             raise
 
     def _rolled_back(self) -> TrainState:
-        self._checkpoints.wait()  # a save that is not complete would not be found
+        self._checkpoints.wait()  # an incomplete save would not be found
         return restore_or_init(self._run, self._checkpoints).state
 
     def _begin(self, start: Start) -> None:
@@ -235,7 +235,7 @@ class Session:
         self._writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
 
     def _hooks(self) -> list[Hook]:
-        """Returns the hooks of the run. Those that may reject a step come before those that log and save it."""
+        """Returns the run's hooks. Those that may reject a step come before those that log and save it."""
         run, settings, lines = self._run, self._run.experiment, self._lines
         preemption = hooks.StopWhenPreempted(distributed.preempted)
         saved = paths.resolve(run.checkpoint_dir)
@@ -295,7 +295,7 @@ class Session:
         return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
 
     def _own_metrics(self) -> "TaskMetrics | None":
-        """Returns the metrics that the task defines, if each evaluation computes them."""
+        """Returns the metrics that the task itself defines; None if there are none, or METRIC_EXAMPLES is 0."""
         task, most = self._run.experiment.task, self._run.experiment.evaluation.metric_examples
         own = task.own_metrics(most) if most and can(task, DefinesMetrics) else None
         if own is None:
@@ -307,7 +307,7 @@ class Session:
         return found
 
     def _evaluation(self) -> evaluation.Evaluate | None:
-        """Returns the hook that evaluates every `eval_interval` steps; None without validation batches."""
+        """Returns the hook that evaluates every `eval_interval` steps; None if `eval_batches` is 0."""
         run, task = self._run, self._run.experiment.task
         if not run.experiment.evaluation.eval_batches:
             return None
@@ -331,7 +331,7 @@ class Session:
         return hook
 
     def _saving(self, preemption: hooks.StopWhenPreempted) -> list[Hook]:
-        """Returns the hook that saves the state, and the one that saves parameters alone if the run does."""
+        """Returns the hook that saves the state and, if configured, the one that saves parameters alone."""
         run, lock, evaluate = self._run, self._lock, self._evaluate
         keep_best = run.experiment.checkpointing.keep_best
 
@@ -368,7 +368,7 @@ class Session:
         return [save, hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check)]
 
     def _profiles(self) -> list[Hook]:
-        """Profiles of steps and memory: configured, requested while running, and when memory is exhausted."""
+        """Returns the hooks that profile steps and memory: as configured, on request, and when memory is exhausted."""
         run = self._run
         requests = profiling.Requests(run.run_dir, last_step=run.last_step)
         self._stack.callback(requests.close)

@@ -1,4 +1,4 @@
-"""The settings of an experiment in groups: what a run starts from, logs, evaluates and saves, and when it is ended.
+"""The settings of an experiment in groups: what a run starts from, logs, evaluates and saves, and its time limits.
 
 Each group checks itself. A field has one name: in gin (`settings.Evaluation.eval_batches`), here, and as an argument of
 `renga.Trainer`.
@@ -14,16 +14,16 @@ from core.checkpoints import best
 from core.errors import UserError, check_integer, check_number
 from core.hosts.failure_diagnosis import USUAL_LIMITS, Limits
 
-_Check = Callable[[str, Any], object]  # of a field's name and value; raises UserError
+_Check = Callable[[str, Any], object]  # (a field's name, its value); raises UserError
 
 
 def count(least: int) -> _Check:
-    """Returns the check of an integer of at least `least`."""
+    """Returns a check that a value is an integer of at least `least`."""
     return lambda name, value: check_integer(value, where=name, least=least)
 
 
 def positive(*, may_be_none: bool = False) -> _Check:
-    """Returns the check of a finite number above 0."""
+    """Returns a check that a value is a finite number above 0."""
 
     def check(name: str, value: Any) -> None:
         if value is not None or not may_be_none:
@@ -33,7 +33,7 @@ def positive(*, may_be_none: bool = False) -> _Check:
 
 
 def expecting(expected: str, is_one: Callable[[Any], bool]) -> _Check:
-    """Returns the check of a value for which `is_one` is true."""
+    """Returns a check that `is_one(value)` is true; `expected` describes such values in the error."""
 
     def check(name: str, value: Any) -> None:
         if not is_one(value):
@@ -43,12 +43,12 @@ def expecting(expected: str, is_one: Callable[[Any], bool]) -> _Check:
 
 
 def choice(*choices: str) -> _Check:
-    """Returns the check of one of a few values."""
+    """Returns a check that a value is one of the choices."""
     return expecting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
 
 
 def is_sequence(value: Any, kind: type) -> bool:
-    """Returns whether a value is a sequence of objects of a type, and not a text."""
+    """Returns whether a value is a sequence, other than a string, of objects of a type."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, kind) for each in value)
 
 
@@ -71,7 +71,7 @@ _LAYERS = expecting("layers from 0, or None, by pattern, such as {'layers/*': (0
 
 
 def problems(part: Any, checks: Mapping[str, _Check]) -> list[str]:
-    """Returns what is wrong with the fields of an object."""
+    """Returns what is wrong with the fields of an object, each with the check of its name."""
     found = []
     for name, check in checks.items():
         try:
@@ -91,7 +91,7 @@ class _Group:
             raise UserError(f"{type(self).__name__}: {'; '.join(found)}")
 
     def _disagreements(self) -> Iterator[str]:
-        """Yields what is wrong with fields of which each is right."""
+        """Yields contradictions between fields that are right by themselves."""
         yield from ()
 
 
@@ -102,11 +102,12 @@ class Initialization(_Group):
     Attributes:
       init_from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a published model; "" starts
         from the seed.
-      init_patterns: shell wildcards over the paths of the parameters to take from there; others start from the seed.
+      init_patterns: shell wildcards over the paths of the parameters to read from there; others start from the seed.
       init_renames: maps names in the source to names in this model, such as `{"decoder/*": "layers/*"}`. Names in the
-        source are those of parameters of a run, or of tensors of a published folder.
-      init_layers: for each layer of this model, the layer of the source that it starts from, or None if it starts from
-        the seed, by shell wildcards over paths: `{"layers/*": (0, 0, 1, None)}`. A group of layers counts as one.
+        source are parameter paths of a run, or tensor names of a published model.
+      init_layers: maps shell wildcards over paths to a tuple with one entry for each layer of this model: the layer of
+          the source that it starts from, or None for the seed: `{"layers/*": (0, 0, 1, None)}`. A group of layers
+          counts as one.
     """
 
     init_from: str = ""
@@ -123,10 +124,11 @@ class Logging(_Group):
 
     Attributes:
       log_interval: steps between lines of metrics.
-      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: none.
+      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: no
+          statistics.
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
-      wandb_project: a project of Weights & Biases to which host 0 also logs; "" for none.
+      wandb_project: the Weights & Biases project to which host 0 also logs; "": none.
     """
 
     log_interval: int = 10
@@ -157,10 +159,10 @@ class Evaluation(_Group):
 
     Attributes:
       eval_interval: steps between evaluations.
-      eval_batches: the most validation batches per evaluation; 0: no evaluation.
-      prompt: text that the model continues at the end of the run.
-      metric_examples: the most examples of each seqio task for the task's own metrics, which every evaluation then
-        computes, also for `keep_best`; 0: none.
+      eval_batches: the maximum number of validation batches per evaluation; 0: no evaluation.
+      prompt: the text that the model continues at the end of the run.
+      metric_examples: the maximum number of examples of each seqio task for the task's own metrics. Every evaluation
+          then computes them, and `keep_best` may name one. 0: no such metrics.
     """
 
     eval_interval: int = 1000
@@ -182,19 +184,19 @@ class Evaluation(_Group):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointing(_Group):
-    """When a run saves checkpoints, and which it keeps.
+    """When a run saves checkpoints, and which of them it keeps.
 
     Attributes:
       checkpoint_interval: steps between checkpoints.
       keep_checkpoints: number of latest checkpoints to keep.
-      keep_best: also keep the best checkpoint by a metric of its evaluation: `validation/loss` for the lowest,
-        `max:validation/accuracy` for the highest; "": only the latest ones.
-      params_checkpoint_interval: steps between checkpoints of the parameters alone, beside those of the whole state;
-        0: none.
+      keep_best: also keep the best checkpoint by a metric: `validation/loss` for the lowest value,
+        `max:validation/accuracy` for the highest; "": keep only the latest ones.
+      params_checkpoint_interval: steps between checkpoints of the parameters alone, in addition to those of the whole
+        state; 0: none.
       keep_params_checkpoints: number of latest checkpoints of the parameters alone to keep.
-      checkpoint_mirror: a place, such as gs://BUCKET/first, to which complete checkpoints of a local run directory
-        are copied in the background; "" for none. Only for a run of one process.
-      save_limit_seconds: a save that takes longer has failed; None: 300 s plus 20 s for each GiB on a host.
+      checkpoint_mirror: where complete checkpoints of a local run directory are copied in the background, such as
+        gs://BUCKET/first; "": nowhere. Only for a run of one process.
+      save_limit_seconds: a save that takes longer fails; None: 300 s plus 20 s for each GiB on a host.
     """
 
     checkpoint_interval: int = 1000
@@ -222,18 +224,18 @@ class Checkpointing(_Group):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Health(_Group):
-    """The limits that end a run whose hosts hang or disagree.
+    """The limits after which a run ends because its hosts hang or disagree.
 
     Attributes:
-      step_limit_seconds: a step that takes longer ends the run, with the stacks of all threads.
-      compile_limit_seconds: the same limit for steps that compile, and for reading and writing.
+      step_limit_seconds: if a step takes longer, the run ends and prints the stacks of all threads.
+      compile_limit_seconds: the same for steps that compile, and for reading and writing.
       heartbeat_timeout_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
         simulation.
       apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step;
         None: 600 s on a TPU, 120 s in a simulation.
       watchdog: `end` ends the run when one of these four limits is exceeded; `report` only prints the host and its
         stacks.
-      replica_check_interval: steps between comparisons of replicated arrays of all hosts; 0: no comparisons.
+      replica_check_interval: steps between comparisons of replicated arrays between all hosts; 0: no comparisons.
     """
 
     step_limit_seconds: float = USUAL_LIMITS.step_seconds
@@ -260,7 +262,7 @@ class Health(_Group):
             )
 
     def limits(self, usual: Limits) -> Limits:
-        """Returns the time limits of the health checks; those that are None here are the usual ones."""
+        """Returns the time limits of the health checks; limits that are None here are taken from `usual`."""
         return Limits(
             step_seconds=self.step_limit_seconds,
             slow_seconds=self.compile_limit_seconds,
@@ -270,7 +272,7 @@ class Health(_Group):
         )
 
 
-GROUPS: Mapping[str, type] = {  # fields of an experiment
+GROUPS: Mapping[str, type] = {  # by field of `Experiment`
     "initialization": Initialization,
     "logging": Logging,
     "evaluation": Evaluation,
@@ -281,7 +283,11 @@ HOMES = {field.name: group for group, kind in GROUPS.items() for field in datacl
 
 
 def grouped(given: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
-    """Returns settings as fields of an experiment: those of a group as the group, in which others are as in `base`.
+    """Returns settings as fields of `Experiment`: settings of groups are combined into the groups.
+
+    Args:
+      given: settings by name.
+      base: an experiment with the values of the other settings in these groups; None: their defaults.
 
     Raises:
       UserError: settings of a group have the wrong type or are out of range.

@@ -1,4 +1,4 @@
-"""Writes to a terminal or a pipe: detects the width, wraps errors, avoids escape codes in pipes, handles closed pipes.
+"""Writes to a terminal or a pipe: detects the width, wraps errors, sends no escape codes to pipes, handles closed ones.
 
 Uses the standard library only, except in `console` and `markdown`, because `launch.hosts.host_output` runs before
 anything else is installed.
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ERROR_WIDTH = 120
-_PIPED_SECONDS = 10.0  # between lines of progress
-_NARROWEST = 40  # columns to wrap at, even if the terminal is narrower
+_PIPED_SECONDS = 10.0  # seconds between lines of progress
+_NARROWEST = 40  # wrap at this many columns at least, even if the terminal is narrower
 _UNPRINTABLE = ("Cc", "Cs")  # control characters; lone surrogates, which cannot be encoded
 
 
 def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = False, **options: Any) -> Console:
-    """Returns a rich console with the width of its terminal.
+    """Returns a rich console as wide as its terminal.
 
     Without a terminal, or with NO_COLOR set, it writes no escape codes.
 
     Args:
-      piped_width: the width where it does not write to a terminal.
-      file: where it writes; None: the standard output.
-      stderr: whether it writes to the standard error instead.
-      **options: of `rich.console.Console`.
+      piped_width: the width if it does not write to a terminal.
+      file: where it writes; None: standard output.
+      stderr: whether it writes to standard error instead.
+      **options: options of `rich.console.Console`.
     """
     from rich.console import Console
 
@@ -62,7 +62,7 @@ def markdown(
     Args:
       headings: headings of the columns.
       rows: cells of each row.
-      text: headings of columns of text.
+      text: headings of the columns that contain text.
       title: a line above the table.
     """
     from rich import box
@@ -90,10 +90,10 @@ def width(piped_width: int, stream: IO[str] | None = None) -> int:
 
 
 def wrapped(text: str, *, margin: int = 0) -> str:
-    """Breaks long lines of an error between words; continuation lines are indented by two more columns.
+    """Breaks an error's long lines between words; continuation lines are indented by two more columns.
 
-    Lines are at most ERROR_WIDTH wide, or as wide as the terminal of standard error if that is narrower; COLUMNS
-    overrides both. `margin` is the number of columns by which the caller indents the result.
+    Lines are at most ERROR_WIDTH wide, or as wide as the terminal of standard error if that is narrower; the variable
+    COLUMNS overrides both. `margin` is the number of columns by which the caller indents the result.
     """
     told = environment.read("COLUMNS") or ""
     columns = int(told) if told.isdigit() and int(told) else min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr))
@@ -101,13 +101,13 @@ def wrapped(text: str, *, margin: int = 0) -> str:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Prints the traceback and the causes of a user error, if RENGA_TRACEBACK is set."""
+    """Prints a user error's traceback and causes if RENGA_TRACEBACK is set."""
     if environment.read("RENGA_TRACEBACK"):
         traceback.print_exception(error)
 
 
 def say(text: str) -> None:
-    """Prints text, wrapped to the width of the terminal; text for a pipe is not wrapped."""
+    """Prints text, wrapped to the terminal's width; text for a pipe is not wrapped."""
     print(_broken(text, width(0)) if sys.stdout.isatty() else text)
 
 
@@ -122,8 +122,8 @@ def printable(text: str) -> str:
 def progress(what: str) -> Callable[[str, int, int], None]:
     """Returns a function that shows progress on standard error: one line on a terminal, or one every ten seconds.
 
-    Its arguments are the name of a part, its number from 1, and how many parts there are. Without a terminal, what
-    takes less than ten seconds prints nothing, and what takes longer also prints its last part.
+    Its arguments are the name of a part, its number from 1, and the number of parts. Without a terminal, work that
+    takes less than ten seconds prints nothing, and longer work also prints its last part.
     """
     began = last = time.monotonic()
 

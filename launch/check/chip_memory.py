@@ -1,4 +1,4 @@
-"""Whether a program fits into the memory of a chip: its state, which is exact, and an estimate of activations."""
+"""Checks whether a program fits into the memory of a chip: its exact state, and an estimate of its activations."""
 
 import math
 from typing import TYPE_CHECKING
@@ -13,16 +13,16 @@ from parallel.partitioner import Program
 if TYPE_CHECKING:
     from parallel.planning.arithmetic import Estimate
 
-_SURELY_TOO_MUCH = 2.0  # times what a chip has, by an estimate that the compiler does not always confirm
+_SURELY_TOO_MUCH = 2.0  # estimated bytes / bytes of a chip; the compiler does not always confirm the estimate
 
 
 def estimate(program: Program) -> "tuple[Estimate | None, str]":
-    """Returns the estimate of a step; or None, and why there is none."""
+    """Returns the estimated memory and time of a step; or None, and why there is none."""
     from parallel.planning import arithmetic  # slow to import, and only needed here
 
     try:
         return arithmetic.estimate(*arithmetic.place(program)), ""
-    except Exception as error:  # an estimate refuses nothing: it traces a model of any author
+    except Exception as error:  # a failed estimate stops no run: it traces a model of any author
         return None, f"activations not estimated: {type(error).__name__}: {error}"
 
 
@@ -33,7 +33,7 @@ def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> 
 
     Args:
       program: bound to a slice.
-      estimated: its memory with activations and gradients; None: the state alone is compared.
+      estimated: the estimate of its step, with activations and gradients; None: the state alone is compared.
       why_not: why there is no estimate.
     """
     have, sizes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program)
@@ -58,7 +58,7 @@ def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> 
 
 
 def _more_chips(program: Program) -> str:
-    """Says how to need less memory per chip: split the state over more chips of the slice, or take a larger one."""
+    """Says how to need less memory per chip: shard the state over more chips of the slice, or use a larger slice."""
     slice_, sizes = program.partitioner.slice, report.totals(program)
     least = sizes.whole / slice_.devices
     if least > slice_.chip.usable_hbm_bytes:

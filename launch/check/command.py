@@ -1,11 +1,11 @@
-"""`launch/run check`: whether a run can start, at one of four levels; a table of findings, and READY or NOT READY.
+"""`launch/run check`: checks whether a run can start, at one of four levels; prints findings and READY or NOT READY.
 
-    config  what needs no device, in seconds: configuration, layout, data, memory, run directory, checkpoint
+    config  all that needs no device, in seconds: configuration, layout, data, memory, run directory, checkpoint
     hosts   config; then on every host: versions, variables, chips, clocks, data, and all collectives of the mesh
     smoke   a small run: the same slice, mesh, tables and code, smallest sizes, 20 steps with a save and a restore
     slice   hosts; then the attention kernel, a smoke run of every strategy, and the speed of 30 steps
 
-`launch/pod.sh … --check LEVEL` does the same wherever a run could start.
+`launch/pod.sh … --check LEVEL` does the same in the place where the run would start.
 """
 
 import argparse
@@ -30,7 +30,7 @@ EXAMPLE = """launch/run check v4-32 gin/valkyrie_7b.gin
   launch/run check v4-16 gin/quickstart.gin --level hosts --simulate
   launch/run check v4-16 gin/quickstart.gin --level slice         (on every host of the slice)"""
 
-Result = tuple[list[Finding], bool]  # the findings, and whether this process shows them
+Result = tuple[list[Finding], bool]  # the findings, and whether this process prints them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     flags.add(where, "--simulate")
     where.add_argument("--ship", action="store_true", help="config: the run will be started from this workstation")
-    # Of processes that this command starts: the part of one host, and the layout of a smoke run.
+    # For processes that this command starts: the checks of one host, and the layout of a smoke run.
     parser.add_argument("--part", choices=_PARTS, help=argparse.SUPPRESS)
 
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             f"--ship is for --level config. From a workstation: launch/pod.sh {args.slice} {args.experiment} "
             f"--tpu NAME --zone ZONE --check {args.level}"
         )
-    if args.level != "smoke":  # the run that it starts chooses its directory itself
+    if args.level != "smoke":  # the smoke run chooses its directory itself
         level = "smoke" if args.part == "small" else args.level
         directory = args.run_dir or environment.run_directory(args.experiment, slice_.name, level=level)
         args.run_dir = os.fspath(paths.resolve(directory))
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         tpu_host.require_here(slice_)
     found, is_shown = (_PARTS.get(args.part) or _LEVELS[args.level])(args, slice_)
     if is_shown:
-        if args.part != "host":  # the process that started this one shows them with others
+        if args.part != "host":  # the process that started this one prints them together with others
             print(findings.table(found), flush=True)
         if args.json:
             paths.write_text_atomically(args.json, findings.to_json(found) + "\n")

@@ -1,4 +1,4 @@
-"""The level `hosts` of a check: of each host on its own, and of all hosts together, after all that needs no device."""
+"""The level `hosts` of a check: after the level `config`, checks of each host alone and of all hosts together."""
 
 import argparse
 import difflib
@@ -27,13 +27,13 @@ from launch.hosts import cluster, simulate, tpu_host
 from launch.hosts.cluster import Host
 from parallel import collectives
 
-LIMITS = Limits(120.0, 120.0)  # of each check of all hosts: a broken link never answers
+LIMITS = Limits(120.0, 120.0)  # for each check of all hosts: a collective over a broken link never returns
 _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
-_ALIKE = 0.92  # of two names, to take one for a slip of the other
+_ALIKE = 0.92  # similarity from which one name counts as a misspelling of another
 
 
 def own_host(*, is_tpu: bool) -> list[Finding]:
-    """Makes the checks of one host: versions, environment and, of a TPU, which processes hold its chips."""
+    """Checks this host alone: versions, environment variables and, on a TPU, which processes hold its chips."""
     return [cluster.check_versions(), *variables(is_tpu=is_tpu), *([tpu_host.chip_holders()] if is_tpu else [])]
 
 
@@ -63,7 +63,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[
 
 
 def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
-    """Joins the other hosts; returns None and adds a failed finding if that fails."""
+    """Joins the other hosts; returns this host, or None if that failed, and the finding."""
     try:
         host = cluster.join(slice_, limits=LIMITS)
     except (UserError, TimeoutError, RuntimeError) as error:
@@ -81,7 +81,7 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
     Args:
       config: the experiment's configuration.
       host: this host.
-      own: the findings that this host made on its own.
+      own: the findings of `own_host`, and that of joining.
       run_dir: the run directory.
 
     Returns:
@@ -121,7 +121,7 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
 
 
 def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
-    """Compares the recorded HBM use of this experiment with the HBM of a chip (`limit_bytes`, if known)."""
+    """Compares the recorded HBM use of this experiment with the HBM of a chip (`limit_bytes`, or else the table's)."""
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
     there = f"{have / GIB:.4g} GiB a {chip.unit} ({whose})"
@@ -139,7 +139,7 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
 
 
 def links(mesh: Mesh, host: Host) -> list[Finding]:
-    """Runs every collective on every axis of the mesh; speeds are those of the slowest host."""
+    """Runs every collective on every axis of the mesh; the speeds shown are those of the slowest host."""
     bytes_per_chip = _BYTES_PER_CHIP.get(mesh.devices.flat[0].platform, 2**20)
     trips = collectives.trips(mesh, bytes_per_chip=bytes_per_chip)
     found = []
@@ -170,7 +170,7 @@ def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def on_simulated_hosts(args: argparse.Namespace, slice_: slices.Slice) -> list[Finding]:
-    """Makes the checks of `launch/run check` on simulated hosts; starts none if the configuration has a mistake."""
+    """Makes the checks of level `hosts` on simulated hosts; starts no host if the configuration has a mistake."""
     found = without_devices(args)
     if is_unreadable(found):
         return found
@@ -184,10 +184,10 @@ def on_simulated_hosts(args: argparse.Namespace, slice_: slices.Slice) -> list[F
 
 
 def on_this_host(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
-    """Makes the checks that need devices as one of the hosts of the slice.
+    """Makes the checks that need devices, in the process of one host of the slice.
 
     Returns:
-      The findings, and whether this is host 0, or a host that could not join the others.
+      The findings, and whether to print them here: on host 0, and on a host that could not join the others.
     """
     own = own_host(is_tpu=slice_.is_tpu and not environment.read("RENGA_SIMULATE"))
     config = loader.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
@@ -200,7 +200,7 @@ def on_this_host(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[F
 
 
 def without_devices(args: argparse.Namespace) -> list[Finding]:
-    """Makes the checks that need no device in a process of their own, so that its compiler takes no chip."""
+    """Makes the checks that need no device in a separate process, whose compiler uses no chip."""
     with tempfile.TemporaryDirectory(prefix="renga-check-") as name:
         file, variables = Path(name) / "config.json", {**os.environ, "JAX_PLATFORMS": "cpu"}
         command = _command(args, file, *flags.passed_on(args, "--simulate"))

@@ -1,8 +1,8 @@
-"""Preflight, the level `config` of a check: all that needs no device, in one pass of a few seconds.
+"""Preflight, the level `config` of a check: all checks that need no device, in one pass of a few seconds.
 
 The layout is checked on the compiler's description of the slice, so rows, shapes and degrees are those of the real
 slice. A file is checked only if it is visible from here. Files on the hosts' own disks, and files that would need the
-network in a dry run, are listed in a note: they count neither as present nor as missing.
+network in a dry run, are listed in a note as not checked.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from tasks.text.ids import ReadsFile
 if TYPE_CHECKING:
     from parallel.planning.arithmetic import Estimate
 
-# Where the hosts will be: "here" (this machine, or unknown), processes of this machine, or reached from this
-# workstation, which in a dry run uses no network.
+# Where the hosts will be: "here": this machine, or unknown; "simulated": processes of this machine; "shipped to": a TPU
+# that gcloud reaches from this workstation; "dry run": the same, without using the network.
 Hosts = Literal["here", "simulated", "shipped to", "dry run"]
 _AWAY = ("shipped to", "dry run")
 CONFIGURATION = "configuration"  # names of findings
@@ -48,7 +48,7 @@ class Checked(NamedTuple):
     findings: tuple[Finding, ...]  # findings of all checks
     config: LoadedConfig | None  # the configuration; None if it is not valid
     experiment: Experiment | None  # the built experiment; None if the configuration is not valid
-    program: Program | None  # the experiment on the compiler's description of the slice; None if it does not fit
+    program: Program | None  # bound to the compiler's description of the slice; None if it does not fit
 
     @property
     def ok(self) -> bool:
@@ -70,7 +70,7 @@ def check(
     Args:
       path: the gin file of the experiment.
       bindings: gin bindings that override it.
-      slice_name: the slice; None: the experiment's.
+      slice_name: the slice; None: the one in the experiment's file.
       run_dir: the run directory.
       smoked: whether the run is a smoke run, whose model is small and whose data may be replaced.
       hosts: where the hosts will be.
@@ -118,9 +118,9 @@ def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
 
 
 def _phase(span: Span, findings: list[Finding], *, smoked: bool, hosts: Hosts) -> tuple[Experiment, Program] | None:
-    """Checks layout, memory and data of a phase, and where the data can be read from here, how often it reads them.
+    """Checks layout, memory and data of a phase and, if the data can be read from here, how many epochs it trains.
 
-    Returns what `_bind` does; None if the layout does not fit.
+    Returns the experiment and its program, as `_bind`; None if the layout does not fit.
     """
     found: list[Finding] = []
     if bound := _attempt(LAYOUT, lambda: _bind(span.experiment, smoked=smoked), found):
@@ -156,7 +156,7 @@ def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Findi
 
 
 def _passed(detail: str, require: Callable[..., object], *arguments: Any) -> Callable[[], tuple[object, str]]:
-    """Returns a `look` for `_attempt` that calls a function that returns nothing, but may raise."""
+    """Returns a `look` for `_attempt`: it calls `require(*arguments)`, which may raise, and returns `detail`."""
     return lambda: (require(*arguments), detail)
 
 
@@ -221,14 +221,14 @@ def _checkpoint(
 
 
 def _row_coupling(experiment: Experiment) -> list[Finding]:
-    """Checks that the loss of a batch is that of its microbatches, if steps divide batches."""
+    """Checks that the loss of a batch is the sum over its microbatches, if steps divide batches into microbatches."""
     found: list[Finding] = []
     _attempt("microbatches", lambda: ((said := smoke.require_divisible_rows(experiment)), said), found)
     return [finding for finding in found if finding.detail]
 
 
 def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding | None:
-    """Checks parameters that a start reads: those of INIT_FROM, or those that the run's newest checkpoint leaves out.
+    """Checks the parameters that a start reads: from INIT_FROM, or those that the run's newest checkpoint leaves out.
 
     Reads metadata and headers, but no array. Returns None if the run starts from its seed.
     """
@@ -253,7 +253,7 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
 def _read_on_resume(
     experiment: Experiment, program: Program, step: int, described: steps.Description, hosts: Hosts
 ) -> Finding | None:
-    """Checks that the parameters that a step leaves out are in their source."""
+    """Checks that the source has the frozen parameters that the checkpoint of a step leaves out."""
     if not (left_out := described.left_out):
         detail = f"not read: the run resumes from step {step:,}"
         return Finding(_INITIAL, True, detail) if experiment.initialization.init_from else None
@@ -279,7 +279,7 @@ def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts)
 
 
 def _is_visible(place: str, hosts: Hosts) -> bool:
-    """Returns whether parameters can be checked from here, without a download."""
+    """Returns whether the parameters in a place can be checked from here without a download."""
     return not place.startswith("hf://") and not _is_unseen(place, hosts, is_vocabulary=True)
 
 
@@ -311,7 +311,7 @@ def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimat
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "data") -> list[Finding]:
     """Checks the task's files without reading documents, and returns the findings.
 
-    If the user's code makes the examples, it makes one of each source.
+    If the user's code makes the examples, one example of each source is made.
 
     Args:
       experiment: the experiment.
@@ -335,7 +335,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
         if hosts in _AWAY:
             shipped = [file for file in named if file not in unseen and not paths.is_remote(file)]
             problems += workstation.left_behind(shipped, workspace=environment.WORKSPACE)
-        is_here = hosts not in _AWAY or (named and not unseen)  # what is not named may only be on the hosts
+        is_here = hosts not in _AWAY or (named and not unseen)  # what is not named here may exist on the hosts alone
         if is_here and not problems and can(task, TriesExamples):
             problems = task.example_problems()
         notes = [Finding(name, True, f"not checked: {', '.join(unseen)}", is_note=True)] if unseen else []
@@ -346,7 +346,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
                 if not paths.is_remote(vocabulary) and not isinstance(error, OSError):
                     raise
                 unread = f"cannot read {vocabulary or 'the data'} from here: {type(error).__name__}: {error}"
-                unproven = hosts in _AWAY and paths.is_remote(vocabulary)  # what is shipped is read from here
+                unproven = hosts in _AWAY and paths.is_remote(vocabulary)  # shipped files are read from here
                 return [Finding(name, unproven, unread, is_note=unproven), *notes]
         if problems:
             return [*(Finding(name, False, problem) for problem in problems), *notes]
@@ -356,14 +356,14 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
 
 
 def _is_unseen(file: str, hosts: Hosts, *, is_vocabulary: bool) -> bool:
-    """Returns whether a file cannot be checked from here: data in buckets, and absolute paths of remote hosts."""
+    """Returns whether a file cannot be checked from here: data in a bucket, or an absolute path on remote hosts."""
     if paths.is_remote(file):
         return hosts == "dry run" or not is_vocabulary
     return hosts in _AWAY and file.startswith(("/", "~"))
 
 
 def _unused_ids(experiment: Experiment) -> list[Finding]:
-    """Returns a note if the model has many more rows than its data has ids; rounding up by some is customary."""
+    """Returns a note if the model's vocabulary is much larger than that of the data; a little larger is customary."""
     vocabulary, model = experiment.task.vocabulary, experiment.model
     rows = model.vocab_size if can(model, HasVocabulary) else 0
     if vocabulary is None or rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
@@ -395,7 +395,7 @@ def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Find
         if not remote and (owner := run_lock.holder(run_dir)):
             return [Finding(name, False, run_lock.in_use(run_dir, owner))]
     except UserError as error:
-        # The hosts write as the TPU's service account, not as whoever is here; but what does not exist exists nowhere.
+        # The hosts write as the TPU's service account, not as this user. What does not exist is missing for both.
         is_absent = isinstance(error.__cause__, FileNotFoundError | None) and not isinstance(error, UnreachableError)
         unproven = hosts == "shipped to" and not is_absent
         return [Finding(name, unproven, str(error), is_note=unproven)]

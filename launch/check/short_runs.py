@@ -24,7 +24,7 @@ ALL_HOSTS, ATTENTION, SPEED = "all hosts", "attention", "speed"  # names of find
 STEPS, SIMULATED_STEPS = 30, 2
 PART_SECONDS = 900.0
 STRATEGIES = environment.WORKSPACE / "gin" / "strategies"
-REHEARSED = ("fsdp", "fsdp_tensor")  # of the strategies, where hosts are processes here
+REHEARSED = ("fsdp", "fsdp_tensor")  # the strategies that are tried if hosts are simulated
 _LAST_LINES = 15
 
 
@@ -32,7 +32,7 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
     """Runs all parts in turn; host 0 writes their report to RUN/check.json.
 
     Returns:
-      The findings, and whether this is host 0, or a host that could not join the others.
+      The findings, and whether to print them here: on host 0, and on a host that could not join the others.
     """
     started, run_dir = time.time(), f"{args.run_dir}/run"
     of_hosts, all_hosts = _check(args, ALL_HOSTS, "--level", "hosts", run_dir=run_dir)
@@ -45,7 +45,7 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
     listed = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
     found.append(speed._replace(detail=listed) if speed.ok and listed else speed)
     index = 0 if args.simulate or slice_.hosts == 1 else tpu_host.own_index(slice_)
-    if index or (index is None and not of_hosts):  # which only host 0 has
+    if index or (index is None and not of_hosts):  # only host 0 has findings of the hosts
         return found, False
     report = {
         "slice": slice_.name,
@@ -65,7 +65,7 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
 
 
 def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
-    """Makes a smoke run with a strategy; a note if its layout does not fit the slice."""
+    """Makes a smoke run with a strategy; the finding is a note if the strategy's layout does not fit the slice."""
     name, run_dir = f"strategy {strategy}", f"{args.run_dir}/{strategy}"
     bindings = ("--gin", f"include 'gin/strategies/{strategy}.gin'")
     found, checked = _check(args, name, *bindings, "--part", "small", run_dir=run_dir)
@@ -76,7 +76,7 @@ def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
 
 
 def _check(args: argparse.Namespace, name: str, *words: str, run_dir: str) -> tuple[list[Finding], Finding]:
-    """Runs `launch/run check`. Returns its findings, on host 0 alone, and one finding that sums them up."""
+    """Runs `launch/run check`. Returns its findings (empty except on host 0), and one finding that sums them up."""
     options = [*flags.passed_on(args, "--gin", "--simulate"), *words, "--run-dir", run_dir]
     with tempfile.TemporaryDirectory(prefix="renga-check-") as folder:
         file = Path(folder) / "findings.json"
@@ -90,7 +90,7 @@ def _pod(args: argparse.Namespace, run_dir: str, *words: str) -> list[str]:
 
 
 def _judged(name: str, argv: Sequence[str]) -> Finding:
-    """Runs a command of `launch/run` for at most PART_SECONDS, and returns whether it succeeded."""
+    """Runs a command of `launch/run` for at most PART_SECONDS, and returns a finding that says whether it succeeded."""
     started = time.monotonic()
     print(f"check: {name}: launch/run {' '.join(argv)}", flush=True)
     code, said = _run(argv)
@@ -115,7 +115,7 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def measured(run_dir: str) -> dict[str, float]:
-    """Returns the metrics of the last measured step: seconds, and on a TPU also the predicted figures."""
+    """Returns the speed metrics of the last measured step and, on a TPU, the predicted ones, by name."""
     timed = [row for row in metrics.read(run_dir).by_step.values() if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}
@@ -123,7 +123,7 @@ def measured(run_dir: str) -> dict[str, float]:
 
 
 def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
-    """Compares attention on this host's chip or, with --simulate, on this machine's CPU; returns as `check`."""
+    """Checks attention on this host's chip or, with --simulate, on this machine's CPU; returns the same as `check`."""
     import jax
 
     from core.hosts import activity, distributed

@@ -1,1 +1,1 @@
-"""Commands that need no folder of their own, and kinds of `make-dataset`; `COMMAND` is how they are found."""
+"""Commands that need no folder of their own (modules with `COMMAND`), and kinds of `make-dataset` (`DATASETS`)."""

@@ -1,4 +1,4 @@
-"""Puzzles for `puzzles.dataset`: sudoku, mazes and ARC, as `launch/run make-dataset` makes them."""
+"""Makes puzzles for `puzzles.dataset` with `launch/run make-dataset`: sudoku, mazes and ARC."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ _OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test":
 
 
 def add_arguments(kind: str, parser: argparse.ArgumentParser) -> None:
-    """Adds arguments with the names of the fields of the dataclass of a kind."""
+    """Adds arguments named as the fields of the kind's dataclass, such as `SudokuSet`."""
     parser.add_argument("--seed", type=flags.at_least(0), help="same seed, same bytes")
     {"sudoku": _add_sudoku, "maze": _add_maze, "arc": _add_arc}[kind](parser)
 
@@ -97,7 +97,7 @@ def run(kind: str, given: Mapping[str, Any], out: str) -> int:
 
 
 def _quantiles(summary: Mapping[str, Any]) -> str:
-    """Returns `; rating 0 to 33 (median 0, p90 4)` of each quantity."""
+    """Returns `; rating 0 to 33 (median 0, p90 4)` for each quantity, joined."""
     ranges = {name: q for name, q in summary.items() if isinstance(q, Mapping)}
     return "".join(
         f"; {name} {q['min']} to {q['max']} (median {q['median']}, p90 {q['p90']})" for name, q in ranges.items()

@@ -1,4 +1,4 @@
-"""Questions about images for `vision.questions`, as `launch/run make-dataset questions` makes them."""
+"""Makes questions about images for `vision.questions` with `launch/run make-dataset questions`."""
 
 import argparse
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ EXAMPLE = "launch/run make-dataset questions --data hub:OWNER/NAME --validation 
 
 
 def add_arguments(_: str, parser: argparse.ArgumentParser) -> None:
-    """Adds arguments with the names of the fields of QuestionSet."""
+    """Adds arguments named as the fields of `QuestionSet`."""
     parser.description = "Questions about images, from a dataset of the Hugging Face hub or one prepared by TFDS."
     parser.add_argument("--data", metavar="NAME", required=True, help="hub:OWNER/NAME[:CONFIGURATION], or tfds:NAME")
     parser.add_argument("--split", help="for training (default train)")

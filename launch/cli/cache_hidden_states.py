@@ -1,4 +1,4 @@
-"""Computes the hidden states of a frozen base once, for many runs of adapters after it."""
+"""Computes the hidden states of a frozen base model once, for many runs that train adapters on it."""
 
 import argparse
 import time
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the base and writes the states of every split."""
+    """Loads the base model and writes its hidden states for every split."""
     limits = _limits(args.rows)
     paths.check_writable(args.out)
     loaded_model.choose_devices(None, is_simulated=False)
@@ -74,7 +74,7 @@ def _limits(text: str) -> dict[str, int]:
 
 
 def _stored(base: LoadedModel, model: AdaptedDecoder) -> tuple[Params, int]:
-    """Returns the parameters of the base as a run of the adapter stores them, and their checksum in its summary."""
+    """Returns the base's parameters as a run of the adapter stores them, and the checksum that such a run prints."""
     params = jax.tree.map(lambda a: a.astype(model.base_dtype), base.params)
     specs = reading.by_name(base.program.param_specs)
     leaves = {name: leaf for name, leaf in reading.by_name(params).items() if specs[name].kind != "constant"}

@@ -1,6 +1,6 @@
 """`launch/run checkpoints ls|verify|diff|prune`: inspects the checkpoints of a run from any machine that can read them.
 
-Runs in one process, without an accelerator or the model, and may run while the job that writes them is training.
+It runs in one process, needs neither accelerator nor model, and may run while the run is training.
 """
 
 import argparse

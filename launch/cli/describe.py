@@ -1,4 +1,4 @@
-"""`launch/run describe`: says from `config.json` what a published model is, and which slices hold it for tuning."""
+"""`launch/run describe`: describes a published model from its `config.json`, with the slices that can fine-tune it."""
 
 import argparse
 import dataclasses
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _matrices(model: Transformer) -> tuple[str, ...]:
-    """Returns the matrices of the mixers that low-rank adapters can change."""
+    """Returns the names of the mixers' matrices that low-rank adapters can change."""
     mixers = (part for kind in model.layer_kinds for part in kind.mixers)
     return tuple(dict.fromkeys(name for part in mixers for name in part.matrices))
 
@@ -74,7 +74,7 @@ def _length(model: Transformer, asked: int | None) -> int:
 
 
 def _facts(model: Transformer, *, length: int) -> Iterator[tuple[str, str]]:
-    """Yields names and what is said of a model whose vocabulary is not padded."""
+    """Yields rows (name, text) of the description; the model's vocabulary must not be padded."""
     layers = [parts_of(model.layer_kind(layer)) for layer in range(model.num_layers)]
     yield "layers", _pattern([" + ".join(map(_part, parts.values())) for parts in layers])
     widths = f"embed {model.embed_dim:,}, mlp {model.mlp_dim:,}, heads {model.num_heads} ({model.num_kv_heads} of keys)"
@@ -89,7 +89,7 @@ def _facts(model: Transformer, *, length: int) -> Iterator[tuple[str, str]]:
 
 
 def _pattern(layers: Sequence[str]) -> str:
-    """Says which layers there are: `24: 5 x A, B; 4 times` has 24 layers, a pattern of six in four repetitions."""
+    """Describes the layers: `24: 5 x A, B; 4 times` means 24 layers, a pattern of six that repeats four times."""
     period = next(n for n in range(1, len(layers) + 1) if all(a == b for a, b in zip(layers, layers[n:], strict=False)))
     runs = [(name, len(list(run))) for name, run in itertools.groupby(layers[:period])]
     said = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
@@ -108,7 +108,7 @@ def _cache_bytes(program: Program, length: int) -> int:
 
 
 def _smallest(model: Any, generation: str, *, length: int) -> str:
-    """Returns the smallest slice that holds a step, with the memory of a chip."""
+    """Returns the smallest slice of a generation on which a fine-tuning step fits, with its memory per chip."""
     for slice_ in slices.SLICES.values():
         if not slice_.name.startswith(f"{generation}-") or slice_.devices > _MOST_CHIPS:
             continue

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_base_of_peft(run: str, experiment: Experiment) -> None:
-    """Raises UserError unless the library PEFT can load the base of a run's adapters."""
+    """Raises UserError unless the library PEFT can load the base model of a run's adapters."""
     base = experiment.initialization.init_from
     if not _is_published(base):
         raise UserError(f"{run}: its base is {base or 'no published model'!r}, which PEFT cannot load: give --merge")
@@ -130,7 +130,7 @@ def _is_published(base: str) -> bool:
 
 
 def _base(step: paths.Path, experiment: Experiment) -> str:
-    """Returns the published model that a run's adapters belong to; of the hub, with the revision that was read."""
+    """Returns the published model that a run's adapters belong to; if on Hugging Face, with the revision read."""
     left_out = steps.read(step).left_out
     if left_out is not None and left_out.source.startswith(published_files.HUB):
         return left_out.source
@@ -156,9 +156,9 @@ def _shapes(model: Any) -> tuple[Any, Any]:
 def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | None], np.ndarray]:
     """Returns a function that reads a parameter, or one layer of it, from a checkpoint.
 
-    Parameters that the checkpoint leaves out are read from their source, in the precision that they have there, which
-    may be higher than that of the run. All of them are first compared with the run's, so that another source is an
-    error before anything is written.
+    Parameters that the checkpoint leaves out are read from their source at its precision, which may be higher than that
+    of the run. All of them are first checked against the run's fingerprints, so that a wrong source is an error before
+    anything is written.
     """
     arrays, described = Arrays(step), steps.read(step)
 
@@ -174,7 +174,7 @@ def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | No
     source, cpu = warm_starts.source_again(experiment, left_out), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes, specs = (reading.by_name({"params": tree}) for tree in _shapes(experiment.model))
 
-    @functools.lru_cache(maxsize=3)  # as many parameters as may be parts of one tensor
+    @functools.lru_cache(maxsize=3)  # the most parameters that one tensor is made of
     def read_again(name: str) -> np.ndarray:
         wanted = shapes[name].update(sharding=cpu, dtype=np.float32), specs[name]
         return np.asarray(warm_start.read_of_source(source, {name: wanted})[name])
@@ -186,7 +186,7 @@ def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | No
 
 
 def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the special ids, and the settings of generation: of the source, with the ids that end the run's texts."""
+    """Returns the special ids for config.json, and generation_config.json with the ids that end the run's texts."""
     task = experiment.spans()[-1].experiment.task
     vocabulary = task.vocabulary
     if vocabulary is None:
@@ -196,12 +196,12 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
         return {"bos_token_id": bos_id, "eos_token_id": stop_ids[0]}, {}
     folder, names = vocabulary.folder, (published_files.CONFIG, published_files.GENERATION_CONFIG)
     if not any((folder / name).exists() for name in names) and _is_published(experiment.initialization.init_from):
-        folder = published_files.small_files(experiment.initialization.init_from)  # that of the vocabulary has no model
+        folder = published_files.small_files(experiment.initialization.init_from)  # the other has no model
     return generation_settings.exported(folder, bos_id=bos_id, stop_ids=stop_ids)
 
 
 def _write_tokenizer(source: paths.Path, out: paths.Path, generation: Mapping[str, Any]) -> None:
-    """Copies the files of a tokenizer, and writes the settings of generation."""
+    """Copies the files of a tokenizer, and writes generation_config.json."""
     for name in published_files.TOKENIZER_FILES:
         if (source / name).exists():
             (out / name).write_bytes((source / name).read_bytes())

@@ -26,8 +26,8 @@ EXAMPLE = """launch/run generate runs/quickstart-v4-16 --prompt "import "
   launch/run generate runs/first@1000 --file prompts.jsonl --out answers.jsonl --max-tokens 200
   launch/run generate runs/first --prompt-ids 0,5,7 --slice v4-8 --simulate --gin "STRATEGY = @strategies.fsdp()" """
 
-_CONTINUATION, _ANSWER = 100, 500  # most new tokens, of a prompt and of an answer in a conversation
-_SHOWN = 100  # characters of each of several prompts
+_CONTINUATION, _ANSWER = 100, 500  # most new tokens after a prompt, and of an answer in a conversation
+_SHOWN = 100  # characters to which a prompt is shortened if there are several
 _EXPECTED = 'expected lines such as {"prompt": "Once"} or {"ids": [0, 5]}'
 
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     ids: list[list[int]] = []
 
     def check(model: loaded_model.LoadedModel) -> None:
-        if is_conversation:  # a short one, so that a model without a template is found
+        if is_conversation:  # with a short message, which finds a model without a template
             model.checked(["Hello"], max_tokens=1, is_chat=True)
         else:
             ids.extend(model.checked(prompts, max_tokens=max_tokens, is_chat=args.chat))
@@ -196,13 +196,13 @@ def _print(prompts: Sequence[str | list[int]], done: int, found: Sequence[loaded
 
 
 def _shortened(prompt: str | list[int]) -> str:
-    """Returns a prompt in one line."""
+    """Returns a prompt as one line of at most _SHOWN characters."""
     text = " ".join(prompt.split()) if isinstance(prompt, str) else ",".join(map(str, prompt))
     return terminal.printable(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…")
 
 
 def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], options: Mapping[str, Any]) -> Any:
-    """Returns everything that the answers depend on, which the layout is not part of."""
+    """Returns everything that the answers depend on; they do not depend on the layout."""
     vocabulary = None if model.vocabulary is None else model.vocabulary.size
     numbers = reading.fingerprints(reading.by_name(model.params))
     return model.model, numbers, model.stop_ids, vocabulary, ids, options
@@ -211,7 +211,8 @@ def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], optio
 class _Answers:
     """The file of answers; until all prompts are done, lines are appended to a file beside it.
 
-    The name of that file follows from everything that the answers depend on, so that the same command continues it.
+    The name of that file contains a hash of everything that the answers depend on, so that the same command continues
+    it.
 
     Attributes:
       done: prompts whose answers an interrupted command has written.
@@ -234,5 +235,5 @@ class _Answers:
             file.write("".join(f"{line}\n" for line in lines))
 
     def finish(self) -> None:
-        """Gives the complete file its name."""
+        """Renames the file, now complete, to its final name."""
         self._partial.replace(self._path)

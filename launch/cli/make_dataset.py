@@ -1,7 +1,7 @@
-"""`launch/run make-dataset`: makes a dataset of files, of one of the kinds that modules beside this one can make.
+"""`launch/run make-dataset KIND`: writes the files of a dataset; each kind is made by a module beside this one.
 
-Such a module has `DATASETS` (the names of its kinds, one line), `EXAMPLE`, `add_arguments(kind, parser)` and
-`run(kind, given, out)`, where `given` are the arguments on the command line.
+Such a module has `DATASETS` (the names of its kinds, on one line), `EXAMPLE`, `add_arguments(kind, parser)` and
+`run(kind, given, out)`, where `given` maps the arguments on the command line to their values.
 """
 
 import argparse

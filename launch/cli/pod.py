@@ -2,7 +2,7 @@
 
 The same command line works in three places. On a host of a TPU slice or of GPUs it becomes this host's process; from a
 workstation it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, the
-error lists what was examined; the command never chooses another place silently. The slice `local` is this machine.
+error lists what was examined; the command never trains in another place. The slice `local` is this machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
 
 
 _OF_TPUS = ("tpu", "zone", "project", "dry_run")
-_READ_BY = {  # flags that an action reads
+_READ_BY = {  # flags that each action reads
     **dict.fromkeys(("status", "logs", "stop"), _OF_TPUS),
     "tensorboard": (*_OF_TPUS, "run_dir"),
     **dict.fromkeys(("create", "queue"), (*_OF_TPUS, "spot")),
@@ -143,7 +143,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 
 def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
-    """Returns the bindings of the command line with those of --scale-from, and prints the latter."""
+    """Returns the command line's bindings, followed by those of --scale-from, which are also printed."""
     from launch import scaling
 
     found = scaling.bindings(args.experiment, slice_name=slice_.name, scale_from=args.scale_from, given=args.gin)
@@ -175,7 +175,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
 
 
 def _of_a_tpu(args: argparse.Namespace) -> int:
-    """Performs an action on the TPU of --tpu, or on the run on it."""
+    """Performs an action on the TPU that --tpu names, or on the run there."""
     _refuse_unused(args, _READ_BY[args.target])
     needs_slice = args.target in ("create", "queue")
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
@@ -190,7 +190,7 @@ def _of_a_tpu(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    run_directory = os.fspath(paths.resolve(_run_directory(args, slice_)))  # the hosts have another ~
+    run_directory = os.fspath(paths.resolve(_run_directory(args, slice_)))  # the hosts have another home directory
     checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     if _is_finished(args, checked, run_directory):
         return 0
@@ -212,7 +212,7 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """Trains on this host: in this process, or in a child if this process must restart it or send alerts."""
+    """Trains on this host: in this process, or in a child process if this one must restart it or send alerts."""
     if slice_.generation == "cpu":
         os.environ |= environment.ON_CPUS | os.environ
     options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--check", "--tune")
@@ -230,7 +230,7 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
 def _supervised(
     attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int, host: int | None = None
 ) -> int:
-    """Runs `attempt(stop_requests)` for `host` or all hosts; restarts it where useful and alerts on each failure."""
+    """Runs `attempt(stop_requests)` for `host` (None: all), again if a restart can help; alerts on each failure."""
     with alerts.watching(run_directory, host=host) as report, supervise.stop_requests() as requested:
 
         def told() -> int:
@@ -257,7 +257,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     for finding in checked.findings:
         if finding.is_note:
             print(f"# {finding.name}: {finding.detail}")
-    # A local directory of this name is not that of the hosts.
+    # A local directory with this name is not the one on the hosts.
     is_shared = not args.dry_run and paths.is_remote(run_directory)
     if is_shared and _is_finished(args, checked, run_directory, is_elsewhere=True):
         return 0
@@ -298,7 +298,7 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
 def _is_finished(
     args: argparse.Namespace, checked: preflight.Checked, run_directory: str, *, is_elsewhere: bool = False
 ) -> bool:
-    """Returns whether nothing is left to train, and prints it; smoke runs never resume, tuning trains nothing."""
+    """Returns whether nothing is left to train, and prints it; False for smoke runs and --tune, which never resume."""
     from launch.runs import continuation
 
     if args.check or args.tune:
@@ -315,7 +315,7 @@ def _run_directory(args: argparse.Namespace, slice_: slices.Slice) -> str:
 
 
 def _from_workspace(directory: str) -> str:
-    """Returns `directory` relative to the workspace if it is inside: that of the hosts has another place."""
+    """Returns `directory` relative to the workspace if it is inside, as the hosts' workspace is at another path."""
     path = Path(directory)
     return str(path.relative_to(environment.WORKSPACE)) if path.is_relative_to(environment.WORKSPACE) else directory
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_events(folder: paths.Path) -> None:
-    """Raises UserError unless TensorBoard finds something in a folder: event files or profiles."""
+    """Raises UserError unless a folder has something that TensorBoard shows: event files or profiles."""
     if not folder.exists():
         raise UserError(f"there is no folder {folder}: name a run directory, or a folder that contains several")
     found = paths.sizes(folder) if paths.is_remote(folder) else (path.name for path in Path(folder).rglob("*"))
@@ -50,9 +50,10 @@ def _require_events(folder: paths.Path) -> None:
 
 @contextlib.contextmanager
 def _labeled(run_dir: paths.Path) -> Iterator[paths.Path | Path]:
-    """Context with the folder to show: for one run on a disk, one that contains its events under the run's name.
+    """Yields the folder to show: for one run on a local disk, a temporary one with a link to its events.
 
-    TensorBoard labels a run by the path of its events in that folder, which would be `tensorboard` for every run.
+    TensorBoard labels a run by the path of its events in that folder, which would be `tensorboard` for every run. The
+    link has the name of the run directory.
     """
     events = run_dir / metrics.TENSORBOARD_NAME
     if paths.is_remote(run_dir) or not events.is_dir():
@@ -60,7 +61,7 @@ def _labeled(run_dir: paths.Path) -> Iterator[paths.Path | Path]:
         return
     with tempfile.TemporaryDirectory(prefix="renga-tensorboard-") as folder:
         (Path(folder) / run_dir.name).symlink_to(events)
-        (Path(folder) / "plugins").symlink_to(events / "plugins")  # the profile plugin follows no link below this one
+        (Path(folder) / "plugins").symlink_to(events / "plugins")  # the profile plugin follows no other link
         yield Path(folder)
 
 
@@ -68,7 +69,7 @@ def _serve(folder: str, port: int) -> int:
     command = ["--logdir", folder, "--host", "127.0.0.1", "--port", str(port)]
     print(f"TensorBoard on http://127.0.0.1:{port}/ (Ctrl-C stops it)", flush=True)
     running = subprocess.Popen([sys.executable, "-m", "tensorboard.main", *command], stderr=subprocess.PIPE)
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both processes
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C also reaches the child
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: running.send_signal(number))
     assert running.stderr is not None

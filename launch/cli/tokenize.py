@@ -148,12 +148,12 @@ def _run_task(args: argparse.Namespace) -> int:
 
 
 def _filters(args: argparse.Namespace) -> Filters:
-    """Returns which documents are left out. Raises UserError if lengths are given for nothing."""
+    """Returns the filters of documents. Raises UserError if lengths are given without --exclude."""
     words, characters = args.exclude_words, args.exclude_characters
     if (words or characters) and not args.exclude:
         raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
     words = _WORDS_IN_COMMON if words is characters is None else words
-    excluded = tuple(str(paths.resolve(pattern)) for pattern in args.exclude)  # workers have folders of their own
+    excluded = tuple(str(paths.resolve(pattern)) for pattern in args.exclude)  # workers run in other folders
     return Filters(excluded, words, characters, args.deduplicate)
 
 
@@ -174,7 +174,7 @@ def _say(text: str) -> None:
 
 
 def _require_free(out: str) -> None:
-    """Raises UserError if the folder has files of something else."""
+    """Raises UserError if the folder has files that are not of a token cache."""
     folder = paths.resolve(out)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names - {run_lock.FILE} and not names & {token_cache.COMPLETE, token_cache.STARTED}:
@@ -183,7 +183,7 @@ def _require_free(out: str) -> None:
 
 
 def _summarize(out: str, about: Mapping[str, Any]) -> None:
-    """Prints documents, tokens and bytes before and after the filters, and what each left out."""
+    """Prints documents, tokens and bytes before and after the filters, and what each filter left out."""
     left_out = {_LEFT_OUT[key]: counts for key, counts in about["left_out"].items() if counts["documents"]}
     rows = {"read": [*about["splits"].values(), *left_out.values()]}
     rows |= {f"- {why}": [counts] for why, counts in left_out.items()}

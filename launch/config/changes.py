@@ -8,7 +8,7 @@ from launch import environment
 from launch.config.loader import Settings
 from launch.config.statements import Macro, Reference
 
-_INNER = "model"  # by this parameter a function such as `lora.adapted` is given a model
+_INNER = "model"  # the parameter by which functions such as `lora.adapted` get a model
 _EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
 
 
@@ -29,7 +29,7 @@ class Changes:
     def constructor(self, field: str) -> str | None:
         """Returns the constructor in which a field of the model is bound, such as `transformer.Transformer`.
 
-        It may be inside the wrappers and functions that change a model. None if no single constructor has the field.
+        The constructor may be inside wrappers, and functions that change a model. None if no single one has the field.
         """
         path = wrappers.field_path(self._model, field)
         if path is None:
@@ -42,23 +42,23 @@ class Changes:
         while (found := self._called(value)) is not None:
             if found.target.takes_any or field in found.target.parameters:
                 return found.selector
-            value = self._values.get(f"{found.selector}.{_INNER}")  # a function that changes the model that it is given
+            value = self._values.get(f"{found.selector}.{_INNER}")  # a function that changes a model
         return None
 
     def _called(self, value: Any) -> Reference | None:
-        """Returns the constructor call that a value is, directly or by macros; None if it is another value."""
+        """Returns the constructor call if a value is one, directly or through macros; otherwise None."""
         while isinstance(value, Macro):
             value = self._values.get(value.name)
         return value if isinstance(value, Reference) and value.evaluate and not value.scope else None
 
     def of_model(self, field: str, value: str) -> list[str]:
-        """Returns the statements that bind a field of the model, which `constructor` finds, to a value in gin."""
+        """Returns the statements that bind a field of the model, in its `constructor`, to a value given as gin text."""
         home = self.constructor(field)
         assert home is not None, field
         return [self._config.import_line(home.partition(".")[0]), f"{home}.{field} = {value}"]
 
     def of_experiment(self, field: str, value: str) -> list[str]:
-        """Returns the statements that bind a field of the experiment to a value in gin.
+        """Returns the statements that bind a field of the experiment to a value, given as gin text.
 
         If the field has the value of a macro, the macro is bound, because other statements may use it too.
         """
@@ -69,7 +69,7 @@ class Changes:
 
 
 def file(statements: Sequence[str], *, header: Sequence[str]) -> str:
-    """Returns the text of a gin file that the user includes after the other files."""
+    """Returns the text of a gin file with these statements, to be included after the other files."""
     imports = sorted({s for s in statements if s.startswith(("from ", "import "))})
     rest = [s for s in statements if s not in imports]
     comment = [f"# {line}" for line in header]

@@ -39,10 +39,10 @@ class Configuration:
     Attributes:
       root: the constructor of the object that the configuration builds.
       defaults: the name of the file that declares the macros.
-      known: valid macro names: those that are declared, and those that the files both define and read.
+      known: valid macro names: those declared in `defaults`, and those that the files both define and read.
       bindings: in the order in which they apply.
       by_name: bindings by their left-hand side; the last one of each list takes effect.
-      final: the last binding of each left-hand side.
+      final: the last binding of each left-hand side, which takes effect.
       macros: the last binding of each macro, by name.
     """
 
@@ -84,7 +84,7 @@ class Configuration:
 
 
 def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[Binding]]:
-    """Returns all mistakes in a configuration, notes about bindings that later ones displaced, and effective bindings.
+    """Returns all mistakes in a configuration, notes about displaced bindings (`_displaced`), and effective bindings.
 
     A binding is effective if it is the last one of its name and reachable from the root.
     """
@@ -94,7 +94,7 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
         scope = tuple(binding.scope.split("/")) if binding.scope else ()
         return any(found[: len(scope)] == scope for found in scopes.get(_node(binding), ()))
 
-    set_by_user = [b for b in config.bindings if b.file != config.defaults]  # defaults may be unused
+    set_by_user = [b for b in config.bindings if b.file != config.defaults]  # the defaults' own bindings may be unused
     unused = [b for b in set_by_user if not is_used(b) and not config.is_doubtful(b.selector)]
     displaced = {b.order: choice for b, choice in _displaced(config, unused)}
     problems = [*_unknown_macros(config), *_duplicates(config), *_too_early(config), *_parameters(config)]
@@ -129,7 +129,7 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
             visited.add((node, scope, is_called))
             scopes[node].add(scope)
             bound = config.bound(node, scope)
-            if is_called and isinstance(node, Constructor):  # an uncalled reference is called by the code that gets it
+            if is_called and isinstance(node, Constructor):  # `@name` without () is called by the code that gets it
                 problems.extend(_lacking(config, node, scope, bound, at))
             for binding in bound.values():
                 follow(binding, scope, (*path, (node, scope)))
@@ -150,7 +150,7 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
 
 
 def _displaced(config: Configuration, unused: Iterable[Binding]) -> Iterator[tuple[Binding, Binding]]:
-    """Yields unused bindings that another source made unused, each with the binding in that source.
+    """Yields bindings that are unused because of a binding in another source, each with that binding.
 
     For example, `OPTIMIZER = @optimizers.lion()` displaces an earlier `OPTIMIZER = @optimizers.adamw()`; bindings of
     adamw's parameters, and macros that only they read, are then unused.
@@ -221,7 +221,7 @@ def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for names that are bound twice in the same file, where the second value would silently win."""
+    """Yields problems for names bound twice in one file, where gin would silently use the second value."""
     first: dict[Any, Binding] = {}
     for binding in config.bindings:
         before = first.setdefault((binding.file, *_key(binding)), binding)
@@ -232,7 +232,7 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for bindings above an include of a file that binds the same name and would silently win."""
+    """Yields problems for bindings above an include of a file that would silently override them."""
     for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
             if before.file in config.reader.sources[after.file].ancestors:

@@ -8,12 +8,12 @@ from launch.config.loader import Settings, declared_text, parse
 from launch.config.names import OURS
 from launch.config.statements import render
 
-_MOST_CHARACTERS = 160  # of a value in a message
+_MOST_CHARACTERS = 160  # characters of a value in a message
 _SPELLING = ("text.python_source", "text.seqio")
 
 
 class Difference(NamedTuple):
-    """A setting in which two configurations differ; a value of None is not bound."""
+    """A setting in which two configurations differ, with the two values as text; None: not bound."""
 
     name: str
     before: str | None
@@ -29,11 +29,12 @@ class Difference(NamedTuple):
 
 
 def between(before: str, after: Settings | str) -> list[Difference]:
-    """Returns the settings in which two configurations, as canonical texts or as data, differ, sorted by name.
+    """Returns the settings in which two configurations (canonical texts or `Settings`) differ, sorted by name.
 
-    A macro that a text lacks, because it was saved before there was such a macro, has the value that `gin/defaults.gin`
-    declares. A parameter that a text lacks is not a difference if the other text binds it to a macro, which is compared
-    itself. Texts of comments alone, which `renga.Trainer` saves, are compared line by line (`# batch_size = 8`).
+    A macro that is missing in a text, because it was introduced later, has the value that `gin/defaults.gin` declares.
+    A parameter that is missing in a text is not a difference if the other text binds it to a macro, because macros are
+    compared themselves. Texts that have only comments (`# batch_size = 8`), which `renga.Trainer` saves, are compared
+    line by line.
     """
     old, new = _values(before), _values(after) if isinstance(after, str) else _rendered(after)
     declared = _values(declared_text())
@@ -47,7 +48,7 @@ def between(before: str, after: Settings | str) -> list[Difference]:
 
 
 def among(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Returns, for each canonical text, its settings that differ in the other texts or are not bound there, by name."""
+    """Returns, for each canonical text, the values of its settings that not all texts share, by name."""
     every = [_values(text) for text in texts]
     names = sorted({name for values in every for name in values})
     differing = [name for name in names if len({values.get(name) for values in every}) > 1]
@@ -55,9 +56,9 @@ def among(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def is_same(before: str, after: str, *, ignoring: Collection[str] = ()) -> bool:
-    """Returns whether two canonical texts import the same and differ in no setting but those to be ignored.
+    """Returns whether two canonical texts have the same imports, and the same settings except those in `ignoring`.
 
-    One may import modules of ours that the other does not: new macros may name them.
+    Imports of this project's own modules may differ, because new macros may name them.
     """
     if before == after:
         return True
@@ -77,7 +78,7 @@ def _values(text: str) -> Mapping[str, str]:
 
 
 def _rendered(settings: Settings) -> dict[str, str]:
-    """Returns the values by name; the constructor of a task that has a name is spelled with the name."""
+    """Returns the values as text by name; the former constructor of a named task becomes `text.seqio` with the name."""
     found = {binding.name: render(binding.value) for binding in settings.bindings}
     if "text.seqio.name" not in found and any("text.python_source." in name for name in found):
         found = {name.replace(*_SPELLING): value.replace(*_SPELLING) for name, value in found.items()}

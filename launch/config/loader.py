@@ -1,10 +1,11 @@
 """Loads an experiment file: checks it and builds its object with gin, or raises an error that lists all mistakes.
 
-    sources     gin's parser reads files and flags into statements with their places, in the order in which they apply
-    moved       old names and values become the current ones
+    sources     gin's parser reads files and flags into statements with their file and line, in the order in which they
+                apply
+    moved       old names and values are replaced by the current ones
     names       names become constructors, through the imports of each file
     checks      find mistakes that gin accepts: a misspelled macro, a value bound twice, a number in quotes, a parameter
-                of a strategy that is not in use; what has no effect is left out
+                of a strategy that is not in use; bindings without effect are left out
     build       gin gets the constructors and their values, and calls them. It gets macros replaced by their values,
                 because it would evaluate a macro in the macro's own scope
 
@@ -48,7 +49,7 @@ from launch.config.statements import (
 )
 
 if TYPE_CHECKING:
-    from launch.config.trust import Trust  # a run that trains reads its own experiment file
+    from launch.config.trust import Trust  # a training run reads the user's own experiment file
 
 ROOT = f"{environment.PACKAGE}launch.experiment.Experiment"
 DEFAULTS = "gin/defaults.gin"
@@ -60,7 +61,7 @@ _MESH_HEADER = "from __gin__ import dynamic_registration\nfrom parallel import s
 class Settings:
     """The imports and bindings of a configuration in canonical form."""
 
-    imports: Mapping[str, str]  # full names of modules, by the symbols that `bindings` use if they use the module
+    imports: Mapping[str, str]  # full module names by symbol; `bindings` use the symbols
     bindings: tuple[Binding, ...]  # macros, then parameters, each sorted by name
 
     @functools.cached_property
@@ -83,7 +84,7 @@ class LoadedConfig(Settings):
     """
 
     experiment: str  # the name of the experiment file
-    notes: tuple[str, ...]  # sentences for the user: bindings left out because a later source chose otherwise
+    notes: tuple[str, ...]  # sentences for the user: bindings that are left out because of a later source
     _root: Constructor
 
     @functools.cached_property
@@ -132,7 +133,7 @@ class LoadedConfig(Settings):
 
 
 def _named(binding: Binding) -> list[Binding | Reference]:
-    """Returns what names constructors in a binding: references, and the binding itself if it is of a parameter."""
+    """Returns what names constructors: the references in a binding, and the binding itself if it binds a parameter."""
     references = [leaf for leaf in leaves(binding.value) if isinstance(leaf, Reference)]
     return [*references] if binding.is_macro else [binding, *references]
 
@@ -168,9 +169,10 @@ def load(
       slice_name: value for the macro SLICE; overrides the file and `bindings`.
       root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
-      between: further gin texts, by the name for messages.
-      trust: what the file may name if it is the configuration of a run, which may be a stranger's. Then it includes no
-        files, and modules are not searched for beside it. None: the file is the user's own, and may name anything.
+      between: further gin texts, by their names in messages.
+      trust: what the file may name if it is the configuration of a run, which a stranger may have written. Such a file
+        includes no files, and modules are not searched for beside it. None: the file is the user's own, and may name
+        anything.
 
     Raises:
       UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.
@@ -206,7 +208,7 @@ def load(
 
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
-    """Returns the macros that a file declares."""
+    """Returns the names of the macros that a file declares."""
     return _macros(declared_text(defaults))
 
 
@@ -215,7 +217,7 @@ def declared_text(defaults: str = DEFAULTS) -> str:
     return (sources.WORKSPACE / defaults).read_text(encoding="utf-8")
 
 
-@functools.cache  # plans ask for each of a thousand candidates
+@functools.cache  # a plan calls it for each of a thousand candidates
 def _macros(text: str) -> frozenset[str]:
     return frozenset(b.name for b in parse(text).bindings if b.is_macro)
 
@@ -258,7 +260,7 @@ def _content(path: str) -> str:
 
 
 def _in_current_spelling(reader: sources.Reader) -> dict[str, str]:
-    """Converts old names and values in what was read; returns notes about them, by the names of sources."""
+    """Replaces old names and values in the reader's sources; returns notes about them, by the names of the sources."""
     now = moved.current(reader.sources, reader.bindings)
     reader.sources, reader.bindings = now.sources, now.bindings
     reader.problems, reader.unclear = reader.problems + now.problems, reader.unclear | now.unclear
@@ -271,8 +273,8 @@ def _canonical(bindings: Iterable[Binding], module: Callable[[Any], str], others
     Args:
       bindings: the bindings.
       module: returns the full name of the module of a parameter's binding or of a reference.
-      others: further modules of the user, which follow those that bindings use: importing one may be its purpose, for
-        example if it registers a seqio task.
+      others: further modules of the user, listed after those that bindings use. They are imported for their effect,
+        such as registering a seqio task.
     """
     bindings = list(bindings)
     used = {module(named) for b in bindings for named in _named(b)}

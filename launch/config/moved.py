@@ -1,4 +1,4 @@
-"""Old names and values in gin files, which are accepted for one release: one table, and what applies it.
+"""Replaces old names and values in gin files, accepted for one release: a table, and the code that applies it.
 
 The table applies to statements as they were read, before names are resolved. So it serves files, flags and the saved
 configurations of runs, and a text in an old spelling compares as equal to one in the new. Notes say the new spelling.
@@ -31,20 +31,21 @@ from launch.config.statements import (
 from launch.settings import GROUPS, HOMES
 
 _ACCEPTED = "these names are old, and the next release will not accept them:"
-_MOST_LINES = 12  # of a note
-_UNKNOWN = "__unknown__"  # before a name whose module is not known; gin can parse it in a statement
-_OF_PARAMETER, _OF_CONSTRUCTOR, _OF_MACRO = 2, 1, 0  # components of a full name that follow the module
+_MOST_LINES = 12  # lines of a note
+_UNKNOWN = "__unknown__"  # stands for an unknown module before a name, so that gin can parse the statement
+_OF_PARAMETER, _OF_CONSTRUCTOR, _OF_MACRO = 2, 1, 0  # components after the module in a full name
 
 
 class Table(NamedTuple):
-    """Old names and values, and what replaces them. Names are full, such as `models.mixers.s5.S5.states`.
+    """Old names and values with their replacements. Names are full, such as `models.mixers.s5.S5.states`.
 
     Attributes:
-      names: new names of modules, constructors, parameters and macros, by old names. No new name begins with an
-        old one: if the module `models.trm` becomes a folder, its constructors are listed instead.
-      values: what replaces old values of a parameter, by the new name of the parameter.
-      former: what replaces bindings of parameters that no longer exist, by their names.
-      needs: by constructors whose parameters were another's: the statement by which the other one gets an object of it.
+      names: new names of modules, constructors, parameters and macros, by old names. No new name may begin with an
+        old one; if the module `models.trm` becomes a folder, its constructors are listed instead.
+      values: functions that replace old values of a parameter, by the new name of the parameter.
+      former: functions that replace bindings of parameters that no longer exist, by the names of the parameters.
+      needs: for a constructor that took over parameters of another one, by its name: the statement that passes an
+        object of it to the other.
     """
 
     names: Mapping[str, str] = MappingProxyType({})
@@ -56,7 +57,7 @@ class Table(NamedTuple):
 _Hook = Callable[[Binding], Sequence[str] | ConfigProblem | None]
 _EXPERIMENT, _SETTINGS = "launch.experiment.Experiment", "launch.settings"
 _DECODERS = ("models.decoder.transformer.Transformer", "models.decoder.transformer.preset")
-MODULES = {  # also those of parts that other modules import
+MODULES = {  # includes names that other modules import from here
     "models.transformer": "models.decoder.transformer",
     "models.decoder_parts": "models.decoder.layers",
     "models.parts": "models.decoder.parts",
@@ -101,7 +102,7 @@ TABLE = Table(
 )
 
 
-# Gin files of this workspace name these tasks now; a file that includes one of them may still use the constructor.
+# Gin files of this workspace now use these names of tasks; files that include them may still use the constructors.
 _TASKS = {"renga.python_source": "tasks.text.python_source"}
 _SEQIO = "tasks.text.seqio"
 
@@ -112,8 +113,8 @@ class Current(NamedTuple):
     sources: dict[str, Source]
     bindings: list[Binding]
     notes: dict[str, str]  # for each source with old spellings, a note that says the new ones
-    problems: list[ConfigProblem]  # old spellings that nothing can replace, whose statements are left out
-    unclear: set[str]  # names in statements that are left out or changed, if there are problems
+    problems: list[ConfigProblem]  # old spellings without a replacement; their statements are left out
+    unclear: set[str]  # if there are problems: names in statements that were left out or changed
 
 
 def current(read: Mapping[str, Source], bindings: Sequence[Binding]) -> Current:
@@ -164,7 +165,7 @@ class _Spelling:
             spelled = [_mapped(b, functools.partial(self._short, file=old.file)) for b in replaced]
             added = [s for s in self._now[old.file] if s not in known_symbols]
             self._tell(old, spelled, added, is_same_value=statements is None and was.value == now.value)
-            known = {str(b) for b in (*bindings, *found) if b.file == old.file}  # what a statement adds may be there
+            known = {str(b) for b in (*bindings, *found) if b.file == old.file}  # what is to be added may be there
             found += [*spelled[:1], *(b for b in spelled[1:] if str(b) not in known)]
         found = self._without_former_macros(found, changed)
         ordered = [dataclasses.replace(binding, order=order) for order, binding in enumerate(found)]
@@ -176,7 +177,7 @@ class _Spelling:
         return Current(read, ordered, notes, self._problems, unclear)
 
     def _without_former_macros(self, found: list[Binding], changed: Sequence[Binding]) -> list[Binding]:
-        """Leaves out macros that only changed statements read, in their old spelling."""
+        """Returns the bindings without macros that only changed statements read, in their old spelling."""
         former, read = _macros(changed), _macros(found)
         while former - read:
             left = [b for b in found if b.is_macro and b.name in former - read]
@@ -192,7 +193,7 @@ class _Spelling:
         symbols = self._shared if is_flag(file) else self._written[file]
         if depth == _OF_MACRO or symbol in symbols:
             return name if depth == _OF_MACRO else f"{symbols[symbol]}.{rest}"
-        names = (*TABLE.names, *TABLE.values, *TABLE.former) if is_flag(file) else ()  # flags need no import
+        names = (*TABLE.names, *TABLE.values, *TABLE.former) if is_flag(file) else ()  # flags need no import statement
         former = (old.partition(f".{symbol}.") for old in names)
         homes = [home for home, found, inner in former if found and f"{rest}.".startswith(f"{inner}.")]
         return f"{homes[0]}.{name}" if homes else _UNKNOWN + name
@@ -212,12 +213,12 @@ class _Spelling:
         return ".".join([symbol, *rest])
 
     def _tell(self, old: Binding, new: Sequence[Binding], symbols: Sequence[str], *, is_same_value: bool) -> None:
-        """Says the new spelling of a statement, and the imports that it needs, by their symbols."""
+        """Adds a note with the new spelling of a statement, and the imports that it needs."""
         if [str(b) for b in new] == [str(old)]:
             return  # only the import of its module changes
         before, after = (old.name, new[0].name) if is_same_value else (str(old), "; ".join(map(str, new)))
         modules = {symbol: self._now[old.file][symbol] for symbol in symbols}
-        if is_flag(old.file):  # which may use the imports of files, and modules of packages, without importing them
+        if is_flag(old.file):  # flags use the files' imports and public modules without importing them
             modules = {s: m for s, m in modules.items() if m not in self._shared.values() and m.count(".") > 1}
         needed = "".join(f"; add {import_line(module, symbol)}" for symbol, module in modules.items())
         self._lines[old.file].append(
@@ -225,7 +226,7 @@ class _Spelling:
         )
 
     def _imports(self, file: str) -> list[ImportStatement]:
-        """Returns the imports of a file: without those of which all names moved, and with those that they need."""
+        """Returns the imports of a file, without those whose names all moved, and with those that new names need."""
         found = []
         for statement in self._read[file].imports:
             symbol = statement.bound_name()
@@ -241,7 +242,7 @@ class _Spelling:
 
 
 def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
-    """Returns what rewrites bindings, by their names, or by those of the macros that are the whole values of others."""
+    """Returns the functions that rewrite bindings, by name of the binding or of the macro that is its whole value."""
     macros = {b.name: b for b in bindings if b.is_macro}
     hooks: dict[str, _Hook] = {}
     for b in bindings:
@@ -258,14 +259,14 @@ def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
 def _rewritten(
     of: Binding, rewrite: Rewrite, bindings: Sequence[Binding], now: Binding
 ) -> Sequence[str] | ConfigProblem | None:
-    """Calls `rewrite` with `now`, the binding `of` or the macro that is its value, under the name of the parameter."""
+    """Calls `rewrite` with `now`: the binding `of` or the macro that is its value, renamed to the parameter."""
     if now.is_macro:
         now = dataclasses.replace(now, scope=of.scope, selector=of.selector, parameter=of.parameter)
     return rewrite(now, bindings)
 
 
 def _names(bindings: Iterable[Binding]) -> Mapping[str, str]:
-    """Returns the new names, by old ones, also of the constructor of the task that `text.seqio` names at last."""
+    """Returns new names by old names, including the old constructor of the task that `text.seqio` finally names."""
     task = None
     for b in bindings:
         if (b.scope, b.selector, b.parameter) == ("", _SEQIO, "name"):
@@ -275,7 +276,7 @@ def _names(bindings: Iterable[Binding]) -> Mapping[str, str]:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Returns a full name with the new name of its longest part that has one."""
+    """Returns a full name in which the longest prefix that has a new name is replaced by it."""
     parts = name.split(".")
     for size in range(len(parts), 0, -1):
         if new := names.get(".".join(parts[:size])):
@@ -284,13 +285,13 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _module(statement: ImportStatement) -> str:
-    """Returns the name in the workspace of what the symbol of an import stands for."""
+    """Returns the name, as in the workspace, of the module that the symbol of an import stands for."""
     name = statement.module.removeprefix("renga.")
     return name if statement.is_from or statement.alias else name.partition(".")[0]
 
 
 def _symbols(binding: Binding) -> set[str]:
-    """Returns the symbols with which the names in a binding begin."""
+    """Returns the first components (symbols) of the names in a binding."""
     own = [] if binding.is_macro else [binding.selector]
     return {name.partition(".")[0] for name in (*_selectors(binding), *own)}
 
@@ -300,12 +301,12 @@ def _selectors(binding: Binding) -> list[str]:
 
 
 def _macros(bindings: Iterable[Binding]) -> set[str]:
-    """Returns the names of the macros in the values of bindings."""
+    """Returns the names of the macros in the bindings' values."""
     return {leaf.name for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)}
 
 
 def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:
-    """Changes every name in a binding; `change` gets the name, and how many of its components follow the module."""
+    """Changes every name in a binding with `change(name, depth)`; depth: how many components follow the module."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Reference):
@@ -321,7 +322,7 @@ def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:
 
 
 def _parsed(statements: Sequence[str], *, at: Binding) -> list[Binding]:
-    """Parses the statements that replace a binding, and gives them its place; the first one keeps its name."""
+    """Parses the statements that replace a binding, and gives them its file and line; the first one keeps its name."""
     parsed = sources.parse("\n".join(statements)) if statements else []
     found = [dataclasses.replace(b, scope=b.scope or at.scope, file=at.file, line=at.line) for b in parsed]
     return [dataclasses.replace(at, value=found[0].value), *found[1:]] if found and at.is_macro else found

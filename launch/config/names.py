@@ -53,7 +53,7 @@ class _UnresolvedError(Exception):
 
 
 class _UntrustedError(_UnresolvedError):
-    """The configuration of a run names what only the user's own configuration may name."""
+    """A saved run's configuration would call or import something that is not trusted (`launch.config.trust`)."""
 
     def __init__(self, module: str, *, constructor: str = ""):
         what = f"would call {constructor}" if constructor else f"would import {module}"
@@ -70,7 +70,7 @@ def _names_module(binding: Binding) -> bool:
 
 
 def _module_macros(bindings: Iterable[Binding]) -> set[str]:
-    """Returns the macros that a module is named with, also through other macros."""
+    """Returns the macros whose value becomes `text.seqio.module`, directly or through other macros."""
     found: set[str] = set()
     while True:
         read = [b.value for b in bindings if _names_module(b) or (b.is_macro and b.selector in found)]
@@ -95,7 +95,7 @@ class Names:
         Args:
           reader: the sources.
           folders: where the user's modules are, besides Python's path.
-          trust: what the first source may name, besides modules that the other sources import; None: anything.
+          trust: what the first source may name, in addition to modules that the other sources import; None: anything.
         """
         self.problems: list[ConfigProblem] = []
         self.unresolved: list[str] = []
@@ -134,7 +134,7 @@ class Names:
         value, trust = transform(binding.value, change), self._trust.get(binding.file)
         names_module = binding.selector in self._module_macros if binding.is_macro else _names_module(binding)
         if trust and names_module and not isinstance(value, Macro) and not trust.allows_module(value):
-            value = None  # a task whose cache is written needs no module
+            value = None  # None: a task whose cache exists needs no module
         return dataclasses.replace(binding, target=target, value=value)
 
     def root(self, path: str) -> Constructor:
@@ -156,7 +156,7 @@ class Names:
             module = importlib.import_module(name)
         except _UntrustedError as error:
             what, details = str(error), error.details
-        except Exception as error:  # the user's own module may raise anything; it is listed with the other mistakes
+        except Exception as error:  # the user's module may raise anything; the error is listed with the other mistakes
             what, details = self._failed_import(name, error)
         if module and (shadowed := self._shadowed(module)):
             what = f"{name} is {module.__file__}, not {shadowed.name} next to the experiment"
@@ -173,7 +173,7 @@ class Names:
             self.problems.append(ConfigProblem(file, statement.location.line_num, what, **details))
 
     def _shadowed(self, module: types.ModuleType) -> Path | None:
-        """Returns the user's file that would be found if a top-level module of the same name did not shadow it."""
+        """Returns the user's file that a top-level module of the same name shadows; None if there is none."""
         files = [folder / f"{module.__name__}.py" for folder in self._folders]
         origin = Path(getattr(module, "__file__", None) or "").resolve()
         return next((file for file in files if file.is_file()), None) if origin not in files else None
@@ -206,7 +206,7 @@ class Names:
         symbol, *rest = selector.split(".")
         if symbol not in symbols:
             unknown = None if is_flag(file) and symbol in self._public else self._unknown_symbol(selector, symbols)
-            if symbol in self._public and (rest or not unknown):  # so that a missing import is reported once per file
+            if symbol in self._public and (rest or not unknown):  # report a missing import once per file
                 self._import(ImportStatement(self._public[symbol], True, None, Location(None, 0, None, "")), file)
             if unknown:
                 raise unknown
@@ -263,7 +263,7 @@ def _public_members(module: types.ModuleType) -> list[str]:
 
 @functools.cache
 def _public_modules(packages: tuple[str, ...]) -> dict[str, str]:
-    """Returns full module names of this workspace by their last part, if it is unique: `strategies`."""
+    """Returns full module names of this workspace by their last component (`strategies`), where that is unique."""
     found = [f"{p}.{name}" for p in packages if importlib.import_module(p) for name in _siblings(p)]
     names = [module.rpartition(".")[2] for module in (*found, *_EXPERIMENT)]
     return {name: m for name, m in zip(names, (*found, *_EXPERIMENT), strict=True) if names.count(name) == 1}

@@ -1,8 +1,8 @@
 """Old spellings of the parts of a decoder's layers: names such as 'attention+s5', with settings in fields of their own.
 
-Names become references to parts, with the settings that belong to them. What no longer has a meaning is a mistake that
-says the new spelling. All names of modules are full names in the workspace, and all values of a decoder are considered:
-names may be in one file, their settings in another or in an outer scope, and macros may stand for both.
+Names become references to parts, with the settings that belong to them. A setting without a meaning becomes a mistake
+that says the new spelling. Modules have their full names in the workspace. All bindings of a decoder are considered:
+names may be in one file and their settings in another or in an outer scope, and macros may stand for both.
 """
 
 import itertools
@@ -24,28 +24,29 @@ _CLASSES = {
     "experts": _EXPERTS,
     "none": "",
 }
-# Former fields of the decoder: of layers with a window, and of all heads.
+# Former fields of the decoder: those of all heads, and those of layers with a window.
 _OF_HEADS = {"qk_norm": "qk_norm", "query_scale": "scale", "attention_softcap": "softcap"}
 _OF_ATTENTION = {"window": "window", "local_rope_theta": "rope_theta", "pattern": "", **_OF_HEADS}
-_LOCAL = "local"  # scope of the attention that has a window, where layers differ
+_LOCAL = "local"  # scope of the attention with a window, if only some layers have one
 _NAMES = {
     "mixer": ("attention", "block_sparse", "s5", "ttt_linear", "ttt_mlp"),
     "feed_forward": ("mlp", "experts", "s5", "none"),
 }
 _FIELDS = {"experts": ("experts",), "block_sparse": ("block_sparse",), "s5": ("s5",), "ttt": ("ttt_linear", "ttt_mlp")}
 
-# Gets a binding with an old name or value, and all bindings in order. Returns statements that replace the binding,
-# first the one with its new value; none removes it; None: it is current. A problem: nothing can replace it.
+# Gets a binding with an old name or value, and all bindings in order. Returns the statements that replace the binding,
+# # first the one with its new value (an empty list removes the binding); None if it is current; or a problem if nothing
+# # can replace it.
 Rewrite = Callable[[Binding, Sequence[Binding]], Sequence[str] | ConfigProblem | None]
 
 
 def values(constructor: str) -> dict[str, Rewrite]:
-    """Returns what replaces old values of a decoder's constructor, by the names of its parameters."""
+    """Returns functions that replace old values of a decoder's parameters, by full name of the parameter."""
     return {f"{constructor}.{slot}": lambda old, bindings: _Decoder(old, bindings).named() for slot in _NAMES}
 
 
 def former(constructor: str) -> dict[str, Rewrite]:
-    """Returns what replaces bindings of former fields of a decoder's constructor, by the names of the fields."""
+    """Returns functions that replace bindings of a decoder's former fields, by full name of the field."""
     found: dict[str, Rewrite] = {
         f"{constructor}.{field}": lambda old, bindings: _Decoder(old, bindings).settings() for field in _FIELDS
     }
@@ -54,7 +55,7 @@ def former(constructor: str) -> dict[str, Rewrite]:
 
 
 def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | ConfigProblem:
-    """Gives former fields to attention; a pattern becomes a tuple of attention with and without a window."""
+    """Moves former fields to attention; a pattern becomes a tuple of attention with and without a window."""
     of_decoder = [b for b in bindings if b.selector == old.selector]
     fields = [b for b in of_decoder if b.parameter in _OF_ATTENTION and b.scope == old.scope]
     mixers = [b for b in of_decoder if b.parameter == "mixer"]
@@ -92,7 +93,7 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
         parts = (f"@{local}(), " if kind == "local" else f"@{attention}(), " for kind in pattern)
         return [f"{scoped(old.scope, mixer)} = ({''.join(parts)})"] if pattern else []
     if not found.get("window") and old.parameter == "local_rope_theta":
-        return []  # the base was that of layers with a window
+        return []  # `local_rope_theta` was for layers with a window
     if old.parameter not in _OF_HEADS:
         homes = [local if found.get("pattern") else usual]
     else:
@@ -104,7 +105,7 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
 
 
 def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding]) -> list[str]:
-    """Returns the kinds of attention among the mixers, in the scope of an old binding."""
+    """Returns the constructors of attention among the mixers, in the scope of an old binding."""
     decoder, known = _Decoder(old, bindings), ("attention", "block_sparse")
     parts = dict.fromkeys(part for binding in mixers for part in decoder.parts(binding))
     classes = [_CLASSES.get(part, part) for part in parts]
@@ -112,7 +113,7 @@ def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding])
 
 
 class _Decoder:
-    """The bindings of a decoder, as an old one among them sees them."""
+    """The bindings of a decoder that apply where one old binding of it stands."""
 
     def __init__(self, old: Binding, bindings: Sequence[Binding]):
         self._old, self._all = old, bindings
@@ -125,7 +126,7 @@ class _Decoder:
         self._same = [b for b in same if b not in former]
 
     def named(self) -> Sequence[str] | ConfigProblem | None:
-        """Replaces the names of parts in a value, which may be a tuple that has parts, too."""
+        """Replaces the names of parts in the old binding's value, which may be a tuple of names and parts."""
         old, value = self._old, self._value(self._old)
         if self._is_former_default:
             return []
@@ -143,7 +144,7 @@ class _Decoder:
         return [f"{old.selector}.{old.parameter} = ({written})", *dict.fromkeys(added)]
 
     def settings(self) -> Sequence[str] | ConfigProblem:
-        """Removes settings that names use; those of no name are a mistake, and None for a part that is in use."""
+        """Removes settings whose name is in use. It is a mistake if none is, or if None is set for a part in use."""
         old, names = self._old, _FIELDS[self._old.parameter]
         if self._value(old) is not None:
             return [] if self._is_named(names) else self._without_effect()
@@ -155,12 +156,12 @@ class _Decoder:
         return self._still_used() if is_used else []
 
     def experts(self) -> Sequence[str] | ConfigProblem:
-        """Replaces experts, which took the place of the feed-forward unless that had a value."""
+        """Replaces the field `experts`, which was used in place of `feed_forward` unless that was set too."""
         old, is_none = self._old, self._value(self._old) is None
         if self._is_named(("experts",)):
             return [] if not is_none or self._merged().get("experts") is not old else self._still_used()
         if any((b.parameter, b.file, b.scope) == ("feed_forward", old.file, old.scope) for b in self._same):
-            return [] if is_none else self._without_effect()  # the feed-forward of the same source decides
+            return [] if is_none else self._without_effect()  # `feed_forward` in the same source decides
         before = self._merged(before=old.order)
         both = [before[name] for name in ("feed_forward", "experts") if name in before]
         last = max(both, key=lambda b: b.order, default=None)
@@ -168,7 +169,7 @@ class _Decoder:
             is_pattern = last is not None and isinstance(self._value(last), tuple)
             return self._without_effect() if is_pattern else [f"{old.selector}.feed_forward = {render(old.value)}"]
         if last is None:
-            parts = [_EXPERTS] if old.selector.endswith(".preset") else []  # which may have experts
+            parts = [_EXPERTS] if old.selector.endswith(".preset") else []  # a preset may have experts
         else:
             parts = [_EXPERTS] if self._is_set(last, "experts") else self.parts(last)
         if parts == [_EXPERTS]:
@@ -192,9 +193,9 @@ class _Decoder:
         return f"@{_CLASSES[text]}()" if _CLASSES[text] else "None"
 
     def _ttt(self, name: str, added: list[str]) -> str:
-        """Returns the mixer with test-time training whose inner model the name says, whatever its settings say.
+        """Returns the mixer with test-time training whose inner model the name says, even if settings say another.
 
-        It gets a scope of its own if the settings say something, or if several names share them.
+        It gets a scope of its own if the settings name an inner model, or if several names share the settings.
         """
         inner, outside = name.removeprefix("ttt_"), self._old.scope
         named = {one for b in self._same for text in _texts(self._value(b)) for one in text.split("+")}
@@ -220,12 +221,12 @@ class _Decoder:
         return binding.parameter == parameter and self._value(binding) is not None
 
     def _merged(self, *, before: int | None = None) -> dict[str, Binding]:
-        """Returns the bindings that apply in the scope, by parameter; only those before one, if a position is given."""
+        """Returns the bindings that apply in the scope, by parameter; `before`: only those before this position."""
         seen = [b for b in self._same if _is_within(self._old.scope, b.scope) and (before is None or b.order < before)]
         return {b.parameter: b for b in sorted(seen, key=lambda b: len(b.scope))}
 
     def _is_named(self, names: Sequence[str]) -> bool:
-        """Returns whether mixer or feed_forward has one of the names, where the old binding applies."""
+        """Returns whether `mixer` or `feed_forward` has one of the names where the old binding applies."""
         old = self._old
         slots = [b for b in self._same if b.parameter in _NAMES and _is_within(b.scope, old.scope)]
         last = {b.name: b for b in slots if b.order < old.order}
@@ -233,7 +234,7 @@ class _Decoder:
         return any(name in names for b in near for text in _texts(self._value(b)) for name in text.split("+"))
 
     def parts(self, slot: Binding) -> list[str]:
-        """Returns the old names, and the classes of parts, in the value of mixer or feed_forward."""
+        """Returns the old names, and the classes of parts, in a binding of `mixer` or `feed_forward`."""
         return list(self._found(self._value(slot)))
 
     def _found(self, value: Any) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Checks the values of a gin file against the type annotations of constructors.
 
-gin does not check types. A value is refused only if it is certainly wrong: parameters without an annotation accept
+gin does not check types. A value is an error only if it is certainly wrong: parameters without an annotation accept
 anything, and so do annotations that can be checked only on a constructed object. `@constructor()` is checked by its
-return type; against a protocol, by its methods. Type-checking libraries are not used, because they need the constructed
-object, and accept True as an int and 'ab' as a sequence of strings.
+return type or, if a protocol is expected, by the methods of that type. Type-checking libraries are not used, because
+they need the constructed object, and accept True as an int and 'ab' as a sequence of strings.
 """
 
 import ast
@@ -33,7 +33,7 @@ class Constructor:
     """A public function or class that gin may name."""
 
     target: Callable[..., Any]
-    module: str  # the module that the configuration imports it from, which may differ from the one that defines it
+    module: str  # the module from which the configuration imports it; another may define it
     name: str
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Constructor:
 
     @property
     def full_name(self) -> str:
-        """The name with that of the module."""
+        """The module's name and this name."""
         return f"{self.module}.{self.name}"
 
     @cached_property
@@ -80,7 +80,7 @@ class Constructor:
             known |= vars(sys.modules[home.__module__])
         try:
             return typing.get_type_hints(types.SimpleNamespace(__annotations__={"x": annotation}), globalns=known)["x"]
-        except Exception:  # an annotation may be any expression, and fail in any way
+        except Exception:  # an annotation is any expression, and may raise anything
             return UNKNOWN
 
 
@@ -113,7 +113,7 @@ class Misfit(NamedTuple):
         return f"element {self.path}: {shown}" if self.path else shown
 
     def fix(self) -> str:
-        """Suggests how to write the value; '' without a guess."""
+        """Suggests how to write the value; '' if there is no suggestion."""
         value = self.value
         if isinstance(value, Reference) and not value.evaluate:
             return f"call it: {value}()"
@@ -183,7 +183,7 @@ def _scalar_fits(value: Any, kind: Any) -> bool:
         return True
     try:
         return isinstance(value, kind)
-    except TypeError:  # a protocol: no literal satisfies one
+    except TypeError:  # a protocol, which no literal satisfies
         return False
 
 

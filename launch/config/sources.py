@@ -1,8 +1,8 @@
-"""Reads an experiment file, the files that it includes and the bindings of the command line, in order.
+"""Reads an experiment file, the files that it includes, and the bindings of the command line, in order.
 
 gin's parser reads the statements. After a syntax error, reading continues with the next statement; the names in the
-faulty one are kept, so that nothing is reported as missing or unused because of it. Unlike gin, a file is read only
-where it is first included: two files may include the same third file, and the second include does not undo bindings
+faulty one are kept, so that nothing is reported as missing or unused because of it. Unlike in gin, a file is read only
+where it is first included: if two files include the same third file, the second include does not undo the bindings
 between the two. An included file is also searched for in the folder of the including file.
 """
 
@@ -24,8 +24,8 @@ from launch.environment import PACKAGE, WORKSPACE
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 Statement: TypeAlias = Binding | ImportStatement | IncludeStatement
 
-_ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # an unhashable key of a dictionary: TypeError
-_FEW_ERRORS = 3  # syntax errors that gin text may have, even if they are most of its statements
+_ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # TypeError: an unhashable key of a dictionary
+_FEW_ERRORS = 3  # a text with more is not gin, unless it is a .gin file of which most parses
 _OTHER_SIGN = re.compile(r"(?P<name>[\w./]+) *(?P<sign>:=?|==) *(?P<value>[^\s=].*)")  # as YAML and others write
 _IMPORTS = re.compile(r"(?:from\s+[\w.]+\s+)?import\s+[\w.]+\s*,")
 _EXPLANATIONS = {
@@ -42,7 +42,7 @@ _EXPLANATIONS = {
 
 
 class Source(NamedTuple):
-    """A file, or a binding from the command line; `ancestors` is the chain of files that include it."""
+    """The imports of a file or of a command-line binding; `ancestors` is the chain of files that include it."""
 
     imports: Sequence[ImportStatement]
     ancestors: tuple[str, ...]
@@ -52,7 +52,7 @@ class Reader:
     """Reads sources in order, and collects their bindings and problems.
 
     Attributes:
-      sources: by their names in messages, in reading order.
+      sources: what was read, by its name in messages, in reading order.
       bindings: all bindings, in the order in which they apply.
       problems: missing files and syntax errors.
       unclear: all words of statements with syntax errors, which may be names.
@@ -102,7 +102,7 @@ class Reader:
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
 
     def _importable(self, statements: list[Statement], *, file: str) -> list[Statement]:
-        """Returns the statements without imports that this installation cannot have, which become problems."""
+        """Returns the statements without imports that are impossible in this installation, which become problems."""
         found = []
         for each in statements:
             if (
@@ -119,7 +119,7 @@ class Reader:
     def _parsed(self, text: str, *, file: str) -> list[Statement]:
         """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented.
 
-        A text of another kind, in which most pieces cannot be parsed, is one problem and has no statements.
+        If most pieces cannot be parsed, the text is not gin: one problem, and no statements.
         """
         try:
             return parse(text)
@@ -183,7 +183,7 @@ def missing_file(path: str, guess: Path | None, *, file: str, line: int = 0) -> 
       path: the file, as the user wrote it.
       guess: an existing file to suggest; None if there is none.
       file: the source that names it; the file itself if a command does.
-      line: the line there; 0 if it is on none.
+      line: the line in `file`; 0 if a command names it.
     """
     if any((folder / path).is_dir() for folder in (WORKSPACE, Path.cwd())):
         fix = f"name a file in it, such as {path.rstrip('/')}/first.gin"
@@ -209,7 +209,7 @@ def _not_gin(problems: Sequence[ConfigProblem], *, statements: int) -> ConfigPro
 
 
 def display(path: Path) -> str:
-    """Returns a path relative to the workspace or to the working directory, otherwise in full; equal on all hosts."""
+    """Returns a path relative to the workspace or working directory if it is inside; it is equal on all hosts."""
     path = path.resolve()
     for folder in (WORKSPACE, Path.cwd()):
         if path.is_relative_to(folder):
@@ -229,7 +229,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def parse(text: str) -> list[Statement]:
-    """Parses a text without syntax errors; block declarations and the import of dynamic registration are left out."""
+    """Parses a text that has no syntax errors; leaves out block declarations and the import of dynamic registration."""
     parsed = config_parser.ConfigParser(text, _Delegate())
     try:
         found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]
@@ -240,17 +240,17 @@ def parse(text: str) -> list[Statement]:
 
 
 def imported(module: str, symbol: str, *, at: ImportStatement | None = None) -> ImportStatement:
-    """Returns the import, with a symbol, of a module by its name in the workspace; it has the place of `at`."""
+    """Returns the statement that imports a module, named as in the workspace, as `symbol`; its line is that of `at`."""
     alias = None if module.rpartition(".")[2] == symbol else symbol
     location = at.location if at else config_parser.Location(None, 0, None, "")
     return ImportStatement(_installed_name(module), "." in module, alias, location)
 
 
 def _as_installed(statement: Any) -> Any:
-    """Returns an import of one of our modules with its name in this installation, other statements as they are.
+    """Returns an import of one of this project's modules with the name that it has here; other statements unchanged.
 
     `core.step` of the workspace is `renga.core.step` in the wheel; each reads files that were written for the other.
-    `import core.step` without `as` stays, because it binds `core`, with which names in the file begin.
+    `import core.step` without `as` is unchanged, because it binds `core`, with which names in the file begin.
     """
     if not isinstance(statement, ImportStatement) or not (statement.is_from or statement.alias):
         return statement
@@ -258,7 +258,7 @@ def _as_installed(statement: Any) -> Any:
 
 
 def _installed_name(module: str) -> str:
-    """Returns the name in this installation of one of our modules, written for the workspace or for the wheel."""
+    """Returns the name that one of this project's modules has here, given its name in the workspace or in the wheel."""
     name = module.removeprefix("renga.")
     file = WORKSPACE.joinpath(*name.split("."))
     is_in_package = (WORKSPACE / name.partition(".")[0] / "__init__.py").is_file()
@@ -281,7 +281,7 @@ def _bound_elsewhere(statement: ImportStatement, *, file: str) -> ConfigProblem:
 
 
 def _explanation(error: Exception, piece: str, *, line: str) -> tuple[str, str]:
-    """Explains a syntax error of a statement on a line; returns the explanation and what to write instead."""
+    """Explains a syntax error in a statement; returns the explanation and what to write instead."""
     message = str(error.args[0]) if error.args else str(error)
     if token := re.search(r"Failed to parse token '(.*)'", message, re.DOTALL):
         fix = "text goes in quotes, a constructor is written @module.name(), a macro %NAME"

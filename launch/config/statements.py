@@ -12,7 +12,7 @@ from typing import Any
 from core import units
 from core.errors import UserError
 
-MOST_SHOWN = 20  # problems in a message
+MOST_SHOWN = 20  # problems that a message lists
 REQUIRED = "gin.REQUIRED"  # `X = %gin.REQUIRED`: a macro to which the experiment must give a value
 
 
@@ -21,7 +21,7 @@ class ConfigProblem:
     """One mistake in a configuration."""
 
     file: str  # the gin file, or `--gin #2` for the second binding on the command line
-    line: int  # counted from 1; 0 for the whole file
+    line: int  # from 1; 0: the whole file
     what: str  # the mistake, in a sentence without a full stop
     actual: str = ""  # the text of the statement
     expected: str = ""  # the accepted values, or the most similar names
@@ -103,7 +103,7 @@ class Binding:
 
     @property
     def name(self) -> str:
-        """The left-hand side."""
+        """The left-hand side, such as `scope/selector.parameter` or `NAME`."""
         return scoped(self.scope, f"{self.selector}.{self.parameter}" if self.parameter else self.selector)
 
     @property

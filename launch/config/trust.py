@@ -1,11 +1,11 @@
-"""The constructors that a configuration of a run may name without the user's consent.
+"""The constructors that the configuration of a run may name without the user's consent.
 
-The configuration of an experiment file is the user's own, and may import and call anything. That of a run, or of a
-checkpoint, can come from a stranger: if its text could name any function, reading a run would run any program. So it
-may name the constructors listed here, those of optax, and those of modules that the user's command imports itself
-(`--gin "import MODULE"`). None of those listed here starts a program or imports a module that its arguments
-name: the argument `module` of `text.seqio` is left out unless that module may be imported. A task reads, and may build,
-its data where its settings say, with the libraries that read them.
+An experiment file is the user's own, and may import and call anything. The configuration of a run, or of a checkpoint,
+can come from a stranger: if its text could name any function, reading a run could run any program. Therefore it may
+name only the constructors listed here, those of optax, and those of modules that the user's command imports itself
+(`--gin "import MODULE"`). None of the constructors listed here starts a program or imports a module named by its
+arguments: the argument `module` of `text.seqio` is left out unless that module may be imported. A task reads, and may
+build, its data where its settings say, with the libraries that read them.
 """
 
 from collections.abc import Collection
@@ -87,7 +87,7 @@ class Trust:
         return _is_within(module, _OPTAX) and _is_within(str(constructor.target.__module__), _OPTAX)
 
     def allows_module(self, value: object) -> bool:
-        """Returns whether a task may import the module that is named; the name is left out otherwise."""
+        """Returns whether a task may import the module with this name; None is allowed."""
         return value is None or (isinstance(value, str) and self.allows_import(value))
 
     def _is_trusted(self, module: str) -> bool:

@@ -1,4 +1,4 @@
-"""Asks the model of a run about images, in one process, for evaluations that look at what its selector chose."""
+"""Lets a run's model answer questions about images, for evaluations of the patches that its selector chose."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ class Answered(NamedTuple):
 
     Attributes:
       question: the question.
-      row: its row of a batch.
-      chosen: [N], whether each patch was chosen.
-      ids: [T], the most likely id after each position.
-      is_right: whether its answer is right.
+      row: the arrays of the question's row in a batch, by name.
+      chosen: [N] bool, whether each of the image's N patches was chosen.
+      ids: [T], the most likely next id at each of the row's T positions.
+      is_right: whether the answer is right.
     """
 
     question: Question
@@ -35,7 +35,7 @@ class Answered(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A run with its model loaded, and the task that has its questions."""
+    """A run with its loaded model, and the task that makes rows of questions."""
 
     run_dir: str
     loaded: LoadedModel
@@ -61,10 +61,10 @@ class Asked(NamedTuple):
 
 
 def opened(args: argparse.Namespace, flag: str) -> Asked:
-    """Returns the run that a command names.
+    """Loads the run that the arguments of an evaluation name; `flag` asked for the evaluation.
 
     Raises:
-      UserError: flags that do not go with `flag`, a run without images and questions, or data that are not there.
+      UserError: other flags exclude `flag`, the run is not one of questions about images, or its data are missing.
     """
     if args.all_steps or args.submission or args.simulate:
         raise UserError(f"--all-steps, --submission and --simulate do not go with {flag}, which runs in one process")

@@ -1,6 +1,6 @@
 """`launch/run evaluate --lm-eval` and `--task`: scores a run or a published model on benchmarks.
 
-`--lm-eval` runs in one process, like `launch/run generate`; `--task` also on all hosts of a slice.
+`--lm-eval` runs in one process, like `launch/run generate`; `--task` also runs on all hosts of a slice.
 """
 
 import argparse
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_benchmark(args: argparse.Namespace) -> int | None:
-    """Checks that no flag is of a run's own data; returns the number of examples to score, None for all."""
+    """Raises UserError for flags that are only for the run's own data; returns the examples to score, None for all."""
     if args.all_steps or args.submission:
         raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
     return args.num_examples if isinstance(args.num_examples, int) else None
 
 
 def load(args: argparse.Namespace, **options: Any) -> TextScores:
-    """Loads the model that the arguments name, and prints where it is from."""
+    """Loads the model that the arguments name, and prints where it was found."""
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     bindings = [*(args.gin or ()), *([f"import {args.module}"] if args.module else [])]
@@ -87,7 +87,7 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of a registered task or mixture of seqio; all hosts call it, and host 0 alone reads it."""
+    """Returns the metrics of a registered seqio task or mixture, by task. All hosts call it; host 0 reads the data."""
     from launch.runs.task_metrics import WAIT_SECONDS, Answers
     from tasks.text import seqio_metrics, seqio_tasks
 
@@ -110,7 +110,7 @@ def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[s
 
 
 def _require_metrics(name: str | None) -> None:
-    """Checks that a registered task or mixture of seqio, if one is named, has metrics that can be computed."""
+    """Checks that the seqio task or mixture, if one is named, is registered and has metrics that can be computed."""
     if name is not None:
         from tasks.text import seqio_metrics
 
@@ -118,7 +118,7 @@ def _require_metrics(name: str | None) -> None:
 
 
 def _require_memory(model: LoadedModel) -> None:
-    """Checks that this machine has the memory for the parameters, if it simulates the chips of all hosts."""
+    """Checks that this machine has enough memory for the parameters, if it simulates the chips of all hosts."""
     at = model.program.partitioner
     if at.mesh.devices.flat[0].platform == "cpu":
         needed = report.totals(model.program).params * at.slice.devices
@@ -139,6 +139,6 @@ def _show(found: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _error_name(metric: str) -> str:
-    """Returns the name of the standard error of `acc` or, with a filter of answers, `acc,strict`."""
+    """Returns the name of a metric's standard error: `acc_stderr` for `acc`, `acc_stderr,strict` for `acc,strict`."""
     name, comma, answers = metric.partition(",")
     return f"{name}{_ERROR}{comma}{answers}"

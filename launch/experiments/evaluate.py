@@ -3,8 +3,8 @@
 On a TPU slice, run it on every host: each runs this host's process of the evaluation. With --simulate it starts
 simulated hosts; elsewhere one process simulates the slice on the CPU.
 
-All held-out data can be evaluated; or a part of it: a subset of the puzzles, drawn with a seed, or the first rows of
-text. Every score is shown with a description of what was scored.
+It scores all held-out data or a part: a subset of the puzzles, drawn with a seed, or the first rows of text. Every
+score is shown with a description of what was scored.
 """
 
 import argparse
@@ -47,14 +47,14 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4-v4-8
   launch/run evaluate gs://BUCKET/runs/trm/maze-v4-32 --num-examples all   (on every host of the slice)
   launch/run evaluate runs/trm/arc1-v4-64 --all-steps --submission submission.json --simulate --slice v4-8
   launch/run evaluate runs/quickstart-v4-16 --num-examples all --gin "STRATEGY = @strategies.data_parallel()\""""
-# Other evaluations are modules of this folder with `EVALUATION` (flags that ask for one, with those that it alone uses,
-# in one line), `EXAMPLE`, `add_arguments(parser)` and `run(args)`.
+# Other evaluations are modules of this folder with `EVALUATION` (on one line: the flags that ask for it, each with the
+# # flags that it alone uses), `EXAMPLE`, `add_arguments(parser)` and `run(args)`.
 _OTHERS = {importlib.import_module(module): flags_ for module, flags_ in environment.declared("EVALUATION").items()}
 EXAMPLE = "\n  ".join([EXAMPLE, *(other.EXAMPLE for other in _OTHERS)])
 
 FIRST = ("loss", "exact_accuracy", "accuracy", "q_halt_accuracy")
 _CONSTANT = ("steps", "halted")  # the same in every evaluation
-_WIDTH = 140  # without a terminal
+_WIDTH = 140  # columns without a terminal
 
 
 def _show_tables(results: Scores) -> None:
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
-    spans = found.config.build().spans()  # PHASE = N evaluates on the data of another one
+    spans = found.config.build().spans()  # PHASE = N evaluates on the data of another phase
     built = continuation.phase_of(spans, found.step or 0).experiment
     slice_ = slices.get(built.slice)
     is_elsewhere = args.simulate or played or place.on_tpu_host or environment.process_layout().count
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _other(args: argparse.Namespace) -> types.ModuleType | None:
-    """Returns the module of the evaluation that is asked for, None for that of the run's own data.
+    """Returns the module of the evaluation that the arguments ask for; None: the one on the run's own data.
 
     Raises:
       UserError: the arguments belong to several evaluations, or to one that is not asked for.
@@ -208,7 +208,7 @@ def _judge(experiment: Experiment) -> AnswerJudge | None:
 
 
 def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment, slice_: slices.Slice) -> int:
-    # One error, not one per host, for a missing checkpoint and a wrong layout.
+    # Checked here for one error, instead of one per host: a missing checkpoint, a wrong layout.
     saved_steps.select(found.run_dir, step=args.step, every=args.all_steps)
     program = experiment.bind(mesh.topology_devices(slice_))
     host_memory.require_simulated(report.totals(program).everything * slice_.devices, slice_name=slice_.name)
@@ -236,21 +236,21 @@ def score(
 ) -> tuple[Scores, Sequence[int]]:
     """Scores checkpoints of a prepared run: the newest one, that of `step`, or all of them.
 
-    The rows are those of the phase of the newest of them; each step's record says whether the data of its own phase are
-    those that it was trained on.
+    The rows belong to the phase of the newest of these checkpoints. The record of each step says whether it was trained
+    on the data of another phase.
 
     Args:
       run: the run.
-      asked: the rows to score.
+      asked: which held-out rows to score.
       step: the step of the checkpoint; None: the newest.
       all_steps: whether to score all checkpoints.
-      spans: the phases of the run; without them it has one.
+      spans: the phases of the run; empty: it has one.
 
     Returns:
       The scores, and the steps of checkpoints that the run removed before they were read.
 
     Raises:
-      UserError: there is no such checkpoint, or the run has removed all of them meanwhile.
+      UserError: there is no such checkpoint, or the run removed all of them before they were read.
     """
     experiment = run.experiment
     judge, about = _judge(experiment), {"evaluated_on": asked.describe(), "slice": experiment.slice}
@@ -281,7 +281,7 @@ def score(
 
 
 def _data_by_phase(run: Run, spans: Sequence[Span], steps: Sequence[int]) -> dict[int, str]:
-    """Returns the fingerprint of the data of each phase that trained one of the steps; empty for a run of one phase."""
+    """Returns the data fingerprint of each phase that trained one of the steps, by phase number; {} for one phase."""
     found = {}
     phases = {span.number: span for span in (continuation.phase_of(spans, step) for step in steps if len(spans) > 1)}
     for span in phases.values():

@@ -1,10 +1,11 @@
-"""`launch/run evaluate RUN --gates`: compares gates and controls on the held-out chunks of an adapter's run.
+"""`launch/run evaluate RUN --gates`: compares gates and controls on held-out chunks of a run that trains an adapter.
 
-One pass computes the losses of SKIP and UPDATE and the signals of every chunk; each gate then decides about the same
-chunks. A control is another pass with the same parameters: without learning, with weights that are reset at every
-mini-batch, reading weights before they learn from the same token, and with the tokens of every chunk shuffled.
+For each chunk a gate chooses SKIP (keep the fast weights) or UPDATE (learn from the chunk). One pass computes both
+losses and the gates' signals of every chunk; then each gate decides about the same chunks. A control is another pass
+with the same parameters: without learning; with weights that are reset at every mini-batch; with weights that are
+read before they learn from the same token; or with the tokens of every chunk shuffled.
 
-Like the benchmarks, it runs in one process.
+It runs in one process, like the benchmarks.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from models.ttt.evaluation import Chunks
 
 EVALUATION = {"gates": ("budget", "controls", "against", "label")}
 EXAMPLE = "launch/run evaluate runs/ponder/quick --gates skip,update,random,oracle,reconstruction --controls resets"
-CONTROLS: Mapping[str, Mapping[str, Any]] = {  # changes of the layer's settings
+CONTROLS: Mapping[str, Mapping[str, Any]] = {  # changed settings of the layer, by control
     "no_learning": {"rate_scale": 0.0},
     "resets": {"resets": True},
     "offset": {"diagonal": -1},
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates, prints the table, and writes table and chunks to the folder of the run."""
+    """Evaluates all gates, prints the table, and writes table and chunks to the run directory."""
     names = [name for name in args.gates.split(",") if name]
     if not names:
         raise UserError("--gates: expected names of gates, such as skip,update,random,oracle,reconstruction")
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Report:
-    """The results of one evaluation."""
+    """Collects, prints and writes the results of one evaluation."""
 
     def __init__(self, loaded: LoadedModel, batches: Sequence[Any], chosen: Mapping[str, Any]):
         assert isinstance(loaded.model, AdaptedDecoder)
@@ -111,7 +112,7 @@ class _Report:
         self.chunks = _evaluated(loaded, loaded.model, batches, "skip and update")
         self.decided = {name: evaluation.decide(gate, self.chunks) for name, gate in chosen.items()}
         self.rows = {name: self._row(decided.updates) for name, decided in self.decided.items()}
-        self.losses: dict[str, np.ndarray] = {}  # sums of UPDATE's losses under the controls
+        self.losses: dict[str, np.ndarray] = {}  # UPDATE's losses under each control
         self.differences: dict[str, tuple[float, float, float]] = {}
         for name, row in self.rows.items():
             row["milliseconds"] = self._milliseconds(chosen[name])
@@ -144,7 +145,7 @@ class _Report:
             )
 
     def compare(self, where: str, theirs: Mapping[tuple[int, int, int], tuple[float, float]]) -> None:
-        """Compares UPDATE with that of another run on the same chunks."""
+        """Compares UPDATE's losses with those of another run on the same chunks."""
         places = list(zip(self.chunks.document.tolist(), self.chunks.place.tolist(), strict=True))
         counted: dict[tuple[int, int], int] = {}
         keys = []
@@ -162,7 +163,7 @@ class _Report:
         )
 
     def _milliseconds(self, gate: Any) -> float:
-        """Returns the time of a batch under a gate, per chunk; NaN for gates that must know all chunks."""
+        """Returns the milliseconds per chunk with a gate; NaN for gates that must know all chunks."""
         if hasattr(gate, "decide_all"):
             return float("nan")
         model = dataclasses.replace(self._model, gate=gate)
@@ -170,7 +171,7 @@ class _Report:
         with self._loaded.program.partitioner.tracing():
             step = jax.jit(model.decided)
             placed = self._loaded.program.put(self._batches[0])
-            jax.block_until_ready(step(self._loaded.params, state, key, placed))  # compiles
+            jax.block_until_ready(step(self._loaded.params, state, key, placed))  # the first call compiles
             times = []
             for batch in self._batches[:_TIMED_BATCHES]:
                 placed = self._loaded.program.put(batch)
@@ -211,7 +212,7 @@ class _Report:
         named = {"loss of the base": signals.loss, "reconstruction loss": signals.step_0}
         named["its improvement"] = np.asarray(signals.step_0) - np.asarray(signals.step_1)
         found = {n: evaluation.correlation(np.asarray(v), self.chunks.advantage) for n, v in named.items()}
-        return {name: value for name, value in found.items() if math.isfinite(value)}  # a constant has none
+        return {name: value for name, value in found.items() if math.isfinite(value)}  # NaN: a constant
 
     def write(self, folder: Any, suffix: str, about: Mapping[str, Any]) -> list[str]:
         """Writes table and chunks; returns the names of the files."""
@@ -235,7 +236,7 @@ class _Report:
 
 
 def _figure(value: float, digits: int) -> str:
-    """Formats a number; `-` where it is not defined, such as the time of a gate that must know all chunks."""
+    """Formats a number; `-` for NaN, such as the time of a gate that must know all chunks."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
@@ -253,7 +254,7 @@ def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any
 
 
 def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Shuffles the tokens within every chunk; each input stays the token before, but for the first of a chunk."""
+    """Shuffles the tokens within every chunk. Inputs remain the preceding tokens, except the first of each chunk."""
     targets, inputs = batch["targets"].copy(), batch["inputs"].copy()
     for row, weights in enumerate(batch["weights"]):
         for begin in range(0, targets.shape[1], chunk):
@@ -264,7 +265,7 @@ def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Gener
 
 
 def _read_chunks(file: str) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Returns tokens and loss of UPDATE by document, place and occurrence, from the chunks of another evaluation."""
+    """Reads the chunks file of another evaluation; returns (tokens, UPDATE's loss) by (document, place, occurrence)."""
     found: dict[tuple[int, int, int], tuple[float, float]] = {}
     counted: dict[tuple[int, int], int] = {}
     try:

@@ -1,4 +1,4 @@
-"""`launch/run evaluate --humaneval`: lets a run or a published model write programs, and scores them by unit tests."""
+"""`launch/run evaluate --humaneval`: lets a run's model or a published one write programs; unit tests score them."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tasks.code.humaneval import Problem
 
 EVALUATION = {"humaneval": ("samples", "temperature", "allow_code", "json")}
 EXAMPLE = "launch/run evaluate smollm2 --humaneval HumanEval.jsonl --samples 10 --allow-code"
-USUAL_TEMPERATURE = 0.8  # of several samples, as in the paper of HumanEval
+USUAL_TEMPERATURE = 0.8  # sampling temperature for several completions, as in the HumanEval paper
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,16 +52,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temperature: float) -> dict[str, Any]:
-    """Lets the model complete each problem, and runs the programs.
+    """Lets the model complete each problem, and runs the programs' unit tests.
 
     Args:
       problems: the problems.
       scores: the model.
-      samples: completions of each problem; 1: a greedy one.
-      temperature: temperature of sampling; unused for a greedy completion.
+      samples: completions per problem; 1: one greedy completion.
+      temperature: sampling temperature; unused for a greedy completion.
 
     Returns:
-      As `tasks.code.humaneval.score`.
+      The result of `tasks.code.humaneval.score`.
     """
     sandbox.require_confinement()
     prompts = [problem.prompt for problem in problems for _ in range(samples)]

@@ -1,7 +1,7 @@
 """`launch/run evaluate --lm-eval`: scores a model on tasks of lm_eval, EleutherAI's evaluation harness.
 
 lm_eval builds the requests of its tasks and computes the scores; this module answers the requests with `TextScores`.
-The library is an optional extra, and is imported inside functions alone.
+The library is an optional extra, so it is imported only inside functions.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from core.errors import UserError
 from launch.experiments.text_scores import TextScores
 from parallel.generation.sampling import GREEDY, Sampling
 
-USUAL_TOKENS = 256  # new tokens where a task names no number
-_SHOWN = 400  # characters of an error of lm_eval
+USUAL_TOKENS = 256  # new tokens if a task does not say how many
+_SHOWN = 400  # characters of lm_eval's errors that are shown
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -43,8 +43,8 @@ def find(names: str, *, folder: str | None) -> Tasks:
       folder: folder of further tasks, as YAML files; None: only those of the library.
 
     Raises:
-      UserError: lm_eval is not installed, there is no such task or folder, its file is malformed, its data cannot be
-        read, it runs programs that the model writes, or it asks for unknown options of generation.
+      UserError: lm_eval is not installed, or there is no such task or folder; or a task's file is malformed, its data
+        cannot be read, it runs programs that the model writes, or it uses unknown generation options.
     """
     extras.require("lm_eval", extra="lm-eval", what="--lm-eval")
     from lm_eval.tasks import TaskManager
@@ -80,7 +80,7 @@ def find(names: str, *, folder: str | None) -> Tasks:
 
 @contextlib.contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """Turns errors of lm_eval into UserErrors. They have many types: of the hub, of files, of YAML."""
+    """Converts exceptions to UserErrors, because those of lm_eval have many types: of the hub, of files, of YAML."""
     try:
         yield
     except Exception as error:
@@ -95,19 +95,19 @@ def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str
     Args:
       tasks: from `find`.
       scores: the model.
-      limit: documents of each task, the first ones; None: all.
+      limit: the number of documents of each task, from the first; None: all.
     """
     import lm_eval
 
     found = lm_eval.simple_evaluate(
         model=adapter(scores), tasks=list(tasks.names), task_manager=tasks.manager, limit=limit, log_samples=False
     )
-    assert found is not None  # this process is the only one
+    assert found is not None  # lm_eval asks for the processes; this is the only one
     return {task: numbers(metrics) for task, metrics in {**found["results"], **found.get("groups", {})}.items()}
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics that are numbers; lm_eval names them `acc,none`, after the filter of answers."""
+    """Returns the metrics that are numbers. lm_eval adds a filter of answers to their names: `acc,none`."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in metrics.items()
@@ -116,13 +116,13 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def adapter(scores: TextScores) -> Any:
-    """Returns the model as an `lm_eval.api.model.LM`."""
+    """Returns an `lm_eval.api.model.LM` that answers with the model."""
     from lm_eval.api.model import TemplateLM
 
     vocabulary = scores.model.vocabulary
 
     class Adapter(TemplateLM):
-        """Answers the requests of lm_eval; all at once, because the scorer sorts and batches them."""
+        """Answers lm_eval's requests, all at once, because the scorer sorts and batches them."""
 
         eot_token_id = vocabulary.eos_id
         prefix_token_id = vocabulary.bos_id
@@ -154,7 +154,7 @@ def adapter(scores: TextScores) -> Any:
 
 
 def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the generation options of a task to arguments of `TextScores.continued`.
+    """Converts a task's generation options to arguments of `TextScores.continued`.
 
     Raises:
       UserError: an option that is not known, or a malformed value.

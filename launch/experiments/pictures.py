@@ -1,7 +1,7 @@
-"""`launch/run evaluate RUN --pictures`: shows which patches of images a selector chose for questions about them.
+"""`launch/run evaluate RUN --pictures`: draws which patches of images a selector chose for questions about them.
 
-A row of the sheet has one image, with a panel for each of several questions about it: patches that were not chosen are
-pale. Like the benchmarks, it runs in one process.
+Each row of the sheet is one image, with a panel for each of several questions about it; patches that were not chosen
+are pale. It runs in one process, like the benchmarks.
 """
 
 import argparse
@@ -20,19 +20,19 @@ from tasks.vision.question_lines import Question
 
 EVALUATION = {"pictures": ()}
 EXAMPLE = "launch/run evaluate runs/arrcoc/easy_vqa-v4-8 --pictures"
-IMAGES, QUESTIONS = 6, 4  # of a sheet
+IMAGES, QUESTIONS = 6, 4  # rows of the sheet, and panels of a row
 SIDE, CAPTION, GAP = 192, 64, 12  # pixels of a panel
 PALE = 0.75  # share of white in a patch that was not chosen
-_LETTERS, _LINES = 31, 4  # of a line of text, of a caption
+_LETTERS, _LINES = 31, 4  # characters of a line, lines of a caption
 
 
 class Panel(NamedTuple):
     """One question about an image.
 
     Attributes:
-      image: [H, W, 3], uint8.
-      chosen: [N], whether each patch was chosen.
-      lines: what is written below.
+      image: [H, W, 3] uint8.
+      chosen: [N] bool, whether each patch was chosen.
+      lines: the lines of text below the image.
     """
 
     image: np.ndarray
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the sheet to the folder of the run."""
+    """Writes the sheet to the run directory."""
     if args.num_examples:
         raise UserError("--pictures does not use --num-examples")
     found = asked.opened(args, "--pictures")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """Yields questions about each of the first images, of different kinds and about different cells where there are."""
+    """Yields up to QUESTIONS questions about each of the first IMAGES images, if possible of other cells and kinds."""
     by_image: dict[str, list[Question]] = {}
     for question in questions:
         by_image.setdefault(question.image, []).append(question)
@@ -73,13 +73,13 @@ def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
 
 
 def _likeness(question: Question, others: Sequence[Question]) -> tuple[int, int]:
-    """Returns how many others are answered by the same cell, and how many are of the same kind."""
+    """Returns how many of the others point at the same cell, and how many are of the same kind."""
     same_cell = sum(question.cells[:1] == other.cells[:1] for other in others)
     return same_cell, sum(question.kind == other.kind for other in others)
 
 
 def answered(found: Asked, groups: Sequence[Sequence[Question]]) -> list[list[Panel]]:
-    """Returns the panels of groups of questions, one for each question."""
+    """Answers groups of questions with the model; returns one panel per question, in the same groups."""
     answers = found.answers([question for group in groups for question in group])
 
     def panel(of: Answered) -> Panel:
@@ -92,7 +92,7 @@ def answered(found: Asked, groups: Sequence[Sequence[Question]]) -> list[list[Pa
 
 
 def sheet(rows: Sequence[Sequence[Panel]]) -> bytes:
-    """Returns the panels as a PNG, one row below another."""
+    """Draws rows of panels; returns the bytes of a PNG."""
     from PIL import Image, ImageDraw
 
     across, down = max(map(len, rows)), len(rows)
@@ -111,7 +111,7 @@ def sheet(rows: Sequence[Sequence[Panel]]) -> bytes:
 
 
 def shaded(panel: Panel) -> np.ndarray:
-    """Returns the image with pale patches where none was chosen, [H, W, 3] uint8."""
+    """Returns the image with the patches that were not chosen made pale, [H, W, 3] uint8."""
     side = round(len(panel.chosen) ** 0.5)
     patch = len(panel.image) // side
     seen = np.kron(panel.chosen.reshape(side, side), np.ones((patch, patch), bool))[..., None]

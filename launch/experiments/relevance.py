@@ -1,8 +1,8 @@
 """`launch/run evaluate RUN --relevance`: measures whether a selector looks where questions point.
 
-Lines of the data say which cells of an image a question is about (`tasks.vision.question_lines`). For each kind of
-question a table has the right answers, and the share of the chosen patches that lie in these cells. Two questions about
-one image without a common cell should share few patches.
+The data say which cells of an image each question is about (`tasks.vision.question_lines`). For each kind of question,
+the table shows the share of right answers, and of the chosen patches that lie in these cells. It also shows how many
+patches are chosen for both of two questions about one image without a common cell, which should be few.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from launch.experiments.asked import Answered
 
 EVALUATION = {"relevance": ()}
 EXAMPLE = "launch/run evaluate runs/arrcoc/mosaics-v5e-1 --relevance"
-_WIDTH = 100  # without a terminal
+_WIDTH = 100  # columns without a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(answers: Sequence[Answered]) -> Table:
-    """Returns a row for each kind of question, and one for all."""
+    """Returns the table: a row for each kind of question, and one for all."""
     found = Table("kind", "questions", "right", "chosen patches in the asked cells", "of all patches")
     kinds = sorted({answer.question.kind for answer in answers})
     for kind in [*kinds, *([""] if len(kinds) > 1 else [])]:
@@ -61,12 +61,12 @@ def table(answers: Sequence[Answered]) -> Table:
 
 
 def share_inside(chosen: np.ndarray, grid: int, cells: Iterable[int]) -> float:
-    """Returns the share of the chosen patches that lie in some cells of an image; 0 if none is chosen.
+    """Returns the share of the chosen patches that lie in the given cells of an image; 0 if none is chosen.
 
     Args:
-      chosen: [N], whether each patch of a square image was chosen.
+      chosen: [N] bool, whether each patch of a square image was chosen.
       grid: cells along a side, which need not divide the patches along a side.
-      cells: their numbers, row by row. A patch lies in the cell of its center.
+      cells: numbers of cells, row by row. A patch lies in the cell of its center.
     """
     side = round(len(chosen) ** 0.5)
     cell = ((np.arange(side) + 0.5) * grid / side).astype(int)
@@ -75,9 +75,9 @@ def share_inside(chosen: np.ndarray, grid: int, cells: Iterable[int]) -> float:
 
 
 def overlaps(answers: Sequence[Answered]) -> list[float]:
-    """Returns, for each pair of questions about one image without a common cell, the share of patches in both choices.
+    """Returns the share of common patches for each pair of questions about one image that have no common cell.
 
-    The share is of the larger choice.
+    The share is the number of patches chosen for both, divided by the number in the larger of the two choices.
     """
     by_image: dict[str, list[Answered]] = {}
     for answer in answers:

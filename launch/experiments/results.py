@@ -42,10 +42,10 @@ EXAMPLE = """launch/run suite exp01 --run-root gs://BUCKET/runs --gin "DATA = 'g
 
 SCORE = "validation/exact_accuracy"
 LOSS = "validation/loss"
-GOAL = 0.8  # accuracy for which the first step that reaches it is reported
+GOAL = 0.8  # the first step with this accuracy is reported
 _EXA = 1e18
-_SCORES = {"loss": ("loss", ".4f"), "validation loss": (LOSS, ".4f"), "exact": (SCORE, ".2%")}  # of the printed table
-_MOST_SETTINGS = 3  # of an experiment in the printed table
+_SCORES = {"loss": ("loss", ".4f"), "validation loss": (LOSS, ".4f"), "exact": (SCORE, ".2%")}  # columns of scores
+_MOST_SETTINGS = 3  # settings per experiment in the printed table
 
 
 class _HasLayers(Protocol):
@@ -64,10 +64,10 @@ class _CountsRunFlops(Protocol):
 
 
 class _CutsPuzzles(Protocol):
-    """A task that may take a part of its puzzles; None: all.
+    """A task that may use a part of its puzzles (None: all).
 
     Attributes:
-      asked: numbers of training puzzles, and of copies of each.
+      asked: the number of training puzzles, and of copies of each puzzle.
       eval_puzzles: the number of held-out puzzles, drawn with `eval_seed`.
     """
 
@@ -79,7 +79,7 @@ class _CutsPuzzles(Protocol):
 def rows(
     entries: Sequence[Entry], *, status: Mapping[str, Status], run_dirs: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns a row for each entry, in order; a duplicate has the run directory of the other entry."""
+    """Returns a row of results per entry, in order; the row of a duplicate shows the run of the other entry."""
     told = settings(entries)
     found = [_row(entry, told[entry.id], status[entry.id].text, run_dirs[entry.id]) for entry in entries]
     for entry, row in zip(entries, found, strict=True):
@@ -93,7 +93,7 @@ def rows(
 
 
 def settings(entries: Sequence[Entry]) -> dict[str, list[str]]:
-    """Returns, by entry id, the settings that differ in its group (`BATCH_SIZE = 8`), but the seed."""
+    """Returns, by entry id, the settings that are not equal in its whole group (`BATCH_SIZE = 8`), without the seed."""
     told = {}
     for group in dict.fromkeys(entry.group for entry in entries):
         members = [entry for entry in entries if entry.group == group]
@@ -147,8 +147,8 @@ def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[s
 
 
 def trained_parameters(run: Experiment) -> int:
-    """Counts trained parameters, without constants and without tables of which a step uses a few rows."""
-    model: Any = run.model  # a frozen dataclass, which can be hashed
+    """Counts trained parameters, without constants and without tables of which a step uses only a few rows."""
+    model: Any = run.model  # `Field` is a frozen dataclass, so it is hashable
     return _trained_parameters(model, tuple(run.task.spec(run.task.num_streams).items()), tuple(run.frozen))
 
 
@@ -160,21 +160,21 @@ def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...], fro
 
 
 def depth(model: Model) -> int | None:
-    """Layers that one training step applies in sequence."""
+    """Returns the number of layers that a training step applies in sequence; None if the model does not say."""
     if can(model, _Recurs):
         return model.effective_depth
     return model.num_layers if can(model, _HasLayers) else None
 
 
 def _eflop(run: Experiment, steps: int) -> float | None:
-    """Returns the training EFLOP up to a step, without rematerialization and evaluation; None if not counted."""
+    """Returns the training EFLOP (1e18) up to a step, without rematerialization and evaluation; None if unknown."""
     if can(run.model, _CountsRunFlops):
         return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None
 
 
 def evaluated_on(run: Experiment) -> str:
-    """Describes the rows of the run's evaluations from the configuration; the run's own record is more exact."""
+    """Describes, from the configuration, the rows that the run evaluates on; the run's own record is more exact."""
     most = run.evaluation.eval_batches * run.batch_size
     if can(run.task, _CutsPuzzles) and (count := run.task.eval_puzzles) is not None:
         return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"
@@ -182,7 +182,7 @@ def evaluated_on(run: Experiment) -> str:
 
 
 def as_csv(table: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table as CSV, without the curves; numbers are not rounded."""
+    """Returns the table as CSV, without learning curves; numbers are not rounded."""
     out = io.StringIO()
     names = [name for name in table[0] if name != "curve"] if table else []
     writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
@@ -217,7 +217,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Loads the experiments, runs them and writes the results. Returns 1 if an experiment failed."""
-    jax.config.update("jax_platforms", "cpu")  # in this process; the runs that it starts use the chips
+    jax.config.update("jax_platforms", "cpu")  # for this process; the runs that it starts use the chips
     runs = not (args.analyze or args.list)
     if args.out and paths.is_remote(args.out):
         raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
@@ -261,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_places(entries: Sequence[Entry], root: str) -> None:
-    """Raises UserError for mistakes with which every run on real hosts would fail."""
+    """Raises UserError for mistakes that would make every run on real hosts fail."""
     names: dict[str, str] = {}
     for entry in entries:
         names.setdefault(entry.experiment.slice, entry.id)
@@ -296,7 +296,7 @@ def _table(suite: Suite) -> Table:
 
 
 def _shown(suite: Suite, entry: Entry) -> dict[str, str]:
-    """Returns the numbers of an entry's run as text, by heading, without those that it does not have."""
+    """Returns the results of an entry's run as text, by heading, without missing ones."""
     if entry.same_as or suite.mode.check:
         return {}
     found = metrics.read(suite.run_dirs[entry.id])

@@ -1,4 +1,4 @@
-"""The results of a suite as one HTML page: charts and the table; readable without a network."""
+"""Writes the results of a suite as one HTML page with charts and the table, which needs no network."""
 
 import html
 import io
@@ -15,7 +15,7 @@ ResultRow = Mapping[str, Any]
 _ONLY_IN_CSV = ("group", "same_as", "total_eflop", "rows", "score", "run", "curve")
 _OF_SCORES = ("mean_of_seeds", "spread_of_seeds", "gap")
 _SCORES = {"exact_accuracy": "Accuracy", "validation_loss": "Validation loss"}
-_CHARTS = (  # column, name in the title, x axis, scale
+_CHARTS = (  # column, name in the title, label of the x axis, scale
     ("parameters", "parameters", "trained parameters without puzzle tables", "log"),
     ("depth", "depth", "layers in sequence per step", "linear"),
     ("puzzles", "data", "training puzzles", "log"),
@@ -23,7 +23,7 @@ _CHARTS = (  # column, name in the title, x axis, scale
     ("batch", "batch size", "rows per batch", "log"),
     ("eflop", "compute", "training EFLOP", "log"),
 )
-_EQUAL = 1.01  # two quantities closer than this factor count as one
+_EQUAL = 1.01  # quantities within this factor of each other count as equal
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font-family: sans-serif; margin: 2em }} td, th {{ padding: 2px 8px; text-align: right }}</style></head>
@@ -42,7 +42,7 @@ def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
 
 
 def charts(table: Sequence[ResultRow]) -> list[str]:
-    """Returns SVG charts of the score against each quantity that varies, and by step, apart for each kind of score."""
+    """Returns SVG charts, separate for each kind of score: the score against each quantity that varies, and by step."""
     return [chart for score in _SCORES for chart in _charts([row for row in table if row["score"] == score], score)]
 
 
@@ -72,7 +72,7 @@ def _charts(table: Sequence[ResultRow], score: str) -> list[str]:
 
 
 def varying(rows: Sequence[ResultRow], column: str) -> list[ResultRow]:
-    """Returns the rows of groups in which a column has more than one value; rows of the same run appear once.
+    """Returns the rows of groups in which a column has several values; rows that show the same run appear once.
 
     Groups in which the column is constant are dropped: they would plot as a vertical line.
     """
@@ -102,7 +102,7 @@ def _svg(figure: Figure, axes: Axes, score: str) -> str:
     axes.tick_params(labelsize=7)
     axes.legend(fontsize=6)
     out = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
+    with mpl.rc_context({"svg.fonttype": "none"}):  # keep text as text, not as paths
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return out.getvalue()[out.getvalue().index("<svg") :]
 

@@ -23,7 +23,7 @@ _OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot bu
 
 
 class SavedRun(NamedTuple):
-    """A run on disk: its resolved directory, its configuration with the overrides applied, and the step it is of."""
+    """A run on disk: its resolved directory, its configuration with overrides, and the step that it was saved with."""
 
     run_dir: str
     config: LoadedConfig
@@ -35,11 +35,11 @@ def read(
 ) -> SavedRun:
     """Reads the configuration of a run, local or gs://; `bindings` and `slice_name` override it.
 
-    It may name public constructors (`launch.config.trust`), and those of modules that `bindings` import.
+    The configuration may name public constructors (`launch.config.trust`), and those of modules that `bindings` import.
 
     Args:
       run_dir: the run directory.
-      step: the folder of a checkpoint, whose own configuration is read: that of the run may have changed since.
+      step: the folder of a checkpoint, whose own configuration is read, because the run's may have changed since.
       bindings, slice_name: as for `loader.load`.
 
     Raises:
@@ -71,9 +71,9 @@ def read(
 
 
 def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
-    """Reads the configuration with which a checkpoint was saved: that of `step`, or the newest one.
+    """Reads the configuration that is saved in a checkpoint: that of `step`, or the newest.
 
-    A run without checkpoints has only its own.
+    For a run without checkpoints, the configuration of the run directory is read.
 
     Raises:
       UserError: as `read`, or there is no such checkpoint.
@@ -86,20 +86,20 @@ def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
 
 
 def _text_of_step(step: paths.Path) -> str | None:
-    """Returns the configuration in the metadata of a checkpoint; None if they have none."""
+    """Returns the configuration in the metadata of a checkpoint; None if it has none."""
     with reading.refusing_damage(step):
         return steps.read(step).meta.get("config")
 
 
 def described(experiment: Experiment) -> str:
-    """Describes an experiment that was not built from a configuration, in comments, to be saved in place of one."""
+    """Returns comments that describe an experiment not built from a configuration, to be saved in place of one."""
     groups = [experiment, *(getattr(experiment, name) for name in GROUPS)]
     lines = [f"# {name} = {identity.text(value)}" for part in groups for name, value in _unusual(part)]
     return "\n".join([_OF_PYTHON, *lines]) + "\n"
 
 
 def _unusual(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the settings of an experiment, or of a group, that are required or differ from their defaults."""
+    """Yields name and value of the settings of an experiment or group that have no default or differ from it."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -114,7 +114,7 @@ def config(run_dir: str) -> str | None:
 
 
 def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns the run directories in `root`, and in its folders, whose configuration equals one of `texts`, by text.
+    """Returns, for each of `texts`, the run directories in `root` and its folders with that configuration.
 
     These are {experiment}-{slice}, {group}/{experiment}-{slice}, and {group}/{experiment} of a suite. Settings in
     `ignoring` may differ.

@@ -24,7 +24,7 @@ _PASSED_ON = (
 
 
 def evaluate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """Runs the command on every simulated host; its logs lie with those of the run, or in runs/NAME/logs.
+    """Runs the command on every simulated host; logs go to the run's logs or, if it is in a bucket, to runs/NAME/logs.
 
     Returns:
       The exit code.

@@ -1,6 +1,6 @@
-"""Suites: loads experiments, detects duplicates, and runs them one after another, each in its own process.
+"""Loads the experiments of a suite, detects duplicates, and runs them one after another, each in its own process.
 
-Two experiments are duplicates if their canonical configuration texts (`launch.config`) are equal, and are run once. All
+Two experiments with the same canonical configuration text (`launch.config`) are duplicates, and run once. All
 experiments are loaded, built and checked before the first one starts, so a mistake in the last one is found at once.
 
 An experiment is started with the command that a user would type (`launch/pod.sh SLICE FILE …`), so a crash affects only
@@ -29,13 +29,13 @@ from launch.experiment import Experiment
 from launch.experiments import saved_run
 
 HOME = environment.WORKSPACE / "gin" / "trm"
-NUMBERED = ("exp", "contrib")  # prefixes of the groups that `all` stands for
-LOCATION = ("DATA", "SLICE")  # settings of where an experiment runs, not of what it is
+NUMBERED = ("exp", "contrib")  # `all` stands for the groups with these prefixes
+LOCATION = ("DATA", "SLICE")  # settings that say where an experiment runs, not what it is
 _LAST_LINES = 5
 
 
 class State(enum.Enum):
-    """Where an experiment stands."""
+    """The state of an experiment in a suite."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -47,7 +47,7 @@ class State(enum.Enum):
 
 
 class Status(NamedTuple):
-    """The status of an experiment, and how the tables word it."""
+    """The state of an experiment, and the text for it in tables."""
 
     state: State
     text: str
@@ -57,7 +57,7 @@ class Status(NamedTuple):
 class Entry:
     """One experiment with one seed."""
 
-    group: str  # name of the folder that contains its file
+    group: str  # the name of the folder of its file
     name: str  # name of its file, with the seed if it is not the one in the file
     path: str  # its file
     bindings: tuple[str, ...]  # bindings from the command line, and the seed
@@ -73,15 +73,15 @@ class Entry:
 
 
 def groups() -> list[str]:
-    """Returns the names of all groups of `gin/trm`."""
+    """Returns the names of all groups in `gin/trm`."""
     names = [folder.name for folder in HOME.iterdir() if any(folder.glob("*.gin"))]
     return sorted(names, key=lambda name: (not name.startswith("exp"), name))
 
 
 def files(group: str) -> list[Path]:
-    """Returns the experiment files of a group, of all groups with a common prefix (`exp02`), or of a folder.
+    """Returns the experiment files of a group, of all groups with a prefix (`exp02`), or of a folder.
 
-    `all` stands for the numbered groups.
+    `all` stands for the groups with the prefixes NUMBERED.
 
     Raises:
       UserError: there is no such group, or the folder contains no experiment.
@@ -99,7 +99,7 @@ def files(group: str) -> list[Path]:
 
 
 def _of_folder(folder: Path) -> list[Path]:
-    def natural(path: Path) -> list[int | str]:  # numbers by value: 250 before 1000
+    def natural(path: Path) -> list[int | str]:  # sorts numbers by value: 250 before 1000
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
 
     if found := sorted(folder.glob("*.gin"), key=natural):
@@ -117,24 +117,24 @@ def load(
     level: str | None = None,
     check_data: bool = True,
 ) -> list[Entry]:
-    """Loads every experiment with every seed (that of its file, and 1, 2, …), and marks duplicates.
+    """Loads every experiment with every seed (its file's own, then 1, 2, …), and marks duplicates.
 
-    Runs are in `root`, by default RENGA_RUN_ROOT. A check at `level` looks for the data itself, and has directories of
-    its own for its runs.
+    Run directories are in `root`, by default RENGA_RUN_ROOT; those of checks at `level` have their own names. Such a
+    check looks for the data itself.
 
     Args:
       paths: experiment files.
       bindings: gin bindings for all of them.
-      slice_name: the slice; None: that of each file.
+      slice_name: the slice; None: the one in each file.
       seeds: number of seeds.
       root: the root of the run directories.
-      level: a check to make in place of a run.
-      check_data: whether the data must be there.
+      level: the level of the check to make instead of a run; None: a run.
+      check_data: whether problems with the data are mistakes, such as missing files.
 
     Raises:
       UserError: lists every mistake in every file.
     """
-    problems: dict[str, list[str]] = {}  # each with the names of the experiments that have it; none in a mistake
+    problems: dict[str, list[str]] = {}  # the names of the experiments with each mistake
     first: dict[str, str] = {}
     entries = []
     for path in (path.resolve() for path in paths):
@@ -178,7 +178,7 @@ class Mode:
     """The options with which experiments are run."""
 
     simulate: bool = False  # simulate the hosts as processes on this machine
-    check: str | None = None  # a check at this level instead of training
+    check: str | None = None  # the level of a check to make instead of training
     steps: int | None = None  # stop after this step; None: at the experiment's last step
 
     def last_step(self, entry: Entry) -> int:
@@ -200,7 +200,7 @@ class Suite:
     Attributes:
       entries: entries of the suite.
       status: the status, by entry id; that of a duplicate only names the experiment that is run instead.
-      run_dirs: where the results are, by entry id.
+      run_dirs: the run directories with the results, by entry id.
       logs: file with the output of the process, by entry id.
     """
 
@@ -213,7 +213,7 @@ class Suite:
         }
 
     def find_done(self) -> None:
-        """Marks experiments that are done, here or in another group, and those that another process is running."""
+        """Marks experiments that are done, here or in another group, and those whose run directory has another one."""
         found = {} if self.mode.check else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
         for entry in self.entries:
             if entry.same_as:
@@ -264,8 +264,8 @@ class Suite:
     def run(self, requested: Sequence[int] = ()) -> int:
         """Runs the experiments that are not done, printing a line for each change; continues after failures.
 
-        Signal handlers only append exit codes to `requested`: an exception while a process is being started would leave
-        that process running.
+        Signal handlers only append exit codes to `requested`, because an exception while a process is being started
+        would leave that process running.
 
         Returns:
           0 if all are done, 1 if any failed, 143 or 130 if a run was preempted or interrupted (the rest is not
@@ -304,7 +304,7 @@ class Suite:
         return self.status.get(entry.same_as or entry.id, self.status[entry.id]).state != State.DONE
 
     def last_lines(self, entry: Entry) -> list[str]:
-        """Returns the end of the process's output."""
+        """Returns the last lines of the output of the entry's process."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
 

@@ -1,4 +1,4 @@
-"""Computes likelihoods of texts, and continuations up to a stop string, for benchmarks of language models."""
+"""Computes likelihoods of texts, and continuations up to a stop string, for language model benchmarks."""
 
 import functools
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from parallel.generation.likelihood import Likelihood, Pair, Scorer, windows
 from parallel.generation.sampling import GREEDY, Sampling
 from tasks.text.ids import with_bos as beginning_with_bos
 
-ROWS = 16  # continuations that run together
+ROWS = 16  # prompts that are continued together
 
 
 class TextScores:
-    """Likelihoods and continuations by a loaded model.
+    """Computes likelihoods and continuations with a loaded model.
 
     Attributes:
       model: the model, with a vocabulary.
@@ -27,7 +27,7 @@ class TextScores:
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Computes likelihoods."""
+        """The scorer of likelihoods."""
         return Scorer(self.model.program, self.model.params)
 
     def encoded(self, text: str, *, with_bos: bool | None = None) -> list[int]:
@@ -35,7 +35,7 @@ class TextScores:
 
         Args:
           text: the text.
-          with_bos: whether to begin with the begin-of-text id (once); None: as texts of this model do.
+          with_bos: whether to begin with the begin-of-text id (once); None: as this model's texts begin.
         """
         vocabulary = self.model.vocabulary
         found = vocabulary.encode(text)
@@ -43,13 +43,13 @@ class TextScores:
         return beginning_with_bos(found, vocabulary) if begins else found
 
     def likelihoods(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Returns the likelihood of each continuation, given as pairs of ids; see `Scorer.score`."""
+        """Returns the likelihood of each continuation; pairs: ids of context and continuation (see `Scorer.score`)."""
         return self.scorer.score(pairs)
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-likelihood of each whole text, in nats.
 
-        A text longer than the model is cut into windows, with as much context before each as fits.
+        A text longer than the model's positions is cut into windows, each with as much context before it as fits.
         """
         prefix, length = self.model.vocabulary.bos_id, self.scorer.max_length
         parts = [windows(self.encoded(text), prefix=prefix, length=length) for text in texts]
@@ -67,16 +67,16 @@ class TextScores:
     ) -> list[str]:
         """Continues each prompt, and cuts the continuation before the first stop string.
 
-        Of a prompt that is too long for the model, the beginning is left out.
+        The beginning of a prompt that is too long for the model is cut off.
 
         Args:
-          prompts: as text.
+          prompts: the prompts, as text.
           until: stop strings; empty ones are ignored.
           max_tokens: largest number of new ids.
           sampling, seed: see `parallel.generation.generating.Generator.generate`.
 
         Raises:
-          UserError: the model has too few positions for `max_tokens`.
+          UserError: `max_tokens` leaves no positions for a prompt.
         """
         most = self.model.generator.max_positions
         if most is not None and max_tokens >= most:
@@ -84,7 +84,7 @@ class TextScores:
         until = [text for text in until if text]
         ids = [self.encoded(prompt) or [self.model.vocabulary.bos_id] for prompt in prompts]
         ids = ids if most is None else [one[-(most - max_tokens) :] for one in ids]
-        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))  # prompts of a batch have one length
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))  # batches are padded to their longest prompt
         texts: dict[int, str] = {}
         for first in range(0, len(order), ROWS):
             batch = order[first : first + ROWS]

@@ -1,1 +1,1 @@
-"""The hosts of a slice: finding out where this process runs, starting hosts (simulated or by gcloud), joining them."""
+"""The hosts of a slice: detects where this process runs, starts hosts (simulated or with gcloud), and joins them."""

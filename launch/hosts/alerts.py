@@ -1,7 +1,7 @@
 """Sends an alert when a run fails: RENGA_ALERT is a shell command or a web address that receives JSON.
 
 A killed process cannot report its own failure, so the process that started the run (`launch/pod.sh`, simulated or on a
-host) sends the alert. Processes of the run only write notes, into a folder that they are given: the exception that ends
+host) sends the alert. Processes of the run only write notes into a folder that they are given: the exception that ends
 them, or the hosts' common verdict on why the run ended, which takes precedence.
 
     {"run": …, "host": 0, "kind": "out of memory", "message": …, "step": 1200, "exit_code": 13, "time": …}
@@ -38,7 +38,7 @@ _KINDS = {
     exit_codes.RUN_DIRECTORY_LOST: "run directory lost",
     exit_codes.JAX_ABORTED: "crash",
 }
-# In a separate process, because resolving the name of the address may block for long.
+# Runs in a separate process, because resolving the address may block for long.
 _POST = """
 import os, sys, urllib.request
 headers = {"Content-Type": "application/json"}
@@ -49,9 +49,9 @@ _ADDRESSES = ("https://", "http://127.0.0.1:", "http://localhost:")
 
 @contextlib.contextmanager
 def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Context for the process that starts a run; yields a function that sends an alert for a failed exit code.
+    """Context for the process that starts a run; yields a function that sends an alert if its exit code is a failure.
 
-    Of several hosts, whose processes are started one by one, only host 0 reports; None: all hosts, or unknown.
+    If each host is started on its own, only host 0 sends alerts. `host`: the index; None: all hosts, or unknown.
 
     Raises:
       UserError: RENGA_ALERT cannot be used.
@@ -63,12 +63,12 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int
         raise UserError("RENGA_ALERT: expected a command, or a web address that starts with https:// (not shown here)")
 
     def report(code: int) -> None:
-        first = failure_notes.cause(failure_notes.collect(Path(folder)))  # deletes the notes
+        first = failure_notes.cause(failure_notes.collect(Path(folder)))  # also deletes the notes
         if code not in _SILENT and not host:
             _send(target, _alert(code, first, run_dir))
 
     with tempfile.TemporaryDirectory(prefix="renga-notes-") as folder:
-        os.environ["RENGA_NOTES"] = folder  # for the processes that are started inside
+        os.environ["RENGA_NOTES"] = folder  # for the processes that are started in this context
         try:
             yield report
         finally:
@@ -76,7 +76,7 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int
 
 
 def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
-    """Context for a process of a run; notes the exception or verdict that ends it, for the process that alerts."""
+    """Context for a process of a run; notes the exception or verdict that ends it for the process that sends alerts."""
     folder = environment.read("RENGA_NOTES")
     return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()
 
@@ -84,7 +84,7 @@ def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
 def _alert(code: int, first: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
     step = first["step"]
     if not step and not paths.is_remote(run_dir):
-        with contextlib.suppress(OSError):  # an alert without a step is better than none
+        with contextlib.suppress(OSError):  # an alert without a step is better than no alert
             step = metrics.read(run_dir).step
     kind = _KINDS.get(code, "killed" if code > 128 else "crash")
     return {
@@ -99,7 +99,7 @@ def _alert(code: int, first: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 def _send(target: str, alert: dict[str, Any]) -> None:
-    """Sends within SEND_SECONDS, and prints whether that succeeded."""
+    """Sends an alert within SEND_SECONDS, and prints whether that succeeded."""
     command = [sys.executable, "-c", _POST] if target.startswith(_ADDRESSES) else ["bash", "-c", target]
     no = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=no, stderr=no, text=True, start_new_session=True)

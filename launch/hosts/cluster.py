@@ -1,7 +1,7 @@
 """Joins this process to the other hosts of the slice, and checks that they are the hosts and chips of that slice.
 
 Errors are raised on all hosts, before the first array is created. Once the hosts have joined, every run also warns if
-library versions are untested or clocks differ; a check of the hosts makes the same two.
+library versions are untested or clocks differ; `launch/run check` makes the same two checks.
 """
 
 import faulthandler
@@ -29,12 +29,12 @@ from launch.hosts import tpu_host
 from launch.settings import Health
 
 _ABOUT = "hosts/about"
-SKEW_SECONDS = 5.0  # logs are merged by time, and credentials with a wrong time are refused
+SKEW_SECONDS = 5.0  # logs are merged by time, and servers reject credentials with a wrong time
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host of this process: its index, the number of hosts, and whether it is simulated."""
+    """The host that this process is: its index, the number of hosts, and whether they are simulated."""
 
     index: int
     count: int
@@ -47,7 +47,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """`host 2 of 4`."""
+        """The host's name in messages, such as `host 2 of 4`."""
         return f"host {self.index} of {self.count}"
 
 
@@ -65,17 +65,17 @@ def join(
 ) -> Host:
     """Joins this process to the hosts of the slice, which monitor one another from then on.
 
-    In a simulation (RENGA_SIMULATE) the processes divide the slice's chips among them; a single process has them all.
+    In a simulation (RENGA_SIMULATE) the processes share the slice's chips; a single process has them all.
 
     Args:
       slice_: the slice of the hosts.
-      description: the run (`launch.runs.prepared_run.run_signature`), which must be equal on all hosts.
-      limits: how long a host may stay in one phase.
-      before_devices: as for `distributed.initialize`.
+      description: describes the run (`launch.runs.prepared_run.run_signature`); it must be equal on all hosts.
+      limits: how long each activity of a host may take.
+      before_devices: see `distributed.initialize`.
 
     Raises:
       UserError: environment variables contradict one another or the slice; the descriptions of the hosts differ; JAX
-        found another accelerator than the requested one.
+          found other devices than those of the slice.
     """
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")
@@ -89,7 +89,7 @@ def join(
             f"JAX_PROCESS_COUNT={layout.count}, but {slice_.name} has {units.counted(slice_.hosts, 'host')} with "
             f"{slice_.counted_per_host} each: set {slice_.hosts}, or on a TPU leave it unset: JAX finds the peers"
         )
-    faulthandler.enable()  # if C++ code aborts this process, its log has the stacks
+    faulthandler.enable()  # logs the stacks if C++ code aborts this process
     distributed.exit_at_once_on_exception()
     cluster = distributed.initialize(
         coordinator=layout.coordinator,
@@ -109,7 +109,7 @@ def join(
 
 
 def _use_platform(slice_: Slice) -> int | None:
-    """Makes JAX use the GPUs or CPU of this machine alone; returns the number of CPU devices, None for GPUs.
+    """Makes JAX use only the GPUs or the CPU of this machine; returns the number of CPU devices, None for GPUs.
 
     Raises:
       UserError: JAX_PLATFORMS asks for another platform, or other processes hold the memory of the GPUs.
@@ -128,7 +128,7 @@ def _use_platform(slice_: Slice) -> int | None:
 def _devices(slice_: Slice) -> list[jax.Device]:
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform that it was told to use has a backend
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that the platform in JAX_PLATFORMS has a backend
         if slice_.is_tpu:
             raise
         raise UserError(
@@ -159,7 +159,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
 
 
 def announce(host: Host) -> None:
-    """Prints who this host is and which devices it has, and tells the others."""
+    """Prints this host's name and devices, and tells the other hosts."""
     devices = jax.local_devices()
     kind = f"{devices[0].platform} device" if devices[0].device_kind == devices[0].platform else devices[0].device_kind
     ids = ", ".join(units.shortened([str(device.id) for device in devices], most=8))
@@ -191,7 +191,7 @@ def warn_at_start(host: Host) -> None:
 
 
 def check_versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
-    """Compares jax, jaxlib and libtpu with the tested versions: older ones are a problem, newer ones are noted."""
+    """Compares jax, jaxlib and libtpu with the tested versions: older ones are a problem, newer ones a note."""
     text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
     pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
     have, older, newer = [f"Python {platform.python_version()}"], [], []
@@ -214,7 +214,7 @@ def check_versions(*, installed: Callable[[str], str] = importlib.metadata.versi
 
 
 def check_clocks(*, now: Callable[[], float] = time.time) -> Finding:
-    """Measures the largest difference between the clocks of the hosts, to within the duration of the exchange."""
+    """Measures the largest difference between the hosts' clocks, as exactly as the duration of the exchange allows."""
     distributed.barrier("start/clocks")
     started, asked = now(), time.perf_counter()
     every = [float(text) for text in distributed.all_gather_text("start/clocks", repr(started))]

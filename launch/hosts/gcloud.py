@@ -22,7 +22,7 @@ _ANSWER_SECONDS = 120.0
 
 
 class Tpu(NamedTuple):
-    """A TPU (one slice) as gcloud identifies it; project None is gcloud's default."""
+    """A TPU (one slice) as gcloud identifies it; project None: gcloud's default project."""
 
     name: str
     zone: str
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A TPU as gcloud describes it (`v4-32`, `READY`, `HEALTHY`, the address of host 0), or why it cannot.
+    """A TPU as gcloud describes it: `v4-32`, `READY`, `HEALTHY`, and the address of host 0.
 
     If gcloud failed, `problem` is what it printed, and `state` is `NOT_FOUND` if there is no such TPU, otherwise empty.
     """
@@ -52,10 +52,10 @@ class Description(NamedTuple):
 def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple[Tpu, ...]:
     """Returns the TPUs named by flags, or else by TPU_NAME, TPU_ZONE and TPU_PROJECT; empty if there are none.
 
-    `names` are one, or `A,B` with one for each slice of the job; the first runs the coordinator.
+    `names` is one name, or `A,B` with one for each slice of the job; the first TPU runs the coordinator.
 
     Raises:
-      UserError: a TPU without a zone, a malformed name, or the same name twice.
+      UserError: a name has no zone, is malformed, or is given twice.
     """
     names = names or environment.read("TPU_NAME")
     if not names:
@@ -76,12 +76,12 @@ def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple
 
 
 def command(tpu: Tpu, verb: str, *flags: str, group: str = "tpu-vm", target: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns `gcloud compute tpus GROUP VERB TARGET … FLAGS`; the target is the name of the TPU unless given.
+    """Returns the command line `gcloud compute tpus GROUP VERB TARGET … FLAGS`.
 
     Args:
       tpu: the TPU.
-      verb: such as `create`.
-      group: such as `tpu-vm`.
+      verb: the action, such as `create`.
+      group: the kind of resource, such as `tpu-vm`.
       target: what the verb applies to; empty: the name of the TPU.
     """
     where = (f"--zone={tpu.zone}", *((f"--project={tpu.project}",) if tpu.project else ()))
@@ -100,7 +100,7 @@ def ssh(tpu: Tpu, text: str, *flags: str, worker: str = "all") -> tuple[str, ...
       tpu: the TPU.
       text: the shell text.
       *flags: further flags of gcloud.
-      worker: the number of a host, or `all`.
+      worker: the index of a host, or `all`.
     """
     return command(tpu, "ssh", f"--worker={worker}", *flags, f"--command={text}")
 
@@ -112,13 +112,13 @@ def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
 
 
 def describe_step(tpu: Tpu) -> Step:
-    """Prints the TPU's type, state, health and address, separated by tabs."""
+    """Returns the step that prints the TPU's type, state, health and address, separated by tabs."""
     form = "--format=value(acceleratorType,state,health,networkEndpoints[0].ipAddress)"
     return Step(f"describe {tpu.name}", command(tpu, "describe", form))
 
 
 def describe(tpu: Tpu) -> Description:
-    """Asks gcloud for the state of a TPU. If gcloud fails, the description has a `problem`; nothing is raised."""
+    """Asks gcloud to describe a TPU. If gcloud fails, nothing is raised; the description has a `problem`."""
     found = output(describe_step(tpu).argv)
     if found.returncode:
         return Description(state=missing(found), problem=found.stderr.strip())
@@ -126,7 +126,7 @@ def describe(tpu: Tpu) -> Description:
 
 
 def output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command line and captures its output; one that does not end in time has failed."""
+    """Runs a command line and captures its output; a timeout counts as a failure."""
     try:
         return subprocess.run(resolved(argv), capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -134,15 +134,15 @@ def output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def missing(failed: subprocess.CompletedProcess[str]) -> str:
-    """Returns NOT_FOUND if gcloud failed because there is no such thing, else an empty text."""
+    """Returns NOT_FOUND if gcloud failed because the resource does not exist, otherwise ""."""
     return "NOT_FOUND" if "NOT_FOUND" in failed.stderr or "not found" in failed.stderr else ""
 
 
 def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> int:
-    """Runs the steps in turn up to the first failure, or all at once if `together`; with `dry_run` only prints them.
+    """Runs the steps one by one up to the first failure, or all at once if `together`; `dry_run` only prints them.
 
     Returns:
-      The exit code of the first that failed, or 0.
+      The exit code of the first step that failed, or 0.
     """
     running = []
     for step in steps:

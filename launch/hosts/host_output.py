@@ -37,9 +37,9 @@ from launch import terminal
 _KEPT_LINES = 20
 _ESCAPES = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
 _PREFIX = re.compile(r"^(\d\d-\d\d \d\d:\d\d:\d\d\.\d) [^|]* \| ")
-_JOIN_SECONDS = 2.0  # a grandchild may hold the pipe open after its host is gone
-_HOLD_SECONDS = 0.1  # an incomplete line is shown after this: a line of noise comes faster, a redrawn line is complete
-_KEPT_BYTES = 2**20  # of a log that cannot be written
+_JOIN_SECONDS = 2.0  # a grandchild may keep the pipe open after the host's process has ended
+_HOLD_SECONDS = 0.1  # then an incomplete line is shown: lines of noise are complete sooner
+_KEPT_BYTES = 2**20  # output that is kept while the log cannot be written
 
 
 def time_of(line: str) -> str | None:
@@ -49,7 +49,7 @@ def time_of(line: str) -> str | None:
 
 
 class HostProcess(subprocess.Popen):
-    """The process of one host, with a thread that copies its output to a log and keeps the last lines."""
+    """The process of one host, and a thread that copies its output to a log and keeps the last lines."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class HostProcess(subprocess.Popen):
         to_terminal: bool = False,
         start_new_session: bool = False,
     ):
-        """Starts `command`, which ends with this process; `to_terminal` shows its output, too."""
+        """Starts `command`, which ends if this process ends; with `to_terminal` its output is also shown."""
         self.log_path, self._name, self._step_file, self._to_terminal = log_path, name, step_file, to_terminal
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         if to_terminal and sys.stdout.isatty():
@@ -88,7 +88,7 @@ class HostProcess(subprocess.Popen):
         self._copier.join(_JOIN_SECONDS)
 
     def _prefix(self) -> str:
-        """Returns the beginning of a line that is written now, with `name` until the process notes `host 2 step 17`."""
+        """Returns the prefix of a line written now: time and `host 2 step 17`, or `name` until the process notes it."""
         now = datetime.datetime.now(datetime.UTC)
         noted = self._step_file.read_text(errors="replace").strip("\0 \n") if self._step_file.exists() else ""
         return f"{now:%m-%d %H:%M:%S}.{now.microsecond // 100_000} {noted or self._name} | "
@@ -111,9 +111,9 @@ class HostProcess(subprocess.Popen):
         os.close(self._read_end)
 
     def _show(self, text: bytes) -> bytes:
-        """Writes `text` to the terminal; returns its last line instead if the rest of that line is on its way."""
+        """Writes `text` to the terminal; returns its last line, unwritten, if more of that line is to come."""
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        whole, rest = text[:end], text[end:]  # the rest may be the beginning of a line of noise
+        whole, rest = text[:end], text[end:]  # it may be the beginning of a line of noise
         _write_to_terminal(log_filters.without(whole))
         if rest and not select.select([self._read_end], [], [], _HOLD_SECONDS)[0]:
             _write_to_terminal(rest)
@@ -123,11 +123,11 @@ class HostProcess(subprocess.Popen):
     def _read(self) -> bytes:
         try:
             return os.read(self._read_end, 1 << 16)
-        except OSError:  # a pseudo-terminal whose other side is closed
+        except OSError:  # a pseudo-terminal raises this if its other side is closed
             return b""
 
     def _log_line(self, log: bookkeeping.Appender, raw: bytes) -> None:
-        line = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")[-1]  # the last version of a redrawn line
+        line = _ESCAPES.sub(b"", raw).rstrip(b"\r").split(b"\r")[-1]  # keeps the last version of a redrawn line
         shown = log_filters.without(line)
         if shown or not line:
             self.last_lines.append(shown.decode(errors="replace"))
@@ -136,7 +136,7 @@ class HostProcess(subprocess.Popen):
 
 
 def _write_to_terminal(chunk: bytes) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal ends the copy, not the run
+    with contextlib.suppress(OSError):  # a closed terminal ends the copying, not the run
         sys.stdout.buffer.write(chunk)
         terminal.flush()
 
@@ -144,11 +144,11 @@ def _write_to_terminal(chunk: bytes) -> None:
 def run(log_path: Path, name: str, command: Sequence[str]) -> int:
     """Runs `command` to its end on the host called `name`; returns its exit code, or 128 + N if signal N ended it.
 
-    This process ignores signals to the process group, which the command handles, so that it can copy the last lines
-    after the command has ended.
+    This process ignores signals to the process group, which the command handles. So it can copy the command's last
+    lines.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
+        signal.signal(number, lambda *_: None)  # a handler, because the command would inherit SIG_IGN
     with tempfile.TemporaryDirectory(prefix="renga-step-") as folder:
         host = HostProcess(command, log_path=log_path, name=name, step_file=Path(folder) / "step")
         returncode = host.wait()

@@ -1,11 +1,11 @@
 """Creates, queues for and deletes TPUs, and recreates a TPU that was preempted during a run.
 
 Everything that a run needs is in its bucket, so a lost slice can be replaced by a new one. `Watch` polls the state of
-the TPU and of the run on its host 0, and acts:
+the TPU, and of the run on its host 0, and acts:
 
     READY, run in progress     wait
-    READY, run ended           return its exit code: the host has already restarted what a restart can help
-    READY, run preempted       start again: the machine went down, or was about to
+    READY, run ended           return its exit code: the host itself has restarted the run if that could help
+    READY, run preempted       start again: the machine was or was about to be taken down
     PREEMPTED, SUSPENDED, …    delete, create, wait for READY, ship, start; the run resumes from its last checkpoint
 
 A TPU that is about to be preempted stays READY for a while, and ssh fails now and then. Therefore a failed start is
@@ -27,13 +27,13 @@ from launch.hosts import gcloud, workstation
 from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("create", "queue", "delete")
-# States of a TPU, and of a request in the queue:
+# States of a lost TPU, and of a TPU that is being created or queued for:
 GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED", "NOT_FOUND")
 _QUEUED = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 POLL_SECONDS = 60.0
-_TRIES = 30  # of a restart, in a row; capacity may be missing for some hours
-_LONGEST_PAUSE = 10  # polls
-# Of TPU VMs by generation: https://cloud.google.com/tpu/docs/runtimes
+_TRIES = 30  # tries of one restart; capacity may be missing for some hours
+_LONGEST_PAUSE = 10  # most polls between two tries
+# Software versions of TPU VMs by generation: https://cloud.google.com/tpu/docs/runtimes
 RUNTIMES = {
     "v4": "tpu-ubuntu2204-base",
     "v5p": "v2-alpha-tpuv5",
@@ -46,13 +46,13 @@ RUNTIMES = {
 class Order(NamedTuple):
     """The options of a request for a TPU."""
 
-    slice_: slices.Slice | None  # of one TPU; None to delete one
+    slice_: slices.Slice | None  # the slice that one TPU is; not needed to delete it
     is_spot: bool  # cheaper, and may be preempted
-    is_queued: bool  # a queued resource, which waits until capacity is available
+    is_queued: bool  # a queued resource, which is created when capacity is available
 
 
 def create_step(tpu: Tpu, order: Order) -> Step:
-    """Creates a TPU, or queues a request for one."""
+    """Returns the step that creates a TPU, or queues a request for one."""
     assert order.slice_ is not None
     slice_, runtime = order.slice_.single, RUNTIMES[order.slice_.generation]
     flags = [f"--accelerator-type={slice_.name.replace('v5e-', 'v5litepod-')}", *(["--spot"] if order.is_spot else [])]
@@ -64,7 +64,7 @@ def create_step(tpu: Tpu, order: Order) -> Step:
 
 
 def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
-    """Deletes a TPU, and the request if it was queued."""
+    """Returns the step that deletes a TPU, and its request if it was queued."""
     if not is_queued:
         return Step(f"delete {tpu.name}", gcloud.command(tpu, "delete", "--quiet"))
     argv = gcloud.command(tpu, "delete", "--force", "--quiet", group="queued-resources")
@@ -72,16 +72,16 @@ def delete_step(tpu: Tpu, *, is_queued: bool) -> Step:
 
 
 def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int:
-    """Performs an action on one TPU after the other, up to the first failure.
+    """Creates, queues for or deletes TPUs one after another, up to the first failure.
 
     Args:
       tpus: the TPUs.
       action: one of ACTIONS.
-      order: the options of the request; its slice is not needed to delete.
-      dry_run: whether to print the commands only.
+      order: the options of the request.
+      dry_run: whether only to print the commands.
 
     Returns:
-      The first exit code that is not 0, or 0.
+      The exit code of the first command that failed, or 0.
     """
     delete = action == "delete"
     steps = [delete_step(tpu, is_queued=order.is_queued) if delete else create_step(tpu, order) for tpu in tpus]
@@ -89,7 +89,7 @@ def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int
 
 
 def run_state(tpu: Tpu) -> str:
-    """Returns the state of the run on host 0: `running`, `ended CODE`, `gone`, or empty if host 0 did not answer."""
+    """Returns the state of the run on host 0: `running`, `ended CODE`, `gone`, or "" if host 0 did not answer."""
     asked = gcloud.output(gcloud.ssh(tpu, gcloud.on_host("state"), worker="0"))
     return asked.stdout.strip() if asked.returncode == 0 else ""
 
@@ -100,12 +100,12 @@ class _StopRequested(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Follows a started run to its end and recreates slices that are lost on the way.
+    """Follows a started run to its end, and recreates slices that are lost meanwhile.
 
     Attributes:
       order: how to recreate a lost TPU.
       start: ships and starts the run on all TPUs; returns an exit code, or raises UserError if they are not ready.
-      requested: gets an exit code when this process is asked to stop, which does not stop the run.
+      requested: a list that gets an exit code when this process is asked to stop, which does not stop the run.
     """
 
     tpus: Sequence[Tpu]
@@ -115,10 +115,10 @@ class Watch:
     poll_seconds: float = POLL_SECONDS
 
     def run(self, *, restarts: int, newest_step: Callable[[], int | None]) -> int:
-        """Watches, with the restarts of `supervise.supervise`.
+        """Watches until the run ends; restarts it after lost slices, as often as `supervise.supervise` allows.
 
         Returns:
-          The run's exit code, PREEMPTED if its slices were lost too often; FAILED if it could not be restarted.
+          The run's exit code; PREEMPTED if its slices were lost too often; FAILED if it could not be restarted.
         """
         attempts = itertools.count()
 
@@ -129,7 +129,7 @@ class Watch:
                 return self.requested[0]
 
         def ending(code: int) -> exit_codes.Ending:
-            """Restarts only after lost slices: with other codes, hosts have already tried what helps."""
+            """Restarts only after lost slices: after other exit codes, the hosts themselves restarted if useful."""
             if code == exit_codes.PREEMPTED:
                 return exit_codes.Ending("the run was preempted, or its TPU is gone", True)
             return exit_codes.ending(code)._replace(restart=False)
@@ -144,7 +144,7 @@ class Watch:
         )
 
     def _follow(self) -> int:
-        """Waits until the run ends or a TPU is lost, and returns its exit code, PREEMPTED for a lost TPU."""
+        """Waits until the run ends or a TPU is lost; returns the run's exit code, or PREEMPTED for a lost TPU."""
         while True:
             states = {tpu: gcloud.describe(tpu).state for tpu in self.tpus}
             if lost := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in GONE]:
@@ -152,7 +152,7 @@ class Watch:
                 return exit_codes.PREEMPTED
             runs = [run_state(tpu) for tpu, state in states.items() if state == "READY"]
             codes = [int(run.split()[1]) for run in runs if run.startswith("ended ")]
-            codes += [exit_codes.PREEMPTED for run in runs if run == "gone"]  # its host went down
+            codes += [exit_codes.PREEMPTED for run in runs if run == "gone"]  # the host went down
             if codes:
                 code = next((code for code in codes if code != exit_codes.PREEMPTED), codes[0])
                 print(f"the run ended with exit code {code}: {exit_codes.ending(code).meaning}", flush=True)
@@ -160,7 +160,7 @@ class Watch:
             self._pause()
 
     def _restart(self) -> bool:
-        """Starts the run on all TPUs again, with retries; returns whether that succeeded."""
+        """Starts the run on all TPUs again, with up to _TRIES tries; returns whether that succeeded."""
         for tries in range(_TRIES):
             try:
                 self._restart_once()
@@ -178,7 +178,7 @@ class Watch:
                     gcloud.perform([delete_step(tpu, is_queued=self.order.is_queued)], dry_run=False)
                 if gcloud.perform([create_step(tpu, self.order)], dry_run=False):
                     raise UserError(f"{tpu.name} could not be created")
-            elif state == "READY":  # its processes wait for lost hosts
+            elif state == "READY":  # these processes wait for lost hosts
                 gcloud.perform([workstation.action_step(tpu, "stop")], dry_run=False)
         for tpu in self.tpus:
             self._wait_until_ready(tpu)
@@ -186,9 +186,9 @@ class Watch:
             raise UserError(f"a step of the start failed (exit code {code})")
 
     def _wait_until_ready(self, tpu: Tpu) -> None:
-        """Waits until a TPU is READY. Raises UserError if it never will be."""
+        """Waits until a TPU is READY. Raises UserError if it will never be."""
         before = "READY"
-        while True:  # a queue may be long
+        while True:  # a queued TPU may take long
             state = self._state(tpu)
             if state in GONE:
                 raise UserError(f"{tpu.name} is {state}, and will not be READY")

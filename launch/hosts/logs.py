@@ -1,7 +1,7 @@
 """Merges the logs of all hosts by time: from a run directory, or live from the hosts of a slice.
 
-Every line begins with its time (`launch.hosts.host_output`), and a line without one stays after the line before it.
-Live lines are held back for a moment, because those of some hosts arrive later.
+Every line begins with its time (`launch.hosts.host_output`); a line without a time stays after the line before it.
+Live lines are held back for a moment, because lines of some hosts arrive later.
 """
 
 import heapq
@@ -39,14 +39,14 @@ def show(run_dir: str) -> int:
 def follow(
     commands: Sequence[Sequence[str]], *, write: Callable[[str], object] = lambda line: print(line, flush=True)
 ) -> int:
-    """Runs commands that print logs until all have ended, and passes their merged lines to `write`.
+    """Runs commands that print logs until all have ended, and calls `write` with each of their lines, merged by time.
 
     Returns:
-      The exit code of the first that failed, or 0.
+      The exit code of the first command that failed, or 0.
     """
     running = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") for argv in commands]
     arrived: queue.PriorityQueue[tuple[str, int, float, str]] = queue.PriorityQueue()
-    numbers = itertools.count()  # lines of the same time keep their order
+    numbers = itertools.count()  # keeps the order of lines of the same time
 
     def read(process: subprocess.Popen) -> None:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Finds the devices of this machine, for SLICE `local`, and of this process; prepares GPUs and their memory."""
+"""Finds the devices of this machine (SLICE `local`) and of this process; prepares GPUs and their memory."""
 
 import importlib.metadata
 import json
@@ -14,21 +14,21 @@ from core.errors import UserError
 from launch import environment
 from launch.hosts import tpu_host
 
-# For `local`: in a process of its own, because JAX keeps the memory of GPUs until its process ends.
+# The program that looks for `local`. It is a process of its own, because JAX keeps GPU memory until its process ends.
 _LOOK = "import jax, json; print(json.dumps([jax.devices()[0].device_kind, jax.local_device_count()]))"
 _SECONDS, _SMI_SECONDS = 120, 10
-_SAID = 1000  # last characters of JAX's output, in an error
+_SAID = 1000  # last characters of JAX's output that an error shows
 _FRACTION, _PREALLOCATE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
 class GpuMemory(NamedTuple):
-    """How JAX allocates the memory of GPUs.
+    """How JAX allocates GPU memory.
 
     Attributes:
-      fraction: the share of it that JAX may allocate.
-      is_preallocated: whether all of that is allocated at the start.
-      is_chosen: whether the user has set one of the two.
+      fraction: the share of each GPU's memory that JAX may allocate.
+      is_preallocated: whether JAX allocates all of that at the start.
+      is_chosen: whether the user has set one of the two above.
     """
 
     fraction: float
@@ -56,15 +56,15 @@ def gpu_memory() -> GpuMemory:
 
 
 def prepare_gpus() -> None:
-    """Sets the share of GPUs' memory that JAX allocates, and their order, unless set; before JAX initializes them.
+    """Sets JAX's share of GPU memory, and the order of GPUs, unless set; call it before JAX initializes them.
 
-    CUDA numbers GPUs from the fastest, nvidia-smi by their places on the PCI bus. So that CUDA_VISIBLE_DEVICES names
-    the same GPUs for both, CUDA uses the places too. A user who sets another CUDA_DEVICE_ORDER on a machine with
-    several kinds of GPUs can get an error about a GPU that this process would not use.
+    By default, CUDA numbers GPUs from the fastest, and nvidia-smi by their places on the PCI bus. CUDA_DEVICE_ORDER is
+    set so that CUDA uses the places too, and CUDA_VISIBLE_DEVICES means the same GPUs for both. A user who sets another
+    order on a machine with several kinds of GPUs can get an error about a GPU that this process would not use.
 
     Raises:
-      UserError: a variable is malformed; or other processes hold memory that would be allocated. That is no error if
-        the user has chosen a share, or no allocation at the start, so that several can use a GPU.
+      UserError: a variable is malformed; or other processes hold memory that JAX would allocate. The latter is no error
+          if the user has set one of JAX's two memory variables, so that several processes can share a GPU.
     """
     memory = gpu_memory()
     os.environ.setdefault(*_ORDER)
@@ -78,9 +78,9 @@ def prepare_gpus() -> None:
 
 
 def gpus_in_use(*, free: float) -> list[str]:
-    """Returns a line for each visible GPU that has less than a share of its memory free, with its processes.
+    """Returns a line for each visible GPU of whose memory less than the share `free` is free, with its processes.
 
-    It asks nvidia-smi, and returns nothing where there is none or it fails. JAX then reports what is wrong.
+    It asks nvidia-smi, and returns [] if that is missing or fails; then JAX will report what is wrong.
     """
     chosen = environment.read("CUDA_VISIBLE_DEVICES")
     gpus = _nvidia_smi("--query-gpu=index,uuid,memory.used,memory.total", chosen)
@@ -106,11 +106,11 @@ def _nvidia_smi(query: str, gpus: str | None) -> list[list[str]]:
 
 
 def _require_gpus_in_use(asked: str | None, *, said: str = "") -> None:
-    """Checks that JAX has not fallen back to the CPU of a machine with GPUs, which it does with a warning.
+    """Checks that JAX has not fallen back to the CPU on a machine with GPUs, which it does with only a warning.
 
     Args:
-      asked: the platforms that JAX was told to use, if any.
-      said: what it printed.
+      asked: the value of JAX_PLATFORMS, if set.
+      said: what JAX printed.
 
     Raises:
       UserError: nvidia-smi lists GPUs that are not hidden from CUDA.
@@ -135,8 +135,8 @@ def _require_gpus_in_use(asked: str | None, *, said: str = "") -> None:
 
 
 def _asked() -> str | None:
-    """Returns the platforms that JAX was told to use, if any."""
-    return jax.config.values["jax_platforms"] or jax.config.values.get("jax_platform_name")  # a former name
+    """Returns the platforms that JAX was told to use (JAX_PLATFORMS), if any."""
+    return jax.config.values["jax_platforms"] or jax.config.values.get("jax_platform_name")  # its former name
 
 
 def _cuda_plugins() -> list[str]:
@@ -150,11 +150,11 @@ def _cuda_plugins() -> list[str]:
 
 
 def of_this_process() -> slices.Slice:
-    """Returns the slice of the devices that JAX gives this process, which it initializes.
+    """Initializes JAX's devices in this process, and returns their slice.
 
     Raises:
-      UserError: JAX can use no devices here, or not the GPUs, Renga does not know them, or they belong to a slice of
-        several hosts.
+      UserError: JAX finds no devices or does not use the GPUs, Renga does not know the devices, or they belong to a
+          slice of several hosts.
     """
     place, asked = tpu_host.look(), _asked()
     if not jax_internals.backends_are_initialized():
@@ -178,12 +178,12 @@ def of_this_process() -> slices.Slice:
 
 
 def _prepare_platform(*, on_tpu_host: bool) -> None:
-    """Prepares the GPUs if JAX may use them; chooses the CPU if nothing else is there or was asked for."""
+    """Prepares the GPUs if JAX may use them; selects the CPU if nothing else is there or was asked for."""
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
     asked = _asked()
     if not (asked or on_tpu_host or plugins):
         _require_gpus_in_use(asked)
-        jax.config.update("jax_platforms", "cpu")  # neither TPU nor GPU: an installed libtpu would print errors
+        jax.config.update("jax_platforms", "cpu")  # without TPU and GPU, an installed libtpu would print errors
     if any("cuda" in name for name in plugins) and (not asked or {"cuda", "gpu"} & set(asked.split(","))):
         prepare_gpus()
 
@@ -192,7 +192,7 @@ def local() -> slices.Slice:
     """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU.
 
     Raises:
-      UserError: JAX can use no devices here, or not the GPUs, or Renga does not know them.
+      UserError: JAX finds no devices or does not use the GPUs, or Renga does not know the devices.
     """
     place = tpu_host.look()
     if place.accelerator_type:

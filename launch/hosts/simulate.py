@@ -1,8 +1,8 @@
 """Simulates the hosts of a slice as processes on this machine, with CPU devices as chips.
 
 A simulated host runs the same command as a real one; environment variables tell it that its chips are CPU devices and
-where the other hosts are. If one process fails, the others have a moment to report what they observed and are then
-stopped; the exit code is that of the host that failed first. No process outlives the launcher, however that ends.
+where the other hosts are. If one process fails, the others have a moment to report what they observed, and are then
+stopped. The exit code is that of the host that failed first. No process outlives the launcher, however that ends.
 
     this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
                  ├─ host_1   … RUN/logs/host_1.log
@@ -30,12 +30,12 @@ from core.training import supervise
 from launch import environment
 from launch.hosts.host_output import HostProcess
 
-WORDS_SECONDS = 3.0  # for the other hosts to report the failure themselves
+WORDS_SECONDS = 3.0  # time for the other hosts to report a failure
 _POLL_SECONDS = 0.05
-_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # of each device: together they have more threads than cores
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for each device: together they would use more threads than cores
 _STOPPED = {exit_codes.PREEMPTED: ("preempted", "SIGTERM"), exit_codes.INTERRUPTED: ("interrupted", "SIGINT")}
-_CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.JAX_ABORTED)  # of what happened to another host
-# Reads session numbers until `over`; if its input ends before that, kills them and removes the folder it was given.
+_CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.JAX_ABORTED)  # codes after the failure of another host
+# Reads session numbers up to the line `over`; if its input ends before, kills these sessions and removes folder $1.
 _GUARD = """
 while read -r line; do [ "$line" = over ] && exit; sessions+=("$line"); done
 for session in "${sessions[@]}"; do kill -KILL -- "-$session"; done
@@ -44,7 +44,7 @@ rm -rf "$1"
 
 
 def announce(slice_: slices.Slice, log_directory: Path) -> None:
-    """Prints the slice that is about to be simulated, with its hosts and chips."""
+    """Prints the slice to be simulated, its hosts and chips, and where the logs are."""
     hosts = units.counted(slice_.hosts, "host")
     print(f"Simulating {slice_.name}: {hosts} x {slice_.counted_per_host}; logs in {log_directory}", flush=True)
 
@@ -63,13 +63,13 @@ def run(
 
     Args:
       slice_: the slice to simulate.
-      command: argv of every host.
+      command: the argv that every host runs.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
-      grace_seconds: time between asking a process to stop and killing it, in which it can save a checkpoint.
-      words_seconds: time after the first failure in which other hosts can report, before they are asked to stop.
+      grace_seconds: time from asking a process to stop to killing it, in which it can save a checkpoint.
+      words_seconds: time from the first failure, in which other hosts can report it, to asking them to stop.
       requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
-      xla_flags: XLA_FLAGS of the hosts. Where a slice has more devices than this machine has cores, each device also
-        computes in one thread. If the environment has XLA_FLAGS, hosts have those alone.
+      xla_flags: XLA_FLAGS of the hosts, to which a flag for one thread per device is added if the slice has more
+          devices than this machine has cores. XLA_FLAGS in the environment replace all of these.
 
     Returns:
       0 if all succeeded; else the exit code of the host that failed first (128 + N if signal N ended it), ignoring
@@ -108,14 +108,14 @@ def run(
 def _environment(
     slice_: slices.Slice, *, index: int, port: int, secret: str, home: Path, xla_flags: str
 ) -> dict[str, str]:
-    """Returns the environment of host `index`; `home` becomes its HOME and has its cache and temporary files.
+    """Returns the environment variables of host `index`.
 
     Args:
       slice_, xla_flags: as in `run`.
       index: index of the host.
       port: port of the coordinator.
-      secret: secret of this start, which the hosts show one another.
-      home: a folder of this host alone.
+      secret: the secret of this start, by which the hosts recognize one another.
+      home: a folder of this host alone: its HOME, with its cache and temporary files.
     """
     has_core_each = slice_.devices <= len(os.sched_getaffinity(0))
     xla_flags = " ".join(filter(None, ("" if has_core_each else _ONE_THREAD, xla_flags)))
@@ -139,7 +139,7 @@ def _environment(
 
 
 def _wait(hosts: Sequence[HostProcess], requested: Sequence[int], *, words_seconds: float) -> HostProcess | None:
-    """Waits until all succeed or a stop is requested (None); after a failure, returns the host that caused it."""
+    """Waits until all succeed or a stop is requested (returns None), or one fails (returns the host that caused it)."""
     running, failed, until = list(hosts), [], float("inf")
     while running and not requested and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
@@ -154,7 +154,7 @@ def _wait(hosts: Sequence[HostProcess], requested: Sequence[int], *, words_secon
 
 
 def _stop(hosts: Sequence[HostProcess], *, grace_seconds: float, requested: Sequence[int]) -> None:
-    """Ends every session with all its processes: SIGTERM, or SIGINT after Ctrl-C; a grace period; SIGKILL.
+    """Ends every host's session of processes: SIGTERM (or SIGINT after Ctrl-C), a grace period, then SIGKILL.
 
     A second Ctrl-C skips the grace period.
     """
@@ -187,7 +187,7 @@ def _signal_session(host: HostProcess, number: int) -> None:
 def _report(host: HostProcess) -> int:
     """Prints why and how the run ended; returns its exit code."""
     name, code = host.log_path.stem, exit_codes.of_process(host.returncode)
-    if host.returncode in _STOPPED:  # it has printed that it saved a checkpoint
+    if host.returncode in _STOPPED:  # that host has itself printed that it saved a checkpoint
         how, name_of_signal = _STOPPED[code]
         print(f"\nthe run was {how} ({name_of_signal} to {name} or another host): exit code {code}", file=sys.stderr)
         return code
@@ -201,7 +201,7 @@ def _report(host: HostProcess) -> int:
 
 @contextlib.contextmanager
 def _guard(scratch: str) -> Iterator[Callable[[object], None]]:
-    """Context with a helper process that ends the registered sessions if this process is killed."""
+    """Context with a helper process that kills the registered sessions if this process is killed."""
     command = ["bash", "-c", _GUARD, "guard", scratch]
     no = subprocess.DEVNULL
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=no, stderr=no, start_new_session=True, text=True)

@@ -1,7 +1,8 @@
-"""Detects whether this machine is a host of a TPU slice, of which slice, and which processes hold its chips.
+"""Detects whether this machine is a host of a TPU slice, which slice it is, and which processes hold its chips.
 
-`look` returns its evidence with its answer, so that errors can show both. A TPU host is recognized by its environment
-(containers), or by chips in /dev that the metadata server confirms; without either, no network request is made.
+`look` returns its answer with the evidence, so that errors can show both. A TPU host is recognized by environment
+variables (in containers), or by chips in /dev that the metadata server confirms; without either, no network request
+is made.
 """
 
 import http.client
@@ -20,21 +21,21 @@ from launch.findings import Finding
 DEVICES = Path("/dev")
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance"
 METADATA_TIMEOUT_SECONDS = 0.5
-METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # if chips are present, one slow answer must not decide
+METADATA_RETRY_SECONDS = (2.0, 2.0, 2.0)  # further tries if chips are present: one slow answer does not decide
 _CHIPS = re.compile(r"/dev/(accel\d+|vfio/\d+)$")
 _LOCK = "/tmp/libtpu_lockfile"
 
 
 class Place(NamedTuple):
-    """The kind of machine that this process runs on."""
+    """What `look` found out about the machine of this process."""
 
     on_tpu_host: bool  # whether it is a host of a TPU slice
-    accelerator_type: str | None  # Google Cloud's name of that slice (`v4-32`); None if unknown
-    looked_at: tuple[str, ...]  # one line for each source, with its answer
+    accelerator_type: str | None  # Google Cloud's name of the slice (`v4-32`); None if unknown
+    looked_at: tuple[str, ...]  # a line for each source of evidence, with its answer
 
 
 def look() -> Place:
-    """Reads the environment, the chips in DEVICES and, if either suggests a TPU, the metadata server."""
+    """Looks at environment variables, the chips in DEVICES and, if either suggests a TPU, the metadata server."""
     names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
     values = {name: environment.read(name) for name in names}
     looked_at = [f"environment: {name} {'is ' + value if value else 'is not set'}" for name, value in values.items()]
@@ -50,9 +51,9 @@ def look() -> Place:
 
 
 def own_index(slice_: slices.Slice | None = None) -> int | None:
-    """Returns this host's index in the job as JAX counts, before it has joined the others; None if unknown.
+    """Returns the JAX process index that this host will have in the job, before it joins; None if unknown.
 
-    With several slices, the hosts of earlier slices of the job `slice_` count first.
+    If the job `slice_` has several slices, the hosts of its earlier slices are counted first.
     """
     simulated = environment.read("JAX_PROCESS_INDEX")
     worker = simulated or environment.read("TPU_WORKER_ID")
@@ -67,9 +68,9 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 
 
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
-    """Refuses a SLICE that differs from the actual slice; an unknown one passes (its devices are counted later).
+    """Raises UserError if the slice is not the actual one; an unknown one passes (its devices are counted later).
 
-    In a job of several slices, `accelerator_type` is that of one.
+    In a job of several slices, `accelerator_type` is the type of one of them.
 
     Raises:
       UserError: names both slices with their devices and hosts.
@@ -92,7 +93,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
 
 
 def require_here(slice_: slices.Slice) -> None:
-    """Refuses a machine that is not a host of this slice.
+    """Raises UserError if this machine is not a host of this slice.
 
     Raises:
       UserError: lists what was examined, or names both slices.
@@ -108,7 +109,7 @@ def require_here(slice_: slices.Slice) -> None:
 
 
 def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
-    """Checks that no other process has a chip of this host, or libtpu's lock file, open."""
+    """Checks that no other process has opened a chip of this host, or libtpu's lock file."""
     holders, unseen = {}, 0
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) in (os.getpid(), os.getppid()):
@@ -120,7 +121,7 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
                 holders[process.name] = f"process {process.name} holds {', '.join(held)}: {command[:120]}"
         except PermissionError:
             unseen += 1
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process ended meanwhile
             continue
     if holders:
         fix = f"end it (kill {' '.join(sorted(holders, key=int))}), or wait for its run to end"
@@ -130,17 +131,17 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
 
 
 def chips() -> list[str]:
-    """Returns device files of TPU chips: /dev/accel0, … or /dev/vfio/0, … (the latter may be other hardware)."""
+    """Returns the device files of TPU chips: /dev/accel0, … or /dev/vfio/0, … (which may be other hardware)."""
     found = [p for p in DEVICES.glob("accel[0-9]*") if not p.is_dir()] + list(DEVICES.glob("vfio/[0-9]*"))
     return sorted(str(p.relative_to(DEVICES)) for p in found)
 
 
 def _metadata(path: str, *, patient: bool = False) -> tuple[str | None, str]:
-    """Asks the metadata server, again with longer timeouts if `patient`; returns the value or None, and the outcome."""
+    """Asks the metadata server, again with longer timeouts if `patient`; returns the value or None, and a report."""
     if environment.read("TPU_SKIP_MDS_QUERY"):
         return None, "not asked (TPU_SKIP_MDS_QUERY is set)"
     request = urllib.request.Request(f"{METADATA_URL}/{path}", headers={"Metadata-Flavor": "Google"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is local to the machine
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy: the server is local
     key, timeouts = path.rpartition("/")[2], (METADATA_TIMEOUT_SECONDS, *(METADATA_RETRY_SECONDS if patient else ()))
     for timeout in timeouts:
         try:

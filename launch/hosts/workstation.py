@@ -1,4 +1,4 @@
-"""Drives a real slice from a workstation through gcloud; every step is one command line, which `--dry-run` prints.
+"""Starts and controls a run on a real slice from a workstation; each step is one gcloud command line.
 
 `gcloud compute tpus tpu-vm scp/ssh --worker=all` copies files and runs `hosts/on_host.sh`, which is shipped with the
 workspace, on each host.
@@ -29,9 +29,9 @@ from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
 TENSORBOARD_PORT = 6006
-_ARCHIVE = "renga.tar.gz"  # in the home directory of every host, as is the next
+_ARCHIVE = "renga.tar.gz"  # both are in the home directory of every host
 _STATE = ".renga"
-MOST_BYTES = 50 * 2**20  # of the files to ship, before compression: code and settings, not weights or data
+MOST_BYTES = 50 * 2**20  # size of the files to ship, before compression: code and settings, but no weights or data
 _MOST_LISTED = 8
 
 
@@ -39,26 +39,26 @@ class Run(NamedTuple):
     """The command that every host starts."""
 
     arguments: Sequence[str]  # arguments of `launch/pod.sh`, without --run-dir
-    directory: str  # directory of the run, as the hosts see it; a relative one is inside the shipped workspace
-    variables: Sequence[str] = ()  # NAME=VALUE, of its environment
+    directory: str  # the run directory as the hosts see it; a relative path is inside the shipped workspace
+    variables: Sequence[str] = ()  # its environment variables, NAME=VALUE
 
 
 def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:
-    """Ships the workspace to every host, sets up, and starts a run on all, detached.
+    """Ships the workspace to every host, sets up, and starts a detached run on all hosts.
 
     Args:
       tpus: the TPUs, one for each slice.
-      slice_: the slice, or the slices, that they must be.
+      slice_: the slice (or slices) that the TPUs must be.
       run: the command.
-      workspace: the folder to ship; what git tracks or would track.
-      dry_run: whether to print the steps only, with words in capitals for what it would look up or make.
+      workspace: the folder to ship; files that git ignores are left out.
+      dry_run: whether only to print the steps, with words in capitals for values that a real start would find or make.
 
     Returns:
       The exit code of the first step that failed, or 0.
 
     Raises:
-      UserError: a TPU is of another size or not READY, there are more or fewer than slices, the workspace is not under
-        git, or its files are larger than MOST_BYTES.
+      UserError: a TPU has another size or is not READY, the numbers of TPUs and slices differ, the workspace is not
+          under git, or its files are larger than MOST_BYTES.
     """
     names = ", ".join(tpu.name for tpu in tpus)
     if len(tpus) != slice_.num_slices:
@@ -108,9 +108,9 @@ def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
 def _start_steps(
     tpus: Sequence[Tpu], run: Run, ships: Mapping[str, Path], *, coordinator: str, secret: str
 ) -> list[Step]:
-    """Returns the steps that ship the archive and the secrets and start the run; each on all TPUs before the next.
+    """Returns the steps that ship the archive and secrets, and start the run; each is done on all TPUs before the next.
 
-    `ships` has the local file of each by its name on the hosts.
+    `ships` maps names of files on the hosts to local files.
     """
     into = gcloud.REMOTE_WORKSPACE
     install = gcloud.on_host("install", *extras.flags())
@@ -131,13 +131,13 @@ def _start_steps(
 
 
 def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
-    """Runs an action on all hosts at once; TensorBoard runs on host 0 alone, with a tunnel to 127.0.0.1.
+    """Runs an action on all hosts at once; TensorBoard runs on host 0 alone, and is tunneled to 127.0.0.1.
 
     Args:
       tpus: the TPUs.
       action: one of ACTIONS.
-      log_directory: what TensorBoard shows; of no use to other actions.
-      dry_run: whether to print the commands only.
+      log_directory: the directory that TensorBoard shows; not used by other actions.
+      dry_run: whether only to print the commands.
 
     Returns:
       The exit code of the first command that failed, or 0.
@@ -153,21 +153,21 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, d
 
 
 def action_step(tpu: Tpu, action: str) -> Step:
-    """Runs an action of `on_host.sh` that takes no arguments on all hosts of a TPU."""
+    """Returns the step that runs an action of `on_host.sh`, one without arguments, on all hosts of a TPU."""
     return Step(f"{action} on all hosts of {tpu.name}", gcloud.ssh(tpu, gcloud.on_host(action)))
 
 
 def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
-    """Runs TensorBoard on host 0 for `log_directory`; None: for the run directory of the run on that host."""
+    """Returns the step that runs TensorBoard on host 0 for `log_directory` (None: the directory of that host's run)."""
     port = TENSORBOARD_PORT
-    tunnel = ("--ssh-flag=-tt", f"--ssh-flag=-L 127.0.0.1:{port}:127.0.0.1:{port}")  # a terminal, to end with it
+    tunnel = ("--ssh-flag=-tt", f"--ssh-flag=-L 127.0.0.1:{port}:127.0.0.1:{port}")  # -tt: ends with this process
     text = gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
     purpose = f"TensorBoard of {log_directory or 'the run'} at http://127.0.0.1:{port} until Ctrl-C"
     return Step(purpose, gcloud.ssh(tpu, text, *tunnel, worker="0"))
 
 
 class Shipment(NamedTuple):
-    """The files of the workspace that the hosts get, and their size before compression."""
+    """The files of the workspace that are shipped, and their size before compression."""
 
     files: Sequence[str]
     size_bytes: int
@@ -180,7 +180,7 @@ class Shipment(NamedTuple):
 
 
 def workspace_files(workspace: Path) -> list[str]:
-    """Returns the files to ship: all that git does not ignore. Raises UserError outside a git work tree."""
+    """Returns the files to ship: all that git does not ignore. Raises UserError outside a git working tree."""
     return _listed_by_git(workspace, "--cached", "--others")
 
 
@@ -188,7 +188,7 @@ def require_small(workspace: Path) -> Shipment:
     """Returns the files to ship with their size.
 
     Raises:
-      UserError: they are larger than MOST_BYTES, with the largest of them; the workspace is not under git.
+      UserError: they are larger than MOST_BYTES (lists the largest), or the workspace is not under git.
     """
     files = workspace_files(workspace)
     sizes = {name: (workspace / name).lstat().st_size for name in files}
@@ -196,7 +196,7 @@ def require_small(workspace: Path) -> Shipment:
         return Shipment(files, total)
     tracked = set(_listed_by_git(workspace, "--cached"))
     entries = {name: sizes[name] for name in tracked}
-    for name in _listed_by_git(workspace, "--others", "--directory"):  # `smollm2/` for a folder without tracked files
+    for name in _listed_by_git(workspace, "--others", "--directory"):  # `smollm2/`: a folder without tracked files
         entries[name] = sum(size for file, size in sizes.items() if file == name or file.startswith(name))
     largest = sorted(entries, key=entries.__getitem__, reverse=True)[:_MOST_LISTED]
     lines = [
@@ -211,7 +211,7 @@ def require_small(workspace: Path) -> Shipment:
 
 
 def _listed_by_git(workspace: Path, *kinds: str) -> list[str]:
-    """Returns what `git ls-files` lists, without ignored and deleted files; folders, with `--directory`, end in `/`."""
+    """Returns what `git ls-files` lists, without ignored and deleted files; with `--directory`, folders end in `/`."""
     command = ["git", "-C", str(workspace), "ls-files", "-z", *kinds, "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -231,7 +231,7 @@ def _pack(shipment: Shipment, *, workspace: Path, archive: Path) -> None:
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:
-    """Returns the path of `path` on the hosts. Raises UserError if it does not exist or would not be shipped."""
+    """Returns where `path` is on the hosts. Raises UserError if it does not exist or would not be shipped."""
     if paths.is_remote(path):
         return path
     absolute = Path(path).resolve()
@@ -243,7 +243,7 @@ def shipped_path(path: str, *, workspace: Path) -> str:
 
 
 def left_behind(patterns: Sequence[str], *, workspace: Path) -> list[str]:
-    """Returns an error for each pattern, relative to `workspace`, that matches files which would not be shipped."""
+    """Returns a message for each pattern, relative to `workspace`, that matches files that would not be shipped."""
     shipped = workspace_files(workspace) if patterns else []
     found = []
     for pattern in patterns:

@@ -1,1 +1,1 @@
-"""Plans a run without a slice: searches layouts, compiles them, and reports memory and time."""
+"""Plans a run without its slice: searches layouts, compiles them, and reports memory and time."""

@@ -99,26 +99,26 @@ def print_warnings(warnings: Sequence[str]) -> None:
 class StrategyResult(NamedTuple):
     """The result of compiling an experiment under one strategy."""
 
-    choice: str  # the gin file or bindings that chose the strategy
-    program: Program | None  # None if it was refused before compiling
-    found: Analysis | None  # None if there is no compiled step
-    problem: str = ""  # why there is none; otherwise empty
-    needed: str = ""  # HBM per chip as the compiler writes it, if it does not fit; otherwise empty
+    choice: str  # the gin file, or the bindings, that set the strategy
+    program: Program | None  # None if it could not be built
+    found: Analysis | None  # None if it was not compiled
+    problem: str = ""  # why it was not compiled; otherwise ""
+    needed: str = ""  # if it does not fit: HBM per chip as the compiler writes it; otherwise ""
 
     @property
     def name(self) -> str:
-        """The strategy's name; if it was refused, the gin file or bindings that chose it."""
+        """The strategy's name; if it could not be built, the gin file or bindings that set it."""
         if self.program:
             return self.program.partitioner.strategy.name
         return Path(self.choice).stem if self.choice.endswith(".gin") else self.choice
 
     @property
     def peak_bytes(self) -> float:
-        """Peak HBM per chip in bytes; what it would need if it does not fit; infinite if it could not be built."""
+        """Peak HBM per chip in bytes, also if that does not fit; infinite if the program could not be built."""
         return self.found.compiled.peak_bytes if self.found else float(self.needed or "inf") * GIB
 
     def cells(self) -> list[str]:
-        """Returns the cells of a row of the table."""
+        """Returns the strategy's cells in the table."""
         if self.program is None:
             return [self.name, "refused", *["–"] * 6]
         bound = self.program.partitioner
@@ -134,7 +134,7 @@ class StrategyResult(NamedTuple):
         return [self.name, mesh, *numbers, ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns `analysis.as_json`, or the problem."""
+        """Returns the figures of `analysis.as_json`, or the problem."""
         if self.program and self.found:
             return analysis.as_json(self.program, self.found)
         return {"strategy": self.name, "problem": self.problem}
@@ -153,7 +153,7 @@ def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
     """Returns the gin statements of a choice: an include of a gin file, or statements separated by semicolons.
 
     Raises:
-      UserError: there is no such gin file, or it is neither; names the `flag` that it was given to.
+      UserError: there is no such gin file, or `choice` is neither; the message names `flag`.
     """
     if "=" not in choice and not choice.endswith(".gin"):
         raise UserError(
@@ -170,13 +170,13 @@ def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
 def compile_strategies(
     experiment: str, choices: Iterable[str], *, bindings: Sequence[str], slice_name: str
 ) -> Iterator[StrategyResult]:
-    """Compiles the experiment under each choice, yielding results one by one.
+    """Compiles the experiment with each strategy, and yields the results one by one.
 
-    A layout that does not fit, or that the slice cannot have, is a result with its reason.
+    A layout that does not fit or is not possible on the slice is also a result, with the reason.
 
     Args:
-      experiment: its gin file.
-      choices: each a gin file, or bindings of STRATEGY with semicolons between them.
+      experiment: the experiment's gin file.
+      choices: each is a gin file, or bindings of STRATEGY separated by semicolons.
       bindings: gin bindings that override the experiment and the choice.
       slice_name: the slice.
 
@@ -195,7 +195,7 @@ def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name:
     except UserError as error:
         return StrategyResult(choice, None, None, problem=" ".join(str(error).split()))
     try:
-        with compiler_messages(pass_on=False):  # hundreds of lines if it does not fit
+        with compiler_messages(pass_on=False):  # the compiler writes hundreds of lines if it does not fit
             return StrategyResult(choice, program, analysis.analyze(program))
     except OutOfHbmError as error:
         problem = f"does not fit: needs {error.needed} of {error.present}"
@@ -293,7 +293,7 @@ def _described(program: Program, *, is_compiled: bool) -> tuple[Any, bool]:
 def _every_strategy(args: argparse.Namespace) -> Any:
     choices = args.strategies or strategy_files()
     for choice in choices:
-        bindings_of(choice)  # refuses a missing file before anything is compiled
+        bindings_of(choice)  # raises UserError for a missing file before anything is compiled
     found = []
     where = {"bindings": args.gin, "slice_name": args.slice}
     for row in compile_strategies(args.experiment, choices, **where):

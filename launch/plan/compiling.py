@@ -1,8 +1,8 @@
-"""Compiles candidates in processes of their own, two at a time if memory allows.
+"""Compiles candidates in separate processes, two at a time if memory allows.
 
-The compiler holds 3 GiB until its process ends, so the plan's own process never compiles:
-`python -m launch.plan.compiling JOB.json` compiles one candidate and writes its record. Every finished record is kept
-at once in the user's cache: an interruption costs only the compilations in progress, and the same command resumes.
+The compiler holds about 3 GiB until its process ends, so the plan's own process never compiles:
+`python -m launch.plan.compiling JOB.json` compiles one candidate and writes its record. Every finished record is saved
+at once in the user's cache. So an interruption costs only the compilations in progress, and the same command resumes.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from parallel.compiled.hlo import messages
 from parallel.planning import compiled_records, records
 from parallel.planning.records import Record
 
-BYTES_PER_COMPILE = 4 * GIB  # a 7B step takes about 3
+BYTES_PER_COMPILE = 4 * GIB  # the step of a 7B model takes about 3 GiB
 MAX_CONCURRENT = 2
 WORKER = (sys.executable, "-m", f"{environment.PACKAGE}launch.plan.compiling")
 _POLL_SECONDS = 0.1
 
 
 class Job(NamedTuple):
-    """One candidate to compile: the configuration that the worker loads, and the file to which it writes its record."""
+    """One candidate to compile: the configuration that the worker loads, and the file for its record."""
 
     name: str
     experiment: str
@@ -51,7 +51,7 @@ class _Running(NamedTuple):
 
 
 def max_concurrent() -> int:
-    """Returns the number of compilations that fit this machine's processors and memory at the same time; at least 1."""
+    """Returns how many compilations to run at once: as many as cores and memory allow, from 1 to MAX_CONCURRENT."""
     room = host_memory.available_bytes() // BYTES_PER_COMPILE
     return int(max(1, min(MAX_CONCURRENT, os.cpu_count() or 1, room)))
 
@@ -65,14 +65,14 @@ def compile_all(
 ) -> Iterator[tuple[Job, Record]]:
     """Compiles jobs in order, and yields each with its record as it finishes.
 
-    If a worker fails, its record says why and is not kept. If the iteration ends early, also by Ctrl-C, the workers are
-    stopped.
+    If a worker fails, its record says why, and is not saved. If the iteration ends early, also by Ctrl-C, the workers
+    are stopped.
 
     Args:
-      jobs: the jobs; each is taken when it starts.
+      jobs: the jobs; the next one is taken when it can start.
       wanted: returns the number of further successful compilations to make; called before each start.
       on_start: called with each job when it starts.
-      command: starts a worker.
+      command: the argv that starts a worker, without the file of its job.
     """
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch:
@@ -122,7 +122,7 @@ def _record(ended: _Running) -> Record:
 
 
 def main(job_file: str) -> None:
-    """Compiles the candidate of a job's file and writes its record."""
+    """Compiles the candidate that a job file describes, and writes its record."""
     job = json.loads(Path(job_file).read_text())
     record = compile_one(job["experiment"], slice_name=job["slice"], bindings=job["bindings"])
     records.write(Path(job["record"]), record.as_json())
@@ -131,7 +131,7 @@ def main(job_file: str) -> None:
 def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:
     """Compiles one candidate in this process and returns its record.
 
-    A candidate that raises UserError while it is built has a record REFUSED with the reason.
+    If building it raises UserError, the record has the status REFUSED and the reason.
     """
     try:
         experiment = loader.load(experiment_file, bindings=bindings, slice_name=slice_name).build()

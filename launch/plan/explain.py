@@ -32,12 +32,12 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
 
     Args:
       path: the gin file of the experiment.
-      choice: the layout: a gin file, or bindings of STRATEGY.
+      choice: the layout, as a gin file or as bindings of STRATEGY.
       slice_name: the slice.
       bindings: gin bindings that override both.
 
     Raises:
-      UserError: no such file, a mistake in the configuration, a layout that the slice cannot have.
+      UserError: there is no such file, the configuration has a mistake, or the slice cannot have the layout.
     """
     chosen = compiled_report.bindings_of(choice, flag="--explain")
     question = search.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
@@ -129,7 +129,7 @@ def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, fold
     per = question.slice.chip.unit
     print(f"\ndoes not fit: needs {error.needed} of {error.present} per {per}, {over}")
     largest = hbm_allocations.of_message(str(error.__cause__))
-    with contextlib.suppress(FileNotFoundError):  # the compiler gave up before it wrote what it had assigned
+    with contextlib.suppress(FileNotFoundError):  # the compiler gave up before it wrote its buffer assignment
         largest = largest or hbm_allocations.of_temporaries(buffers.read(folder))
     if largest:
         print("largest allocations, as listed by the compiler")

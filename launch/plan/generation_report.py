@@ -16,17 +16,17 @@ from parallel.planning.generation_cost import GenerationCost
 
 
 def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Compiles and prints generation for each number of rows; returns the figures as JSON values.
+    """Compiles generation for each number of rows, prints its memory and speed, and returns them as JSON values.
 
     Args:
-      path: the experiment, whose STRATEGY lays out the model, and whose LENGTH is the number of positions.
+      path: the experiment's gin file. Its STRATEGY lays out the model; its LENGTH is the number of positions.
       slice_name: the slice.
-      bindings: override bindings of the experiment.
+      bindings: gin bindings that override the experiment's.
       batch_sizes: rows that are generated together; empty: the experiment's BATCH_SIZE.
 
     Raises:
-      UserError: a mistake in the configuration, a model that does not generate from a cache, rows that do not divide
-        over the chips, or a layout that does not fit.
+      UserError: the configuration has a mistake, the model cannot generate with a KV cache, rows do not divide over the
+        chips, or the layout does not fit.
     """
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
     for note in config.notes:

@@ -15,30 +15,30 @@ from parallel.planning.candidate_metrics import CandidateMetrics, between
 from parallel.planning.cost import AxisTime
 
 PIPED_WIDTH = 190
-_NO_LIMIT = 10_000  # columns, for measuring a table
+_NO_LIMIT = 10_000  # columns in which to measure a table's width
 _SENT_WIDTH = 20
-_LAYOUT_WIDTH = 44  # to which layouts may be broken to show more columns
+_LAYOUT_WIDTH = 44  # to show more columns, layouts are wrapped to this width
 _LEAST_GIB_SENT = 0.005
 _SENT = "sent, GiB a step"
 _HEADINGS: tuple[str, ...] = ("", "layout", "rows", "HBM GiB", "free", "step s", "predicted", "tokens/s", "MFU %")
 _HEADINGS += ("bubble", _SENT, "hours", "compiled in s")
 _TEXT = ("layout", _SENT)
-_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # in 80 columns
-_WIDER = ("MFU %", "bubble", _SENT, "free", "hours")  # in this order where the width allows
+_NARROW = ("", "layout", "rows", "HBM GiB", "step s", "tokens/s")  # columns that fit in 80 characters
+_WIDER = ("MFU %", "bubble", _SENT, "free", "hours")  # added in this order if the width allows
 _OF_COMPILED = ("predicted", "compiled in s")
 
 
 def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
-    """Prints ranked candidates. Ranges are those of `CandidateMetrics`, the smaller number first.
+    """Prints a table of candidates. Ranges are those of `CandidateMetrics`, the smaller number first.
 
-    Rows are ranked by `predicted`, the step time that counts as hidden the traffic that the compiler overlapped. The
-    table has as many columns as the width allows, and with `wide` all.
+    The column `predicted` is the step time if exactly the traffic that the compiler overlapped is hidden. The table has
+    as many columns as the terminal's width allows.
 
     Args:
       rows: candidates, the best first.
       title: a line above the table.
-      label: what follows a prediction (`calibration.label`).
-      wide: whether to show all columns.
+      label: a sentence below the table: the source and known error of predictions (`calibration.label`).
+      wide: whether to show all columns at any width.
     """
     console, wanted = terminal.console(PIPED_WIDTH), _HEADINGS if wide else _NARROW
     for heading in () if wide else _WIDER:
@@ -58,13 +58,13 @@ def _table(
     shown = [heading in wanted and (compiled or heading not in _OF_COMPILED) for heading in _HEADINGS]
     lines = [list(itertools.compress([str(number), *cells(row)], shown)) for number, row in enumerate(rows, 1)]
     table = terminal.markdown(list(itertools.compress(_HEADINGS, shown)), lines, text=_TEXT, title=title)
-    for column in table.columns if wanted != _HEADINGS else ():  # longer cells wrap
+    for column in table.columns if wanted != _HEADINGS else ():  # width at which cells wrap
         column.max_width = {"layout": layout_width, _SENT: _SENT_WIDTH}.get(str(column.header))
     return table
 
 
 def cells(row: CandidateMetrics) -> list[str]:
-    """Returns the cells of a row, without its number."""
+    """Returns the cells of a row, without its rank."""
     return [
         row.name + (" (as written)" if row.is_as_written and not row.name.startswith("as written") else ""),
         str(row.rows),
@@ -82,7 +82,7 @@ def cells(row: CandidateMetrics) -> list[str]:
 
 
 def sent(traffic: Sequence[AxisTime]) -> str:
-    """Formats traffic as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to 0."""
+    """Formats the GiB that each axis sends as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to 0."""
     parts = []
     for axis in traffic:
         amount = axis.wire_bytes / GIB
@@ -96,7 +96,7 @@ def sent(traffic: Sequence[AxisTime]) -> str:
 
 
 def print_rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
-    """Prints why candidates are not in the table: each one, or for each reason a count and an example."""
+    """Prints why candidates are not in the table: for each one (`every`), or a count and an example for each reason."""
     for kind, group in selection.by_reason(options):
         terminal.say(f"\nrejected, {kind}: {len(group)}")
         shown = group if every else sorted(group, key=lambda one: len(one.name))[:1]
@@ -121,7 +121,7 @@ def outlook(question: Question, best: CandidateMetrics, *, price: float | None, 
     Args:
       question: the experiment and its slice.
       best: the winner.
-      price: US dollars per chip and hour, or None.
+      price: US dollars per chip-hour; None if unknown.
       now: the time at which the run would start.
     """
     tokens = question.total_tokens
@@ -137,11 +137,14 @@ def outlook(question: Question, best: CandidateMetrics, *, price: float | None, 
 
 
 def against_pipelines(best: Option, options: Sequence[Option]) -> list[str]:
-    """Compares the winner with the fastest pipeline; if it is a pipeline, with the fastest other layout.
+    """Returns lines that compare the winner with the fastest pipeline or, if it is one, with the fastest other layout.
 
     Args:
       best: the winner.
-      options: all candidates, in the order of arithmetic.
+      options: all candidates, from the fastest by the analytical estimate.
+
+      Returns:
+        The lines; [] if there is no such layout.
     """
     is_pipeline = _is_pipeline(best)
     other = next((one for one in options if not one.reason and _is_pipeline(one) != is_pipeline), None)
@@ -165,7 +168,7 @@ def _is_pipeline(option: Option) -> bool:
 
 
 def _figures(option: Option) -> tuple[str, ...]:
-    """Returns milliseconds a row with all and no traffic hidden, those of work and of traffic, and the bubble."""
+    """Returns as text: milliseconds per row (with all to no traffic hidden, of work, of traffic), and the bubble."""
     assert option.estimate is not None
     time, ms = option.estimate.time, 1e3 / option.candidate.batch_size
     busy, traffic = (f"{seconds * ms:.3g}" for seconds in (time.busy, time.traffic_seconds))
@@ -173,7 +176,7 @@ def _figures(option: Option) -> tuple[str, ...]:
 
 
 def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
-    """Returns the header of the winner's gin file."""
+    """Returns the lines of comment at the top of the winner's gin file."""
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
     tokens, chip = units.counted(best.tokens // best.rows, "token"), question.slice.chip
     return [

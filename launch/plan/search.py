@@ -1,4 +1,4 @@
-"""Loads the experiment of a plan, judges its candidate layouts, and ranks the compiled ones."""
+"""Loads the experiment of a plan, estimates its candidate layouts, and ranks the compiled ones."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from parallel.planning.selection import JudgedCandidate
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The input of a plan: an experiment, as written and built, a slice and batch sizes to try."""
+    """The input of a plan: an experiment (its configuration, and as built), a slice, and batch sizes to try."""
 
     path: str
     config: LoadedConfig
     experiment: Experiment
-    num_steps: int  # with the experiment's own batch size; of a phase, its own
+    num_steps: int  # with the experiment's own batch size; for a phase, the steps of that phase
     bindings: tuple[str, ...]
     slice: Slice
     batch_sizes: tuple[int, ...]
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the experiment, or its phase, trains on; equal for all batch sizes of the plan."""
+        """The tokens that the experiment, or its phase, trains on, which are equal for all batch sizes of the plan."""
         return self.num_steps * self.experiment.tokens_per_step
 
     def steps(self, batch_size: int) -> int:
-        """Returns how many steps of `batch_size` rows train on all tokens."""
+        """Returns how many steps with `batch_size` rows train on all tokens."""
         return -(-self.num_steps * self.experiment.batch_size // batch_size)
 
 
@@ -48,10 +48,10 @@ class Question:
 class Option(JudgedCandidate):
     """A candidate with its estimate, its gin bindings and the identity of its program, which names its record.
 
-    Bindings and identity are made when they are asked for: most candidates are only ranked.
+    Bindings and identity are computed when needed, because most candidates are only ranked.
 
     Attributes:
-      question: what the plan is for.
+      question: the input of the plan.
       writer: writes the bindings.
     """
 
@@ -65,7 +65,7 @@ class Option(JudgedCandidate):
 
     @functools.cached_property
     def text(self) -> str:
-        """The identity of the program; empty if the tables refuse the candidate."""
+        """The identity of the program (`program_text`); "" if the strategy's tables do not allow the candidate."""
         if self.estimate is None:
             return ""
         made = apply(self.question.experiment, self.candidate)
@@ -76,7 +76,7 @@ Compiled = Sequence[tuple[Option, Record]]
 
 
 class PhaseSetsLayoutError(UserError):
-    """A phase has a strategy or accumulation of its own, which the bindings of a candidate do not replace."""
+    """A phase sets its own strategy or accumulation, which the bindings of a candidate would not replace."""
 
 
 def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes: Sequence[int] = ()) -> Question:
@@ -86,15 +86,15 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
       path: the experiment file.
       slice_name: the slice.
       bindings: gin bindings.
-      batch_sizes: rows to compare; empty: those of the experiment.
+      batch_sizes: batch sizes to compare, in rows; empty: only the experiment's.
 
     Raises:
-      UserError: an unknown slice, a mistake in the configuration, a batch size that is too large.
-      PhaseSetsLayoutError: PHASE names a phase with a strategy or accumulation of its own.
+      UserError: the slice is unknown, the configuration has a mistake, or a batch size is too large.
+      PhaseSetsLayoutError: PHASE names a phase that sets its own strategy or accumulation.
     """
     slice_ = slices.get(slice_name)
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
-    *_, first_step, last_step, experiment = config.build().spans()[0]  # PHASE = N plans another one
+    *_, first_step, last_step, experiment = config.build().spans()[0]  # PHASE = N plans another phase
     writer = Writer(config, experiment)
     if experiment.is_one_phase:
         _require_bindable(path, slice_name, bindings, experiment, writer)
@@ -102,7 +102,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
             loader.load(path, bindings=[*bindings, *added], slice_name=slice_name).build()
-        except UserError as error:  # so few steps that the experiment refuses them
+        except UserError as error:  # too few steps for the experiment
             steps = total_steps(experiment, size)
             raise UserError(f"--batch-size {size}, {steps} steps for as many tokens: {error}") from error
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
@@ -112,7 +112,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
 def _require_bindable(
     path: str, slice_name: str, bindings: Sequence[str], experiment: Experiment, writer: Writer
 ) -> None:
-    """Raises PhaseSetsLayoutError if bindings do not change the strategy or the accumulation of the phase."""
+    """Raises PhaseSetsLayoutError unless bindings can change the phase's strategy and accumulation."""
     layouts = (Layout("fsdp", (("fsdp", -1),)), Layout("data_parallel", (("data", -1),)))
     other = next(layout for layout in layouts if layout.strategy() != experiment.strategy)
     wanted = Candidate(other, None, 2 if experiment.accum_steps == 1 else 1, experiment.batch_size)
@@ -125,12 +125,12 @@ def _require_bindable(
 
 
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
-    """Returns every candidate with its estimate, or the reason why it cannot work; the likely fastest first.
+    """Returns every candidate with its estimate or the reason why it cannot work, from the fastest by the estimate.
 
     `only` lists the strategies to try; empty: all of them and the experiment's own.
 
     Raises:
-      UserError: an unknown strategy.
+      UserError: a strategy is unknown.
     """
     experiment = question.experiment
     spec = experiment.task.spec(experiment.batch_size)
@@ -167,7 +167,7 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
 
 
 def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:
-    """Returns whether the experiment has all choices of a candidate."""
+    """Returns whether the experiment already has all of a candidate's settings."""
     return (
         (candidate.layout is None or candidate.layout.strategy() == experiment.strategy)
         and candidate.remat in (None, candidates.remat_of(experiment.model))
@@ -177,13 +177,13 @@ def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:
 
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
-    """Returns the candidates that fit, by seconds per row; traffic that the compiler overlapped counts as hidden."""
+    """Returns the candidates that fit, by seconds per row if the traffic that the compiler overlapped is hidden."""
     fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
     return [(one, record) for _, one, record in sorted(fit, key=lambda each: each[0])]
 
 
 def metrics(question: Question, option: Option, record: Record | None = None) -> CandidateMetrics:
-    """Returns the metrics of a candidate from its record or, without one, from arithmetic."""
+    """Returns the metrics of a candidate from its record or, without one, from the analytical estimate."""
     experiment, rows, estimate = question.experiment, option.candidate.batch_size, option.estimate
     assert estimate is not None, option.name
     flops = experiment.flops_per_step
@@ -203,21 +203,21 @@ def metrics(question: Question, option: Option, record: Record | None = None) ->
 
 
 class Writer:
-    """Writes candidates of one experiment as gin bindings."""
+    """Writes the candidates for one experiment as gin bindings."""
 
     def __init__(self, config: LoadedConfig, experiment: Experiment):
         self._experiment = experiment
         self._changes = Changes(config, experiment.model)
 
     def can_write(self, candidate: Candidate) -> bool:
-        """Returns whether gin bindings can express the candidate's choice of `remat`."""
+        """Returns whether gin bindings can express the candidate's rematerialization (`remat`)."""
         return self._changes.constructor("remat") is not None or candidate.remat in (
             None,
             candidates.remat_of(self._experiment.model),
         )
 
     def bindings(self, candidate: Candidate) -> list[str]:
-        """Returns the bindings that change the experiment to the candidate; none if they are equal."""
+        """Returns the bindings that change the experiment to the candidate; [] if they are equal."""
         statements = _layout(candidate.layout) if candidate.layout else []
         if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
             statements += self._changes.of_model("remat", repr(candidate.remat))
@@ -230,7 +230,7 @@ class Writer:
         return statements
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
-        """Returns the text of a gin file that the user includes after the other files."""
+        """Returns the text of a gin file for the candidate, to be included after the other files."""
         return changes.file(self.bindings(candidate), header=header)
 
 
@@ -240,7 +240,7 @@ def total_steps(experiment: Experiment, batch_size: int) -> int:
 
 
 def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
-    """Applies a candidate's choices to a built experiment; returns the changed copy."""
+    """Returns a copy of a built experiment with a candidate's settings."""
     model = experiment.model
     if candidate.remat not in (None, candidates.remat_of(model)):
         model = wrappers.with_field(model, "remat", candidate.remat)

@@ -30,16 +30,16 @@ EXAMPLE = """launch/run plan v4-32 gin/valkyrie_7b.gin --quick --price 3.22
   launch/run plan v4-32 gin/valkyrie_7b.gin --explain gin/strategies/hsdp.gin
   launch/run plan v4-8 gin/llama_3_1_8b.gin --gin "STRATEGY = @strategies.tensor()" --generate --batch-size 8"""
 
-QUICK, DEFAULT = 10, 16  # candidates that compile
+QUICK, DEFAULT = 10, 16  # wanted compiled candidates that fit
 _ARITHMETIC_ROWS = 20
-_TRIES = 8  # at most this many times as many candidates are compiled as are wanted; those that do not fit are quick
+_TRIES = 8  # at most this multiple of the wanted candidates is compiled; compiling those that do not fit is quick
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Makes a plan of each phase and prints it.
+    """Plans each phase, and prints the plans.
 
     Returns:
-      1 if no layout fits a phase, or no phase can be planned; 130 after Ctrl-C, which prints the results so far.
+      0; 1 if no layout fits a phase, or no phase can be planned; 130 after Ctrl-C, which prints the results so far.
     """
     names = slice_ranking.names(args.slice)
     spans = loader.load(args.experiment, bindings=args.gin, slice_name=names[0]).build().spans()
@@ -72,7 +72,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_one(args: argparse.Namespace) -> int:
-    """Makes a plan of one phase, or of an experiment without phases; see `_plan`."""
+    """Plans one phase, or an experiment without phases; returns as `_plan`."""
     question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch_size)
     options = search.options(question, only=args.only)
     possible = [one for one in options if not one.reason]
@@ -118,10 +118,10 @@ def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned
 
 
 class _Session:
-    """Finds or makes the records of candidates.
+    """Looks up or compiles the records (memory and time) of a plan's candidates.
 
     Attributes:
-      found: candidates with their records, in the order in which they were looked at.
+      found: candidates with their records, in the order in which they were found.
     """
 
     def __init__(self, question: Question, options: Sequence[Option], store: Store, wanted: int, *, is_fresh: bool):
@@ -132,7 +132,7 @@ class _Session:
         ordered = selection.order(options, wanted=wanted, usable_bytes=self._usable)
         programs: dict[str, Option] = {}
         for one in ordered:
-            programs.setdefault(one.text, one)  # two ways to write one program are compiled once
+            programs.setdefault(one.text, one)  # candidates that are the same program are compiled once
             if len(programs) == _TRIES * wanted:
                 break
         self._left = list(programs.values())
@@ -147,7 +147,7 @@ class _Session:
         return None if self._is_fresh else self.store.find(one.text)
 
     def look_up(self) -> None:
-        """Takes existing records in order, until enough fit or would fit with those that must be compiled."""
+        """Takes existing records in order, until those that fit, and those without a record, are as many as wanted."""
         missing: list[Option] = []
         while self._left and self._still_wanted() > len(missing):
             one = self._left.pop(0)
@@ -168,7 +168,7 @@ class _Session:
         options = {self.store.path(one.text): one for one in self._left}
         running: list[str] = []
         console = terminal.console(120, stderr=True)
-        with console.status("") as status:  # only on a terminal
+        with console.status("") as status:  # shown only on a terminal
 
             def started(job: Job) -> None:
                 running.append(job.name)
@@ -222,7 +222,7 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
 
 
 def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Option]:
-    """Refuses candidates of the table that may fit by arithmetic and have a record of not fitting."""
+    """Rejects those of the candidates to be shown that have a record of not fitting, although the estimate fits."""
     found, shown = list(options), 0
     for i, one in enumerate(options):
         record = None if one.reason else store.find(one.text)
@@ -239,7 +239,7 @@ def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Opti
 def _show(question: Question, session: _Session, args: argparse.Namespace, *, is_partial: bool = False) -> int:
     ranked = search.ranked(session.found)
     label = calibration.label()
-    fit = {one.candidate for one, _ in ranked}  # independent of the estimate
+    fit = {one.candidate for one, _ in ranked}  # an order that does not depend on the estimate
     rejected = [one for one in session.options if one.candidate not in fit]
     if not ranked:
         ranking.print_rejected(rejected, session.found, every=args.rejected)
@@ -264,7 +264,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
 
 
 def _compiler_warnings(found: search.Compiled) -> list[str]:
-    """Returns the compiler's warnings, each once, with the layouts that caused it."""
+    """Returns the compiler's warnings, each with the layouts that caused it."""
     layouts: dict[str, list[str]] = {}
     for one, record in found:
         for warning in record.warnings:
@@ -274,7 +274,7 @@ def _compiler_warnings(found: search.Compiled) -> list[str]:
 
 
 def _provenance(found: search.Compiled) -> list[str]:
-    """Returns a note about committed records: their revisions, and whether the sources have changed since."""
+    """Returns a note about the shipped records in use: their revisions, and whether sources have changed since."""
     committed = [record for _, record in found if record.is_committed]
     if not committed:
         return []
@@ -286,7 +286,7 @@ def _provenance(found: search.Compiled) -> list[str]:
 
 
 def _short(revision: str) -> str:
-    """Returns `3bfc0fd0c2+` for a whole git revision with uncommitted changes."""
+    """Shortens a git revision; `3bfc0fd0c2+` had uncommitted changes."""
     return re.sub(r"(?<=[0-9a-f]{10})[0-9a-f]+", "", revision).replace("-dirty", "+")
 
 
@@ -299,7 +299,7 @@ def _finish(
     *,
     label: str,
 ) -> None:
-    """Prints the outlook, and writes the requested files."""
+    """Prints the cost of training with the winner, and writes the requested files."""
     print(f"\nbest: {best.name}")
     price = args.price[0] if args.price else None
     for line in ranking.outlook(question, rows[0], price=price, now=datetime.datetime.now()):

@@ -20,7 +20,7 @@ _HEADINGS = ("slice", "chips", "layout", "rows", "HBM GiB", "step s", "hours", "
 _TEXT = ("slice", "layout")
 _FOR_ONE_SLICE = ("rejected", "wide", "write", "record", "explain", "generate")
 
-Planned = tuple[CandidateMetrics | None, str]  # the best layout of a slice, or why it has none
+Planned = tuple[CandidateMetrics | None, str]  # the best layout of a slice or None, and why there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Choice:
 
     Attributes:
       best: metrics of the layout.
-      price: US dollars per chip and hour; None if not given.
+      price: US dollars per chip-hour; None if not given.
     """
 
     best: CandidateMetrics
@@ -50,7 +50,7 @@ class Choice:
         return fast * self.price, slow * self.price
 
     def cells(self) -> list[str]:
-        """Returns the cells of its row."""
+        """Returns the slice's cells in the table."""
         best = self.best
         return [
             best.slice.name,
@@ -66,7 +66,7 @@ class Choice:
 
 
 def names(text: str) -> list[str]:
-    """Returns the names of the slices in `v4-32,v5p-32`. Raises UserError for what is no list of TPU slices."""
+    """Returns the names of the slices in text such as `v4-32,v5p-32`. Raises UserError if one is no TPU slice."""
     given = [one.strip() for one in text.split(",")]
     if "" in given:
         raise UserError(f"SLICE = {text!r}: a name is empty; expected a slice, or several such as v4-32,v5p-32")
@@ -77,12 +77,12 @@ def names(text: str) -> list[str]:
 
 
 def prices(text: str) -> list[float]:
-    """An argparse type: a price, or several that are separated by commas."""
+    """An argparse type: a price, or several separated by commas."""
     return [flags.positive(one.strip()) for one in text.split(",")]
 
 
 def require_fitting(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises UserError for options of one slice, and for prices that do not belong to slices."""
+    """Raises UserError for options that need a single slice, and if the prices do not match the slices."""
     if given := [name for name in _FOR_ONE_SLICE if getattr(args, name)]:
         raise UserError(
             f"--{given[0]} needs one slice, and SLICE = {args.slice!r} names {len(names)}: name one, or leave out "
@@ -96,16 +96,16 @@ def require_fitting(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Question], Planned], *, label: str) -> int:
-    """Plans each slice and prints them in one table, the fastest first.
+    """Plans each slice, and prints the best layout of each in one table, from the fewest predicted hours.
 
     Args:
       args: the command's arguments.
-      names: names of the slices.
-      plan: finds the best layout.
-      label: what follows a prediction.
+      names: the names of the slices.
+      plan: returns the best layout of a slice, or why there is none.
+      label: a sentence below the table: the source and known error of predictions.
 
     Returns:
-      1 if the experiment fits no slice; 130 after Ctrl-C, which prints the slices so far.
+      0; 1 if the experiment fits no slice; 130 after Ctrl-C, which prints the slices so far.
     """
     given = args.price or [None]
     questions = [
@@ -148,7 +148,7 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
 
 
 def _cheapest(choices: Sequence[Choice]) -> list[str]:
-    """Returns the line of the cheapest slice, if prices are known and it is not the fastest."""
+    """Returns a line about the cheapest slice if prices are known and it is not the fastest; otherwise []."""
     priced = [(one.dollars, one) for one in choices if one.dollars is not None]
     if not priced:
         return []

@@ -1,4 +1,4 @@
-"""Draws the winner of a plan as two bars of text: what fills a chip's memory, and what a step spends its time on."""
+"""Draws two bars of text for the winner of a plan: the parts of a chip's memory, and the parts of a step's time."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from parallel.planning.candidate_metrics import CandidateMetrics
 _WIDTH = 40  # characters of a bar
 _MARKS = "█▓▒░"
 _FREE = " "
-_STATE = ("parameters", "optimizer")  # sizes that arithmetic knows exactly
+_STATE = ("parameters", "optimizer")  # sizes that the analytical estimate knows exactly
 
 Parts = Sequence[tuple[str, float]]
 
@@ -18,8 +18,8 @@ def lines(best: CandidateMetrics, hbm: Mapping[str, float]) -> list[str]:
 
     Args:
       best: the winner.
-      hbm: bytes of a chip by kind, by arithmetic. Of a compiled winner only the state is taken from it, and the rest of
-        the compiled peak is one part.
+      hbm: estimated bytes per chip, by kind. If the winner was compiled, only the state is taken from `hbm`, and the
+          rest of the compiled peak is one part.
     """
     compiled = best.compile_seconds is not None
     memory = [(name, hbm[name]) for name in _STATE] if compiled else list(hbm.items())
@@ -38,7 +38,7 @@ def lines(best: CandidateMetrics, hbm: Mapping[str, float]) -> list[str]:
 
 
 def _largest(parts: Parts) -> Parts:
-    """Returns the largest parts, as many as there are marks; the last one has the sum of the smaller ones."""
+    """Returns the largest parts, at most one per mark; if some are left over, the last part is their sum."""
     ordered = sorted((part for part in parts if part[1] > 0), key=lambda part: -part[1])
     if len(ordered) <= len(_MARKS):
         return ordered
@@ -47,7 +47,7 @@ def _largest(parts: Parts) -> Parts:
 
 
 def _bar(parts: Parts, whole: float) -> str:
-    """Returns the bar; what the parts leave of `whole` is blank, and what they have beyond it is cut."""
+    """Returns a bar as long as `whole`; blank after the parts, which are cut off if they are longer."""
     ends, total = [], 0.0
     for _, size in parts:
         total += size

@@ -1,6 +1,6 @@
-"""Decides whether a configuration can continue from a checkpoint, from the metadata of both.
+"""Decides from metadata whether a configuration can continue from a checkpoint.
 
-A check and the start itself ask the same functions, before anything of the run is written.
+Checks and the start of a run call the same functions, before the run writes anything.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from launch.experiment import Experiment, Span
 from parallel.partitioner import Program
 from tasks import streams
 
-ORDER = "data_order"  # in the metadata of checkpoints: the settings on which a position in the data depends
+ORDER = "data_order"  # key in checkpoint metadata: the settings on which positions in the data depend
 _MOST_LINES = 20
 
 
 class Newest(NamedTuple):
-    """The newest checkpoint with intact metadata; a start takes no other, unless its arrays are damaged."""
+    """The newest checkpoint with intact metadata, from which a run continues unless its arrays are damaged."""
 
     step: int
     described: steps.Description
 
 
 def newest(run_dir: str) -> Newest | None:
-    """Returns the newest checkpoint of a run with intact metadata; None if there is none. Not collective.
+    """Returns a run's newest checkpoint with intact metadata; None if there is none. Not collective.
 
     Raises:
-      UserError: the checkpoints cannot be listed or read from here, so it is not known whether there is one.
+      UserError: the checkpoints cannot be listed or read from here, so whether there is one is unknown.
     """
     with _reading(run_dir):
         folder = paths.resolve(run_dir) / steps.FOLDER
@@ -59,7 +59,7 @@ def _reading(run_dir: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # disks and the clients of buckets raise many types
+    except Exception as error:  # disks and bucket clients raise many types
         raise UserError(
             f"the checkpoints of {run_dir} cannot be read from here: {type(error).__name__}: {error}. Check the "
             "permissions and the credentials, then start again"
@@ -67,7 +67,7 @@ def _reading(run_dir: str) -> Iterator[None]:
 
 
 def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
-    """Requires that a start in the default run directory is not meant for one of `former_run_directory`.
+    """Raises UserError if the run directory is new, but earlier versions had a run in `former_run_directory`.
 
     Args:
       run_dir: the run directory.
@@ -75,7 +75,8 @@ def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
       slice_name: name of the slice.
 
     Raises:
-      UserError: `run_dir` is the default one and has no checkpoints, and the former one has; or they cannot be read.
+      UserError: `run_dir` is the default directory and has no checkpoints, but the former default one has; or they
+        cannot be read.
     """
     if paths.resolve(run_dir) != paths.resolve(environment.run_directory(experiment, slice_name)):
         return
@@ -90,23 +91,23 @@ def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
 
 
 def phase_after(spans: Sequence[Span], step: int) -> Span:
-    """Returns the phase that trains after a step; the last one if all are done."""
+    """Returns the phase that trains the step after `step`; the last one if all are done."""
     return next((span for span in spans if step < span.last_step), spans[-1])
 
 
 def phase_of(spans: Sequence[Span], step: int) -> Span:
-    """Returns the phase that trained a step, whose checkpoint at a boundary it saved."""
+    """Returns the phase that trained `step`; at a boundary, the phase that ended there."""
     return next((span for span in spans if step <= span.last_step), spans[-1])
 
 
 def order(span: Span) -> dict[str, Any]:
-    """Returns `settings`, and the hash of the vocabulary, which must be prepared."""
+    """Returns `settings(span)` and the hash of the vocabulary, which must be prepared."""
     vocabulary = span.experiment.task.vocabulary
     return {**settings(span), "vocabulary": None if vocabulary is None else vocabulary.hash}
 
 
 def settings(span: Span) -> dict[str, Any]:
-    """Returns the settings of a phase on which a position in its data depends."""
+    """Returns the settings of a phase on which positions in its data depend."""
     experiment = span.experiment
     return {
         "SEED": experiment.seed,
@@ -118,13 +119,13 @@ def settings(span: Span) -> dict[str, Any]:
 
 
 def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_state: Any) -> list[str]:
-    """Returns why a phase cannot continue from a checkpoint.
+    """Returns the reasons why a phase cannot continue from a checkpoint; [] if it can.
 
     Args:
       found: the checkpoint.
       now: metadata that the run would save (`prepared_run.metadata`).
       span: the phase.
-      abstract_state: the state that a restore would request.
+      abstract_state: shapes, dtypes and shardings of the state to restore.
     """
     data = data_problems(found.step, found.described.meta, now, span=span)
     misfits = reading.differences(found.described.kinds, abstract_state)
@@ -133,11 +134,11 @@ def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_stat
 
 
 def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *, span: Span) -> list[str]:
-    """Returns why a phase cannot continue in its data. At the first step of a phase the data start anew.
+    """Returns the reasons why a phase cannot continue in its data. At a phase's first step, the data start anew.
 
     Args:
       step: the step of the checkpoint.
-      then: its metadata; earlier revisions recorded no ORDER, and the position itself is then checked.
+      then: its metadata. If earlier revisions saved it without ORDER, the position itself is checked.
       now: metadata that the run would save.
       span: the phase.
     """
@@ -160,7 +161,7 @@ def _told(name: str, before: Any, after: Any) -> str:
 
 
 def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Program) -> None:
-    """Requires that the newest checkpoint, if there is one, fits by its metadata, and that another fits on the disk.
+    """Checks that the newest checkpoint, if any, fits by its metadata, and that one more fits on the disk.
 
     Args:
       run_dir: the run directory.
@@ -177,9 +178,9 @@ def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Prog
 
 
 def require_space(run_dir: str, experiment: Experiment, program: Program) -> None:
-    """Requires that one checkpoint fits on the disk. Raises UserError.
+    """Raises UserError unless one more checkpoint fits on the disk.
 
-    Frozen parameters of a run that starts from others are not counted: checkpoints may leave them out.
+    Frozen parameters are not counted if the run starts from other parameters, as checkpoints may leave them out.
     """
     num_bytes = sum(map(_bytes, jax.tree.leaves(program.abstract_state)))
     if experiment.initialization.init_from:
@@ -194,7 +195,7 @@ def _bytes(array: jax.ShapeDtypeStruct) -> int:
 
 
 def refuse(step: int, found: Sequence[str]) -> None:
-    """Raises UserError, which lists the problems of a checkpoint, if there are any."""
+    """Raises UserError that lists the problems of a checkpoint, if there are any."""
     if found:
         raise UserError(
             "\n  ".join(
@@ -211,12 +212,12 @@ FIX = (
 
 
 def changes(then: Mapping[str, Any], config: Settings | str) -> list[Difference]:
-    """Returns the settings in which a configuration differs from that of a checkpoint with the metadata `then`."""
+    """Returns the settings in which a configuration differs from that in a checkpoint's metadata `then`."""
     return differences.between(then["config"], config) if "config" in then else []
 
 
 def described_changes(step: int, found: Sequence[Difference]) -> str:
-    """Formats changed settings for the screen and the log, a line for each."""
+    """Formats changed settings for terminal and log, one line each."""
     what = units.counted(len(found), "setting differs", "settings differ")
     lines = units.shortened([str(one) for one in found], most=_MOST_LINES)
     return "\n  ".join([f"{what} from the checkpoint of step {step}:", *lines])
@@ -232,10 +233,11 @@ def has_ended(
       config: the configuration.
       spans: the phases of the experiment.
       steps: the value of --steps.
-      is_elsewhere: other machines will train. If this one cannot read the checkpoints, there may be something left.
+      is_elsewhere: whether other machines will train. If so, and this one cannot read the checkpoints, returns False.
 
     Raises:
-      UserError: nothing is left, and the run has other settings; lists them. Or the checkpoints cannot be read.
+      UserError: nothing is left, but the run was trained with other settings (lists them); or the checkpoints cannot be
+        read.
     """
 
     def decide() -> str:

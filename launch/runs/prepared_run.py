@@ -1,6 +1,6 @@
-"""Prepares a run on this host: checks layout, memory, run directory and data, and that all hosts agree.
+"""Prepares a run on this host: checks its layout, memory, run directory and data, and that all hosts agree.
 
-`prepare_run` raises its errors before the first array is created; training and evaluation take the `Run` it returns.
+`prepare_run` raises errors before the first array is created. Training and evaluation use the `Run` that it returns.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from parallel.compiled import host_memory
 from parallel.partitioner import Program
 
 if TYPE_CHECKING:
-    from launch.runs.warm_start import Initial  # imported below by runs that need it
+    from launch.runs.warm_start import Initial  # imported below, if needed
 
-_A_DAY_SECONDS = 24 * 3600.0  # where a limit only reports
-INIT_FROM = "init_from"  # in the metadata of checkpoints: what the run was initialized from
-DATA_SECONDS = 3600.0  # limit for one host's work; longer: launch/run make-dataset or tokenize
+_A_DAY_SECONDS = 24 * 3600.0  # the limit if the watchdog only reports
+INIT_FROM = "init_from"  # key in checkpoint metadata: what the run was initialized from
+DATA_SECONDS = 3600.0  # limit for one host's work on data; `make-dataset` and `tokenize` may take longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Run:
     program: Program  # its training and evaluation steps on this slice
     host: Host  # the host of this process
     run_dir: str  # the run directory, shared by all hosts
-    config: Settings | str  # its configuration; a description where it was not built from one (`renga.Trainer`)
+    config: Settings | str  # its configuration, or a description if it was not built from one (`renga.Trainer`)
     meta: Mapping[str, Any]  # metadata saved with every checkpoint; equal on all hosts
     last_step: int  # the step at which to stop
-    span: Span  # the phase of the experiment that it trains
+    span: Span  # the phase that it trains
     is_last: bool  # whether no other phase follows
-    started: float | None = None  # when this start began (`time.monotonic`); None: when the process did
-    initial: "Initial | None" = None  # the parameters of INIT_FROM; None: the run starts from its seed, or is resumed
+    started: float | None = None  # when this start began (`time.monotonic`); None: with the process
+    initial: "Initial | None" = None  # the parameters of INIT_FROM; None: it starts from its seed, or is resumed
 
     @property
     def origin(self) -> Origin:
-        """Returns the reader of frozen parameters that checkpoints leave out, from the run's original source."""
+        """Returns the reader of frozen parameters that checkpoints leave out; it reads the run's original source."""
 
         def open_source(left_out: LeftOut) -> ParameterSource:
             from launch.runs import warm_start
@@ -68,18 +68,18 @@ class Run:
 
     @property
     def meeting_seconds(self) -> float:
-        """Seconds that hosts wait for one another: the limit of compilation, or a day if the watchdog only reports."""
+        """How long hosts wait for one another: the limit for compilation, or a day if the watchdog only reports."""
         health = self.experiment.health
         return _A_DAY_SECONDS if health.watchdog == "report" else health.compile_limit_seconds
 
     @property
     def statistics_step(self) -> StatisticsStep | None:
-        """The step that computes the run's statistics of the update, not yet compiled; None if it has none."""
+        """The step that also computes statistics of the update, not yet compiled; None if the run logs none."""
         interval = self.experiment.logging.statistics_interval
         return StatisticsStep(self.program.statistics_step, interval) if interval else None
 
     def open_batches(self, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
-        """Returns training batches on the devices, starting at a position; None is the beginning."""
+        """Returns training batches on the devices, from a position in the data (None: from the beginning)."""
         layout = self.program.partitioner.data_layout(self.experiment.batch_size)
         batches = self.experiment.task.train(layout, seed=self.span.seed)
         if position is not None:
@@ -89,12 +89,12 @@ class Run:
 
 
 def cache_folder(run_dir: str) -> str:
-    """Returns the folder of compiled programs of a run."""
+    """Returns the folder of a run's cache of compiled programs."""
     return environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled"
 
 
 def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
-    """Describes a run, so that hosts that are started with different runs get an error before they join.
+    """Returns a description of a run; hosts with different descriptions get an error when they join.
 
     Args:
       config_text: the configuration.
@@ -122,10 +122,10 @@ def prepare_run(
     """Binds an experiment to the devices of the joined hosts, prepares its data, and checks that everything fits.
 
     Args:
-      experiment: the experiment; of one with phases, the phase to prepare, or the first.
+      experiment: the experiment (if it has phases, its first one is prepared), or the phase to prepare.
       config, revision, run_dir, host, started: as in `Run` and `run_signature`.
       last_step: the step at which to stop; at most the last of the phase.
-      given: parameters from which a new run starts, in place of INIT_FROM; None: there are none.
+      given: parameters from which a new run starts instead of INIT_FROM; None: there are none.
 
     Raises:
       UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.
@@ -161,7 +161,7 @@ def prepare_run(
 
 
 def metadata(span: Span, *, config: Settings | str, revision: str) -> dict[str, Any]:
-    """Returns what every checkpoint of a phase records, as JSON; its task must be prepared."""
+    """Returns the metadata for every checkpoint of a phase, as JSON values; its task must be prepared."""
     experiment = span.experiment
     return {
         "config": config if isinstance(config, str) else config.text,
@@ -175,7 +175,7 @@ def metadata(span: Span, *, config: Settings | str, revision: str) -> dict[str, 
 
 
 def _prepare_data(span: Span, run_dir: str, host: Host) -> None:
-    """Host 0 builds or reads the data, then the others read it; each waits as long as a large build may take."""
+    """Lets host 0 build or read the data, then the others read it; they wait for up to DATA_SECONDS."""
     if host.is_zero:
         span.experiment.task.prepare(run_dir, is_host_zero=True)
     else:

@@ -1,4 +1,4 @@
-"""Prints the summary of a run at its start, progress lines, the reasons of long waits, and the results at its end."""
+"""Prints a run's summary at its start, progress lines, the causes of long waits, and the results at its end."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from parallel.generation import generating, sampling
 from parallel.partitioner import Program
 from tasks.text.ids import decode_continuation, stop_ids, with_bos
 
-SAMPLE_IDS, TEMPERATURE = 200, 0.8  # of the continuation of PROMPT
+SAMPLE_IDS, TEMPERATURE = 200, 0.8  # for the continuation of PROMPT
 
-WAITS = {  # activities that may take long, as a person reads them
+WAITS = {  # the text for activities that may take long
     activity.OPENING: "setting up the run",
     activity.PREPARING: "preparing the data",
     activity.RESTORING: "initializing or restoring the state",
@@ -45,10 +45,10 @@ WAITS = {  # activities that may take long, as a person reads them
     activity.SAVING: "saving a checkpoint",
     activity.ENDING: "finishing the run",
 }
-_MOST_HOSTS = 8  # of which the summary has a line; the log of each has its own
+_MOST_HOSTS = 8  # the summary has a line for this many hosts; each host's log has its own
 _LOOK_SECONDS = 0.5
-_READING_SECONDS = 1  # the first wait for data is said after this: every start has one
-_FIRST_SECONDS = 10  # then at every further 10 s of the first minute, then once a minute
+_READING_SECONDS = 1  # the first wait for data, which every start has, is printed after this time
+_FIRST_SECONDS = 10  # other waits: then every 10 s in the first minute, later every minute
 
 
 def show_summary(
@@ -58,9 +58,9 @@ def show_summary(
 
     Args:
       run: the run.
-      resumed_from: the step of the checkpoint from which it continues; None or 0: a fresh start.
+      resumed_from: the step of the checkpoint that it resumes from; None or 0: a fresh start.
       measured: further rows of the panel, by name.
-      left_out: the arrays that checkpoints leave out; None: no array.
+      left_out: the arrays that checkpoints leave out; None: none.
     """
     experiment = run.experiment
     card = rows(experiment, run.program, host=run.host)
@@ -127,7 +127,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
         card["trained"] = f"{trained:,} parameters; the others are frozen, in {experiment.frozen_dtype}"
     if schedule := program.partitioner.pipeline:
         card["pipeline"] = schedule.describe(program.partitioner.shape["stage"])
-    if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch is one gather anyway
+    if experiment.gather_once and experiment.accum_steps > 1:  # one microbatch means one gather anyway
         card["gathered"] = (
             f"{units.size(program.gathered_bytes)} more per {slice_.chip.unit}: parameters and gradients whole, "
             "once per step"
@@ -141,7 +141,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
 
 
 def _on_gpus(experiment: Experiment, program: Program) -> dict[str, str]:
-    """Returns rows that only GPUs have: the memory that JAX takes, and the implementation of attention."""
+    """Returns rows for GPUs: the memory that JAX allocates, and the implementation of attention; {} for other chips."""
     from launch.hosts import machine
 
     memory = machine.gpu_memory()
@@ -154,7 +154,7 @@ def _on_gpus(experiment: Experiment, program: Program) -> dict[str, str]:
 
 
 def _batch(experiment: Experiment) -> str:
-    """Formats `8 rows x 128 tokens = 1,024 tokens, with images [64, 64, 3]`; the tokens only if rows have some."""
+    """Returns `8 rows x 128 tokens = 1,024 tokens, with images [64, 64, 3]`, without tokens if rows have none."""
     spec, text = experiment.task.spec(experiment.batch_size), units.counted(experiment.batch_size, "row")
     if experiment.unit == "token":
         tokens = units.counted(experiment.tokens_per_step, "token")
@@ -166,13 +166,13 @@ def _batch(experiment: Experiment) -> str:
 
 
 def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, checksum: int | None) -> None:
-    """Prints the result, a sample of the model's text, and where the files are. All hosts call it; host 0 prints.
+    """Prints the results, a sample of the model's text, and where the files are. All hosts call it; host 0 prints.
 
     Args:
       run: the run.
-      state: the last state.
+      state: the final state.
       validation: the metrics of the last evaluation; empty if there was none.
-      checksum: that of the frozen parameters before training; None if no parameter is frozen.
+      checksum: the checksum of frozen parameters before training; None if none is frozen.
 
     Raises:
       RuntimeError: frozen parameters have changed.
@@ -197,7 +197,7 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, ch
 
 
 def evaluated_on(experiment: Experiment) -> str:
-    """Describes the rows that evaluations score; empty if the task does not describe them."""
+    """Describes the rows that evaluations score; "" if the task does not describe them."""
     if not experiment.evaluation.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
     return experiment.task.evaluated_on(experiment.evaluation.eval_batches * experiment.batch_size)
@@ -216,7 +216,7 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
-    """Returns the model's continuation of the prompt; empty if the model cannot generate text."""
+    """Returns the model's continuation of the prompt; "" if the model cannot generate text."""
     if not experiment.evaluation.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary
@@ -234,7 +234,7 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
 
 
 class Progress:
-    """Prints progress lines on host 0; other hosts print only the step at which they start.
+    """Prints progress lines such as this on host 0; other hosts print only the step at which they start.
 
     step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
     """
@@ -253,15 +253,15 @@ class Progress:
             self.note(f"step {step} of {self._last_step} is already done: raise TOTAL_STEPS, or use another --run-dir")
 
     def compiled(self, totals: Totals) -> None:
-        """Prints how many programs were compiled for the first step, and how many came from the cache."""
+        """Prints how many programs were compiled for the first step, and how many were found in the cache."""
         self.note(
             f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
             f"from the cache, in {units.seconds(totals.seconds)}"
         )
 
     def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:
-        """Prints the metrics of an interval of steps, and the host that delayed the others, if one did."""
-        if step == self._last_step or not self._has_reported:  # the first report is of a step that also compiled
+        """Prints the metrics of an interval of steps, and the host that delayed the others, if any."""
+        if step == self._last_step or not self._has_reported:  # the first report includes the compilation
             eta = ""
         else:
             eta = f"  ETA {units.clock((self._last_step - step) * values['step_seconds'])}"
@@ -286,17 +286,17 @@ class Progress:
             print(text, flush=True)
 
     def validation(self, step: int, values: Mapping[str, float], *, scored: str = "") -> None:
-        """Prints the means of an evaluation, without those by recursion step (`…_step_07`), and what it scored."""
+        """Prints the means of an evaluation and what it scored, without means per recursion step (`…_step_07`)."""
         shown, _ = curves_apart(values)
         means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in shown.items())
         self.note(f"step {step:>6}/{self._last_step}  validation: {means}{f'  ({scored})' if scored else ''}")
 
 
 class Waiting:
-    """Prints the cause and duration of long waits, from a thread: `compiling the training step, 0:20`.
+    """Prints, from a thread, the cause and duration of long waits: `compiling the training step, 0:20`.
 
-    It reads the current activity from `core.hosts.activity`. An activity in parts has one duration, and each line says
-    which part is done now: `evaluating, batch 3 of 8, 0:20`.
+    It reads the current activity from `core.hosts.activity`. If an activity has parts, lines show the current part and
+    the duration of the whole activity: `evaluating, batch 3 of 8, 0:20`.
     """
 
     def __init__(
@@ -305,8 +305,8 @@ class Waiting:
         self._say = say or functools.partial(print, flush=True)
         self._place = place
         self._last = activity.Place(0, "", 0.0)
-        self._earlier_seconds, self._due = 0.0, _FIRST_SECONDS  # of earlier parts of the activity
-        self._has_read = False  # whether a line said that data is read
+        self._earlier_seconds, self._due = 0.0, _FIRST_SECONDS  # earlier parts; next line
+        self._has_read = False  # whether a line about reading data was printed
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
@@ -319,7 +319,7 @@ class Waiting:
         self._thread.join()
 
     def look(self) -> None:
-        """Prints the activity and its time if a line is due."""
+        """Prints the activity and its duration if a line is due."""
         place, last = self._place(), self._last
         is_first_reading = place.activity == activity.READING and not self._has_read
         if place.activity == last.activity and place.part != last.part:

@@ -1,7 +1,7 @@
-"""The smoke run: a small run that uses everything that a real run uses.
+"""Makes a smoke run: a small run that uses everything that a real run uses.
 
 Slice, mesh, strategy, tables, task and code path are the same; width, depth and batch shrink to the smallest sizes that
-the mesh divides. It shows that the configuration works, not that it trains well.
+the mesh divides. A smoke run shows that the configuration works, not that it trains well.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ from tasks.sampled import SampledTask
 from tasks.streams import BATCH_DTYPES
 
 STEPS = 20
-LENGTH = 128  # the smallest that the splash kernel takes
-_ROWS = 4  # on which the loss of whole and divided batches is compared
-_MOST_PARAMETERS = 20_000_000  # of a model whose loss is compared
+LENGTH = 128  # the smallest row length that the splash kernel supports
+_ROWS = 4  # rows for comparing the losses of a whole and a divided batch
+_MOST_PARAMETERS = 20_000_000  # models without `shrink` that are larger are not compared
 
 
 def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly: bool = False) -> Experiment:
@@ -44,7 +44,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     Args:
       experiment: the experiment to shrink.
       beside: other experiments whose layouts must fit the same sizes, so that the runs can be compared.
-      partly: keep the size of a model or a task that cannot be made smaller, instead of refusing it.
+      partly: whether to keep the size of a model or task that cannot be made smaller, instead of raising an error.
 
     Raises:
       UserError: the model cannot shrink (it has no `shrink(multiples)`), the task cannot, or the mesh does not fit the
@@ -89,16 +89,17 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
 
 
 def require_divisible_rows(experiment: Experiment) -> str:
-    """Compares the loss of a few rows with that of their halves, if steps divide rows and the model does not say.
+    """Compares the loss of a few rows with that of their halves, if steps divide batches.
 
-    The model is in its small form, with random parameters and data. A model without `shrink` is compared only below
-    20 million parameters. The CPU computes; a process without it (JAX_PLATFORMS=tpu) compares nothing.
+    Models that declare `couples_rows` are not compared. The model is in its small form, with random parameters and
+    data. A model without `shrink` is compared only below 20 million parameters. The loss is computed on the CPU; a
+    process without it (JAX_PLATFORMS=tpu) compares nothing.
 
     Returns:
-      What was compared, for a finding; "" if nothing was.
+      A sentence that says what was compared, for a finding; "" if nothing was.
 
     Raises:
-      UserError: they differ: the loss couples rows, and the model does not say so.
+      UserError: they differ, so the loss couples rows, but the model does not declare that.
     """
     model = experiment.model
     divided = experiment.accum_steps > 1 or _microbatches(experiment) > 1 or experiment.strategy.overlap_reduction
@@ -110,7 +111,7 @@ def require_divisible_rows(experiment: Experiment) -> str:
         model = wrappers.with_field(model, "dtype", "float32")
     length = LENGTH if can(model, Shrinks) else experiment.row_length
     batch = _random_batch(_small_task(experiment.task, model, streams=_ROWS, length=length, partly=True), model)
-    draw, options = np.random.default_rng(1), compiler_options.initialization_on_cpus()  # compiled fast, run once
+    draw, options = np.random.default_rng(1), compiler_options.initialization_on_cpus()  # compile fast: it runs once
     with platforms.use("cpu"), jax.default_device(cpu):
         shapes = jax.eval_shape(model.init, jax.random.key(0), batch)
         if sum(math.prod(s.shape) for s in jax.tree.leaves(shapes)) > _MOST_PARAMETERS:
@@ -129,21 +130,21 @@ def require_divisible_rows(experiment: Experiment) -> str:
 
 
 def _cpu() -> jax.Device | None:
-    """Returns the CPU as a device; None if JAX_PLATFORMS leaves it out."""
+    """Returns the CPU device; None if JAX_PLATFORMS does not include the CPU."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # jax has no other answer for a backend that it does not know
+    except RuntimeError:  # this is how JAX reports a backend that it does not have
         return None
 
 
 def _says_what_it_couples(model: Model) -> bool:
-    """Returns whether the class that defines the loss, or one derived from it, has `couples_rows`."""
+    """Returns whether the class that defines the loss, or a subclass or wrapper of it, defines `couples_rows`."""
     losses = [name for name in ("loss", "sums") if hasattr(model, name)]
     return can(model, CouplesRows) and not any(wrappers.is_outside(model, name, "couples_rows") for name in losses)
 
 
 def _random_batch(task: Task, model: Model) -> dict[str, Any]:
-    """Returns a few rows of a task that draws or rehearses them; otherwise random values of the same shapes."""
+    """Returns a few rows if the task draws them or has a rehearsal; otherwise random values of the same shapes."""
     spec = task.spec(_ROWS)
     if spec.keys() == BATCH_DTYPES.keys() and can(model, HasVocabulary):
         length = spec["inputs"].shape[1]
@@ -158,9 +159,10 @@ def _random_batch(task: Task, model: Model) -> dict[str, Any]:
 
 
 def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
-    """Returns the phases of an experiment shrunk to sizes that keep their order, each of `STEPS` steps.
+    """Returns an experiment's phases, shrunk to the sizes of a smoke run, each with STEPS steps.
 
-    All phases have the same small model. Where their rows differ in number or length, the small ones do too.
+    All phases have the same small model. If their numbers or lengths of rows differ, those of the small phases do too,
+    in the same order.
 
     Raises:
       UserError: as `shrink`.
@@ -185,12 +187,12 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
 
 
 def attempt(run_dir: str) -> str:
-    """Returns a new folder inside that of the smoke run, equal on all hosts, because a smoke run never resumes one."""
+    """Returns a new folder in the smoke run's directory, the same on all hosts; a smoke run never resumes another."""
     return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
 
 
 def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir: str) -> None:
-    """Rehearses the phases one after another in a new folder, where each continues from the one before."""
+    """Rehearses the phases in a new folder, one after another; each continues from the previous one."""
     folder = attempt(run_dir)
     for span in spans:
         rehearse(prepare(span, run_dir=folder))
@@ -207,13 +209,13 @@ class _Losses(trainer.Hook):
 
 
 def rehearse(run: Run) -> None:
-    """Trains a phase, then restores the checkpoint of its middle and repeats the second half to the same losses.
+    """Trains a phase, then restores its middle checkpoint and repeats the second half, which must give the same losses.
 
-    A phase after the first begins with the checkpoint of the one before it.
+    A phase after the first begins with the checkpoint of the previous phase.
 
     Raises:
-      RuntimeError: they are not.
-      UserError: the loss couples rows, which a step divides.
+      RuntimeError: the losses differ.
+      UserError: the loss couples rows that a step divides.
     """
     require_divisible_rows(run.experiment)
     first, again, span = _Losses(), _Losses(), run.span
@@ -255,7 +257,7 @@ def _microbatches(experiment: Experiment) -> int:
 
 
 def _small_task(task: Task, model: Model, *, streams: int, length: int, partly: bool) -> Task:
-    """Returns the task with short rows and few streams, or its rehearsal; random tokens if text is not named yet."""
+    """Returns the task with short rows and few streams, or its rehearsal; random tokens if no text is configured."""
     if can(task, SplitsRows):
         return task.with_rows(_small_task(task.whole, model, streams=streams, length=2 * length, partly=partly), length)
     if can(task, Rehearses):

@@ -1,4 +1,4 @@
-"""Metrics that a registered seqio task defines, of the model of a run or of a loaded one, on one or several hosts.
+"""Computes the metrics that a registered seqio task defines, for a run's model or a loaded one, on all hosts.
 
 Host 0 reads the examples and computes the metrics. All hosts predict and score the same examples, in the layout of the
 model.
@@ -15,31 +15,37 @@ from parallel.generation.likelihood import Pair, Scorer
 from parallel.partitioner import Program
 from tasks.text import seqio_metrics, seqio_pipeline
 
-ROWS = 16  # prompts that are continued together
-WAIT_SECONDS = 24 * 3600.0  # for metrics of the user, which may take long; a lost host is noticed by its heartbeat
+ROWS = 16  # prompts per batch
+WAIT_SECONDS = 24 * 3600.0  # the user's metrics may take long; heartbeats notice a lost host
 _FIX = "lower METRIC_EXAMPLES"
 
 
 class Answers:
-    """Greedy continuations and log-likelihoods by a model; its programs are compiled once for each shape."""
+    """Computes a model's greedy continuations and log-likelihoods, with programs that are compiled once per shape."""
 
     def __init__(self, program: Program, params: Params, *, stop_ids: Sequence[int], num_ids: int | None):
-        """Takes the model, its parameters, the ids that end a continuation, and the size of the vocabulary."""
+        """Prepares the programs.
+
+        Args:
+          program, params: the model and its parameters.
+          stop_ids: the ids that end a continuation.
+          num_ids: the size of the vocabulary; None: unknown."""
         self._generator, self._scorer = Generator(program, params), Scorer(program, params)
         self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
 
     def update(self, params: Params | None) -> None:
-        """Takes other parameters of the same layout; None frees the memory of the last ones."""
+        """Replaces the parameters by others of the same layout; None frees their memory."""
         self._generator.update(params)
         self._scorer.update(params)
 
     def predict(self, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-        """Returns the greedy continuation of each prompt, of at most so many ids.
+        """Returns the greedy continuation of each prompt, at most `most` ids long.
 
-        Rows of the model's whole length have no room for the last id, because the begin-of-text id comes first.
+        A continuation may lack its last id if prompt and continuation fill the model's whole length, because the
+        begin-of-text id comes first.
 
         Raises:
-          UserError: prompts and continuations are longer than the model's positions by more than that.
+          UserError: prompts and continuations exceed the model's positions by more than that.
         """
         room, found = self._generator.max_positions, []
         if room is not None and max(map(len, prompts)) + most == room + 1 and most > 1:
@@ -59,10 +65,10 @@ class Answers:
 
 
 class TaskMetrics:
-    """The metrics of a run's task at each of its evaluations. A process of host 0 imports seqio."""
+    """Computes the metrics of a run's task at its evaluations. seqio runs in a separate process on host 0."""
 
     def __init__(self, program: Program, own: OwnMetrics, *, stop_ids: Sequence[int], num_ids: int | None):
-        """Begins to read the examples."""
+        """Starts to read the examples in the background."""
         self._program, self._own = program, own
         self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
         self._processes = seqio_pipeline.Processes()
@@ -77,7 +83,7 @@ class TaskMetrics:
         )
 
     def values(self, state: TrainState) -> dict[str, float]:
-        """Returns the metrics as `TASK/METRIC`. Raises UserError if a metric fails, on every host."""
+        """Returns the metrics by name, `TASK/METRIC`. Raises UserError on every host if a metric fails."""
         params = self._program.optimizer.evaluated(state.params, state.opt_state)
         if self._answers is None:
             self._answers = Answers(self._program, params, **self._ends)
@@ -94,5 +100,5 @@ class TaskMetrics:
         return {f"{task}/{name}": value for task, each in found.items() for name, value in each.items()}
 
     def close(self) -> None:
-        """Ends the process, also while it reads."""
+        """Ends the process, even while it reads."""
         self._processes.close()

@@ -1,4 +1,4 @@
-"""`launch/run train`: this host's process of a run. `launch/pod.sh` starts one on every host."""
+"""`launch/run train`: runs this host's process of a run. `launch/pod.sh` starts one on every host."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Joins the other hosts and trains; if the run fails, notes the cause for the process that started it."""
+    """Joins the other hosts and trains; if the run fails, notes the cause for the process that started this one."""
     if args.check and args.steps:
         raise UserError("--check and --steps exclude each other: a smoke run has 20 steps")
     noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         from launch.hosts import alerts
 
         noting = alerts.noting(tpu_host.own_index(slices.get(args.slice) if args.slice else None))
-    save = None if args.check or args.tune else distributed.interrupt  # they cannot be resumed
+    save = None if args.check or args.tune else distributed.interrupt  # these runs cannot be resumed
     with noting, interrupt.Interrupts(save, end=distributed.exit_at_once, name=_host_name):
         try:
             with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     held: list[RunLock] = []
 
     def lock(joined: distributed.Cluster) -> None:
-        if joined.process_index == 0 and not (args.check or args.tune):  # they write to folders of their own
+        if joined.process_index == 0 and not (args.check or args.tune):  # these runs write to folders of their own
             taken = RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
@@ -115,13 +115,13 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
 
 def _host_name() -> str:
-    """Returns `host 0 of 4`; an empty text for a process that is alone or has not joined the others yet."""
+    """Returns `host 0 of 4`; "" in a process that is alone or has not joined the others yet."""
     count = distributed.process_count()
     return f"host {distributed.process_index()} of {count}" if count > 1 else ""
 
 
 def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experiment) -> str:
-    """Returns the folder of --tune, inside the run directory; refuses other flags, and chips without settings."""
+    """Returns the folder of --tune in the run directory. Raises UserError if it cannot be used (`tuning.refuse`)."""
     from launch.runs import tuning
 
     others = [f"--{name}" for name in ("check", "steps") if getattr(args, name)]
@@ -130,7 +130,7 @@ def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experi
 
 
 def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:
-    """Brings the newest copied checkpoint, if the run copies them, back to a machine that does not have it."""
+    """Copies the newest checkpoint back from the checkpoint mirror, if there is one, unless this machine has it."""
     if not experiment.checkpointing.checkpoint_mirror:
         return
     from core.checkpoints import copying
@@ -148,18 +148,18 @@ def run_phases(
     last_step: int,
     lock: RunLock | None,
 ) -> dict[str, float]:
-    """Trains the phases that are left, up to a step; returns the last validation means, such as `validation/loss`.
+    """Trains the remaining phases up to a step; returns the last validation means, such as `validation/loss`.
 
     Args:
       spans: the phases, with their first and last steps.
-      prepare: makes a run of a phase.
+      prepare: prepares the run of a phase.
       run_dir: the run directory.
-      last_step: the step at which to end.
-      lock: the lock of the run directory, or None.
+      last_step: the step at which to stop.
+      lock: the lock of the run directory, on the host that holds it; None on others.
     """
     validation: dict[str, float] = {}
     while (span := _next(spans, run_dir)).first_step < last_step:
-        with contextlib.suppress(EarlierPhaseError):  # the phase before is trained again
+        with contextlib.suppress(EarlierPhaseError):  # trains the previous phase again
             validation = Session(prepare(span), lock=lock).run()
             if last_step <= span.last_step:
                 return validation
@@ -168,7 +168,7 @@ def run_phases(
 
 
 def _next(spans: Sequence[Span], run_dir: str) -> Span:
-    """Returns the phase of the step after the newest checkpoint; the last one if all are done."""
+    """Returns the phase that trains the step after the newest checkpoint; the last one if all are done."""
     folder = paths.resolve(run_dir) / steps.FOLDER
     done = distributed.decided_by_host_zero(lambda: max(steps.complete(folder), default=0))
     return continuation.phase_after(spans, done)

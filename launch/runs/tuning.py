@@ -1,11 +1,11 @@
-"""Measures settings that change the speed of a step, and its results only by rounding; writes the fastest as gin.
+"""Measures settings that change a step's speed, and its results only by rounding; writes the fastest as gin.
 
-The settings are tried in turn, in one process of each host: every candidate of a setting is compiled, and trains a few
-steps from the same state with the same batch. The fastest is kept for the settings that follow. The unchanged
-experiment is measured first and last, and the choice again at the end; it must be faster than both. Candidates that do
-not compile, do not fit on any host, or have other losses than the unchanged experiment are left out; a host that fails
-alone while steps run ends the command. Parameters are always initialized from the seed, because their values do not
-matter for speed. Files are written to RUN/tune alone.
+Each host runs one process, and settings are tried one after another. Every candidate of a setting is compiled, and
+trains a few steps from the same state with the same batch. The fastest is kept while later settings are tried. The
+unchanged experiment is measured first and last, and the choice again at the end; it must be faster than both.
+Candidates are left out if they do not compile, do not fit on some host, or change the losses. If a single host fails
+while steps run, the command ends. Parameters are always initialized from the seed, because their values do not matter
+for speed. Files are written only to RUN/tune.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from launch.runs.prepared_run import Run
 from models.decoder.attention.splash_tiles import Tiles
 from parallel.compiled import compiler_options
 
-FOLDER = "tune"  # in the run directory
+FOLDER = "tune"  # folder in the run directory
 FILE = "tuned.gin"
 AS_IT_IS = "as it is"
 LEAST_GAIN = 0.01
 _STEPS = 15
-_WARM_UP = 3  # first steps, which are not counted
-_TOLERANCE = 0.01  # of losses; kernels of other tiles round otherwise
+_WARM_UP = 3  # first steps, which are not timed
+_TOLERANCE = 0.01  # relative difference of losses; other tiles of a kernel round differently
 _VMEM_KIB = "xla_tpu_scoped_vmem_limit_kib"
 _ASYNC = "xla_enable_async_all_gather"
 _TILES = "attention_tiles"
@@ -47,12 +47,12 @@ _T = TypeVar("_T")
 
 
 class Candidate(NamedTuple):
-    """Values of settings.
+    """A choice of values for settings.
 
     Attributes:
       name: shown in the table.
       tiles: fields of `models.decoder.attention.splash_tiles.Tiles`.
-      options: options of the compiler.
+      options: compiler options.
     """
 
     name: str = AS_IT_IS
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
     options: compiler_options.Overrides = MappingProxyType({})
 
     def joined(self, other: "Candidate") -> "Candidate":
-        """Returns the values of both; where they differ, those of the other one."""
+        """Returns the values of both candidates; the other's take precedence."""
         name = other.name if self.name == AS_IT_IS else f"{self.name}, {other.name}"
         return Candidate(name, {**self.tiles, **other.tiles}, {**self.options, **other.options})
 
@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
         return dataclasses.replace(experiment, model=model, compiler_options=options)
 
     def file(self, experiment: Experiment, write: changes.Changes, *, header: Sequence[str]) -> str:
-        """Returns the text of a gin file that changes the experiment to `applied`."""
+        """Returns the text of a gin file that makes the same changes as `applied`."""
         made, statements = self.applied(experiment), []
         if self.tiles:
             tiles = dataclasses.asdict(getattr(wrappers.field_owner(made.model, _TILES), _TILES))
@@ -92,7 +92,7 @@ Levers = Sequence[Sequence[Candidate]]
 
 
 def levers(generation: str, *, has_tiles: bool) -> Levers:
-    """Returns the candidates of each setting for a chip generation, without the defaults of this project."""
+    """Returns the candidates of each setting for a chip generation, without the values that Renga already uses."""
     if generation not in slices.CHIPS:
         return []
     own = compiler_options.options(generation)
@@ -106,7 +106,7 @@ def levers(generation: str, *, has_tiles: bool) -> Levers:
 
 
 def refuse(*, generation: str, others: Sequence[str] = ()) -> None:
-    """Raises UserError for chips without settings to try, or for other flags of the command line, such as --steps."""
+    """Raises UserError if the chips have no settings to try, or if `others`, flags that exclude --tune, are given."""
     if others:
         raise UserError(f"--tune and {' and '.join(others)} exclude each other: give one of them")
     if not levers(generation, has_tiles=True):
@@ -117,11 +117,11 @@ def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
     """Measures all candidates on the devices of a run, prints a table, and writes tuned.gin on host 0.
 
     Returns:
-      What was chosen; `AS_IT_IS` if nothing is faster: then there is no file, and an earlier one is deleted.
+      The choice. If nothing is faster, its name is `AS_IT_IS`, no file is written, and an earlier one is deleted.
 
     Raises:
       UserError: the experiment does not run unchanged.
-      PreemptedError: SIGTERM came.
+      PreemptedError: this process received SIGTERM.
     """
     write = changes.Changes(config, run.experiment.model)
     generation = slices.get(run.experiment.slice).generation
@@ -135,7 +135,7 @@ def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
 
 
 def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple[Candidate, float]:
-    """Tries the settings in turn; returns the choice and the ratio of its time to that of the unchanged experiment.
+    """Tries the settings one by one; returns the choice, and its time divided by that of the unchanged experiment.
 
     Raises:
       UserError: the unchanged experiment does not run.
@@ -158,16 +158,16 @@ def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple
 
 
 class _Trials:
-    """Compiles and times candidates, all from the initial state and with one batch."""
+    """Compiles and times candidates, each from the initial state and with the same batch."""
 
     def __init__(self, run: Run, batch: Batch, *, steps: int):
         self._run, self._batch, self._steps = run, batch, steps
-        self._losses: np.ndarray | None = None  # of the first steps of the unchanged experiment, [_WARM_UP]
-        self._names: dict[str, str] = {}  # of candidates, by their programs
+        self._losses: np.ndarray | None = None  # [_WARM_UP], of the unchanged experiment's first steps
+        self._names: dict[str, str] = {}  # names of candidates by their programs
         self._agreements, self._numbers = itertools.count(), itertools.count(1)
 
     def measure(self, candidate: Candidate) -> float | None:
-        """Prints and returns the seconds that host 0 measured, or None and the problem; the same on all hosts."""
+        """Prints and returns host 0's seconds per step, or prints a problem and returns None; equal on all hosts."""
         with activity.enter(activity.COMPILING):
             compiled, problem = self._attempt(lambda: self._ready(candidate))
         seconds = None
@@ -182,20 +182,20 @@ class _Trials:
         return seconds
 
     def _attempt(self, work: Callable[[], _T]) -> tuple[_T | None, str]:
-        """Returns the result of `work` if it succeeded on all hosts; otherwise None and the first problem of any."""
+        """Returns the result of `work` if it succeeded on all hosts; otherwise None, and the first host's problem."""
         found, problem = None, ""
         try:
             found = work()
         except (PreemptedError, TimeoutError):
             raise
-        except Exception as error:  # compilers of kernels have classes of their own
+        except Exception as error:  # kernel compilers raise classes of their own
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
         name, limit = f"tune/{next(self._agreements)}", self._run.meeting_seconds
         problem = next(filter(None, distributed.all_gather_text(name, problem, timeout_seconds=limit)), "")
         return (None if problem else found), problem
 
     def _ready(self, candidate: Candidate) -> Any:
-        """Returns the compiled step."""
+        """Returns the candidate's compiled step."""
         program = candidate.applied(self._run.experiment).bind(jax.devices())
         lowered = program.lower_train_step()
         text = f"{lowered.as_text()}\n{program.compiler_options}"
@@ -205,11 +205,11 @@ class _Trials:
         return lowered.compile()
 
     def _timed(self, step: Any) -> float:
-        """Returns the median seconds of a step.
+        """Returns the median seconds per step.
 
         Raises:
-          UserError: the losses are not those of the unchanged experiment.
-          PreemptedError: SIGTERM came.
+          UserError: the losses differ from those of the unchanged experiment.
+          PreemptedError: this process received SIGTERM.
         """
         state = jax.block_until_ready(self._run.program.init())
         seconds, losses = [], []
@@ -226,7 +226,7 @@ class _Trials:
         return statistics.median(seconds[_WARM_UP:])
 
     def _require_same(self, losses: np.ndarray) -> None:
-        """Checks that the losses of the first steps, [_WARM_UP], are those of the candidate that was measured first."""
+        """Checks that the losses [_WARM_UP] of the first steps equal those of the candidate that was measured first."""
         if self._losses is None:
             self._losses = losses
         elif not np.allclose(losses, self._losses, rtol=_TOLERANCE, atol=0.0, equal_nan=True):
@@ -237,12 +237,12 @@ class _Trials:
 
 
 def line(candidate: Candidate, seconds: float) -> str:
-    """Returns the line of a measurement."""
+    """Returns the line to print for a measurement."""
     return f"tune: {seconds:>9.4g} s/step  {candidate.name}"
 
 
 def _report(run: Run, chosen: Candidate, ratio: float, write: changes.Changes) -> None:
-    """Writes the file or deletes an earlier one, and prints how to use it."""
+    """Writes the gin file or deletes an earlier one, and prints how to use it."""
     path = paths.resolve(run.run_dir) / FILE
     if chosen.name == AS_IT_IS:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reads INIT_FROM: the parameters that a new run starts from, and the frozen ones that its checkpoints leave out."""
+"""Finds and reads the parameters of INIT_FROM: those that a new run starts from, and frozen ones not in checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,13 +23,13 @@ from parallel.partitioner import Program
 
 
 class Initial(NamedTuple):
-    """The parameters that a run starts from, which fit its model.
+    """The source of the parameters that a run starts from, checked against its model.
 
     Attributes:
-      source: where they are: one step of a run, or a published folder.
+      source: where they are: a step of a run, or a published model's folder.
       notes: differences in model settings, and whether the source has averaged weights, which are ignored.
-      left_out: the frozen ones of a published folder, which checkpoints leave out; None: there are none.
-      layers: the layers of the source that they start from.
+      left_out: frozen parameters of a published model, which checkpoints leave out; None: there are none.
+      layers: maps layers of the source to layers of the model (INIT_LAYERS).
     """
 
     source: warm_start.ParameterSource
@@ -47,16 +47,16 @@ def find(
 ) -> Initial | None:
     """Returns the parameters that INIT_FROM names, after checking that they fit; None if the run starts from its seed.
 
-    Reads metadata and headers, but no array. Of a run without a step, host 0 takes the newest one.
+    Reads metadata and headers, but no array. If INIT_FROM is a run without a step, host 0 chooses its newest one.
 
     Args:
       experiment: the experiment.
       program: its program.
-      given: parameters in memory, in place of those that INIT_FROM names.
-      is_visible: whether a folder can be read from here: that of the parameters that a step of a run leaves out.
+      given: parameters in memory, used instead of those that INIT_FROM names.
+      is_visible: returns whether the source of frozen parameters, which a step of a run leaves out, can be read here.
 
     Raises:
-      UserError: there is no such run, step or folder, the model cannot read published parameters, or they do not fit.
+      UserError: there is no such run, step or folder, or the parameters do not fit the model.
     """
     chosen = experiment.initialization
     if given is None and not chosen.init_from:
@@ -86,10 +86,10 @@ def _named(experiment: Experiment) -> warm_start.ParameterSource:
 
 
 def source_again(experiment: Experiment, left_out: steps.LeftOut) -> warm_start.ParameterSource:
-    """Returns the source of parameters that a checkpoint leaves out; INIT_FROM can name where it is now.
+    """Returns the source of the parameters that a checkpoint leaves out; INIT_FROM may name its new place.
 
     Raises:
-      UserError: it is not there.
+      UserError: there is no such source.
     """
     return _source_of(left_out, experiment.model, place_again(experiment, left_out), "the checkpoint")
 
@@ -110,7 +110,7 @@ def find_again(experiment: Experiment, program: Program, described: steps.Descri
 
 
 def place_again(experiment: Experiment, left_out: steps.LeftOut) -> str:
-    """Returns where `source_again` looks."""
+    """Returns the place where `source_again` looks."""
     is_named = experiment.initialization.init_from not in ("", left_out.init_from)
     return experiment.initialization.init_from if is_named else left_out.source
 
@@ -131,7 +131,7 @@ def _renamed(found: warm_start.ParameterSource, renames: Mapping[str, str]) -> w
 
 
 def _pinned(text: str) -> str:
-    """Returns RUN@STEP for a run, whose newest step may be another one a moment later; otherwise the text itself."""
+    """Returns RUN@STEP, with the newest step, for a run without a step; otherwise the text itself."""
     if published_files.is_published(text):
         return text
     if not steps.has_folder(text):
@@ -153,14 +153,14 @@ def _opened(model: Model, text: str) -> warm_start.ParameterSource:
 
 
 def _trust(experiment: Experiment) -> Trust:
-    """Returns what the configuration of another run may name: also the user's modules that this experiment is of."""
+    """Returns what the configuration of another run may name, which includes the modules of this experiment's parts."""
     parts = (experiment.model, experiment.task, experiment.optimizer, experiment.strategy)
     modules = {type(part).__module__ for part in parts}
     return Trust([module for module in modules if not module.startswith(PUBLIC_PACKAGES)])
 
 
 def _notes(saved: warm_start.SavedParameters, experiment: Experiment) -> tuple[str, ...]:
-    """Returns a line for each setting in which the model of a run differs, and one if its optimizer averages."""
+    """Returns a line for each model setting in which a saved run differs, and one if its optimizer averages."""
     where = saved.describe()
     if "config" not in saved.meta:
         return (f"{where} does not record its configuration, so the settings of its model were not compared",)
@@ -191,7 +191,7 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
     """Returns the state before the first step.
 
     Args:
-      experiment: names the parameters to start from, and those that may be absent.
+      experiment: names the parameters to read, and those that may be missing in the source.
       program: initializes the state.
       initial: the result of `find`; None: all parameters are initialized.
       is_host_zero: whether to show the progress of reading.
@@ -216,9 +216,9 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
 def _left_out(
     experiment: Experiment, read: Specs, found: warm_start.ParameterSource, layers: layer_map.LayerMap
 ) -> steps.LeftOut | None:
-    """Returns the frozen parameters that a published folder supplies, unless their layers are mapped.
+    """Returns the frozen parameters that are read from a published folder; None if layers are mapped.
 
-    Frozen parameters of another run or in memory are saved: the step that they come from may be removed.
+    Frozen parameters from another run or from memory are saved in checkpoints, because their source may disappear.
     """
     if isinstance(found, warm_start.SavedParameters | warm_start.GivenParameters):
         return None

@@ -1,1 +1,1 @@
-"""Compares the numbers of runs: strategies with one device (agreement), and two variants of a run (bisect)."""
+"""Compares numerical results: of strategies and one device (agreement), and of two variants of a run (bisect)."""

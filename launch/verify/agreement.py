@@ -1,8 +1,8 @@
-"""`launch/run agreement`: measures how strategies change the results of training, on this machine's CPU.
+"""`launch/run agreement`: measures, on this machine's CPU, how strategies change the results of training.
 
-`agreement` compares programs; here is what they compute on: the models of `agreement_subjects`, or an
-experiment with batches of its own task. The devices are those of this process, or of several processes that simulate
-the slice. Those read the batches from files, and the first of them writes its trajectories to files (`record`).
+`parallel.verify.agreement` compares programs. This module provides their inputs: the models of `agreement_subjects`, or
+an experiment with batches of its own task. The devices belong to this process, or to several processes that simulate
+the slice. These read the batches from files, and host 0 writes its results to files (`record`).
 """
 
 import argparse
@@ -42,7 +42,7 @@ EXAMPLE = """launch/run agreement
 
 
 def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment:
-    """Shrinks the experiment to sizes that all examples can shard; a model or task that cannot shrink is kept.
+    """Shrinks an experiment to sizes that all examples can shard; keeps a model or task that cannot shrink.
 
     Raises:
       UserError: a strategy's mesh does not fit its slice.
@@ -70,21 +70,21 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
 
 
 def rows_for(examples: Mapping[str, Example]) -> int:
-    """Returns a number of rows that divides over the chips of all these slices."""
+    """Returns a number of rows that is divisible by the chips of each example's slice."""
     return math.lcm(ROWS, *(slices.get(example.slice).devices for example in examples.values()))
 
 
 def measure_played(
     subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, processes: int, command: Sequence[str]
 ) -> dict[str, Apart]:
-    """Compares every example with one device in float32, with its chips divided among several processes.
+    """Compares every example with one device, in float32, with the example's chips divided among several processes.
 
     Args:
       subject: the model and its training options.
       examples: strategies with their slices, by name.
       data: global batches.
-      processes: the number of processes of each slice.
-      command: each process runs it with `--into FOLDER --record NAME …`, which calls `record`.
+      processes: the number of processes per slice.
+      command: the command that each process runs, with `--into FOLDER --record NAME …` added, to call `record`.
 
     Raises:
       UserError: the processes could not be run.
@@ -109,7 +109,7 @@ def measure_played(
 
 
 def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
-    """Trains on the batches in `into` as one process of a simulated slice; host 0 writes the results there.
+    """Trains on the batches in `into`, as one process of a simulated slice; host 0 writes the results there.
 
     Args:
       subject: model, optimizer and seed.
@@ -161,12 +161,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also with the chips of each slice shared among N processes, a column for each N",
     )
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # as one of those processes
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # in one of the processes of `measure_played`
     parser.add_argument("--record", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or if a requested one refuses the model."""
+    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or a requested one is not supported."""
     if not args.experiment and (args.gin or args.slice or args.own_optimizer):
         raise UserError(
             "--gin, --slice and --own-optimizer are of an experiment, and none is given: add --experiment "
@@ -208,9 +208,9 @@ class _Compared(NamedTuple):
 
     Attributes:
       subject: the model and its training options.
-      experiment: its task has the batches; None: they are random.
+      experiment: the experiment whose task gives the batches; None: the batches are random.
       examples: the strategies.
-      optimizer: its name, for the report.
+      optimizer: the optimizer's name, for the report.
       modules: digests of the user's modules that make the model and the data, by name.
     """
 

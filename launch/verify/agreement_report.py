@@ -1,4 +1,4 @@
-"""The report of `launch/run agreement`: what was compared, a table, and the same as JSON, to be cited."""
+"""Prints the report of `launch/run agreement` (what was compared, and a table), and writes it as JSON."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from parallel.verify import agreement
 from parallel.verify.agreement import ONE_DEVICE, Apart, Batch, StrategyRow, Subject
 
 PARTS = ("gradients", "losses", "params", "opt_state")
-FURTHER = ("metrics", "carry", "counts")  # columns for those that have leaves; counts are not judged
-_NO_LIMIT = 10_000  # columns, for measuring a table
+FURTHER = ("metrics", "carry", "counts")  # columns if these parts have leaves; counts are not judged
+_NO_LIMIT = 10_000  # columns in which to measure a table's width
 _VERSIONS = ("jax", "jaxlib", "dm-haiku", "optax")
 
 
@@ -31,14 +31,14 @@ def about(
     processes: Sequence[int],
     modules: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Describes what is compared and by what.
+    """Returns a description of what is compared, and with which versions.
 
     Args:
       subject: the model and its training options.
       data: its batches.
-      source: where they come from.
+      source: where the batches come from.
       optimizer: the name of the optimizer.
-      processes: the numbers of processes among which the devices are also shared.
+      processes: the numbers of processes among which the devices are divided, in addition to one.
       modules: digests of the user's modules that make the model and the data, by name.
     """
     first = data[0]
@@ -65,12 +65,12 @@ def about(
 
 
 def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Sequence[int], bfloat16: bool) -> None:
-    """Prints what was compared, a row for each strategy, those that refuse the model, what differs, and a verdict.
+    """Prints what was compared, a row per strategy, unsupported strategies, what differs, and a verdict.
 
     Args:
-      rows: what was measured of each strategy.
-      what: from `about`.
-      processes: numbers of processes that were compared; one column each.
+      rows: the measurements of each strategy.
+      what: the result of `about`.
+      processes: the numbers of processes that were compared, one column each.
       bfloat16: whether bfloat16 was compared.
     """
     further = [part for part in FURTHER if any(row.float32 and row.float32[part].where for row in rows)]
@@ -89,7 +89,7 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
     cells = [_cells(row, further, bfloat16=bfloat16) for row in rows if not row.refused]
     table = terminal.markdown(headings, cells, text=("strategy", "slice"), title=title)
     whole = console.measure(table, options=console.options.update(max_width=_NO_LIMIT)).maximum
-    console.width = max(console.width, whole)  # a narrower terminal breaks lines, but no figure is cut
+    console.width = max(console.width, whole)  # in a narrower terminal, lines break, but figures are not cut
     console.print(table)
     for row in rows:
         if row.refused:
@@ -101,7 +101,7 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
 
 
 def verdict(rows: Sequence[StrategyRow]) -> str:
-    """Returns in a line whether the strategies agree with one device, and which differ or do not support the model."""
+    """Returns a line: whether the strategies agree with one device, and which differ or do not support the model."""
     compared, refused = [row for row in rows if not row.refused], [row.name for row in rows if row.refused]
     differing, count = (
         [row.name for row in compared if row.beyond],
@@ -120,7 +120,7 @@ def _unsupported(names: Sequence[str]) -> str:
 
 
 def write(file: Path, rows: Sequence[StrategyRow], what: Mapping[str, Any]) -> None:
-    """Writes the report as JSON: of each part the largest differences, their leaf, and the tolerance in ulp."""
+    """Writes the report as JSON: the largest differences of each part, their leaf, and the tolerance in ulp."""
     compared = [_compared(row) for row in rows if not row.refused]
     refused = [{"strategy": row.name, "slice": row.slice, "reason": row.refused} for row in rows if row.refused]
     agrees = not any(row.beyond for row in rows)
@@ -138,7 +138,7 @@ def _compared(row: StrategyRow) -> dict[str, Any]:
 
 
 def _parts(strategy: str, apart: Apart) -> dict[str, Any]:
-    """Returns the differences by part; without a strategy, they are not judged."""
+    """Returns the differences by part, with the tolerances of a strategy; without one ("") they are not judged."""
     limits = agreement.tolerance(strategy) if strategy else {}
     return {
         part: {
@@ -153,7 +153,7 @@ def _parts(strategy: str, apart: Apart) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """Returns None for infinity, which JSON lacks: values that are not finite, or a part that is not judged."""
+    """Returns None for infinity and NaN, which JSON lacks: values that are not finite, or parts that are not judged."""
     return float(value) if np.isfinite(value) else None
 
 

@@ -1,7 +1,7 @@
 """`launch/run bisect`: runs two variants of an experiment for a few steps and names the first tensor that differs.
 
-Each variant runs in its own processes, which simulate the hosts of its slice; they run this command with --record. Both
-variants train on the batches that A reads; the batches that B reads are only compared with them.
+Each variant runs in its own processes, which simulate the hosts of its slice and run this command with --record. Both
+variants (A and B) train on the batches that A reads; the batches that B reads are only compared with them.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
     checkpoint: paths.Path | None
 
     def __str__(self) -> str:
-        """Returns equivalent text for a process with another HOME."""
+        """Returns text that `parse` reads, also in a process with another HOME."""
         start = [f"checkpoint={self.checkpoint.parent}@{self.checkpoint.name}"] if self.checkpoint else []
         return "; ".join((f"config={self.config}", f"hosts={self.hosts}", *start, *self.bindings))
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--own-dtype", action="store_true", help="compute in the model's dtype instead of float32")
     parser.add_argument("--tolerance", metavar="ULP", type=flags.positive, help="replaces the measured tolerances")
-    parser.add_argument("--record", choices=("A", "B"), help=argparse.SUPPRESS)  # as a host's process
+    parser.add_argument("--record", choices=("A", "B"), help=argparse.SUPPRESS)  # in a host's process
     parser.add_argument("--into", help=argparse.SUPPRESS)
 
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return _record(args, variants, experiments)
     played = {side: slices.get(experiments[side].slice).shared_by(variants[side].hosts) for side in "AB"}
     with tempfile.TemporaryDirectory(prefix="renga-bisect-") as folder:
-        for side in "AB" if args.full else "":  # every step of a side is kept in memory
+        for side in "AB" if args.full else "":  # memory holds every step of a variant
             variant, name = variants[side], experiments[side].slice
             checked = preflight.require(variant.config, bindings=variant.bindings, slice_name=name, run_dir=folder)
             assert checked.program is not None
@@ -109,14 +109,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse(text: str, *, experiment: str) -> Variant:
-    """Parses gin bindings that `;` separates, with optional `hosts=N`, `checkpoint=RUN` and `config=FILE` among them.
+    """Parses a variant: gin bindings separated by `;`, with optional `hosts=N`, `checkpoint=RUN` and `config=FILE`.
 
     Args:
-      text: the variant.
+      text: the text of the variant.
       experiment: the experiment file of a variant without `config`.
 
     Raises:
-      UserError: a malformed number, or a checkpoint that does not exist.
+      UserError: a number is malformed, or a checkpoint does not exist.
     """
     settings, bindings = {"config": experiment, "hosts": "1", "checkpoint": ""}, []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -132,7 +132,7 @@ def parse(text: str, *, experiment: str) -> Variant:
 
 
 def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments: dict[str, Experiment]) -> int:
-    """Runs one host's process of one side."""
+    """Runs one host's process of one variant."""
     experiment = experiments[args.record]
     if not args.full:
         experiment = smoke.shrink(experiment, beside=[experiments["B" if args.record == "A" else "A"]])

@@ -1,4 +1,4 @@
-"""Imports a user's own model for `launch/run agreement --model MODULE:FUNCTION`."""
+"""Imports the user's model for `launch/run agreement --model MODULE:FUNCTION`."""
 
 import importlib
 import inspect
@@ -16,19 +16,19 @@ def load(text: str) -> tuple[Model, Task | None]:
     """Calls a function of a module in the working directory or on Python's path.
 
     Args:
-      text: MODULE:FUNCTION. The function takes no arguments and returns a model and a task, or a model of tokens alone.
+      text: MODULE:FUNCTION. The function takes no arguments. It returns a model and a task, or only a model of tokens.
 
     Returns:
-      The model, and the task; None if random tokens are its data.
+      The model and the task; None for the task if its data are random tokens.
 
     Raises:
-      UserError: there is no such module or function, it fails, or returns something else.
+      UserError: there is no such module or function, or it fails or returns something else.
     """
     where = f"--model {text}"
     build = _function(text, where=where)
     try:
         parameters = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError) as error:  # of built-in classes and functions
+    except (TypeError, ValueError) as error:  # module of built-in classes and functions
         raise UserError(f"{where}: {error}; expected a function, written in Python, that takes no arguments") from error
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
@@ -75,7 +75,7 @@ def _function(text: str, *, where: str) -> Callable[[], Any]:
         listed = f"it has {', '.join(own)}" if own else "it has no functions"
         file = (
             getattr(module, "__file__", None) or f"the module {module_name}"
-        )  # built-in ones and packages may have none
+        )  # built-in modules and namespace packages have no file
         raise UserError(f"{where}: {file} has no function {name!r}; {listed}")
     return build
 
