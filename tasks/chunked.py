@@ -1,13 +1,13 @@
-"""Long rows in chunks, one chunk in each training step, for models that keep states from step to step.
+"""Cuts long rows into chunks, one chunk per training step, for models that keep states from step to step.
 
-Row r of a batch has chunk k of a long row; in the next step it has chunk k + 1 of the same one, and after the last
-chunk, the first of the next long row. Positions and segments are those of the long row, so the first position of a
-chunk is 0 exactly where a segment begins there:
+If row r of a batch is chunk k of a long row, then in the next step it is chunk k + 1 of the same row, and after the
+last chunk it is the first chunk of the next long row. Positions and segments are those of the long row, so a chunk's
+first position is 0 only if a segment begins there:
 
     long row, positions   0 1 2 3 4 5 0 1 2 3 4 5      step   1: 0 1 2    2: 3 4 5    3: 0 1 2    4: 3 4 5
 
-A model with `Transformer.keeps_states` trains on them by truncated backpropagation. Validation has the same chunks, but
-evaluation starts every batch from an empty state.
+A model with `Transformer.keeps_states` trains on chunks by truncated backpropagation. Validation rows are cut alike,
+but evaluation starts every batch from an empty state.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tasks import streams
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTask:
-    """A `core.types.Task` of chunks of the rows of another one, whose other abilities it has."""
+    """A `core.types.Task` whose rows are chunks of another task's rows; other attributes are those of that task."""
 
     whole: Task
     length: int
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "whole":  # asked for while an object is copied
+        if name.startswith("__") or name == "whole":  # looked up while an object is copied
             raise AttributeError(name)
         return getattr(self.whole, name)
 
     def with_rows(self, whole: Task, length: int) -> ChunkedTask:
-        """Returns chunks of `length` positions of the rows of another task."""
+        """Returns a task of the chunks, of `length` positions, of another task's rows."""
         return ChunkedTask(whole, length)
 
     def spec(self, batch_size: int) -> BatchSpec:
@@ -74,7 +74,7 @@ class ChunkedBatches(Batches):
 
     def __init__(self, inner: Batches, spec: BatchSpec, length: int) -> None:
         self._inner, self._spec, self._length = inner, spec, length
-        self._before = inner.state()  # of the long rows whose chunks are being read
+        self._before = inner.state()  # state before the long rows whose chunks are being read
         self._whole: Mapping[str, np.ndarray] = {}
         self._count = row_length(inner.spec) // length
         self._next = self._count
@@ -104,7 +104,7 @@ class ChunkedBatches(Batches):
         return {name: header + b"\n" + place for name, place in places.items()}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """Raises UserError for positions of chunks of another length."""
+        """Moves to a saved position. Raises UserError if it was saved with chunks of another length."""
         parts = {name: place.partition(b"\n") for name, place in state.items()}
         headers = [streams.read_position(header, chunks=int, length=int) for header, _, _ in parts.values()]
         if lengths := {header["length"] for header in headers} - {self._length}:
@@ -120,14 +120,14 @@ class ChunkedBatches(Batches):
 
 
 def rows(*, task: Task, length: int) -> ChunkedTask:
-    """Returns a task whose steps have chunks of the rows of another task.
+    """Returns a task that gives each step the next chunks of another task's rows.
 
     Args:
       task: the task of long rows.
-      length: positions of a chunk; divides those of a row.
+      length: positions per chunk; must divide the length of the task's rows.
 
     Raises:
-      UserError: a length that is not a positive integer.
+      UserError: the length is not a positive integer.
     """
     check_integer(length, where="chunked.rows.length", least=1)
     return ChunkedTask(task, length)

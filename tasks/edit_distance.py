@@ -1,6 +1,6 @@
 """Stands in for the package editdistance, which has no wheel for Python 3.13, so that seqio can be imported there.
 
-seqio uses it alone to suggest names of tasks.
+seqio uses it only to suggest names of tasks.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ def stand_in() -> None:
 
 def eval(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """Returns the fewest insertions, deletions and replacements that turn one sequence into the other."""
-    row = list(range(len(second) + 1))  # the distances of what was read of `first` from each beginning of `second`
+    row = list(range(len(second) + 1))  # distances between what was read of `first` and each prefix of `second`
     for i, left in enumerate(first):
         above, row = row, [i + 1]
         for j, right in enumerate(second):

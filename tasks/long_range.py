@@ -1,11 +1,11 @@
-"""Synthetic rows whose last tokens can only be predicted from distant ones.
+"""Generates synthetic rows whose last tokens can only be predicted from distant ones.
 
-    retrieval       noise with one marked value somewhere;  the question at the end is answered by the value
-    recall          pairs of keys and values, then noise;  each key asked at the end is answered by its value
-    selective_copy  noise with values at random places;  the question is answered by all values in order
+    retrieval       noise with one marked value somewhere; the answer to the question at the end is the value
+    recall          pairs of keys and values, then noise; the answer to each key at the end is its value
+    selective_copy  noise with values at random places; the answer to the question is all values in order
 
-Only answers are supervised, so a model without memory of the row has the loss of a uniform guess. `recall` is the
-associative recall of Arora et al. 2023 (Zoology), `selective_copy` that of Gu and Dao 2023 (Mamba).
+The loss covers only answers, so a model without memory of the row has the loss of a uniform guess. `recall` is the
+associative recall of Arora et al. 2023 (Zoology); `selective_copy` is that of Gu and Dao 2023 (Mamba).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tasks.sampled import SampledTask
 from tasks.text import vocabularies
 
 KINDS = ("retrieval", "recall", "selective_copy")
-_NOISE, _MARK, _QUESTION, _FIRST = 1, 2, 3, 4  # ids; values start at _FIRST
+_NOISE, _MARK, _QUESTION, _FIRST = 1, 2, 3, 4  # special ids; values start at _FIRST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LongRangeTask(SampledTask):
         return streams.batch_spec(batch_size, length=self.length)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> Mapping[str, np.ndarray]:
-        """Returns a row of T + 1 tokens as inputs and targets; answers have weight 1."""
+        """Returns a row with inputs and targets made from T + 1 tokens; answers have weight 1, the rest 0."""
         del is_training
         tokens, answers = getattr(self, f"_{self.kind}")(rng)
         ones = np.ones(self.length, np.int32)
@@ -92,17 +92,17 @@ class LongRangeTask(SampledTask):
 
 
 def rows(*, kind: str, length: int, num_streams: int, values: int = 16, items: int = 4) -> LongRangeTask:
-    """Returns a task of rows of one kind, determined by (seed, stream, index).
+    """Returns a task of rows of one kind; each row is determined by (seed, stream, index).
 
     Args:
       kind: "retrieval", "recall" or "selective_copy".
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
-      values: number of different values, and of keys.
-      items: pairs of `recall`, values of `selective_copy`; retrieval has one.
+      values: number of different values, and of different keys.
+      items: number of pairs in `recall`, or of values in `selective_copy`; not used by `retrieval`.
 
     Raises:
-      UserError: an unknown kind, numbers that are out of range, or rows that are too short for the items.
+      UserError: the kind is unknown, a number is out of range, or rows are too short for the items.
     """
     if kind not in KINDS:
         raise UserError(f"long_range.rows.kind = {kind!r}: expected one of {', '.join(KINDS)}")

@@ -1,4 +1,4 @@
-"""Keyed permutations of 0 … n-1 that are computed place by place, and depend on no library's random numbers.
+"""Computes keyed permutations of 0 … n-1 at single places, without any library's random numbers.
 
 A balanced Feistel network permutes the numbers of an even number of bits; numbers outside of 0 … n-1 are permuted again
 until they are inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
@@ -13,8 +13,8 @@ _ROUNDS = 6
 
 
 def permuted(places: np.ndarray | Sequence[int], count: int, *, key: Sequence[int]) -> np.ndarray:
-    """Returns the numbers at some places of a permutation of 0 … count-1, int64 with the shape of `places`."""
-    bits = max((count - 1).bit_length() + 1 >> 1, 1)  # of each half
+    """Returns the numbers at `places` of a permutation of 0 … count-1, as int64 with the shape of `places`."""
+    bits = max((count - 1).bit_length() + 1 >> 1, 1)  # bits of each half
     mask, shift = np.uint64(2**bits - 1), np.uint64(bits)
     digest = hashlib.sha512(repr(tuple(map(int, key))).encode()).digest()
     keys = np.frombuffer(digest, "<u8")[:_ROUNDS]
@@ -30,7 +30,7 @@ def permuted(places: np.ndarray | Sequence[int], count: int, *, key: Sequence[in
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """Mixes the bits of uint64 numbers: the finalizer of splitmix64."""
+    """Mixes the bits of uint64 numbers with the finalizer of splitmix64."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)

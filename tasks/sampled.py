@@ -1,7 +1,7 @@
-"""Base class of tasks whose rows are drawn independently: synthetic data, or samples of a data set in memory.
+"""Base class of tasks whose rows are drawn independently: synthetic data, or samples of a dataset in memory.
 
 A row is a pure function of (split, seed, stream, index), so the position of a stream is one counter, and any number of
-hosts reads the same rows.
+hosts read the same rows.
 """
 
 import abc
@@ -39,7 +39,7 @@ class SampledTask(Task, abc.ABC):
         """Returns one row: each field of `spec` without its first dimension.
 
         Args:
-          rng: the only source of randomness.
+          rng: the source of all randomness.
           is_training: whether the row is for training or for validation.
         """
 
@@ -52,7 +52,7 @@ class SampledTask(Task, abc.ABC):
         return self._batches(layout, (_TRAIN, seed))
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns an endless iterator of batches, the same at every call and different from those of training."""
+        """Returns an endless iterator of batches, which are the same at every call and differ from training batches."""
         return self._batches(layout, (_VALIDATION, 0))
 
     def problems(self) -> list[str]:

@@ -1,8 +1,8 @@
-"""Assembles the rows of one host from data streams.
+"""Assembles the rows of one host's batches from data streams.
 
 The input is a fixed number of streams that do not depend on the number of hosts. Row r of the global batch always comes
 from stream r // (batch_size // num_streams), at a fixed place in it. A host opens the streams of its rows and keeps
-only those rows, so any number of hosts reads the same global batches, and a run can resume on another number of hosts.
+only those rows. So any number of hosts read the same global batches, and a run can resume on another number of hosts.
 
 B: rows of the global batch. R: rows of one stream in it. T: tokens per row.
 """
@@ -35,7 +35,7 @@ _NO_POSITION = (
 
 
 def batch_spec(batch_size: int, *, length: int) -> dict[str, Field]:
-    """Returns the fields of a global batch of text."""
+    """Returns the fields (`core.batches.Field` by name) of a global batch of text."""
     return {key: Field((batch_size, length), dtype, ("batch", "length")) for key, dtype in BATCH_DTYPES.items()}
 
 
@@ -43,7 +43,7 @@ class Stream(Protocol):
     """One stream of rows, the same on every host that opens it."""
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """Returns the next R rows of every key of the batch; a finite stream then raises StopIteration."""
+        """Returns the next R rows of every field of the batch. A finite stream raises StopIteration at its end."""
 
     def state(self) -> bytes:
         """Returns the position from which a new stream continues after the last rows returned."""
@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Moves to a saved position. Raises UserError for bytes that are not a position of this stream."""
 
 
-OpenStream = Callable[[int, int], Stream]  # (stream index, rows per batch) -> a stream at its start
+OpenStream = Callable[[int, int], Stream]  # (stream index, R) -> a stream at its start
 
 
 def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
@@ -83,8 +83,8 @@ class StreamBatches(Batches):
       spec: fields of the global batch.
       num_streams: number of streams of the whole input, independent of the number of hosts.
       open_stream: opens one stream at its start.
-      identity: what the data depends on (source, vocabulary, seed, ...); saved with a position, and `restore` refuses a
-        position with another identity.
+      identity: what the data depends on (source, vocabulary, seed, …). It is saved with every position; restoring a
+        position with another identity is an error.
     """
 
     def __init__(
@@ -146,12 +146,18 @@ class StreamBatches(Batches):
 class PassBatches(Batches):
     """Implements `core.types.Batches`: reads a split once, as one stream, and ends.
 
-    Row r of the split is row r % B of batch r // B, on any number of hosts: each of them reads all rows and keeps its
-    own. The rest of the last batch is zeros, which have weight 0 and segment 0.
+    Row r of the split is row r % B of batch r // B on any number of hosts, because each host reads all rows and keeps
+    its own. The last batch is filled with zeros, which means weight 0 and segment 0.
     """
 
     def __init__(self, layout: DataLayout, *, spec: BatchSpec, stream: Stream) -> None:
-        """Takes the layout of this host, the fields of the global batch, and a stream of one row per element."""
+        """Prepares a pass.
+
+        Args:
+          layout: the rows of this host.
+          spec: fields of the global batch.
+          stream: a finite stream with one row per element.
+        """
         _check_layout(layout)
         self._layout, self._spec, self._stream = layout, spec, stream
 
@@ -178,11 +184,11 @@ class PassBatches(Batches):
         return batch
 
     def share(self) -> float | None:
-        """Returns the share of the data that was read; None if it is not known."""
+        """Returns the share of the data that was read, 0 to 1; None if it is not known."""
         return self._stream.share() if can(self._stream, KnowsShare) else None
 
     def state(self) -> Mapping[str, bytes]:
-        """Empty: a pass is not resumed."""
+        """Returns {}, because a pass is not resumed."""
         return {}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
@@ -194,7 +200,7 @@ def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
 
     Args:
       state: the bytes.
-      kinds: the type of each required key.
+      **kinds: the type of each required key.
 
     Raises:
       UserError: the bytes are not such an object.
@@ -202,14 +208,14 @@ def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
     try:
         return foreign_json.load_object(state, kinds)
     except foreign_json.MalformedError as error:
-        if state.startswith(b"PK"):  # a zip: the iterators of tf.data
+        if state.startswith(b"PK"):  # a zip file: the iterators of tf.data
             fix = "the run read a seqio task with tf.data: set text.seqio.live = True to continue it"
             raise UserError(f"the position in the data {_NO_POSITION}: {fix}") from error
         raise UserError(f"{state[:40]!r}... {_NO_POSITION}: {error}") from error
 
 
 def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Maps each stream to the places it fills in the host's batch and the rows of the stream that go there."""
+    """Maps each stream to the places that it fills in the host's batch, and the rows of the stream that go there."""
     rows_array = np.asarray(rows)
     streams = rows_array // per_stream
     return {
@@ -228,12 +234,12 @@ def _check_layout(layout: DataLayout) -> None:
 
 
 def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
-    """Prepends one line of JSON with the identity of the data to a position."""
+    """Prepends the identity of the data, as a line of JSON, to a position."""
     return json.dumps(identity, sort_keys=True).encode() + b"\n" + position
 
 
 def difference(name: str, *, now: Any, was: Any) -> str:
-    """Describes a setting on which a position in the data depends, and which has changed; of a hash, its beginning."""
+    """Describes a changed setting on which saved data positions depend; hashes are shortened to 8 digits."""
     if name == "vocabulary":
         now, was = (str(value or "none")[:8] for value in (now, was))
         return f"the vocabulary is another one (hash {now}, was {was})"
@@ -241,7 +247,7 @@ def difference(name: str, *, now: Any, was: Any) -> str:
 
 
 def _differs(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes a difference between identities."""
+    """Describes the difference in one key of two identities."""
     match key:
         case "source":
             return "its files have other names, sizes or content"

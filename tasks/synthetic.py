@@ -1,4 +1,4 @@
-"""Generates random tokens for rehearsals, timing and tests.
+"""Generates random tokens for rehearsals, measurements of speed, and tests.
 
 The tokens are uniform, so the best possible loss is ln(vocab_size - 1) nats per token.
 """
@@ -18,7 +18,7 @@ from tasks.text import vocabularies
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticTask(SampledTask):
-    """A `core.types.Task` of random tokens, with the batches of `text.TextTask`: one segment in each row."""
+    """A `core.types.Task` of random tokens, with the batch fields of `text.TextTask` and one segment per row."""
 
     vocab_size: int
     length: int
@@ -35,7 +35,7 @@ class SyntheticTask(SampledTask):
         return streams.batch_spec(batch_size, length=self.length)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> Mapping[str, np.ndarray]:
-        """Returns ids uniform over 1 to vocab_size - 1."""
+        """Returns a row of ids drawn uniformly from 1 to vocab_size - 1."""
         del is_training
         targets = rng.integers(1, self.vocab_size, self.length, dtype=np.int32)  # [T]
         ones = np.ones_like(targets)
@@ -58,7 +58,7 @@ class SyntheticTask(SampledTask):
 
 
 def random_tokens(*, vocab_size: int, length: int, num_streams: int) -> SyntheticTask:
-    """Returns a task of random tokens, determined by (seed, stream, index).
+    """Returns a task of random tokens; each row is determined by (seed, stream, index).
 
     Args:
       vocab_size: ids are 1 to vocab_size - 1.

@@ -1,4 +1,4 @@
-"""Writes a folder whose files appear together.
+"""Writes a folder whose files appear all at once.
 
 Files are written to a temporary folder, which is renamed to the target when complete. A bucket has no atomic rename;
 there the file that marks a complete folder is uploaded last.
@@ -25,7 +25,7 @@ def check_free(directory: str) -> None:
 
 @contextlib.contextmanager
 def appearing(directory: str, *, last: str) -> Iterator[pathlib.Path]:
-    """Yields a local folder; its files appear in `directory` when the block ends, and none of them if the block raises.
+    """Yields a local folder; its files appear in `directory` when the block ends, or not at all if the block raises.
 
     Args:
       directory: local or gs://; must be empty or not exist.

@@ -170,9 +170,8 @@ def load(
       root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
       between: further gin texts, by their names in messages.
-      trust: what the file may name if it is the configuration of a run, which a stranger may have written. Such a file
-        includes no files, and modules are not searched for beside it. None: the file is the user's own, and may name
-        anything.
+      trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
+        cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
 
     Raises:
       UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.

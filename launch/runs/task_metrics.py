@@ -29,7 +29,8 @@ class Answers:
         Args:
           program, params: the model and its parameters.
           stop_ids: the ids that end a continuation.
-          num_ids: the size of the vocabulary; None: unknown."""
+          num_ids: the size of the vocabulary; None: unknown.
+        """
         self._generator, self._scorer = Generator(program, params), Scorer(program, params)
         self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
 

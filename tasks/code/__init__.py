@@ -1,1 +1,1 @@
-"""Source code: problems that a model solves by writing programs, and files in chunks."""
+"""Source code: problems that a model solves by writing programs, and tasks of files cut into chunks."""

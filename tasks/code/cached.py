@@ -1,4 +1,4 @@
-"""Rows of a chunk task with the hidden states of a frozen model, computed by `launch/run cache-hidden-states`."""
+"""Reads a chunk task's rows with a frozen model's hidden states, which `launch/run cache-hidden-states` computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN = "hidden"
 
 
 class _ReadsChunks(Protocol):
-    chunk: int  # positions of which the model accepts the hidden states at a time
+    chunk: int  # positions per chunk of hidden states that the model reads
 
 
 class _CachedRows:
@@ -45,14 +45,14 @@ class _CachedRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedHidden(chunks.ChunkTask):
-    """A task that reads a folder of `write`; a local one, or one that all hosts share."""
+    """A task that reads a folder written by `write`, on every host's disk or shared by all hosts."""
 
     folder: str
 
     vocabulary = None
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Checks that the rows have the length of the task. Raises UserError if they do not."""
+        """Raises UserError unless the folder is complete and its rows have the task's length."""
         del run_dir, is_host_zero
         if problems := self.problems():
             raise UserError(" ".join(problems))
@@ -80,11 +80,11 @@ class CachedHidden(chunks.ChunkTask):
 
     @property
     def chunk(self) -> int:
-        """Positions that the model read at a time."""
+        """The number of positions per chunk with which the hidden states were computed."""
         return self._about["model"]["chunk"]
 
     def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
-        """Returns that the model reads no hidden states, or reads another number of positions at a time."""
+        """Returns a problem if the model reads no hidden states, or has another chunk length."""
         del prepared
         if not can(model, _ReadsChunks):
             return [f"the data are hidden states computed before: {lacking(model, _ReadsChunks)}"]
@@ -97,7 +97,7 @@ class CachedHidden(chunks.ChunkTask):
 
     @property
     def base_checksum(self) -> int:
-        """Checksum of the parameters of the model."""
+        """The checksum of the parameters of the model that computed the hidden states."""
         return self._about["model"]["checksum"]
 
     def named_files(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class CachedHidden(chunks.ChunkTask):
         return f"cached_hidden: {rows} rows of {about['source']}; hidden states of {about['model']['base']}"
 
     def fingerprint(self) -> str:
-        """Returns a hash of the task that the rows come from, their number, and the model."""
+        """Returns a hash of the original task, the number of rows, and the model."""
         return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
@@ -123,11 +123,11 @@ class CachedHidden(chunks.ChunkTask):
 
 
 def cached_hidden(*, folder: str, length: int, num_streams: int, held_out: str = "validation") -> CachedHidden:
-    """Returns a task whose batches have hidden states that were computed before.
+    """Returns a task whose batches include hidden states that were computed in advance.
 
     Args:
       folder: the folder that `launch/run cache-hidden-states` wrote.
-      length: tokens per row, as there.
+      length: tokens per row; must equal that of the folder.
       num_streams: number of data streams; must divide the batch size.
       held_out: the split of evaluations, "validation" or "test".
     """
@@ -145,21 +145,21 @@ def write(
 ) -> Iterator[tuple[str, int, int]]:
     """Computes and writes the hidden states of the rows of a task.
 
-    Where a split has more rows than its limit, those that an evaluation visits first are kept. They stay in the order
-    of the task, so that training on all rows visits them as training on the task does. A split that is complete on disk
-    is kept, so that an interrupted call continues with the next one.
+    If a split has more rows than its limit, those that an evaluation visits first are written. They stay in the order
+    of the task, so that training on all rows visits them in the same order as training on the task. A split that is
+    complete on disk is kept, so that an interrupted call continues with the next one.
 
     Args:
-      folder: is created.
+      folder: the folder to write, which is created.
       task: the task.
-      hidden: computes the states [rows, T, D] of a batch.
-      limits: number of rows of each split.
-      rows: rows of a batch.
+      hidden: computes the hidden states [rows, T, D] of a batch.
+      limits: maximum number of rows by split.
+      rows: rows per batch.
       model: what determines the hidden states, as JSON values: `base` describes the model, `checksum` is that of its
-        parameters, and `chunk` is the number of positions that it reads at a time.
+        parameters, and `chunk` is the number of positions per chunk.
 
     Yields:
-      The split, its rows done and its rows in all, after every batch.
+      After every batch: the split, its rows done, and its rows in total.
 
     Raises:
       UserError: the folder was begun with another task, model or other limits.
@@ -189,7 +189,7 @@ def _write_rows(
     *,
     rows: int,
 ) -> Iterator[int]:
-    """Writes rows with their hidden states to a new folder; yields their number after every batch."""
+    """Writes rows with their hidden states to a new folder; yields the number of rows done after every batch."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     arrays: dict[str, np.memmap] = {}

@@ -1,16 +1,16 @@
-"""Source code as chunks: every row is a piece of one file, so that files can be told apart in an evaluation.
+"""Cuts source code into chunks: every row is a piece of one file, so that an evaluation can tell files apart.
 
-A file becomes ids and an end-of-document id, and is cut into rows of T ids; the last one is padded, and left out if it
-has fewer than `least_tokens`. Inputs are the ids before; a file begins with the begin-of-text id.
+A file becomes ids and an end-of-document id, and is cut into rows of T ids. The last row is padded, or left out if it
+has fewer than `least_tokens` ids. The inputs are the preceding ids; a file's first input is the begin-of-text id.
 
-    files.py      `code_files`: files of a language, split by package, without those that share text with HumanEval
-    cached.py     `cached_hidden`: the same rows with the hidden states of a frozen model, computed before
+    files.py      `code_files`: files of a language, split by package, without text of evaluation sets
+    cached.py     `cached_hidden`: the same rows with the hidden states of a frozen model, computed in advance
 
-Training visits every row once in an epoch, in an order of the seed and the epoch. An evaluation visits the held-out
-rows once, in one random order, so that its first rows are a sample of all. Row k of either belongs to stream k modulo
-the number of streams.
+Training visits every row once per epoch, in an order that depends on the seed and the epoch. An evaluation visits the
+held-out rows once, in one fixed random order, so that its first rows are a sample of all. In both, row k of the order
+belongs to stream k modulo the number of streams.
 
-T positions of a row.
+T: positions per row.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tasks import permutation, streams
 from tasks.streams import Stream
 
 SPLITS = ("train", "validation", "test")
-DOCUMENTS = "documents"  # field of a batch: number of the file of each row in its split, [B], -1 for rows of padding
-_IN_ORDER_OF = (20260101,)  # key of the order of evaluations
+DOCUMENTS = "documents"  # field of a batch, [B]: the number of each row's file in its split; -1 for rows of padding
+_IN_ORDER_OF = (20260101,)  # key of the permutation for evaluations
 
 
 class Rows(Protocol):
@@ -41,21 +41,21 @@ class Rows(Protocol):
         """Returns the number of rows."""
 
     def row(self, number: int) -> Mapping[str, np.ndarray]:
-        """Returns one row: every field of a batch without its first dimension."""
+        """Returns one row: each field of a batch without its first dimension."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkTask(abc.ABC):
-    """A `core.types.Task` of rows that are held in memory or in one array on disk.
+    """A `core.types.Task` of rows that are in memory or in arrays on disk.
 
     Attributes:
       length: T.
       num_streams: number of data streams; divides the batch size.
       held_out: the split of evaluations, "validation" or "test".
-      eval_rows: number of rows of an evaluation; None: all.
+      eval_rows: maximum number of rows per evaluation; None: all.
 
     Raises:
-      UserError: another split.
+      UserError: `held_out` is another split.
     """
 
     length: int
@@ -92,11 +92,11 @@ class ChunkTask(abc.ABC):
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns the held-out rows once, at most `eval_rows` of them; rows of padding complete the last batch."""
+        """Returns batches with each held-out row once, at most `eval_rows`; rows of padding fill the last batch."""
         return self._batches(layout, self.held_out, None)
 
     def evaluating(self, rows: int | None) -> ChunkTask:
-        """Returns a copy whose evaluations have so many rows; None: all."""
+        """Returns a copy whose evaluations have at most `rows` rows; None: all."""
         return dataclasses.replace(self, eval_rows=rows)
 
     def evaluated_on(self, most: int | None) -> str:
@@ -106,7 +106,7 @@ class ChunkTask(abc.ABC):
         return f"{scored:,} of {count:,} {self.held_out} rows of {self.length} tokens"
 
     def train_tokens(self) -> int | None:
-        """Returns the size of the training split, with the padding of its rows."""
+        """Returns the number of tokens of the training split, counting padding."""
         return len(self.rows("train")) * self.length
 
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
@@ -127,7 +127,7 @@ def evaluation_order(count: int) -> np.ndarray:
 
 
 class _Stream(Stream):
-    """The rows of one stream: `streams.Stream`."""
+    """A `streams.Stream` of one stream's rows."""
 
     def __init__(
         self, rows: Rows, spec: BatchSpec, place: tuple[int, int, int], *, seed: int | None, most: int | None
@@ -137,9 +137,9 @@ class _Stream(Stream):
         Args:
           rows: rows of the split.
           spec: fields of a batch.
-          place: index of the stream, number of streams, rows of an element.
+          place: (index of the stream, number of streams, rows per element).
           seed: seed of the order; None: the order of evaluations.
-          most: number of rows of all streams; None: endless.
+          most: number of rows of all streams together; None: endless.
         """
         self._rows, self._spec, self._seed, self._most = rows, spec, seed, most
         self._index, self._num_streams, self._each = place
@@ -170,7 +170,7 @@ class _Stream(Stream):
 
 
 class TokenRows:
-    """Rows of documents in memory.
+    """The rows of documents in memory.
 
     Attributes:
       names: names of the documents, in the order of their numbers.
@@ -179,7 +179,7 @@ class TokenRows:
     def __init__(
         self, documents: Mapping[str, np.ndarray], *, length: int, bos_id: int, least_tokens: int, where: str
     ) -> None:
-        """Cuts documents, int32 ids by name, into rows. Raises UserError if there is none."""
+        """Cuts documents (int32 ids by name) into rows. Raises UserError if there are no rows."""
         self.names = tuple(documents)
         self._ids, self._length, self._bos_id = tuple(documents.values()), length, bos_id
         self._places = [
@@ -195,7 +195,7 @@ class TokenRows:
         return len(self._places)
 
     def row(self, number: int) -> Mapping[str, np.ndarray]:
-        """Returns one row, with the document of its chunk."""
+        """Returns one row, with the number of its document."""
         document, start = self._places[number]
         ids = self._ids[document][start : start + self._length]
         before = self._ids[document][start - 1] if start else self._bos_id

@@ -1,15 +1,15 @@
-"""Runs one untrusted Python program in a confined process. Run as a script, by `sandbox.run`.
+"""Runs one untrusted Python program in a confined process; `sandbox.run` runs this module as a script.
 
-The process limits its own time and memory. Then it gives up, for good, opening any files but those of Python, of its
-installed packages and of the system's libraries (Landlock, `man 7 landlock`), and every system call that is not on a
-list (seccomp, `man 2 seccomp`). It can compute and write to one pipe. It cannot create a process or a thread, send a
+The process limits its own time and memory. Then it irrevocably gives up opening files other than those of Python, its
+installed packages and the system's libraries (Landlock, `man 7 landlock`), and all system calls that are not on a list
+(seccomp, `man 2 seccomp`). It can compute and write to one pipe. It cannot create a process or a thread, send a
 signal, open a socket, or create, write, rename or remove a file; such calls fail with EPERM. It can see by `stat`
 which files exist.
 
-On stdin: a line of JSON with `code` and the limits, then a token, which stays in the pipe until the program has ended.
-On stdout: READY before the program starts, then the token if it ran to its end, else the name of its error. If the
-process cannot be confined, the reason instead of READY. The module imports the standard library alone, because it is
-started once for each program.
+stdin has a line of JSON with `code` and the limits, then a token, which stays in the pipe until the program has ended.
+The process writes READY to stdout before the program starts, then the token if it ran to its end, otherwise the name of
+its error. If the process cannot be confined, it writes the reason instead of READY. The module imports only the
+standard library, because it is started once per program.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ import sysconfig
 from typing import NoReturn
 
 READY = b"+"
-SYSTEM = ("Linux", "x86_64")  # numbers of system calls differ on others
+SYSTEM = ("Linux", "x86_64")  # system call numbers differ on other systems
 _ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64
 _ALLOWED = {  # system calls of x86-64 by name
     "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "mmap": 9, "mprotect": 10,
@@ -36,23 +36,23 @@ _ALLOWED = {  # system calls of x86-64 by name
     "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "newfstatat": 262,
     "readlinkat": 267, "faccessat": 269, "getrandom": 318, "statx": 332, "rseq": 334, "faccessat2": 439,
 }  # fmt: skip
-_OPENAT, _FLAGS = 257, 2  # openat(folder, path, flags, mode): with no flag that writes
+_OPENAT, _FLAGS = 257, 2  # openat(folder, path, flags, mode) is allowed without flags that write
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # BPF_LD|W|ABS, JMP|JEQ|K, JMP|JSET|K, RET|K
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO | EPERM
-_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data
 _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER, _SET_PDEATHSIG = 38, 22, 2, 1
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _PATH_BENEATH = 444, 445, 446, 1  # Landlock
-_ALL_ACCESS, _READ_FILE, _READ_FOLDER = 2**13 - 1, 4, 8  # of version 1: to execute, read, write, make and remove
+_ALL_ACCESS, _READ_FILE, _READ_FOLDER = 2**13 - 1, 4, 8  # rights of version 1: to execute, read, write, make and remove
 _SYSTEM_FILES = ("/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 def _program() -> bytes:
-    """Returns the filter, in instructions of the Berkeley packet filter: (code, jump if true, if false, operand)."""
+    """Returns the filter's BPF instructions, each (code, jump if true, jump if false, operand)."""
     numbers = sorted(_ALLOWED.values())
     steps = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, _ARCHITECTURE), (_RETURN, 0, 0, _REFUSE)]
     steps += [(_LOAD, 0, 0, _NUMBER_AT), (_EQUAL, 0, 3, _OPENAT)]
-    flags = _ARGUMENTS_AT + 8 * _FLAGS  # its lower half: the flags are 32 bits
+    flags = _ARGUMENTS_AT + 8 * _FLAGS  # the lower half of the argument: the flags have 32 bits
     steps += [(_LOAD, 0, 0, flags), (_ANY_BIT, len(numbers) + 1, 0, _WRITES), (_RETURN, 0, 0, _ALLOW)]
     for left, number in enumerate(numbers):
         steps.append((_EQUAL, len(numbers) - left, 0, number))
@@ -61,7 +61,7 @@ def _program() -> bytes:
 
 
 def _confine() -> None:
-    """Gives up other files and all system calls but those of the filter. Raises OSError if the kernel refuses."""
+    """Gives up other files, and all system calls except those of the filter. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     program = ctypes.create_string_buffer(_program())
 
@@ -75,7 +75,7 @@ def _confine() -> None:
 
 
 def _restrict_reading(libc: ctypes.CDLL) -> None:
-    """Gives up all files but those that programs import."""
+    """Gives up opening all files except those that programs import."""
     handled = ctypes.c_uint64(_ALL_ACCESS)
     rules = _checked(libc.syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0), "Landlock")
     packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -99,7 +99,7 @@ def _checked(result: int, what: str) -> int:
 
 def _limit(*, seconds: float, memory_bytes: int) -> None:
     libc = ctypes.CDLL(None)
-    libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)  # ends with its parent
+    libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)  # ends this process with its parent
     limits = {resource.RLIMIT_CPU: int(seconds) + 1, resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0}
     limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NOFILE: 64}
     for name, most in limits.items():
@@ -109,7 +109,7 @@ def _limit(*, seconds: float, memory_bytes: int) -> None:
 def main() -> NoReturn:
     """Reads the program, confines this process, runs the program, and reports how it ended."""
     with os.fdopen(0, "rb", buffering=0, closefd=False) as pipe:
-        given = json.loads(pipe.readline())  # without a buffer, which would hold the token
+        given = json.loads(pipe.readline())  # unbuffered, because a buffer would hold the token
     answer, token_pipe = os.dup(1), os.dup(0)
     empty = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -129,7 +129,7 @@ def main() -> NoReturn:
 
 
 def _run(code: str) -> str:
-    """Runs a program; returns the name of the builtin error that ended it, or of the base of another error; or ""."""
+    """Runs a program; returns "", or the name of the error that ended it (of its builtin base class)."""
     try:
         exec(code, {"__name__": "__main__"})
     except BaseException as error:

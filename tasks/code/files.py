@@ -1,7 +1,7 @@
-"""Files of source code: by language, split by package, without those that share text with an evaluation set.
+"""A task of source code files: by language, split by package, without those that share text with an evaluation set.
 
-Copies of a file are mostly in the same package, so a package belongs to one split as a whole, chosen by the hash of its
-name: the first folder below the common folder of all files, or the name of a file that is in none.
+Copies of a file are mostly in the same package, so each package belongs to one split, chosen by the hash of its name:
+the first folder below the common folder of all files, or the name of a file without such a folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LANGUAGES: Mapping[str, tuple[str, ...]] = {
     "rust": (".rs",),
     "shell": (".sh", ".bash"),
 }
-_LARGEST_BYTES = 2**20  # of a file; larger ones are data or generated
+_LARGEST_BYTES = 2**20  # larger files are data or generated code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class CodeFiles(chunks.ChunkTask):
         return (*self.files, *self.exclude, *([self.vocabulary.path] if can(self.vocabulary, ReadsFile) else []))
 
     def describe(self) -> str:
-        """Returns one line for the run summary; counts of documents once they are read."""
+        """Returns one line for the run summary, with counts of documents once they are read."""
         source = ", ".join(self.files) if self.files else "Python's standard library"
         parts = [f"code_files: {', '.join(self.languages)} of {source}"]
         for split, rows in self._rows.items():
@@ -102,7 +102,7 @@ class CodeFiles(chunks.ChunkTask):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (the task lives as long as the process)
     def fingerprint(self) -> str:
-        """Returns a hash of the files' names, sizes and content, and of what is left out."""
+        """Returns a hash of the files' names, sizes and content, and of the settings that leave files out."""
         listing = [(file.name, file.size_bytes) for file in self._listed]
         excluded = self._excluded.digest if self._excluded else ""
         settings = (self.held_out_percent, self.least_tokens, excluded, self.vocabulary.hash)
@@ -154,7 +154,7 @@ class CodeFiles(chunks.ChunkTask):
         for file in self._listed:
             text = self._text(file) if self._split_of(file) == split else ""
             digest = hashlib.sha256(text.encode()).digest()
-            if not text or digest in seen:  # copies of a file count once
+            if not text or digest in seen:  # only one of several copies is kept
                 continue
             seen.add(digest)
             if split == "train" and self._excluded and self._excluded.shares_text(text):
@@ -167,7 +167,7 @@ class CodeFiles(chunks.ChunkTask):
         return with_end(self.vocabulary.encode(text), self.vocabulary, where=lambda: file.path)
 
     def _text(self, file: File) -> str:
-        """Returns the text of a file; empty if it is not UTF-8."""
+        """Returns the text of a file; "" if it is blank or not UTF-8."""
         with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
             content = stream.read()
         try:
@@ -198,18 +198,19 @@ def code_files(
 
     Args:
       files: one or more patterns (`/code/**/*.js`, gs://); None: Python's standard library without its tests.
-      languages: some of `LANGUAGES`; files with other endings are left out, and those of over 1 MiB.
+      languages: some of `LANGUAGES`; files with other endings, or over 1 MiB, are left out.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
-      vocabulary: default: bytes.
+      vocabulary: converts text to ids; default: bytes.
       held_out: the split of evaluations: "validation", to choose a checkpoint, or "test".
-      held_out_percent: share of the packages in each of these splits, 1 to 49.
-      exclude: files of evaluation sets (`HumanEval.jsonl`); training files that share text with them are left out.
+      held_out_percent: percentage of the packages in each of "validation" and "test", 1 to 49.
+      exclude: files of evaluation sets, such as `HumanEval.jsonl`; training files that share text with them are left
+          out.
       exclude_words, exclude_characters: see `tasks.text.decontamination.Excluded`.
       least_tokens: shorter pieces of files are left out.
 
     Raises:
-      UserError: an unknown language, or a share out of range.
+      UserError: a language is unknown, or a number is out of range.
     """
     patterns = (files,) if isinstance(files, str) else tuple(files or ())
     excluded = (exclude,) if isinstance(exclude, str) else tuple(exclude)

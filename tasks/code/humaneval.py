@@ -1,7 +1,7 @@
-"""HumanEval: how many problems a model solves by writing a function, with unit tests.
+"""Scores a model on HumanEval: how many problems it solves by writing a function that passes unit tests.
 
-Chen et al. 2021, "Evaluating Large Language Models Trained on Code". A model continues the beginning of a function, the
-continuation ends before the next statement at the top level, and the tests of the problem run in `sandbox`.
+Chen et al. 2021, "Evaluating Large Language Models Trained on Code". The model continues the beginning of a function.
+The continuation is cut before the next top-level statement, and the problem's tests run in `sandbox`.
 """
 
 import json
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     """A problem in the format of HumanEval.
 
     Attributes:
-      name: such as `HumanEval/0`.
+      name: the problem's name, such as `HumanEval/0`.
       prompt: the beginning of a function.
       test: code that defines `check(function)`.
       entry_point: name of the function.
@@ -35,12 +35,12 @@ class Problem(NamedTuple):
     entry_point: str
 
     def program(self, completion: str) -> str:
-        """Returns the program that tests a completion."""
+        """Returns a program that runs the tests on a completion."""
         return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})\n"
 
 
 def read(file: str, *, most: int | None = None) -> list[Problem]:
-    """Reads problems, the first `most` of them, from JSON lines with task_id, prompt, test and entry_point.
+    """Reads problems (only the first `most`) from JSON lines with task_id, prompt, test and entry_point.
 
     Raises:
       UserError: there is no such file, it is empty, or a line is malformed.
@@ -75,16 +75,16 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         1 - C(n - c, k) / C(n, k)
 
     Args:
-      samples: n, at least k.
-      correct: c, how many of them are correct.
-      k: number of tries.
+      samples: n, the number of samples, at least k.
+      correct: c, the number of correct samples.
+      k: the number of tries.
     """
     assert 0 <= correct <= samples >= k > 0
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def score(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
-    """Runs the tests of completions, equally many for each problem, and returns pass@k and every outcome."""
+    """Runs the tests on completions, equally many per problem in order, and returns pass@k and every outcome."""
     samples = len(completions) // len(problems)
     owners = [problem for problem in problems for _ in range(samples)]
     programs = [problem.program(text) for problem, text in zip(owners, completions, strict=True)]

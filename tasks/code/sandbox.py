@@ -18,18 +18,18 @@ from core.errors import UserError
 from tasks.code import confined
 
 _SCRIPT = str(Path(confined.__file__))
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # no secrets
-_START_SECONDS = 60.0  # for the interpreter to start on a busy machine
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # contains no secrets
+_START_SECONDS = 60.0  # time for the interpreter to start on a busy machine
 _EXPECTED = f"expected {' on '.join(confined.SYSTEM)}, with seccomp and Landlock (Linux 5.13)"
 _ERRORS = {name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)}
 
 
 class Limits(NamedTuple):
-    """Limits of a program.
+    """The limits of a program.
 
     Attributes:
-      seconds: time after the interpreter has started, also of the processor.
-      memory_bytes: limit of the address space, with the interpreter.
+      seconds: wall time from when the interpreter is ready, and also a limit of CPU time.
+      memory_bytes: limit of the address space, including the interpreter's.
     """
 
     seconds: float = 3.0
@@ -41,8 +41,8 @@ class Outcome(NamedTuple):
 
     Attributes:
       passed: whether it ran to its end.
-      why: "" if it passed, else the name of a builtin error, `timed out`, `ended early` or `killed by signal N`. No
-        text of the program's own, so that what it reads does not get into results.
+      why: "" if it passed; otherwise the name of a builtin error, `timed out`, `ended early` or `killed by signal N`.
+          It never has text from the program, which could contain what the program has read.
     """
 
     passed: bool
@@ -50,12 +50,12 @@ class Outcome(NamedTuple):
 
 
 def run(code: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 (immutable)
-    """Runs one program to its end or its limits; no process of it remains.
+    """Runs one program until it ends or reaches a limit; leaves no process behind.
 
     Raises:
       UserError: its process did not start or could not be confined; the program was not run.
     """
-    token = secrets.token_hex(16)  # a program that ends this process early, or writes to the pipe, has not passed
+    token = secrets.token_hex(16)  # the program does not know it, so it cannot pretend to have passed
     command = [sys.executable, "-I", "-B", _SCRIPT]
     pipe = subprocess.PIPE
     pipes: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "bufsize": 0}
@@ -66,7 +66,7 @@ def run(code: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 (immutab
     with started as process:
         assert process.stdin is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; `_require_start` says how
+            with contextlib.suppress(BrokenPipeError):  # the process has ended; `_require_start` says how
                 process.stdin.write(f"{json.dumps({'code': code, **limits._asdict()})}\n{token}".encode())
             process.stdin.close()
             _require_start(process)
@@ -101,7 +101,7 @@ def _require_start(process: subprocess.Popen) -> None:
 
 
 def _answer(process: subprocess.Popen, seconds: float) -> str | None:
-    """Returns what a program answers, at most 200 bytes; None if it does not answer and end in time."""
+    """Returns what the process writes, about 200 bytes at most; None if it does not end in time."""
     assert process.stdout is not None
     end, said = time.monotonic() + seconds, b""
     while len(said) <= 200:
@@ -112,7 +112,7 @@ def _answer(process: subprocess.Popen, seconds: float) -> str | None:
         if not part:
             try:
                 process.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:  # it has closed the pipe and goes on
+            except subprocess.TimeoutExpired:  # it closed the pipe but keeps running
                 return None
             break
         said += part
@@ -120,10 +120,10 @@ def _answer(process: subprocess.Popen, seconds: float) -> str | None:
 
 
 def run_all(programs: Sequence[str], limits: Limits = Limits()) -> list[Outcome]:  # noqa: B008 (immutable)
-    """Runs programs, as many at a time as this process may use processors.
+    """Runs programs, as many at a time as there are CPUs for this process.
 
     Raises:
-      UserError: a program could not be confined; if none can on this machine, none was run.
+      UserError: a program could not be confined. If confinement does not work on this machine, none was run.
     """
     require_confinement()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -29,15 +29,15 @@ def dataset(
     """Returns a task that reads puzzles from a folder.
 
     Args:
-      directory: local or gs://, with train/ and test/. If it is None, `problems` reports an error.
+      directory: the folder, local or gs://, with train/ and test/. None is an error, which `problems` reports.
       length: S, tokens per puzzle; must equal the dataset's seq_len.
-      vocab_size: must equal the dataset's.
+      vocab_size: number of tokens; must equal the dataset's.
       train_puzzles: use only the first `train_puzzles` training puzzles; None: all.
       train_copies: use only the first `train_copies` augmentations of each puzzle; None: all.
-      epochs_per_iteration: epochs that are shuffled together; examples at their end that do not fill a batch are
-        dropped. None: enough to drop at most 0.1 %.
+      epochs_per_iteration: number of epochs that are shuffled together; examples at their end that do not fill a batch
+        are dropped. None: enough epochs that at most 0.1% is dropped.
       eval_puzzles: number of held-out examples in an evaluation; None: all.
-      eval_seed: selects these examples; the same ones at every evaluation.
+      eval_seed: seed that selects these examples, which are the same at every evaluation.
 
     Raises:
       UserError: a number is out of range.
@@ -65,11 +65,11 @@ def sudoku(
     No held-out puzzle is a symmetric copy of a training puzzle.
 
     Args:
-      size: 4, 6 or 9.
+      size: rows and columns: 4, 6 or 9.
       num_train: number of training puzzles.
       num_test: number of held-out puzzles.
       num_aug: symmetric copies added to each training puzzle.
-      clues: minimum and maximum number of clues; None: depends on the size.
+      clues: minimum and maximum number of clues; None: a default for each size.
       seed: seed of the generator; the same seed gives the same bytes.
       directory: where the first run writes the puzzles and later runs find them; None: in the run directory.
       eval_puzzles: number of held-out puzzles in an evaluation; None: all.
@@ -109,7 +109,7 @@ def maze(
       size: rows and columns.
       num_train: number of training mazes.
       num_test: number of held-out mazes.
-      min_path: the shortest path has more steps than this; None: 110 for 30 x 30, proportional to the area otherwise.
+      min_path: shortest paths have more steps than this; None: 110 for 30 x 30, otherwise proportional to the area.
       augment: whether to add the seven other orientations of every training maze.
       seed: seed of the generator; the same seed gives the same bytes.
       directory: where the first run writes the mazes and later runs find them; None: in the run directory.

@@ -38,11 +38,11 @@ class Variant(NamedTuple):
     colors: tuple[int, ...] = IDENTITY
 
     def apply(self, grid: np.ndarray) -> np.ndarray:
-        """Converts a grid [H, W] of the puzzle to that of the variant."""
+        """Converts a grid [H, W] of the puzzle to the variant's grid."""
         return np.ascontiguousarray(symmetries.orient(np.asarray(self.colors, np.uint8)[grid], self.orientation))
 
     def undo(self, grid: np.ndarray) -> np.ndarray:
-        """Converts a grid [H, W] of the variant back to that of the puzzle."""
+        """Converts a grid [H, W] of the variant back to the puzzle's grid."""
         return np.argsort(self.colors).astype(np.uint8)[symmetries.restore(grid, self.orientation)]
 
     def name(self, puzzle: str) -> str:
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 
 
 def random_variant(rng: np.random.Generator) -> Variant:
-    """Draws a random orientation and a random permutation of colors 1 to 9."""
+    """Returns a variant with a random orientation and a random permutation of colors 1 to 9."""
     return Variant(int(rng.integers(8)), (0, *(1 + rng.permutation(COLORS - 1)).tolist()))
 
 
@@ -95,7 +95,7 @@ def check(grid: Sequence[Sequence[int]], *, where: str) -> np.ndarray:
 def frame(grid: np.ndarray, *, at: tuple[int, int] = (0, 0)) -> np.ndarray:
     """Encodes a grid as [900] tokens, with its upper left corner at row and column `at` of the frame."""
     (top, left), (height, width) = at, grid.shape
-    tokens = np.full((FRAME + 1, FRAME + 1), PAD, np.uint8)  # one larger: END tokens outside the frame are cropped
+    tokens = np.full((FRAME + 1, FRAME + 1), PAD, np.uint8)  # larger: END tokens outside are cropped
     tokens[top : top + height, left : left + width] = grid + FIRST_COLOR
     tokens[top + height, left : left + width] = END
     tokens[top : top + height, left + width] = END
@@ -103,12 +103,12 @@ def frame(grid: np.ndarray, *, at: tuple[int, int] = (0, 0)) -> np.ndarray:
 
 
 def crop(tokens: np.ndarray) -> np.ndarray:
-    """Decodes [900] tokens to the largest rectangle [H, W] of colors at the upper left corner; [0, 0] if none.
+    """Decodes [900] tokens to the largest rectangle [H, W] of colors at the upper left corner; [0, 0] if there is none.
 
     Of equally large rectangles it returns the one with the fewest rows. A model's answer need not be a valid grid.
     """
     colors = np.asarray(tokens).reshape(FRAME, FRAME) >= FIRST_COLOR
-    widths = np.minimum.accumulate(np.cumprod(colors, axis=1).sum(1))  # widths[h - 1]: rectangle of h rows
+    widths = np.minimum.accumulate(np.cumprod(colors, axis=1).sum(1))  # widths[h - 1]: with h rows
     areas = widths * np.arange(1, FRAME + 1)
     height = int(np.argmax(areas)) + 1
     if not areas[height - 1]:

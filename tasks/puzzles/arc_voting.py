@@ -1,9 +1,9 @@
 """Scores a model on ARC by voting over its answers to many variants of each puzzle.
 
-The answer to a variant is converted back to the puzzle and counts as a vote for the resulting grid. `count_votes`
-counts the votes of one checkpoint, and `merged` adds those of several; a report must say which of the two it scores.
+The answer to a variant is converted back to the puzzle, and counts as a vote for the resulting grid. `count_votes`
+counts the votes of one checkpoint, and `merged` adds those of several checkpoints; a report must say which it scores.
 
-Candidates are ranked by number of votes, then by mean confidence of the model, sigmoid(q_halt).
+Candidates are ranked by number of votes, then by the model's mean confidence sigmoid(q_halt).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Judge:
     """Scores a model's answers to the held-out rows of an ARC dataset.
 
     Attributes:
-      name: under which scores are stored.
-      needed_answers: names of the model outputs that it reads, one value per row.
+      name: the name under which scores are stored.
+      needed_answers: names of the model outputs that it reads, each with one entry per row.
       puzzles: content of test_puzzles.json.
       names: identifiers of puzzles and variants, indexed by puzzle id.
       blank: the puzzle id of rows that only fill the last batch; they do not vote.
@@ -109,7 +109,7 @@ class Judge:
 
 
 def read_judge(directory: str) -> Judge | None:
-    """Returns the judge of the dataset in a folder; None if it has no test_puzzles.json (is not an ARC dataset).
+    """Returns the judge of the dataset in a folder; None if it is not an ARC dataset (has no test_puzzles.json).
 
     Raises:
       UserError: test_puzzles.json is damaged or empty.
@@ -128,7 +128,7 @@ def read_judge(directory: str) -> Judge | None:
 
 
 def count_votes(answers: Iterable[Answer]) -> Votes:
-    """Counts the votes of one evaluation; an answer that is not a grid is no vote."""
+    """Counts the votes of one evaluation; answers that are not grids do not count."""
     found: dict[tuple[str, Grid], dict[Grid, Support]] = {}
     for answer in answers:
         puzzle, variant = arc_grids.parse(answer.name)

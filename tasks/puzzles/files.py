@@ -1,4 +1,4 @@
-"""Reads and validates puzzle datasets on disk, in the format of TRM's own tools.
+"""Reads and validates puzzle datasets on disk, in the format of the tools of TRM (Tiny Recursive Model).
 
     DIR/identifiers.json                     names of puzzles by id; 0 is "<blank>". Written last: marks completion
     DIR/{train,test}/dataset.json            `Metadata`
@@ -28,7 +28,7 @@ SET = "all"
 BLANK = "<blank>"
 ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 IDENTIFIERS, METADATA = "identifiers.json", "dataset.json"
-_CHECKED_AT_ONCE = 2**16  # examples
+_CHECKED_AT_ONCE = 2**16  # number of examples that are hashed
 _FINGERPRINT_EXAMPLES = 1000
 
 
@@ -41,11 +41,11 @@ class Metadata:
       ignore_label_id: label that is not scored; None if all labels are scored.
       blank_identifier_id: puzzle identifier of the rows that fill the last batch.
       vocab_size: tokens are 0 to vocab_size - 1.
-      seq_len: S.
+      seq_len: S, tokens per example.
       num_puzzle_identifiers: rows of the model's puzzle embedding table.
-      total_groups: G.
-      mean_puzzle_examples: E / P.
-      total_puzzles: P. Not reliable: TRM's own tool writes G for Sudoku and mazes.
+      total_groups: G, number of groups.
+      mean_puzzle_examples: E / P, examples per puzzle.
+      total_puzzles: P, number of puzzles. Not reliable: TRM's tools write G for Sudoku and mazes.
       sets: always one, "all".
     """
 
@@ -86,7 +86,7 @@ def total_steps(metadata: Metadata, *, epochs: int, batch_size: int) -> int:
 
 
 def is_dataset(directory: str) -> bool:
-    """Returns True if the directory holds a complete dataset."""
+    """Returns whether the directory has a complete dataset."""
     return (paths.resolve(directory) / IDENTIFIERS).exists()
 
 
@@ -142,7 +142,7 @@ def read_split(directory: str, split: str) -> Split:
 
 
 def read_group_indices(directory: str, split: str) -> np.ndarray:
-    """Reads only group_indices [G + 1] of a split. Raises UserError for a file that is missing or damaged."""
+    """Reads only group_indices [G + 1] of a split. Raises UserError if the file is missing or damaged."""
     return _read_array(paths.resolve(directory) / split / f"{SET}__group_indices.npy")
 
 
@@ -172,7 +172,7 @@ class Cut(NamedTuple):
     copies: int | None = None
 
     def require(self, group_indices: np.ndarray, *, directory: str) -> None:
-        """Raises UserError if a split with these group_indices [G + 1] is smaller than the part."""
+        """Raises UserError if a split with these group_indices [G + 1] is smaller than the selection."""
         groups = len(group_indices) - 1
         sizes = np.diff(np.asarray(group_indices, np.int64))[: self.puzzles]
         copies = int(sizes.min()) - 1 if groups else 0
@@ -185,7 +185,7 @@ class Cut(NamedTuple):
         )
 
     def of(self, split: Split) -> Split:
-        """Applies the selection to a split; copies the arrays unless the part is a prefix of them."""
+        """Returns the selected part of a split; copies the arrays unless it is a prefix of them."""
         if self == Cut():
             return split
         first, after = (np.asarray(a, np.int64) for a in (split.group_indices[:-1], split.group_indices[1:]))
@@ -214,13 +214,13 @@ class Cut(NamedTuple):
 
 
 def _ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Concatenates the ranges first[i] … after[i] - 1."""
+    """Returns the concatenation of the ranges first[i] … after[i] - 1."""
     sizes = after - first
     return np.repeat(first - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes) + np.arange(sizes.sum())
 
 
 def fingerprint(splits: Iterable[Split]) -> str:
-    """Hashes the metadata, the index arrays, and 1,000 examples spread over each split."""
+    """Returns a hash of the metadata, the index arrays, and about 1,000 examples spread over each split."""
     digest = hashlib.sha256()
     for found in splits:
         digest.update(json.dumps(dataclasses.asdict(found.metadata), sort_keys=True).encode())
@@ -251,7 +251,7 @@ def _read_array(file: paths.Path) -> np.ndarray:
 
 
 def _read_header(file: paths.Path, stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Returns shape, whether in column order, and dtype, and leaves the stream at the first value."""
+    """Returns shape, whether the array is in column order, and dtype; leaves the stream at the first value."""
     try:
         version = np.lib.format.read_magic(stream)
         reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -317,6 +317,6 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Serializes a value of the dataset as JSON; equal values give equal bytes."""
+    """Serializes a value as JSON; equal values give equal bytes."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     return json.dumps(plain, indent=1, sort_keys=isinstance(plain, Mapping)) + "\n"

@@ -15,7 +15,7 @@ from tasks.puzzles import benchmarks, mazes, symmetries, writing
 from tasks.puzzles.mazes import CHARACTERS, OPEN, PATH, Maze
 
 _DRAWS_PER_MAZE = 300
-_TEST, _TRAIN = range(2)  # streams of random numbers
+_TEST, _TRAIN = range(2)  # keys of streams of random numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class MazeSet:
 
     Attributes:
       size: N, rows and columns.
-      num_train: training mazes, each a group; None: all of the CSV file.
-      num_test: held-out mazes; None: all of the CSV file.
+      num_train: number of training mazes, each a group; None: all of the CSV file.
+      num_test: number of held-out mazes; None: all of the CSV file.
       min_path: generated shortest paths have more steps than this; None: 110 for 30 x 30, proportional to the area.
       augment: whether training mazes appear in all eight orientations.
-      csv: folder with train.csv and test.csv (columns source, question, answer, rating); empty: generate.
+      csv: folder with train.csv and test.csv (columns source, question, answer, rating); "": mazes are generated.
       seed: seed of the generator.
 
     Raises:
@@ -62,7 +62,7 @@ class MazeSet:
 
     @property
     def exceeds(self) -> int:
-        """The lower limit of shortest paths: generated ones have more steps than this."""
+        """Shortest paths of generated mazes have more steps than this."""
         return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
 
     def about(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class MazeSet:
 
         Args:
           directory: local or gs://; must be empty or not exist.
-          report: called with the number of mazes done and in all.
+          report: called with the number of mazes done and in total.
 
         Raises:
           UserError: the directory is not empty, a CSV file is invalid, or there are not enough different mazes.
@@ -128,7 +128,7 @@ class MazeSet:
 
 
 def _is_new(maze: Maze, seen: set[bytes]) -> bool:
-    """Adds a maze to `seen`; returns False if it, or one of its orientations, was already there."""
+    """Adds a maze to `seen`; returns False if the maze, or one of its orientations, was already there."""
     before = len(seen)
     seen.add(symmetries.smallest(maze.grid))
     return len(seen) > before
@@ -159,7 +159,7 @@ def _only(grid: np.ndarray, solved: np.ndarray) -> np.ndarray:
 
 
 def _rows(grid: np.ndarray, orientations) -> np.ndarray:
-    """Returns a grid in each of A orientations, [A, N * N]."""
+    """Returns a grid in each of A orientations, as [A, N * N]."""
     return np.stack([symmetries.orient(grid, o).ravel() for o in orientations])
 
 

@@ -2,8 +2,8 @@
 
 A maze starts as a random tree of corridors between rooms on every other cell. Then a few walls between corridors are
 removed, so that there is more than one path. Among equally short paths, the label is the one that a breadth-first
-search from S finds when it visits neighbors in the order down, left, right, up: a rule that a model can learn. (A
-rotated or mirrored maze keeps its path, which may then break the rule.)
+search from S finds if it visits neighbors in the order down, left, right, up: a rule that a model can learn. (A rotated
+or mirrored maze keeps its path, which may then break the rule.)
 
 Tokens: 0 padding (never used), 1 wall "#", 2 open " ", 3 start "S", 4 goal "G", 5 path "o". N rows and columns.
 """
@@ -15,16 +15,16 @@ import numpy as np
 
 from core.errors import UserError
 
-CHARACTERS = "# SGo"  # tokens 1 to 5
+CHARACTERS = "# SGo"  # the tokens 1 to 5 as text
 WALL, OPEN, START, GOAL, PATH = range(1, 6)
 _STEPS = ((1, 0), (0, -1), (0, 1), (-1, 0))  # down, left, right, up
-_MOST_REMOVED = 0.12  # largest fraction of the walls between two corridors that are removed
+_MOST_REMOVED = 0.12  # largest fraction of the walls between two corridors that is removed
 
 Cell = tuple[int, int]
 
 
 class Maze(NamedTuple):
-    """Tokens [N, N] without (`grid`) and with (`solved`) the shortest path, and its length in steps."""
+    """The tokens [N, N] without (`grid`) and with (`solved`) the shortest path, and its length in steps."""
 
     grid: np.ndarray
     solved: np.ndarray
@@ -35,7 +35,7 @@ def search(is_open: np.ndarray, start: Cell) -> tuple[np.ndarray, dict[Cell, Cel
     """Runs breadth-first search over open cells [N, M], visiting neighbors in the order down, left, right, up.
 
     Returns:
-      Steps from `start`, [N, M], -1 for unreachable cells; and the predecessor of each reached cell.
+      The number of steps from `start`, [N, M], with -1 for unreachable cells; and the predecessor of each reached cell.
     """
     steps = np.full(is_open.shape, -1)
     steps[start] = 0
@@ -118,7 +118,7 @@ def _carved(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _divides(is_open: np.ndarray) -> np.ndarray:
-    """Returns the walls with corridors on two opposite sides, [N, N]."""
+    """Returns whether each cell is a wall with corridors on two opposite sides, [N, N]."""
     around = np.pad(is_open, 1)
     across = around[1:-1, :-2] & around[1:-1, 2:]
     upright = around[:-2, 1:-1] & around[2:, 1:-1]

@@ -1,14 +1,15 @@
-"""Selects the examples of each batch, as indices into a split: endless and shuffled, or each example once in order.
+"""Selects the examples of each batch, as indices into a split: endlessly and shuffled, or each example once in order.
 
 The shuffled order is drawn in iterations. Iteration i (from 1) draws from Philox(seed + i): first `epochs` permutations
-of the groups, then one puzzle for each visit of a group. An epoch thus visits each group once, for any number of
-augmentations; any host can compute the whole order, and a position is a few numbers.
+of the groups, then one puzzle for each visit of a group. So an epoch visits each group once, whatever the number of
+augmentations; any host can compute the whole order; and a position is a few numbers.
 
     Philox(seed + i)    groups  2 0 1 | 1 2 0     2 epochs of 3 groups
                         puzzles 7 1 4   3 8 0     one puzzle of each visited group
 
-A puzzle with several examples (ARC) contributes as many as the batch has room for, without repetition. They are drawn
-from a separate generator for each batch, keyed by (seed, iteration, visit), so that they do not change the other draws.
+A puzzle with several examples (ARC) contributes as many of them as the batch has room for, without repetition. They are
+drawn from a separate generator for each batch, keyed by (seed, iteration, visit), so that they do not change the other
+draws.
 Examples at the end of an iteration that do not fill a batch are dropped. This order is not a seqio task, because seqio
 shuffles examples through a buffer and has no groups.
 
@@ -26,9 +27,9 @@ from core.files import foreign_json
 from tasks.puzzles.files import Split
 from tasks.streams import read_position
 
-FILLER = -1  # example index of the rows that fill the last batch of an evaluation
+FILLER = -1  # the example index of rows that only fill the last batch of an evaluation
 _BATCHES_PER_ITERATION = 1000
-_LONGEST_ORDER = 2**25  # limit on the visits of one iteration, which are kept in memory
+_LONGEST_ORDER = 2**25  # limit on the visits per iteration, which are kept in memory
 
 
 class Picked(NamedTuple):
@@ -44,7 +45,7 @@ class Picked(NamedTuple):
 
 
 def epochs_per_iteration(split: Split, *, batch_size: int) -> int:
-    """Returns the number of epochs with which an iteration drops at most 0.1 % of its examples, limited by memory."""
+    """Returns a number of epochs for which an iteration drops at most 0.1% of its examples, unless memory limits it."""
     groups = len(split.group_indices) - 1
     enough = -(-_BATCHES_PER_ITERATION * batch_size // max(1, groups))
     return max(1, min(enough, _LONGEST_ORDER // max(1, groups)), -(-batch_size // max(1, groups)))
@@ -111,7 +112,7 @@ class Shuffled:
         return self._pick_single() if self._single else self._pick_several()
 
     def _pick_single(self) -> Picked | None:
-        """Picks a batch if every puzzle has one example: vectorized, with the same draws as `_pick_several`."""
+        """Picks a batch if every puzzle has one example: vectorized, and with the same draws as `_pick_several`."""
         groups = self._order[self._visit : self._visit + self._batch_size]
         if len(groups) < self._batch_size:
             return None
@@ -167,7 +168,7 @@ class InOrder:
 
 
 def _plain(value: Any) -> Any:
-    """Converts the state of a generator to JSON; arrays become {"uint64": [...]}."""
+    """Converts the state of a generator to JSON values; arrays become {"uint64": [...]}."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray):

@@ -17,7 +17,7 @@ import numpy as np
 from tasks.puzzles import sudoku_solver
 from tasks.puzzles.sudoku_solver import BOXES, Search
 
-CLUES = {4: (4, 8), 6: (8, 14), 9: (22, 32)}  # size: minimum and maximum number of clues of a generated puzzle
+CLUES = {4: (4, 8), 6: (8, 14), 9: (22, 32)}  # by size: minimum and maximum number of clues of a generated puzzle
 _ROUNDS = 4  # refinement rounds of a signature
 
 
@@ -57,7 +57,7 @@ def random_symmetry(rng: np.random.Generator, *, size: int) -> Symmetry:
 
 
 def _lines(rng: np.random.Generator, size: int, together: int) -> np.ndarray:
-    """Returns a random order [N] of rows (or columns): permutes bands of `together` lines, and lines within each."""
+    """Returns a random order [N] of rows (or columns): permutes bands of `together` lines, and lines in each band."""
     bands = rng.permutation(size // together)
     return np.concatenate([band * together + rng.permutation(together) for band in bands])
 
@@ -65,8 +65,8 @@ def _lines(rng: np.random.Generator, size: int, together: int) -> np.ndarray:
 def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | None = None) -> Puzzle:
     """Generates a puzzle with exactly one solution.
 
-    Clues are removed from a solved grid in random order, keeping those without which there would be a second solution.
-    This stops at a number of clues drawn uniformly from `clues`, or above it if no other clue can be removed.
+    Clues are removed from a solved grid in random order, except those without which there would be a second solution.
+    This stops at a number of clues drawn uniformly from `clues`, or earlier if no other clue can be removed.
 
     Args:
       rng: source of randomness.
@@ -88,7 +88,7 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
 
 
 def rate(grid: Sequence[int], *, size: int) -> int:
-    """Returns the difficulty of a puzzle: the backtracks of a complete search (`sudoku_solver.solve`)."""
+    """Returns the difficulty of a puzzle: the number of backtracks of a complete search (`sudoku_solver.solve`)."""
     return sudoku_solver.solve(grid, size=size)[1]
 
 
@@ -101,7 +101,7 @@ def _solved(rng: np.random.Generator, size: int) -> list[int]:
 
 
 def _may_go(grid: list[int], cell: int, size: int) -> bool:
-    """Returns True if the solution stays unique without this clue: no solution has another digit in the cell."""
+    """Returns whether the solution stays unique without this clue: no solution has another digit in the cell."""
     of = sudoku_solver.shape(size)
     without = [*grid]
     without[cell] = 0

@@ -18,11 +18,11 @@ from tasks.puzzles import benchmarks, sudoku_puzzles, writing
 from tasks.puzzles.sudoku_puzzles import CLUES, Puzzle
 from tasks.puzzles.sudoku_solver import shape
 
-Report = Callable[[int, int | None], None]  # steps done and in all: puzzles found, groups written, or CSV lines read
+Report = Callable[[int, int | None], None]  # steps done and in total: puzzles, groups or CSV lines
 _LINES_PER_REPORT = 1000
 _FAILED_DRAWS = 3  # consecutive failed draws, per puzzle found, after which the generator gives up
 _SIGNED_AT_ONCE = 4096
-_TEST, _TRAIN, _AUGMENT = range(3)  # streams of random numbers
+_TEST, _TRAIN, _AUGMENT = range(3)  # keys of streams of random numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class SudokuSet:
 
     Attributes:
       size: 4, 6 or 9.
-      num_train: training puzzles, each a group.
-      num_test: held-out puzzles; None: all of the CSV file.
-      num_aug: symmetric copies added to each training puzzle.
-      clues: minimum and maximum number of clues of a generated puzzle; None: depends on the size.
-      csv: folder with train.csv and test.csv (columns source, question, answer, rating); empty: generate.
+      num_train: number of training puzzles, each a group.
+      num_test: number of held-out puzzles; None: all of the CSV file.
+      num_aug: number of symmetric copies added to each training puzzle.
+      clues: minimum and maximum number of clues of a generated puzzle; None: a default for each size.
+      csv: folder with train.csv and test.csv (columns source, question, answer, rating); "": puzzles are generated.
       min_rating: puzzles with a lower rating are left out.
       seed: seed of the generator.
 
@@ -85,7 +85,7 @@ class SudokuSet:
 
         Args:
           directory: local or gs://; must be empty or not exist.
-          report: called with the number of steps done and in all.
+          report: called with the number of steps done and in total.
 
         Raises:
           UserError: the directory is not empty, a CSV file is invalid, or there are not enough different puzzles.
@@ -117,7 +117,7 @@ class SudokuSet:
         return np.random.default_rng((self.seed, *key))
 
     def _group(self, puzzle: Puzzle, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the grids and the solutions of a puzzle and its copies, [1 + num_aug, C] each."""
+        """Returns the grids, and the solutions, of a puzzle and its copies, each [1 + num_aug, C]."""
         rng = self._rng(_AUGMENT, number)
         copies = [sudoku_puzzles.random_symmetry(rng, size=self.size) for _ in range(self.num_aug)]
         grids = [puzzle.grid, *(symmetry(puzzle.grid) for symmetry in copies)]
@@ -227,7 +227,7 @@ def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
 
 
 def is_solved(grid: np.ndarray, *, size: int) -> bool:
-    """Returns True if every row, column and box of a grid [C] has every digit once."""
+    """Returns whether every row, column and box of a grid [C] has every digit once."""
     cells = np.asarray(grid)
     units = ([c for c in range(size**2) if unit >> c & 1] for unit in shape(size).units)
     return all(sorted(cells[unit].tolist()) == list(range(1, size + 1)) for unit in units)

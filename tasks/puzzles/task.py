@@ -1,4 +1,4 @@
-"""The puzzle task: batches from a dataset on disk, or from one that the run builds before its first step.
+"""The puzzle task: reads batches from a dataset on disk, or from one that the run builds before its first step.
 
 The whole global batch is one stream (`tasks.streams`), a pure function of the dataset, the seed and a position. Any
 number of hosts therefore reads the same batches, and only host 0 saves the position.
@@ -34,19 +34,19 @@ class _HasPuzzles(Protocol):
 
 
 class Recipe(Protocol):
-    """The parameters of a dataset that can be built: a frozen dataclass whose fields are JSON."""
+    """The parameters of a dataset that can be built: a frozen dataclass whose fields are JSON values."""
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a puzzle."""
+        """Tokens per puzzle."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens with padding."""
+        """Number of different tokens, including padding."""
 
     @property
     def num_train(self) -> int | None:
-        """Number of training puzzles; None: all that there are."""
+        """Number of training puzzles; None: all."""
 
     def about(self) -> dict[str, Any]:
         """Returns the parameters as JSON; equal parameters build the same bytes."""
@@ -68,7 +68,7 @@ class Stored:
             raise UserError(_EMPTY.format(self.directory))
 
     def split(self, name: str) -> Split:
-        """Returns one split, which is read at the first call."""
+        """Returns one split, which the first call reads."""
         if name not in self._splits:
             found = files.read_split(self.directory, name)
             if name == "train":
@@ -77,7 +77,10 @@ class Stored:
         return self._splits[name]
 
     def problems(self) -> list[str]:
-        """Returns the problems found from the metadata; a dataset on gs:// is not read."""
+        """Returns the problems found from the metadata and, if a part is requested, from the group indices.
+
+        A dataset on gs:// is not read.
+        """
         if not self.directory:
             return ["DATA is not set: bind it to a folder of puzzles written by launch/run make-dataset"]
         if paths.is_remote(self.directory):
@@ -92,7 +95,7 @@ class Stored:
         return []
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns the folders that the user named."""
+        """Returns the folder that the user named, if any."""
         return (self.directory,) if self.directory else ()
 
     def rehearsal(self) -> Stored | None:
@@ -123,10 +126,10 @@ class Built(Stored):
         self.asked = files.Cut(recipe.num_train, getattr(recipe, "num_aug", None))
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Builds the dataset on host 0 if it does not exist; every host reads it.
+        """Builds the dataset on host 0 if it does not exist, and reads it on every host.
 
         Raises:
-          UserError: the folder holds other puzzles, or this host cannot see the dataset that host 0 built.
+          UserError: the folder has other puzzles, or this host cannot see the dataset that host 0 built.
         """
         self.directory = self._named or f"{run_dir}/puzzles"
         self._splits = {}
@@ -144,7 +147,7 @@ class Built(Stored):
         super().prepare(run_dir, is_host_zero=is_host_zero)
 
     def problems(self) -> list[str]:
-        """Returns a problem if a named local folder holds other puzzles."""
+        """Returns a problem if the named local folder has other puzzles."""
         if not self._named or paths.is_remote(self._named) or not files.is_dataset(self._named):
             return []
         different = self._differences()
@@ -168,11 +171,11 @@ class Built(Stored):
         return "puzzles: " + ", ".join(f"{k} {v}" for k, v in self.recipe.about().items() if v not in (None, ""))
 
     def fingerprint(self) -> str:
-        """Returns a hash of the content; before it is built, the recipe's parameters."""
+        """Returns a hash of the content or, before it is built, the recipe's parameters."""
         return super().fingerprint() if self.directory else json.dumps(self.recipe.about(), sort_keys=True)
 
     def _part(self, split: Split) -> Split:
-        return split  # the recipe builds exactly the requested part
+        return split  # the recipe builds only the requested part
 
     def _differences(self) -> str:
         file = paths.resolve(self.directory or self._named or "") / writing.BUILD
@@ -185,15 +188,15 @@ class Built(Stored):
 class PuzzleTask:
     """A `core.types.Task` of puzzles.
 
-    A batch has `inputs` and `labels` [B, S] (label -100 is not scored) and `puzzle_ids` [B], all int32.
+    A batch has `inputs` and `labels` [B, S] (labels of -100 are not scored) and `puzzle_ids` [B], all int32.
 
     Attributes:
       source: the dataset.
-      length: S.
+      length: S, tokens per puzzle.
       vocab_size: tokens are 0 to vocab_size - 1.
       epochs_per_iteration: see `order.Shuffled`.
       eval_puzzles: number of held-out examples in an evaluation, drawn once with `eval_seed`; None: all.
-      eval_seed: selects the held-out examples.
+      eval_seed: seed that selects the held-out examples.
     """
 
     source: Stored
@@ -215,7 +218,7 @@ class PuzzleTask:
 
     @property
     def asked(self) -> files.Cut:
-        """The requested numbers of training puzzles and of copies of each; None: all."""
+        """The requested numbers of training puzzles, and of copies of each; None: all."""
         return self.source.asked
 
     @property
@@ -224,7 +227,7 @@ class PuzzleTask:
         return self.source.split("train").metadata.num_puzzle_identifiers
 
     def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
-        """Returns that the model's table of puzzles has too few rows, which is known after `prepare`."""
+        """Returns a problem if the model's puzzle embedding table has too few rows, which is known after `prepare`."""
         if not (prepared and can(model, _HasPuzzles)) or model.num_puzzles >= self.num_puzzles:
             return []
         return [
@@ -245,7 +248,7 @@ class PuzzleTask:
             raise UserError("\n".join(problems))
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of batches. Raises UserError if the dataset has less than one batch."""
+        """Returns an endless iterator of batches. Raises UserError if an iteration has less than one batch."""
         split = self.source.split("train")
 
         def visits(rows: int) -> order.Shuffled:
@@ -254,7 +257,7 @@ class PuzzleTask:
         return self._batches(layout, split, visits, {"split": "train", "seed": seed})
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out example once, or with each of the fixed subset; fillers are not scored."""
+        """Returns batches with each held-out example, or each of a fixed subset, once; fillers are not scored."""
         split = self.source.split("test")
 
         def visits(rows: int) -> order.InOrder:
@@ -282,11 +285,11 @@ class PuzzleTask:
         return f"{drawn:,} of {count:,} held-out puzzles, drawn with seed {self.eval_seed}"
 
     def evaluating(self, rows: int | None) -> PuzzleTask:
-        """Returns the same task with evaluations of `rows` held-out examples, drawn once; None: of all."""
+        """Returns a copy whose evaluations have `rows` held-out examples, drawn once; None: all."""
         return dataclasses.replace(self, eval_puzzles=rows)
 
     def judge(self) -> arc_voting.Judge | None:
-        """Returns the judge that scores answers by voting; None unless this is an existing ARC dataset."""
+        """Returns the judge that scores answers by voting if this is an existing ARC dataset; otherwise None."""
         return arc_voting.read_judge(self.source.directory) if self.source.directory else None
 
     def problems(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Writes a puzzle dataset, whose files appear together (`tasks.whole_folder`).
+"""Writes a puzzle dataset whose files appear together (`tasks.whole_folder`).
 
-Arrays are appended on disk group by group, so a dataset
-may be larger than memory, and the same examples give the same bytes.
+Arrays are appended on disk group by group, so a dataset may be larger than memory. The same examples give the same
+bytes.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from core.errors import check_integer
 from tasks import whole_folder
 from tasks.puzzles import files
 
-BUILD = "build.json"  # the recipe's parameters, and statistics of the result
-_HEADER_BYTES = 128  # fixed, so that the header can be written last, when the number of rows is known
+BUILD = "build.json"  # file with the recipe's parameters, and statistics of the result
+_HEADER_BYTES = 128  # fixed size, so that the header can be written last, when the number of rows is known
 
 
 class ArrayFile:
@@ -129,7 +129,7 @@ class DatasetWriter:
 
 
 def check_numbers(where: str, *, least: int = 1, **numbers: int | None) -> None:
-    """Raises UserError unless each number is None or an integer of at least `least`."""
+    """Raises UserError unless each number is None or an integer of at least `least`; `where` names the setting."""
     for name, value in numbers.items():
         if value is not None:
             check_integer(value, where=f"{where}: {name}", least=least)
@@ -137,7 +137,7 @@ def check_numbers(where: str, *, least: int = 1, **numbers: int | None) -> None:
 
 @contextlib.contextmanager
 def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str, Any]) -> Iterator[DatasetWriter]:
-    """Yields a writer; its files appear in `directory` when the block ends, and none of them if the block raises.
+    """Yields a writer; its files appear in `directory` when the block ends, or not at all if the block raises.
 
     Args:
       directory: local or gs://; must be empty or not exist.
