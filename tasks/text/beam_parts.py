@@ -1,11 +1,11 @@
-"""Runs the pipelines of registered seqio tasks on Apache Beam, for token caches of much data.
+"""Runs the pipelines of registered seqio tasks on Apache Beam, for token caches of large data.
 
-A worker reads a lane and writes its examples to files. The command then reads these files in the order in which one
-machine makes examples, so the cache has the same bytes:
+A worker reads a lane (a share of a split) and writes its examples to files. The command then reads these files in the
+order in which one machine makes examples, so the cache has the same bytes:
 
   lanes -> Reshuffle -> `_write_lane` on the workers -> parts-HASH/LANE-BEGIN.npz -> `Parts.submit`, in order
 
-A part that is written is not made again, so the next start continues. HASH depends on the task and its sources.
+A part that exists is not made again, so the next start continues. HASH depends on the task and its sources.
 """
 
 import concurrent.futures
@@ -40,13 +40,13 @@ RUNNERS = ("DirectRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 @dataclasses.dataclass(frozen=True)
 class Beam:
-    """The choice of a runner of Beam, with options of Beam as on a command line."""
+    """A Beam runner, and Beam's options as on a command line."""
 
     runner: str
     options: str = ""
 
     def __post_init__(self) -> None:
-        """Raises UserError if Beam is not installed, or the options have a quotation mark that is not closed."""
+        """Raises UserError if Beam is not installed, or if a quotation mark in the options is not closed."""
         try:
             shlex.split(self.options)
         except ValueError as error:
@@ -58,17 +58,17 @@ class Beam:
             )
 
     def arguments(self, processes: int) -> list[str]:
-        """Returns the options of Beam; the DirectRunner gets so many processes, unless the options say otherwise."""
+        """Returns Beam's options; the DirectRunner uses `processes` workers, unless the options say otherwise."""
         own = [f"--direct_num_workers={processes}", "--direct_running_mode=multi_processing"]
         own += ["--default_sdk_harness_log_level=ERROR"]
         return [f"--runner={self.runner}", *(own if self.runner == "DirectRunner" else []), *shlex.split(self.options)]
 
 
 class Parts:
-    """Makes parts on Beam's workers and reads them; `submit` takes the place of `seqio_pipeline.Processes.submit`."""
+    """Makes parts on Beam's workers and reads them; `submit` replaces `seqio_pipeline.Processes.submit`."""
 
     def __init__(self, folder: str) -> None:
-        """Takes their folder, which is of this task and these sources alone."""
+        """Creates the reader of a folder, which must belong to one task with its sources."""
         self._folder = folder
 
     def make(
@@ -79,17 +79,17 @@ class Parts:
         filters: "Filters | None",
         arguments: Sequence[str],
     ) -> None:
-        """Writes the parts of all lanes on the workers.
+        """Lets the workers write the parts of all lanes.
 
         Args:
           asked: the task or mixture.
-          lanes: the lanes.
-          most: examples of a part at most, empty ones included.
+          lanes: the shares of the data, each written by one worker.
+          most: largest number of examples per part, including empty ones.
           filters: as in `seqio_pipeline.convert`.
           arguments: command-line options of the Apache Beam pipeline.
 
         Raises:
-          UserError: the pipeline ends before they are written, or a worker does not see their folder.
+          UserError: the pipeline fails before the parts are written, or a worker does not see their folder.
         """
         import apache_beam
         from apache_beam.options.pipeline_options import PipelineOptions
@@ -99,10 +99,10 @@ class Parts:
         paths.write_text_atomically(paths.resolve(marker), "workers look for this file\n")
         write = functools.partial(_write_lane, marker, asked, most, filters)
         given = pipeline | apache_beam.Create(list(map(tuple, lanes))) | apache_beam.Reshuffle()
-        _ = given | "write parts" >> apache_beam.Map(write)  # errors show this name
+        _ = given | "write parts" >> apache_beam.Map(write)  # errors show this label
         try:
             _run(pipeline)
-        except Exception as error:  # a runner has types of its own
+        except Exception as error:  # runners raise types of their own
             said = " ".join(str(error).split())[-400:]
             raise UserError(
                 f"Apache Beam failed: {type(error).__name__}: {said}. If a worker was killed, it often lacked memory: "
@@ -121,12 +121,12 @@ class Parts:
         most: int,
         filters: "Filters | None",
     ) -> Any:
-        """Reads the part that `call` would make; one that failed is deleted, so that the next start tries again.
+        """Reads the part that `call` would make. A part with an error is deleted, so that the next start tries again.
 
         Args:
           number, call, asked, most, filters: not used.
           lane: the lane of the part.
-          begin: number of its first example.
+          begin: number of the part's first example.
 
         Returns:
           A future of the part, or of the error.
@@ -140,7 +140,7 @@ class Parts:
             return done
         found, problem = _read(file.read_bytes())
         if found is None:
-            file.unlink()  # so that the next start tries again
+            file.unlink()  # the next start tries again
             done.set_exception(UserError(problem))
         else:
             done.set_result(found)
@@ -153,7 +153,7 @@ def _run(pipeline: Any) -> None:
     others = set(psutil.Process().children(recursive=True))
 
     def end(error: BaseException | None) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the first end counts
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # only the first end counts
             ended.set_exception(error) if error else ended.set_result(None)
 
     def run() -> None:
@@ -170,16 +170,16 @@ def _run(pipeline: Any) -> None:
         ended.result()
     finally:
         threading.excepthook = before
-        for process in set(psutil.Process().children(recursive=True)) - others:  # workers, which only write parts
+        for process in set(psutil.Process().children(recursive=True)) - others:  # these only write parts
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
 def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None", fields: tuple) -> int:
-    """Writes the parts of a lane that are missing, on a worker, beside the marker; returns their number.
+    """Runs on a worker: writes the missing parts of a lane beside the marker file; returns the lane's number of parts.
 
     Raises:
-      UserError: the marker of the command is not there.
+      UserError: this worker does not see the command's marker file.
     """
     if not paths.resolve(marker).exists():
         raise UserError(
@@ -187,7 +187,7 @@ def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None",
             "or a disk that all workers share"
         )
     folder = marker.rpartition("/")[0]
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # seqio imports JAX, which must not take a worker's accelerator
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # seqio imports JAX, which must not use a worker's accelerator
     lane, begin, count, is_end = Lane(*fields), 0, 0, False
     try:
         while not is_end:
@@ -213,7 +213,7 @@ def _part(folder: str, lane: Lane, begin: int) -> str:
 
 
 def _write(file: paths.Path, found: Found | None, problem: str) -> None:
-    """Writes a part atomically, or the problem of its first example that fails."""
+    """Writes atomically a part or, if an example fails, its problem."""
     arrays: dict[str, Any] = {"problem": problem}
     if found:
         arrays = {name: value for name, value in found.converted._asdict().items() if value is not None}
@@ -224,7 +224,7 @@ def _write(file: paths.Path, found: Found | None, problem: str) -> None:
 
 
 def _read(content: bytes) -> tuple[Found | None, str]:
-    """Returns a part, or its problem."""
+    """Returns a part and "", or None and its problem."""
     with np.load(io.BytesIO(content)) as arrays:
         if "problem" in arrays:
             return None, str(arrays["problem"])

@@ -1,4 +1,4 @@
-"""Finds, in a formatted conversation, what the assistant writes, and the tokens that end it."""
+"""Finds the assistant's answers in a formatted conversation, and the tokens that end them."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from tasks.text.chat_templates import Message, Range
 from tasks.text.ids import ChatVocabulary
 
 ASSISTANT = "assistant"
-DATE = datetime.date(2024, 7, 26)  # for templates that print today's: the one that Llama 3's has without a clock
-_PROBE = ("What swims?", "Seven swans.", "And what flies?", "Nine geese.")  # of user and assistant in turns
+DATE = datetime.date(2024, 7, 26)  # for templates that print today's date; Llama 3's default
+_PROBE = ("What swims?", "Seven swans.", "And what flies?", "Nine geese.")  # messages of user and assistant in turns
 
 
 def formatted(
@@ -22,17 +22,17 @@ def formatted(
 ) -> tuple[str, list[Range]]:
     """Returns a formatted conversation, and the range of characters of each answer.
 
-    Where the chat template has `{% generation %}` tags, the ranges are those that they mark. Otherwise a range is the
-    content of an answer with the marker that ends it.
+    If the chat template has `{% generation %}` tags, they mark the ranges. Otherwise a range is the content of an
+    answer with the marker that ends it.
 
     Args:
-      messages: with at least one answer.
-      vocabulary: has the chat template, which prints `DATE` as today's.
+      messages: the conversation, with at least one answer.
+      vocabulary: has the chat template, which gets `DATE` as today's date.
       tools, documents: see `FormatsChats.chat`.
 
     Raises:
-      UserError: the template refuses the conversation, shows no roles, or formats an answer in a way that depends on
-        later messages.
+      UserError: the template raises an error, shows no roles, or formats an answer in a way that depends on later
+        messages.
     """
     given: dict[str, Any] = {"date": DATE, "tools": tools, "documents": documents}
     if (marked := vocabulary.marked_chat(messages, **given)) is not None:
@@ -56,7 +56,7 @@ def formatted(
 def _between_prompts(
     text: str, messages: Sequence[Message], vocabulary: ChatVocabulary, given: Mapping[str, Any]
 ) -> list[Range]:
-    """Returns the ranges of answers: each from the end of its prompt to the end of the conversation so far."""
+    """Returns the ranges of answers, each from the end of its prompt to the end of the conversation so far."""
     answers = []
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
@@ -73,12 +73,12 @@ def _between_prompts(
 
 
 def turn_ends(vocabulary: ChatVocabulary) -> tuple[int, ...]:
-    """Returns the ids that end an answer in the format of the chat template, such as that of <|im_end|>.
+    """Returns the ids that end an answer in the chat template's format, such as the id of <|im_end|>.
 
-    An answer ends with the first special or added token after its content, or with the only token there is. There is
-    none if the template refuses the conversations that are tried, or ends an answer with several ordinary tokens.
+    An answer ends with the first special or added token after its content, or with the only token after it. The result
+    is () if the template fails on sample conversations, or ends an answer with several ordinary tokens.
     """
-    for count in (len(_PROBE), 2):  # a template that formats the last answer in a way of its own
+    for count in (len(_PROBE), 2):  # 2: for templates that format the last answer differently
         messages = [{"role": ("user", ASSISTANT)[i % 2], "content": _PROBE[i]} for i in range(count)]
         try:
             text, answers = formatted(messages, vocabulary)
@@ -90,7 +90,7 @@ def turn_ends(vocabulary: ChatVocabulary) -> tuple[int, ...]:
 
 
 def _end(text: str, content: str, answers: Sequence[Range], vocabulary: ChatVocabulary) -> int | None:
-    """Returns the id that ends the answer with this content."""
+    """Returns the id that ends the answer with this content; None if there is no such id."""
     if (place := text.rfind(content)) < 0:
         return None
     start = place + len(content)

@@ -1,14 +1,15 @@
-"""Reads conversations for fine-tuning from JSON lines; only the assistant's answers are supervised.
+"""Reads conversations for fine-tuning from JSON lines; the loss covers only the assistant's answers.
 
-A line has `messages`, a list of {"role": "user", "content": "…"}, formatted by the chat template of the vocabulary's
-folder, which also gets `tools` and `documents` if the line has them; or `prompt` and `completion`, two texts that are
-joined as they are and followed by the end-of-document id. Only the tokens of the assistant's messages, with the marker
-that ends each, or of the completion have weight 1. A template with `{% generation %}` tags decides this itself.
+A line has `messages`, a list of {"role": "user", "content": "…"}, which the chat template of the vocabulary's folder
+formats; the template also gets the line's `tools` and `documents`, if any. Or a line has `prompt` and `completion`, two
+texts that are joined as they are and followed by the end-of-document id. Weight 1 is given to the tokens of the
+assistant's messages, with the marker that ends each, or of the completion. A template with `{% generation %}` tags
+decides this itself.
 
   line -> text, answers (ranges of characters) -> ids, weights -> segment of at most T ids -> packed rows [R, T]
 
-All lines are checked at the start, and held in memory as they are in the files. Those of a stream are read in an order
-keyed by the seed and the epoch, and packed a window of 64 rows at a time. A position is three numbers; resuming packs
+All lines are checked at the start, and kept in memory as they are in the files. A stream reads its lines in an order
+keyed by the seed and the epoch, and packs a window of 64 rows at a time. A position is three numbers; resuming packs
 one window again.
 
 R: rows per element of a stream. T: tokens per row.
@@ -43,7 +44,7 @@ from tasks.text.documents import (
 from tasks.text.ids import ChatVocabulary, with_bos, with_eos
 
 WINDOW_ROWS = 64
-_MOST_TRIED = 1000  # lines among which a check looks for a conversation
+_MOST_TRIED = 1000  # lines in which a check looks for a conversation
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -52,9 +53,9 @@ class Chat(NamedTuple):
 
     Attributes:
       where: `file:line`, for messages.
-      messages: the messages; empty if the line has a prompt and a completion.
+      messages: the messages; () if the line has a prompt and a completion.
       tools, documents: for the chat template; None if the line has none.
-      prompt, completion: two texts; empty if the line has messages.
+      prompt, completion: two texts; "" if the line has messages.
     """
 
     where: str
@@ -66,7 +67,7 @@ class Chat(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A line of a file that is a conversation."""
+    """A line of a file that contains a conversation."""
 
     path: str
     number: int
@@ -81,7 +82,7 @@ class _Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChatFiles(Corpus):
-    """A `documents.Corpus` of .jsonl files with a conversation on each line, for so many streams."""
+    """A `documents.Corpus` of .jsonl files with a conversation on each line, for `num_streams` streams."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
@@ -118,7 +119,7 @@ class ChatFiles(Corpus):
             yield "\n".join([*(message["content"] for message in chat.messages), chat.prompt + chat.completion])
 
     def problems(self) -> list[str]:
-        """Files on gs:// are not looked up."""
+        """Returns the problems of the files; those on gs:// are not looked at."""
         if not self.train:
             return ["DATA is not set: bind it to your conversations, e.g. --gin \"DATA = '/data/chats.jsonl'\""]
         found: list[str] = []
@@ -129,12 +130,12 @@ class ChatFiles(Corpus):
             first = functools.partial(documents.first_lines, read_chat)
             found += [*wrong, *documents.first_problems(files, first=first, where=f"text.chats.{name}")]
         if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
-            least = {"train": self.num_streams, "validation": 1}  # validation is read as one stream
+            least = {"train": self.num_streams, "validation": 1}  # the validation split is read as one stream
             found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < least[split]]
         return found
 
     def first_conversation(self) -> Chat | None:
-        """Returns the first line with messages; None if there is none among the first ones, or the files are remote."""
+        """Returns the first line with messages; None if the first lines have none, or the files are remote."""
         if any(map(paths.is_remote, (*self.train, *self.validation))):
             return None
         found = (line.chat() for line in self.lines("train")[:_MOST_TRIED])
@@ -154,7 +155,7 @@ class ChatFiles(Corpus):
         return f"text.chats: train {', '.join(self.train) or '(DATA is not set)'}; validation {validation}"
 
     def _held_out(self) -> str:
-        """Describes the validation split that is a part of the training files, with its size if they can be read."""
+        """Describes the validation split taken from the training files, with its size if they can be read."""
         try:
             splits = {} if any(map(paths.is_remote, self.train)) else self._splits
         except UserError:  # a malformed line, which `problems` reports
@@ -186,8 +187,8 @@ class ChatStream(packing.PackedStream):
         self._lines = corpus.lines(spec.split)[spec.index :: spec.num_streams]
         if not self._lines:
             raise UserError(dataclasses.replace(corpus, num_streams=spec.num_streams)._too_few(spec.split))
-        self._segments: dict[int, packing.Segment] = {}  # converted before, by line: at most as many as fill a window
-        self._room = WINDOW_ROWS * spec.length  # ids of further ones
+        self._segments: dict[int, packing.Segment] = {}  # converted, by line; at most what fills a window
+        self._room = WINDOW_ROWS * spec.length  # ids that may still be kept
         self._has_answers = False
         self._epoch = self._next = 0  # _next: place in the order of this epoch
 
@@ -201,13 +202,13 @@ class ChatStream(packing.PackedStream):
         return self._next / len(self._lines)
 
     def _next_window(self) -> list[packing.Segment]:
-        """Raises UserError if no conversation has an answer within the first T tokens."""
+        """Returns the next window. Raises UserError if no conversation has an answer in its first T tokens."""
         segments: list[packing.Segment] = []
         size = since = 0
         while size < WINDOW_ROWS * self._spec.length and not self._is_through():
             found = self._next_segment()
             since = 0 if found else since + 1
-            if since == 2 * len(self._lines) - 1:  # a whole epoch, whatever the orders of it and of the one before
+            if since == 2 * len(self._lines) - 1:  # contains a whole epoch, whatever the order of two successive ones
                 raise self._no_answers()
             if found:
                 segments.append(found)
@@ -227,7 +228,7 @@ class ChatStream(packing.PackedStream):
         )
 
     def _next_segment(self) -> packing.Segment | None:
-        """Returns the next conversation; None if no token of an answer is left of it."""
+        """Returns the next conversation, cut to T tokens; None if no token of an answer is left."""
         if self._next == len(self._lines):
             self._epoch, self._next = self._epoch + 1, 0
         found, length = self._converted(int(self._order(self._epoch)[self._next])), self._spec.length
@@ -239,7 +240,7 @@ class ChatStream(packing.PackedStream):
         return None if is_empty else cut
 
     def _converted(self, number: int) -> packing.Segment:
-        """Returns a line as ids and weights. A window of few conversations repeats them."""
+        """Returns a line as ids and weights, cached because a window repeats them if there are few conversations."""
         if (known := self._segments.get(number)) is not None:
             return known
         found = segment(self._lines[number].chat(), cast(ChatVocabulary, self._spec.vocabulary))
@@ -257,7 +258,7 @@ class ChatStream(packing.PackedStream):
 
 
 def read_chat(path: str, number: int, line: bytes) -> Chat | None:
-    """Returns the conversation of one line; None if it holds only white space.
+    """Returns the conversation on a line; None if the line has only white space.
 
     Raises:
       UserError: the line is not JSON, or not a conversation with an answer; the message names file and line.
@@ -281,7 +282,7 @@ def read_chat(path: str, number: int, line: bytes) -> Chat | None:
 
 
 def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
-    """Converts a conversation to ids and weights. Raises UserError if the chat template refuses it."""
+    """Converts a conversation to ids and weights. Raises UserError if the chat template fails."""
     if chat.messages:
         try:
             text, answers = formatted(chat.messages, vocabulary, tools=chat.tools, documents=chat.documents)
@@ -301,7 +302,7 @@ def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
 
 
 def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Returns checked messages. Raises UserError for an unknown role, an empty answer, or no answer at all."""
+    """Returns the checked messages. Raises UserError for an unknown role, an empty answer, or no answer at all."""
     messages = found if isinstance(found, list) else []
     for number, message in enumerate(messages, 1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
@@ -323,7 +324,7 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _objects(found: Any, where: str) -> list[Mapping[str, Any]] | None:
-    """Returns a checked list of objects, which may be written as text; or None. Raises UserError for anything else."""
+    """Returns the checked list of objects (which may be JSON text), or None. Raises UserError for anything else."""
     read = found
     if isinstance(found, str):
         with contextlib.suppress(ValueError):
@@ -334,7 +335,7 @@ def _objects(found: Any, where: str) -> list[Mapping[str, Any]] | None:
 
 
 def _lines(files: Sequence[File]) -> Iterator[_Line]:
-    """Yields each line of the files that is a conversation. Raises UserError for one that is malformed."""
+    """Yields the lines of the files that are conversations. Raises UserError for a malformed line."""
     for file in files:
         with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
             for number, content in enumerate(stream, 1):

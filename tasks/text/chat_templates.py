@@ -1,8 +1,8 @@
-"""Renders chat templates, with the variables, filters and tags that `apply_chat_template` of transformers has.
+"""Renders chat templates with the variables, filters and tags of transformers' `apply_chat_template`.
 
-A template is a program from elsewhere: it runs in jinja2's immutable sandbox, and sees text, numbers, lists and
-dictionaries alone. As a script, this module serves one template to `template_process`, within limits; so it imports
-nothing of ours.
+A template is an untrusted program: it runs in jinja2's immutable sandbox, and sees only text, numbers, lists and
+dictionaries. As a script, this module serves one template to `template_process`, within limits. Therefore it imports no
+other module of this project.
 """
 
 import contextvars
@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
-Range = tuple[int, int]  # the first character, and the one after the last
+Range = tuple[int, int]  # the first character, and the character after the last
 
-OUT_OF_TIME = -signal.SIGXCPU  # how a process ends that exceeds its CPU time
+OUT_OF_TIME = -signal.SIGXCPU  # the exit code of a process that exceeds its CPU time
 
 
 class Limit(enum.StrEnum):
@@ -28,10 +28,10 @@ class Limit(enum.StrEnum):
 
     TIME = enum.auto()
     MEMORY = enum.auto()
-    DEPTH = enum.auto()  # of nested calls and blocks
+    DEPTH = enum.auto()  # depth of nested calls and blocks
 
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, in the order in which they are read
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field, by priority
 
 _blocks: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("blocks", default=None)
 _marks: contextvars.ContextVar[list[tuple[int, str]]] = contextvars.ContextVar("marks")
@@ -55,16 +55,17 @@ class ChatTemplate:
 
         Args:
           messages: each with a role and its content; keys with the value None are left out.
-          now: what `strftime_now` formats.
-          **variables: of the template; one that is not given is undefined in it, and one that is None is not.
+          now: the date that `strftime_now` formats.
+          **variables: variables of the template. Others are undefined in the template; a variable that is None is
+              defined.
         """
         return "".join(self._blocks(messages, now, variables))
 
     def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
-        """Formats a conversation as `render`, and returns the ranges of characters that `{% generation %}` tags mark.
+        """Formats a conversation like `render`; and returns the ranges of characters that `{% generation %}` tags mark.
 
         Raises:
-          jinja2.TemplateError: a tag is inside a macro or a block whose text is put elsewhere.
+          jinja2.TemplateError: a tag is inside a macro or block whose text ends up in another place.
         """
         blocks: list[str] = []
         marks: list[tuple[int, str]] = []
@@ -95,14 +96,14 @@ class ChatTemplate:
 
 
 def _without_none(message: Message) -> dict[str, Any]:
-    """Returns the keys of a message that have values, its reasoning also under the names that templates read."""
+    """Returns a message without values that are None, and with its reasoning under the names that templates read."""
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = next((found[key] for key in _REASONING if key in found), None)
     return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
 def _environment() -> Any:
-    """Returns the environment of a template; `marks` has a line number for each `{% generation %}` tag compiled."""
+    """Returns a template's environment; its list `marks` gets the line of each `{% generation %}` tag compiled."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -137,7 +138,7 @@ def _environment() -> Any:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter `tojson`; jinja2's own escapes characters of HTML."""
+    """The filter `tojson` without the HTML escapes of jinja2's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -148,7 +149,7 @@ def _refuse(message: str) -> None:
 
 
 class _Dict:
-    """`dict` of a template, without the attributes of a class."""
+    """The name `dict` in a template, without the attributes of a class."""
 
     def __call__(self, *values: Any, **items: Any) -> dict[Any, Any]:
         return dict(*values, **items)
@@ -158,7 +159,7 @@ class _Dict:
 
 
 def _namespace() -> Any:
-    """Returns `namespace` of a template, which has no names that begin with an underscore."""
+    """Returns what `namespace` is in a template; its fields cannot begin with an underscore."""
     import jinja2
 
     def check(name: Any) -> None:
@@ -167,7 +168,7 @@ def _namespace() -> Any:
 
     class Namespace(jinja2.utils.Namespace):
         def __init__(*given: Any, **items: Any):
-            self, *values = given  # so that an item may be called `self`
+            self, *values = given  # allows an item called `self`
             attributes = dict(*values, **items)
             for name in attributes:
                 check(name)
@@ -181,7 +182,7 @@ def _namespace() -> Any:
 
 
 def serve() -> None:
-    """Reads a template and its limits from stdin, then conversations; answers each with [result, error, limit]."""
+    """Reads a template and its limits from stdin, then conversations; writes [result, error, limit] for each."""
     source, cpu_seconds, memory_bytes = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

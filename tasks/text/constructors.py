@@ -1,9 +1,8 @@
 """Text tasks: the constructors that a gin configuration names.
 
-A constructor only records its arguments and imports its source alone, so a configuration is checked in milliseconds on
-any machine; the data is opened with the first batch. A document becomes ids followed by an
-end-of-document id, split into chunks of at most `length` ids. Chunks are packed into rows, and neither attention nor
-targets cross chunk boundaries.
+A constructor only records its arguments, and imports only its own source, so a configuration is checked in milliseconds
+on any machine; the data is opened with the first batch. A document becomes ids followed by an end-of-document id, split
+into chunks of at most `length` ids. Chunks are packed into rows; neither attention nor targets cross their boundaries.
 
 T: tokens per row. S: number of streams.
 """
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from tasks.text.chat_files import ChatFiles
 
 PYTHON_SOURCE = "renga.python_source"
-# The sources of the seqio tasks of this workspace; `tasks.text.registered` registers the tasks with seqio.
+# Sources of Renga's own seqio tasks by name; `tasks.text.registered` registers these tasks with seqio.
 SHIPPED: Mapping[str, Callable[[], DocumentSource]] = {PYTHON_SOURCE: python_library}
 
 
@@ -40,7 +39,7 @@ class TextTask:
       corpus: the source of documents.
       vocabulary: converts text to ids.
       length: T, tokens per row.
-      num_streams: S, number of data streams; must divide the batch size. Another number gives another order of data.
+      num_streams: S, number of data streams; must divide the batch size. It changes the order of the data.
       evaluation_ends: see `core.types.EndsEvaluation`.
     """
 
@@ -56,10 +55,10 @@ class TextTask:
         return streams.batch_spec(batch_size, length=self.length)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Makes the data and the vocabulary usable. Called on host 0 first, then, after a barrier, on all others.
+        """Makes the data and the vocabulary usable. It is called on host 0 first and, after a barrier, on all others.
 
         Raises:
-          UserError: the vocabulary is missing or is not the one of this run, or a cache cannot be written.
+          UserError: the vocabulary is missing or differs from that of the run, or a cache cannot be written.
         """
         if can(self.corpus, FillsCache):
             self.corpus.fill()
@@ -74,9 +73,9 @@ class TextTask:
         return self._batches(layout, seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns one pass over the validation split, unshuffled: the same batches at every call.
+        """Returns batches of one pass over the validation split, unshuffled and the same at every call.
 
-        Its rows do not depend on the streams, the batch size or the hosts: the split is read as one stream.
+        Its rows do not depend on streams, batch size or hosts, because the split is read as one stream.
 
         Raises:
           UserError: as `train`.
@@ -89,11 +88,11 @@ class TextTask:
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def example_problems(self) -> list[str]:
-        """Makes one example of each source that code of the user makes; returns a problem for each that fails."""
+        """Tries one example of each source whose examples the user's code makes; returns a problem for each failure."""
         return self.corpus.example_problems(self.length) if can(self.corpus, TriesExamples) else []
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns patterns, files and folders as written by the user, for messages about files that cannot be read."""
+        """Returns patterns, files and folders as the user wrote them, for messages about files that cannot be read."""
         model = _file(self.vocabulary)
         return (*self.corpus.named_files(), *((model,) if model else ()))
 
@@ -113,7 +112,7 @@ class TextTask:
         return (self.vocabulary.eos_id,)
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """Returns the metrics of a seqio task; None of others."""
+        """Returns the metrics that a seqio task defines, on at most `most` examples; None for other sources."""
         return self.corpus.own_metrics(most) if can(self.corpus, DefinesMetrics) else None
 
     def train_tokens(self) -> int | None:
@@ -121,7 +120,7 @@ class TextTask:
         return self.corpus.train_tokens() if can(self.corpus, CountsTokens) else None
 
     def fingerprint(self) -> str:
-        """Returns a hash, equal on all hosts that read the same documents; lists and reads the files of the source."""
+        """Returns a hash that is equal on hosts that read the same documents; lists and reads the source's files."""
         return self._fingerprint
 
     @functools.cached_property
@@ -148,7 +147,7 @@ class TextTask:
 
 @dataclasses.dataclass(frozen=True)
 class ChatTask(TextTask):
-    """A `TextTask` of conversations, which are formatted by the chat template of the vocabulary."""
+    """A `TextTask` of conversations, which the chat template of the vocabulary formats."""
 
     corpus: "ChatFiles"
     vocabulary: ChatVocabulary
@@ -174,19 +173,19 @@ class ChatTask(TextTask):
         return f"{super().describe()}; answers end with {ends or none}"
 
     def begins_with_bos(self) -> bool:
-        """Returns whether a text begins with the begin-of-text id, which a chat template may write itself."""
+        """Returns whether a text begins with the begin-of-text id; a chat template may write it itself."""
         return self.vocabulary.begins_with_bos
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns the ids that end a text, or an answer in the chat template."""
+        """Returns the ids that end a text, or an answer in the chat template's format."""
         return tuple(dict.fromkeys([self.vocabulary.eos_id, *self.vocabulary.turn_ends]))
 
 
 def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | None = None) -> TextTask:
-    """Returns the task `renga.python_source`: the source files of Python's standard library, text without a download.
+    """Returns the task `renga.python_source`, the source files of Python's standard library: text without a download.
 
-    `text.seqio` with this name returns the same task. About 5 % of the files, chosen by the hash of their name, are the
-    validation split. The library's tests are left out, because some installations lack them.
+    `text.seqio` with this name returns the same task. The validation split is about 5% of the files, chosen by the hash
+    of their name. The library's tests are left out, because some installations lack them.
 
     Args:
       length: tokens per row.
@@ -205,13 +204,13 @@ def files(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Returns a task that reads your own text: .txt files (a document each), .jsonl (one a line), .parquet (one a row).
+    """Returns a task that reads your text: .txt files (a document each), .jsonl (one per line), .parquet (one per row).
 
     Args:
       train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed
-        (.gz, .zst, .bz2). If None, `problems` reports an error.
-      validation: one or more patterns. Default: about 5 % of the .txt files, or of the lines and rows, chosen by hash.
-      field: the JSON key, or the column, of the text.
+        (.gz, .zst, .bz2). None is an error, which `problems` reports.
+      validation: one or more patterns. Default: about 5% of the .txt files, or of the lines and rows, chosen by hash.
+      field: the JSON key, or the column, that has the text.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
@@ -229,17 +228,17 @@ def chats(
     num_streams: int,
     vocabulary: Vocabulary,
 ) -> TextTask:
-    """Returns a task for fine-tuning on conversations, whose loss counts only the answers.
+    """Returns a task for fine-tuning on conversations, with a loss that covers only the answers.
 
     Args:
-      train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://), also compressed. Each line has `messages`
-        (a list of `role` and `content`), formatted by the chat template of the vocabulary's folder, with `tools` and
-        `documents` for the template if it needs them; or `prompt` and `completion`.
-        `problems` reports None.
-      validation: one or more patterns. Default: about 5 % of the lines, chosen by hash.
+      train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://), which may be compressed. Each line has
+        `messages` (a list of `role` and `content`), which the chat template of the vocabulary's folder formats, with
+        `tools` and `documents` if the template needs them; or `prompt` and `completion`. None is an error, which
+        `problems` reports.
+      validation: one or more patterns. Default: about 5% of the lines, chosen by hash.
       length: tokens per row. Longer conversations are cut, and counted.
       num_streams: number of data streams; must divide the batch size.
-      vocabulary: `vocabularies.tokenizer`, of a published model.
+      vocabulary: the tokenizer of a published model (`vocabularies.tokenizer`).
 
     Raises:
       UserError: the vocabulary has no chat template.
@@ -267,14 +266,14 @@ def tfds(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Returns a task that reads a dataset of TensorFlow Datasets that `tfds build` has prepared.
+    """Returns a task that reads a TensorFlow Datasets dataset, which `tfds build` has prepared.
 
     Args:
-      name: for example `c4/en:3.1.0`.
+      name: the dataset's name, such as `c4/en:3.1.0`.
       split: the training split; slices such as `train[1%:]` are allowed.
       validation_split: the split for evaluation.
       field: the feature that holds the text.
-      data_dir: local or gs://, shared by all hosts; default: that of TensorFlow Datasets.
+      data_dir: the folder of datasets, local or gs://, which all hosts can read; default: TensorFlow Datasets' own.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
@@ -299,17 +298,17 @@ def huggingface(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Returns a task that reads a dataset of the Hugging Face hub; needs the package `datasets`.
+    """Returns a task that reads a dataset from the Hugging Face hub; needs the package `datasets`.
 
     The token for gated datasets is taken from the environment variable HF_TOKEN.
 
     Args:
-      name: `owner/dataset`, or `owner/dataset:configuration`.
+      name: the dataset, as `owner/dataset` or `owner/dataset:configuration`.
       split: the training split.
       validation_split: the split for evaluation.
       field: the column that holds the text.
-      streaming: whether to read over the network while training; otherwise the dataset is downloaded first.
-      where: only documents with one of these values in each of these columns: `{'lang': ('Python', 'Go')}`.
+      streaming: whether to read over the network during training; otherwise the dataset is downloaded first.
+      where: keeps only documents with one of these values in each of these columns: `{'lang': ('Python', 'Go')}`.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
@@ -341,27 +340,27 @@ def seqio(
     length: int,
     num_streams: int,
 ) -> TextTask:
-    """Returns a registered seqio task or mixture of a decoder: `renga.python_source`, or one of your own module.
+    """Returns a registered seqio task or mixture for decoders: `renga.python_source`, or one from your own module.
 
-    The task's own preprocessors make `targets`, or `inputs` and `targets`, from its source. Longer features are cut,
-    as seqio cuts them, and several examples are packed into a row. Of a task with `inputs`, the targets follow the
-    inputs, and only they are learned.
+    The task's own preprocessors make `targets`, or `inputs` and `targets`, from its source. Features that are too long
+    are cut, as seqio does, and several examples are packed into a row. If a task has `inputs`, the targets follow the
+    inputs, and the loss covers only the targets.
 
     The first start of a run executes the task once, in other processes, and writes a token cache, as
-    `launch/run tokenize --task NAME` does. A run whose cache is written imports neither seqio nor TensorFlow.
+    `launch/run tokenize --task NAME` does. Once the cache exists, a run imports neither seqio nor TensorFlow.
     `renga.python_source` is read from its files, without a cache or seqio.
 
     Args:
       name: name of the seqio task or mixture.
-      module: the Python module that registers it, such as `my_tasks`; None: a task of this workspace.
-      cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the folder of the
-        workspace, on each host unless they share it.
-      inputs_length: for a task with `inputs`: the most ids of them in a row; the targets have the rest of `length`.
-      epochs: if preprocessors draw random numbers, number of epochs that are cached, each with numbers of its own, and
-        then repeated.
-      live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the version
-        of TensorFlow that began it, and the position of each stream holds its buffers.
-      vocabulary: for a task of this workspace, in place of bytes; your own task has the one of its features.
+      module: the Python module that registers it, such as `my_tasks`; None: one of Renga's own tasks.
+      cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the workspace, one per
+        host unless hosts share the workspace.
+      inputs_length: for a task with `inputs`: maximum number of their ids in a row; targets get the rest of `length`.
+      epochs: if preprocessors draw random numbers: number of epochs to cache, each with its own random numbers; these
+        epochs are then repeated.
+      live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the same
+        version of TensorFlow, and the position of each stream includes its buffers.
+      vocabulary: for Renga's own tasks; default: bytes. Your own task uses the vocabulary of its features.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
     """
@@ -391,15 +390,15 @@ def tokens(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Returns a task that reads documents that `launch/run tokenize` has converted to ids.
+    """Returns a task that reads a token cache: documents that `launch/run tokenize` has converted to ids.
 
     Args:
-      cache: the folder that was written, local or gs://. If None, `problems` reports an error.
-      concatenate: whether rows are filled with documents one after the other, cut where a row ends. By default
-        documents are packed whole, and only those of more than `length` tokens are cut.
-      length: tokens per row; may differ from run to run.
+      cache: the folder of the cache, local or gs://. None is an error, which `problems` reports.
+      concatenate: whether documents fill rows one after another and are cut where a row ends. By default documents are
+        packed whole, and only those with more than `length` tokens are cut.
+      length: tokens per row; runs may use one cache with different lengths.
       num_streams: number of data streams; must divide the batch size.
-      vocabulary: the one that the documents were converted with; default: bytes.
+      vocabulary: the vocabulary with which the documents were converted; default: bytes.
     """
     if not isinstance(concatenate, bool):
         raise UserError(f"text.tokens.concatenate is {concatenate!r}, expected True or False")
@@ -421,7 +420,7 @@ def _registered(
     *,
     live: bool,
 ) -> TextTask:
-    """Returns the task that a module registers, for rows of a length in a number of streams."""
+    """Returns the task that a module registers; rows: (length, number of streams)."""
     from tasks.text.seqio_pipeline import Asked
 
     asked = Asked(name, module, inputs_length, rows[0] - (inputs_length or 0))
@@ -439,16 +438,16 @@ def _registered(
 
 
 def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
-    """Returns a task that samples several text tasks by weight.
+    """Returns a task that mixes the rows of several text tasks by weight.
 
     Args:
-      tasks: tasks with the same vocabulary, length and number of streams; `chats` and live `seqio` tasks cannot be
-        mixed.
-      weights: relative shares of rows; any positive numbers. In 1,000 consecutive rows each source has its share to one
-        or a few rows.
+      tasks: tasks with the same vocabulary, length and number of streams, except `chats` and live `seqio` tasks, which
+        cannot be mixed.
+      weights: relative shares of rows, as positive numbers. In 1,000 consecutive rows, each source has its share to
+        within a few rows.
 
     Raises:
-      UserError: the tasks do not match, a source is named twice, or a weight is not positive.
+      UserError: the tasks do not match, a source occurs twice, or a weight is not positive.
     """
     tasks, weights = tuple(tasks), tuple(weights)
     if not tasks or len(tasks) != len(weights):
@@ -468,7 +467,7 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
 
     defined = any(can(task.vocabulary, IsDefinedByTask) for task in tasks)
     corpus = Mixture(
-        tuple(cast(DocumentSource, task.corpus) for task in tasks),  # all are: `_check_mixes`
+        tuple(cast(DocumentSource, task.corpus) for task in tasks),  # checked by `_check_mixes`
         tuple(map(float, weights)),
         tuple(task.vocabulary for task in tasks) if defined else (),
     )

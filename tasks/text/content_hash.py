@@ -1,8 +1,8 @@
-"""Hashes the content of files, so that a run notices text that was changed without a change of size.
+"""Hashes the content of files, so that a run notices text that was changed without changing its size.
 
-Files of up to 64 MiB together are read whole. Of more, 1,024 blocks of 64 KiB are read, spread evenly over all bytes in
-the order of the names: the cost does not grow with the data, and a change between the blocks is not noticed. Objects in
-buckets are not read: their listing has a checksum of their content.
+If all files together have at most 64 MiB, they are read whole. Otherwise 1,024 blocks of 64 KiB are read, spread evenly
+over all bytes in the order of the names. So the cost does not grow with the data, and a change between the blocks is
+not noticed. Objects in buckets are not read, because their listing has a checksum of their content.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _BLOCK_BYTES, _MOST_BLOCKS = 2**16, 2**10
 
 
 def of_files(files: Collection[File]) -> str:
-    """Returns the kind of hash and a hash of the content of files; equal on all hosts that have copies of them."""
+    """Returns the kind of hash, and a hash of the content of files that is equal on all hosts with copies of them."""
     digest = hashlib.sha256()
     local = [file for file in files if not paths.is_remote(file.path)]
     for file in files:
@@ -30,7 +30,7 @@ def of_files(files: Collection[File]) -> str:
 
 
 def _blocks(files: Sequence[File]) -> Iterator[tuple[File, int, int]]:
-    """Yields what is read: a file, where in it, and how many bytes."""
+    """Yields the blocks to read: a file, an offset in it, and a number of bytes."""
     total = sum(file.size_bytes for file in files)
     if total <= WHOLE_BYTES:
         yield from ((file, 0, -1) for file in files)

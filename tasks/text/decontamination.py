@@ -1,7 +1,7 @@
-"""Finds documents that share text with evaluation sets, so that they are not trained on.
+"""Finds documents that share text with evaluation sets, so that they can be left out of training.
 
-Two tests, each of which can be left out: n successive words (Brown et al. 2020, "Language Models are Few-Shot
-Learners", appendix C, with n = 13), and a common substring of at least so many characters, for code. Words are compared
+There are two optional tests: n successive words in common (Brown et al. 2020, "Language Models are Few-Shot Learners",
+appendix C, with n = 13); and, for code, a common substring of a given number of characters. Words are compared
 without case and punctuation, characters without differences in white space.
 """
 
@@ -18,18 +18,18 @@ from core.files import paths
 from tasks.text import text_formats
 
 _WORD = re.compile(r"\w+")
-_BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 2**64)
-LEAST_WORDS, LEAST_CHARACTERS = 4, 16  # shorter ones are in most documents
+LEAST_WORDS, LEAST_CHARACTERS = 4, 16  # shorter runs and substrings are in most documents
 
 
 def read(patterns: Sequence[str]) -> list[str]:
     """Returns the texts of evaluation sets: whole .txt files, and every string in the lines of .jsonl files.
 
-    Both may be compressed, as `text.files` takes them, local or gs://.
+    Files are local or on gs://, and may be compressed as for `text.files`.
 
     Raises:
-      UserError: a pattern matches no file, or a file is of another kind or malformed.
+      UserError: a pattern matches no file, or a file has another ending or is malformed.
     """
     texts: list[str] = []
     for pattern in patterns:
@@ -61,7 +61,7 @@ def _texts(file: str) -> list[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields every string in a value of JSON."""
+    """Yields every string in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -73,15 +73,15 @@ class Excluded:
     """The texts of evaluation sets, for `shares_text`.
 
     Attributes:
-      words: number of successive words; None: not compared.
-      characters: length of a common substring; None: not compared.
-      digest: equal for the same texts and lengths.
+      words: number of successive words that count as shared text; None: not compared.
+      characters: length of a substring that counts as shared text; None: not compared.
+      digest: a hash of the texts and both lengths.
     """
 
     def __init__(
         self, texts: Iterable[str], *, words: int | None, characters: int | None, via: Callable[[str], str] = str
     ) -> None:
-        """Reads the texts, each converted by `via`; those shorter than both lengths exclude nothing.
+        """Indexes the texts, each converted by `via`; texts shorter than both lengths exclude nothing.
 
         Raises:
           UserError: a length is too short, both are None, or no text is long enough to exclude anything.
@@ -124,7 +124,7 @@ class Excluded:
 
 
 def _runs(text: str, length: int) -> Iterator[tuple[str, ...]]:
-    """Yields every run of successive words."""
+    """Yields every run of `length` successive words."""
     words: Sequence[str] = _WORD.findall(text.lower())
     return zip(*(words[start:] for start in range(length)), strict=False)
 
@@ -135,7 +135,7 @@ def _spaced(text: str) -> str:
 
 
 def _hashes(text: str, length: int) -> np.ndarray:
-    """Returns a hash of every substring of `length` characters, uint64: a polynomial of its characters modulo 2^64."""
+    """Returns a uint64 hash of every substring of `length` characters: a polynomial of its characters modulo 2^64."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
     if len(codes) < length:
         return np.empty(0, np.uint64)

@@ -1,8 +1,8 @@
-"""Reads the documents of a source part by part and streams them as packed rows.
+"""Reads the documents of a source part by part, and streams them as packed rows.
 
-A source has parts: files, ranges of lines, shards. Every epoch reads the parts in a new order, keyed by the seed and
-the epoch, and deals them to the streams in turn. If there are too few parts for that, each stream reads all of them
-and keeps its share. Together the streams read every document once per epoch.
+A source has parts: files, ranges of lines, or shards. Every epoch reads the parts in a new order, keyed by the seed and
+the epoch, and deals them to the streams in turn. If there are fewer parts than streams, each stream reads all parts and
+keeps its share of the documents. Together the streams read every document once per epoch.
 
   parts -> documents -> ids + end of document -> chunks of at most T ids -> windows, shuffled -> packed rows [R, T]
 
@@ -25,43 +25,43 @@ from tasks.text import packing
 from tasks.text.documents import Corpus, StreamSpec
 from tasks.text.ids import Vocabulary, lowest_id, with_bos, with_eos
 
-_MOST_REMEMBERED = 2**25  # bytes of the documents of a split that are kept in memory
-_DOCUMENT_BYTES = 200  # of the objects of a document beside its text
-WINDOW_IDS = 2**18  # per window, but at least 16 rows, and at most 1,024 (64 if they are not shuffled)
+_MOST_REMEMBERED = 2**25  # most bytes of a split's documents that are kept in memory
+_DOCUMENT_BYTES = 200  # bytes of a document's objects in addition to its text
+WINDOW_IDS = 2**18  # ids per window, but at least 16 rows, and at most 1,024 (64 without shuffling)
 
 
 class Reader(Protocol):
     """Reads the documents of one part in order."""
 
     def offset(self) -> Any:
-        """Returns where the next document begins, as JSON."""
+        """Returns where the next document begins, as a JSON value."""
 
     def __next__(self) -> bytes:
-        """Returns the next document as UTF-8; empty if it is blank. Raises StopIteration at the end."""
+        """Returns the next document as UTF-8; b"" if it is blank. Raises StopIteration at the end."""
 
 
 class MeasuresProgress(Protocol):
     """A `Reader` that knows how much of its part it has read."""
 
     def fraction(self) -> float:
-        """Returns the share that was read, 0 to 1."""
+        """Returns the share of the part that was read, 0 to 1."""
 
 
 class Part(Protocol):
     """A share of the documents of a source."""
 
     def open(self, offset: Any) -> Reader:
-        """Opens the part at an offset that one of its readers gave; None: at its beginning."""
+        """Opens the part at an offset from one of its readers; None: at its beginning."""
 
 
 class Parts(NamedTuple):
     """The parts of one split.
 
     Attributes:
-      parts: at least one.
+      parts: the parts, at least one.
       is_shared: whether every stream reads all parts; otherwise they are dealt to the streams.
-      deals_chunks: whether the chunks of shared parts are dealt to the streams, for documents that may be fewer than
-        streams; otherwise the documents are, and each is converted to ids by one stream alone.
+      deals_chunks: if parts are shared: whether chunks are dealt to the streams, for sources that may have fewer
+          documents than streams. Otherwise documents are dealt, and each is converted to ids by a single stream.
     """
 
     parts: Sequence[Part]
@@ -87,8 +87,8 @@ class DocumentSource(Corpus):
         return {}
 
     def memory(self, spec: StreamSpec) -> "_Memory":
-        """Returns the memory that all streams of a split share."""
-        key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory holds the vocabulary
+        """Returns the documents in memory, which all streams of a split share."""
+        key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory keeps the vocabulary alive
         return self._memories.setdefault(key, _Memory(spec.vocabulary))
 
     def open_stream(self, spec: StreamSpec) -> packing.PackedStream:
@@ -102,8 +102,8 @@ class DocumentSource(Corpus):
 def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]) -> np.ndarray:
     """Returns the ids of a document and the end-of-document id, int32, without the begin-of-text id.
 
-    That one is the first input of a segment. A text with special tokens written in it, such as `<s>Hi</s>`, gives the
-    same ids as one without.
+    The begin-of-text id is the first input of a segment. Special tokens at both ends of a text, as in `<s>Hi</s>`, do
+    not change the ids.
 
     Raises:
       UserError: an id is out of range.
@@ -126,19 +126,19 @@ def _texts(part: Part) -> Iterator[bytes]:
 
 
 class Chunks(Protocol):
-    """The chunks of a source that belong to one stream: endlessly, or once (`StreamSpec.once`)."""
+    """The chunks of a source that belong to one stream, endlessly or once (`StreamSpec.once`)."""
 
     def position(self) -> dict[str, Any]:
-        """Returns the position of the next chunk, as JSON."""
+        """Returns the position of the next chunk, as JSON values."""
 
     def move(self, position: Mapping[str, Any]) -> None:
         """Moves to a position."""
 
     def share(self) -> float:
-        """Returns about which share of the source was read, 0 to 1."""
+        """Returns approximately the share of the source that was read, 0 to 1."""
 
     def next_segment(self, most: int) -> packing.Segment | None:
-        """Returns the next chunk, of at most `most` ids, or None at the end; `most` is T, or what is left of a row."""
+        """Returns the next chunk, of at most `most` ids (T, or the rest of a row); None at the end."""
 
 
 class DocumentStream(packing.PackedStream):
@@ -149,7 +149,14 @@ class DocumentStream(packing.PackedStream):
     def __init__(
         self, chunks: Chunks, spec: StreamSpec, *, concatenates: bool = False, window_ids: int | None = None
     ) -> None:
-        """Opens the stream at its start; see `TokenCache` for `concatenates`; `window_ids`: default WINDOW_IDS."""
+        """Opens the stream at its start.
+
+        Args:
+          chunks: the chunks of this stream.
+          spec: the stream.
+          concatenates: see `TokenCache`.
+          window_ids: ids per window; None: WINDOW_IDS.
+        """
         super().__init__(spec, packing.in_order if concatenates else packing.first_fit)
         self._chunks, self._concatenates, self._window_ids = chunks, concatenates, window_ids
         self._window = 0
@@ -165,7 +172,7 @@ class DocumentStream(packing.PackedStream):
         return self._chunks.share()
 
     def _next_window(self) -> list[packing.Segment]:
-        """The order depends on the seed, the stream and the number of the window alone."""
+        """Returns the next window, in an order that depends only on the seed, the stream and the window's number."""
         spec = self._spec
         wanted = spec.length * int(
             np.clip((self._window_ids or WINDOW_IDS) // spec.length, 16, 64 if spec.seed is None else 1024)
@@ -186,7 +193,7 @@ class DocumentStream(packing.PackedStream):
 
 
 class _Document:
-    """A document, where it begins in its part, and its ids once they are needed."""
+    """A document, the offset where it begins in its part, and its ids once they are needed."""
 
     __slots__ = ("ids", "offset", "text")
 
@@ -196,22 +203,22 @@ class _Document:
 
 
 class _Memory:
-    """The documents of a small split by part, so that each is parsed and converted to ids once for all streams.
+    """The documents of a small split in memory, so that each is parsed and converted to ids once for all streams.
 
     Attributes:
-      parts: the documents of each part that was read to its end; none if the split is not small.
+      parts: the documents of each part that was read to its end, by number; {} if the split is not small.
       is_small: whether no more than `_MOST_REMEMBERED` bytes of the split were read.
     """
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
-        """Takes the vocabulary of the ids."""
+        """Begins with nothing; `vocabulary` is that of the ids."""
         self.vocabulary = vocabulary
         self.parts: dict[int, list[_Document]] = {}
         self.is_small = True
         self._bytes = 0
 
     def keep(self, number: int, documents: list[_Document]) -> None:
-        """Keeps all documents of a part, or none of the split any more if they are too many."""
+        """Keeps all documents of a part; if they are too large, forgets all of the split."""
         if not self.is_small or number in self.parts:
             return
         self._bytes += sum(len(document.text) + _DOCUMENT_BYTES for document in documents)
@@ -222,26 +229,26 @@ class _Memory:
 
 
 class _Chunks(Chunks):
-    """Reads the chunks of one source that belong to one stream; each has at most T ids."""
+    """Reads the chunks of one source that belong to one stream, each of at most T ids."""
 
     def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
         self._source, self._spec = source, spec
         self._parts, self._is_shared, self._deals_chunks = source.parts(spec.split, spec.num_streams)
         self._memory = source.memory(spec)
-        self._part = self._seen = self._taken = 0  # parts read; documents (or chunks) before this one; chunks of it
-        self._offset: Any = None  # of the current document in its part
+        self._part = self._seen = self._taken = 0  # parts read; documents (or chunks) before this one; its chunks taken
+        self._offset: Any = None  # offset of the current document in its part
         self._reader: Reader | None = None
         self._known: list[_Document] | None = None  # the documents of this part, if they are in memory
-        self._place = 0  # of the next one of them
-        self._read: list[_Document] | None = None  # documents of this part, to be kept in memory
+        self._place = 0  # index in _known of the next document
+        self._read: list[_Document] | None = None  # documents of this part read so far, to be kept in memory
         self._read_bytes = 0
-        self._document: list[np.ndarray] = []  # its chunks, if any may belong to this stream
-        self._size = 0  # what it adds to _seen
-        self._has_text = False  # known of the split once all its parts were searched
-        self._order = (-1, np.zeros(0, np.int64))  # an epoch, and the order of its parts
+        self._document: list[np.ndarray] = []  # the current document's chunks; [] if none belongs to this stream
+        self._size = 0  # how much the current document adds to _seen
+        self._has_text = False  # whether the split has text; known once all parts were searched
+        self._order = (-1, np.zeros(0, np.int64))  # epoch, and the order of its parts
 
     def position(self) -> dict[str, Any]:
-        """Returns the position of the next chunk, as JSON."""
+        """Returns the position of the next chunk, as JSON values."""
         return {"part": self._part, "offset": self._offset, "seen": self._seen, "taken": self._taken}
 
     def move(self, position: Mapping[str, Any]) -> None:
@@ -253,7 +260,7 @@ class _Chunks(Chunks):
             self._taken = position["taken"]
 
     def share(self) -> float:
-        """Returns the share of the parts that were read; parts count alike, whatever their sizes."""
+        """Returns the share of the parts that were read; all parts count equally, whatever their sizes."""
         begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
         begun = self._place / max(len(self._known), 1) if self._known is not None else begun
         return min(1.0, (self._part + begun) / len(self._parts))
@@ -264,7 +271,7 @@ class _Chunks(Chunks):
         return None if chunk is None else packing.text_segment(chunk, bos_id=self._spec.vocabulary.bos_id)
 
     def take(self, most: int) -> np.ndarray | None:
-        """Returns the ids of the next chunk, int32[<=most]; None at the end."""
+        """Returns the ids of the next chunk, int32 [at most `most`]; None at the end."""
         assert most == self._spec.length, "text that is not tokenized yet is packed"
         while True:
             while self._taken < len(self._document):
@@ -280,10 +287,10 @@ class _Chunks(Chunks):
         return not self._is_shared or number % self._spec.num_streams == self._spec.index
 
     def _read_document(self) -> bool:
-        """Reads the next document that is not blank; leaves out its ids if all of it belongs to another stream.
+        """Reads the next document that is not blank; does not compute its ids if all of it belongs to another stream.
 
         Returns:
-          False at the end of a stream that reads its documents once.
+          False at the end of a stream that reads its documents once, otherwise True.
         """
         self._taken, self._document, self._size = 0, [], 0
         if self._known is not None and self._is_shared and not self._deals_chunks:
@@ -297,10 +304,10 @@ class _Chunks(Chunks):
         return True
 
     def _next_document(self) -> _Document | None:
-        """Returns the next document, or None at the end of a stream that reads them once.
+        """Returns the next document; None at the end of a stream that reads its documents once.
 
         Raises:
-          UserError: a document is invalid, or the parts of this stream have none.
+          UserError: a document is invalid, or the parts of this stream have no document.
         """
         ended = 0
         while not self._is_through() and (ended <= len(self._parts) or self._finds_text()):
@@ -319,7 +326,7 @@ class _Chunks(Chunks):
         )
 
     def _open(self) -> None:
-        """Opens the current part, in memory if it was read to its end before."""
+        """Opens the current part; uses memory if it was read to its end before."""
         number, memory = self._number(), self._memory
         self._known, self._place = memory.parts.get(number), 0
         if self._known is None:
@@ -339,7 +346,7 @@ class _Chunks(Chunks):
         return document
 
     def _next_read(self) -> _Document | None:
-        """Reads the next document of a part that is not blank; None at its end."""
+        """Reads the next non-blank document of a part; returns None at its end."""
         assert self._reader is not None
         while True:
             self._offset = self._reader.offset()
@@ -361,13 +368,13 @@ class _Chunks(Chunks):
         return self._spec.once and self._part >= len(self._parts)
 
     def _finds_text(self) -> bool:
-        """Returns whether a later epoch can give this stream a document: if the order is new, that of any part."""
+        """Returns whether a later epoch, in another order, can give this stream a document."""
         if self._spec.seed is not None and not self._has_text:
             self._has_text = any(any(_texts(part)) for part in self._parts)
         return self._has_text
 
     def _number(self) -> int:
-        """Returns the number of the current part: streams take parts in turn, in a new order in every epoch."""
+        """Returns the number of the current part; streams take parts in turn, in a new order in every epoch."""
         count, spec = len(self._parts), self._spec
         running = self._part if self._is_shared else self._part * spec.num_streams + spec.index
         epoch, place = divmod(running, count)

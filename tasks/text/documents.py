@@ -1,10 +1,10 @@
-"""The interface of a source of documents, lists of text files, and the checks of documents.
+"""The interface of sources of documents, lists of text files, and checks of documents.
 
-A file has a name that is the same on every machine. Order and split are computed from names and sizes
-alone, so that all hosts agree whatever order their file systems list files in.
+Each file has a name that is the same on every machine. Order and split are computed only from names and sizes, so that
+all hosts agree, in whatever order their file systems list files.
 
-Every document passes through the `Intake` of its source, which counts the documents that are skipped. The same checks
-run on the beginning of local files before a run starts.
+Every document passes through the `Intake` of its source, which counts skipped documents. The same checks run on the
+beginning of local files before a run starts.
 """
 
 import codecs
@@ -32,7 +32,7 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 _MOST_FILES = 32  # files that are checked before a run, spread evenly over the list
 _MOST_BYTES = 2**20  # bytes checked per file
 _MOST_PROBLEMS = 3
-_REPORTED = tuple(10**n for n in range(12))  # what is skipped is reported at the 1st, 10th, 100th, ... document
+_REPORTED = tuple(10**n for n in range(12))  # skipped documents are reported at the 1st, 10th, 100th, …
 _BLANK = "skipped because they contain only white space"
 
 
@@ -40,10 +40,10 @@ class File(NamedTuple):
     """A text file.
 
     Attributes:
-      name: identifies the file, the same on every machine.
-      path: where this machine finds it.
+      name: identifies the file; it is the same on every machine.
+      path: where this machine finds the file.
       size_bytes: its size.
-      checksum: checksum of an object in a bucket, as its listing says.
+      checksum: the checksum of an object in a bucket, from its listing; "" for local files.
     """
 
     name: str
@@ -53,20 +53,20 @@ class File(NamedTuple):
 
 
 def is_validation(name: str | bytes) -> bool:
-    """Returns True for the 5 % of file names (or lines) that belong to validation, chosen by hash."""
+    """Returns whether a file name (or a line) belongs to validation, which about 5% do, chosen by hash."""
     content = name if isinstance(name, bytes) else name.encode()
     return int.from_bytes(sha256(content).digest()[:4]) % 100 < VALIDATION_PERCENT
 
 
 def validation_names(names: Iterable[str]) -> set[str]:
-    """Returns the names that belong to validation; at least one if there are two or more different names."""
+    """Returns the names that belong to validation; at least one if there are two or more."""
     names = set(names)
     chosen = {name for name in names if is_validation(name)}
     return chosen if chosen or len(names) < 2 else {min(names, key=lambda name: sha256(name.encode()).hexdigest())}
 
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
-    """Returns the files that match any pattern, sorted by name: the path relative to their common folder."""
+    """Returns the files that match any pattern, sorted by name (the path relative to their common folder)."""
     found = {path: about for pattern in patterns for path, about in paths.listed(pattern).items()}
     if not found:
         return ()
@@ -84,7 +84,7 @@ def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = 
     """Returns the problems of local file patterns, each with its fix.
 
     Args:
-      where: the setting that names them.
+      where: the setting that names the patterns.
       patterns: patterns of local files, or names.
       kinds: the endings that can be read.
     """
@@ -120,7 +120,10 @@ def _endings(kinds: list[str]) -> str:
 
 
 def python_files(root: str) -> tuple[File, ...]:
-    """Returns the .py files below a folder that are readable UTF-8 text, sorted by name."""
+    """Returns the .py files below a folder that are readable UTF-8 text of at most 1 MiB, sorted by name.
+
+    Empty files and the folders _NOT_SOURCE are left out: tests, site-packages, lib2to3 and others.
+    """
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - _NOT_SOURCE)
@@ -132,7 +135,7 @@ def python_files(root: str) -> tuple[File, ...]:
 
 
 def _readable_bytes(path: pathlib.Path) -> int:
-    """Returns the size of a UTF-8 text file; 0 if it is unreadable, not text, or over 1 MiB."""
+    """Returns the size of a UTF-8 text file; 0 if it is unreadable, not UTF-8, or over 1 MiB."""
     try:
         if path.stat().st_size > _LARGEST_PYTHON_FILE_BYTES:
             return 0
@@ -150,9 +153,9 @@ class StreamSpec(NamedTuple):
       num_streams: number of streams that the split is divided into.
       rows: R, rows per element of the stream.
       length: T, tokens per row.
-      seed: shuffles the documents; None reads them in order.
+      seed: the seed that shuffles the documents; None: they are read in order.
       vocabulary: converts text to ids; None if only texts are read.
-      once: whether the stream ends when it has read every document once; otherwise it is endless.
+      once: whether the stream ends after it has read every document once; otherwise it is endless.
     """
 
     split: str
@@ -169,7 +172,7 @@ class Corpus(Protocol):
     """A source of documents, as a task uses it."""
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """Opens one stream at its start, and imports the library that reads the source."""
+        """Opens one stream at its start; imports the library that reads the source."""
 
     def sample_texts(self) -> Iterator[str]:
         """Yields each training document once, in a fixed order."""
@@ -198,22 +201,22 @@ class FillsCache(Protocol):
     """A `Corpus` that is read from a token cache, which the first start of a run writes."""
 
     def fill(self) -> None:
-        """Writes the cache unless it is written. Raises UserError."""
+        """Writes the cache if it does not exist. Raises UserError if that fails."""
 
 
 class TriesExamples(Protocol):
-    """A `Corpus` whose examples are made by code of the user."""
+    """A `Corpus` whose examples the user's code makes."""
 
     def example_problems(self, length: int) -> list[str]:
         """Makes one example of each source and split, for rows of `length` tokens; returns a problem for each error."""
 
 
 class MalformedDocument(UserError):
-    """One document is invalid; those after it can be read."""
+    """Raised for an invalid document; the documents after it can be read."""
 
 
 class Intake:
-    """Validates and counts the documents of one source on this host; all streams of the source share it."""
+    """Counts the documents of one source on this host, and reports skipped ones; all streams of the source share it."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -222,10 +225,10 @@ class Intake:
         self._noted: Counter[str] = Counter()
 
     def take(self, read: Callable[..., bytes], *arguments: Any, **options: Any) -> bytes:
-        """Reads a document with `read(*arguments, **options)`; blank documents are counted and reported.
+        """Reads a document with `read(*arguments, **options)`; counts it, and reports blank ones.
 
         Returns:
-          The text as UTF-8; empty if it holds only white space.
+          The text as UTF-8; b"" if it is only white space.
 
         Raises:
           UserError: from `read`, if the document is not valid text.
@@ -260,7 +263,7 @@ def intake_of(corpus: Corpus) -> Intake:
 
 
 def json_line(path: str, number: int, line: bytes) -> Any:
-    """Returns the value of one line of JSON; None if it holds only white space.
+    """Returns the value of one line of JSON; None if the line is only white space.
 
     Args:
       path: the file, for messages.
@@ -281,7 +284,7 @@ def json_line(path: str, number: int, line: bytes) -> Any:
 
 
 def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
-    """Returns the text of one JSON line as UTF-8; empty if it holds only white space.
+    """Returns the text of one JSON line as UTF-8; b"" if it is only white space.
 
     Args:
       field: the key of the text.
@@ -303,7 +306,7 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
 
 
 def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
-    """Returns the text of one file (or of its beginning) as UTF-8; empty if it holds only white space.
+    """Returns the text of one file (or of its beginning) as UTF-8; b"" if it is only white space.
 
     Raises:
       MalformedDocument: the content is not text; the message names file and line.
@@ -312,12 +315,12 @@ def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
 
 
 def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
-    """Checks that a document is UTF-8 text and returns it; empty if it holds only white space.
+    """Checks that a document is UTF-8 text and returns it; b"" if it is only white space.
 
     Args:
       content: the bytes of the document.
       where: names the document in messages.
-      is_cut: `content` is only the beginning, possibly cut inside a character.
+      is_cut: whether `content` is only the beginning, possibly cut inside a character.
 
     Raises:
       MalformedDocument: the bytes are not UTF-8, or contain a NUL character.
@@ -329,7 +332,7 @@ def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
 
 
 def encoded(text: str, *, where: str) -> bytes:
-    """Encodes text as UTF-8. Raises MalformedDocument for half a surrogate pair."""
+    """Encodes text as UTF-8. Raises MalformedDocument if it has half of a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -343,7 +346,7 @@ def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[An
 
     Args:
       files: files on a local disk.
-      first: reads the first documents of a file; a false value is blank.
+      first: reads the first documents of a file; a false value means a blank document.
       where: the configuration setting that names the files, for messages.
     """
     step = max(1, -(-len(files) // _MOST_FILES))
@@ -365,7 +368,7 @@ def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[An
 
 
 def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iterator[Any]:
-    """Reads the lines in the first MiB of a file with `read_line`, which is given path, number and bytes."""
+    """Yields `read_line(path, number, bytes)` of the lines in the first MiB of a file."""
     content, is_cut = _beginning(file)
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1] if is_cut else lines, start=1):
@@ -373,7 +376,7 @@ def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iter
 
 
 def first_text(file: File) -> Iterator[bytes]:
-    """Reads the first MiB of a file that is one document."""
+    """Yields the first MiB of a file that is one document, checked."""
     content, is_cut = _beginning(file)
     yield file_text(file.path, content, is_cut=is_cut)
 

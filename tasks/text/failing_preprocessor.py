@@ -1,4 +1,4 @@
-"""Finds the preprocessor of a seqio task that fails: errors of tf.data do not say to which one an operation belongs."""
+"""Finds the failing preprocessor of a seqio task; errors of tf.data do not say which preprocessor they come from."""
 
 import contextlib
 import functools
@@ -8,20 +8,20 @@ from typing import Any
 
 from tasks.text.tfds_source import tensorflow
 
-_MOST = 5_000  # examples are made again, at about 0.5 ms of CPU time for each preprocessor
+_MOST = 5_000  # examples to make again, at about 0.5 ms of CPU time per preprocessor
 
 
 def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: int) -> str:
-    """Runs a pipeline that failed again, with Python between its preprocessors.
+    """Runs a failed pipeline again, with Python code between its preprocessors, to find the one that fails.
 
     Args:
       task: the seqio Task.
-      dataset_of: returns the dataset of such a task.
+      dataset_of: returns the dataset of a task.
       number: the example that failed, from 0.
 
     Returns:
-      Function, module and line, such as `parse (my_tasks:12)`, if it reads its examples and fails; "" if there is none,
-      as where the source fails, the preprocessor is not a function, or many examples precede the one that failed.
+      Function, module and line of the preprocessor, such as `parse (my_tasks:12)`. "" if none is found: the source
+          itself fails, the preprocessor is not a function, or too many examples precede the one that failed.
     """
     if number >= _MOST:
         return ""
@@ -30,14 +30,14 @@ def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: in
     for at, function in enumerate(task.preprocessors):
         after_watched = at > 0 and watched[-1] is not task.preprocessors[at - 1]
         watched.append(_watched(function, functools.partial(failed.add, at), after_watched=after_watched))
-    with contextlib.suppress(Exception):  # the caller has seen it
+    with contextlib.suppress(Exception):  # the caller has already seen the exception
         for _ in dataset_of(task.replace(preprocessors=watched)).take(number + 1):
             pass
-    return _named(task.preprocessors[max(failed)]) if failed else ""  # an earlier one may have failed in reading ahead
+    return _named(task.preprocessors[max(failed)]) if failed else ""  # max: earlier ones may fail in reading ahead
 
 
 def _watched(function: Any, note: Callable[[], None], *, after_watched: bool) -> Any:
-    """Returns a preprocessor that notes its failure, with the same signature; what is no function stays as it is."""
+    """Returns a preprocessor with the same signature that calls `note` if it fails; only functions are changed."""
     if isinstance(function, functools.partial):
         inner = _watched(function.func, note, after_watched=after_watched)
         return function if inner is function.func else functools.partial(inner, *function.args, **function.keywords)
@@ -46,7 +46,7 @@ def _watched(function: Any, note: Callable[[], None], *, after_watched: bool) ->
 
     @functools.wraps(function)
     def watched(dataset: Any, *arguments: Any, **options: Any) -> Any:
-        read = dataset if after_watched else _until_failure(dataset, lambda: None)  # no failure of others is noted
+        read = dataset if after_watched else _until_failure(dataset, lambda: None)  # failures of others are not noted
         try:
             made = function(read, *arguments, **options)
         except Exception:
@@ -58,7 +58,7 @@ def _watched(function: Any, note: Callable[[], None], *, after_watched: bool) ->
 
 
 def _until_failure(dataset: Any, note: Callable[[], None]) -> Any:
-    """Returns a dataset of the examples before an exception, which is noted; so what reads it does not fail."""
+    """Returns a dataset that ends before an exception, for which it calls `note`; so its reader does not fail."""
 
     def examples() -> Iterator[Any]:
         try:

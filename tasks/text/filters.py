@@ -1,4 +1,4 @@
-"""Which documents for training `launch/run tokenize` leaves out."""
+"""Selects the training documents that `launch/run tokenize` leaves out."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,14 +12,15 @@ from tasks.text.near_duplicates import Seen
 
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """Leaves out text of evaluation sets and near duplicates; those of the validation split are kept.
+    """Leaves out training documents that share text with evaluation sets, and near duplicates.
 
     Attributes:
-      exclude: patterns of files of evaluation sets (`decontamination.read`); what shares text with them is left out.
-      words, characters: how much it shares; see `decontamination.Excluded`.
-      near_duplicates: the similarity at which a document repeats an earlier one (`near_duplicates.Seen`); None keeps
-        all.
-      digest: digest of the texts to exclude, which every process must find; "": not compared.
+      exclude: patterns of files of evaluation sets (`decontamination.read`); documents that share text with them are
+          left out.
+      words, characters: how much shared text counts; see `decontamination.Excluded`.
+      near_duplicates: the similarity from which a document counts as repeating an earlier one (`near_duplicates.Seen`);
+        None: all are kept.
+      digest: the digest of the texts to exclude, which must be the same in every process; "": not compared.
     """
 
     exclude: tuple[str, ...] = ()
@@ -32,7 +33,7 @@ class Filters:
         """Reads the evaluation sets; None if there are none.
 
         Args:
-          via: converts a text of an evaluation set as the documents were converted before they are compared.
+          via: converts a text of an evaluation set in the way in which the documents were converted before comparing.
 
         Raises:
           UserError: a file cannot be read, or the texts are not those of `digest`.
@@ -46,7 +47,7 @@ class Filters:
         return found
 
     def seen(self) -> Seen | None:
-        """Returns what finds near duplicates; None if they are kept."""
+        """Returns an empty `Seen`, which finds near duplicates; None if they are kept."""
         return Seen(self.near_duplicates) if self.near_duplicates else None
 
     @property
@@ -55,7 +56,7 @@ class Filters:
         return bool(self.exclude or self.near_duplicates)
 
     def described(self) -> dict[str, Any]:
-        """Returns what a command that continues must have in common with the one that began; takes the digest."""
+        """Returns the settings that must be the same when a command continues a cache; needs `digest`."""
         return {
             "excluded": self.digest,
             "near_duplicates": self.near_duplicates and near_duplicates.settings(self.near_duplicates),

@@ -1,6 +1,6 @@
-"""The settings of a published folder for generation: special ids, and how tokens are drawn.
+"""Reads and merges a published folder's settings for generation: special ids, and how tokens are drawn.
 
-transformers reads `generation_config.json`; a folder without it has them in `config.json`, among those of the model.
+transformers reads `generation_config.json`; a folder without it has them in `config.json`, among the model's settings.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from core.checkpoints.published_files import CONFIG, GENERATION_CONFIG
 from core.files import paths
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Keys of generation_config.json that a config.json may have.
+# Keys of generation_config.json that may be in a config.json instead.
 _KEYS = frozenset(
     (*IDS, "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "max_length", "max_new_tokens")
     + ("min_length", "min_new_tokens", "early_stopping", "max_time", "stop_strings", "do_sample", "num_beams")
@@ -25,12 +25,12 @@ _KEYS = frozenset(
 
 
 def exported(folder: paths.Path, *, bos_id: int, stop_ids: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the settings of a model that was trained on, from those of the folder that it started from.
+    """Returns the generation settings of a fine-tuned model, made from those of the folder that it started from.
 
     Args:
       folder: the published folder; may lack both files.
-      bos_id: the begin-of-text id, if the folder names none.
-      stop_ids: ids that end a text of the training data; those that the folder lacks are added to its own.
+      bos_id: the begin-of-text id, used if the folder names none.
+      stop_ids: the ids that end a training text; they are added to the folder's eos ids.
 
     Returns:
       The special ids for `config.json`, and the content of `generation_config.json`.
@@ -49,13 +49,13 @@ def exported(folder: paths.Path, *, bos_id: int, stop_ids: Sequence[int]) -> tup
 
 
 def _with_values(file: paths.Path) -> dict[str, Any]:
-    """Returns the keys of a file that have values; nothing if there is no such file."""
+    """Returns a file's entries that are not null; {} if there is no such file."""
     found = published_files.read_object(file) if file.exists() else {}
-    text = found.get("text_config")  # of a model that also reads images
+    text = found.get("text_config")  # in the config of a model that also reads images
     return {key: v for key, v in {**(text if isinstance(text, dict) else {}), **found}.items() if v is not None}
 
 
 def _joined(eos: Any, stop_ids: Sequence[int]) -> int | list[int]:
-    """Returns an id, or several as a list."""
+    """Merges the folder's eos id or ids with `stop_ids`; returns a single id by itself, several as a list."""
     found = list(dict.fromkeys([*(eos if isinstance(eos, list) else [eos]), *stop_ids]))
     return found[0] if len(found) == 1 else found

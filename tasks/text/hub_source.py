@@ -1,4 +1,4 @@
-"""Reads datasets of the Hugging Face hub, shard by shard, with the library's own position (`state_dict`) in each.
+"""Reads datasets of the Hugging Face hub, shard by shard, with the library's own position (`state_dict`) in each shard.
 
 Resuming may make the library skip rows of a file to reach the recorded position. The library itself reads the token for
 gated datasets from HF_TOKEN; this code never handles it.
@@ -34,7 +34,7 @@ class HuggingFace(DocumentSource):
         return Parts(parts, is_shared=count < num_streams)
 
     def dataset(self, split: str) -> Any:
-        """Returns a split as an iterable dataset; loads it once, as that asks the hub.
+        """Returns a split as an iterable dataset, which is loaded once because loading asks the hub.
 
         Raises:
           UserError: the package `datasets` is not installed, or the dataset cannot be loaded.
@@ -47,7 +47,7 @@ class HuggingFace(DocumentSource):
             name, _, config = self.name.partition(":")
             try:
                 found = datasets.load_dataset(name, config or None, split=split, streaming=self.streaming)
-            except (ValueError, OSError) as error:  # an unknown name, configuration or split; gated; no network
+            except (ValueError, OSError) as error:  # unknown name, configuration or split; gated; no network
                 raise UserError(
                     f"text.huggingface: {self.name}, split {split}, cannot be loaded: {error}. Check name and "
                     "split; for a gated dataset set HF_TOKEN"
@@ -75,7 +75,7 @@ class HuggingFace(DocumentSource):
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """The part of one shard of a split."""
+    """The part that is one shard of a split."""
 
     source: HuggingFace
     split: str
@@ -87,7 +87,7 @@ class _Shard:
 
 
 class _ShardReader:
-    """Reads a shard; an offset is the library's position and the number of documents before it."""
+    """Reads a shard. An offset has the library's position, and the number of documents before it."""
 
     def __init__(self, part: _Shard, offset: dict[str, Any] | None) -> None:
         self._part, self._number, self._opened_at = part, 0, offset
@@ -98,7 +98,7 @@ class _ShardReader:
         self._examples = iter(self._dataset)
 
     def offset(self) -> dict[str, Any]:
-        if self._opened_at is not None:  # the library knows the position that it was given only after the next example
+        if self._opened_at is not None:  # until the next example, the library does not report a restored position
             return self._opened_at
         return {"documents": self._number, "library": self._dataset.state_dict()}
 
@@ -112,7 +112,7 @@ class _ShardReader:
 
 
 def _text(example: Mapping[str, Any], source: HuggingFace, *, where: str) -> bytes:
-    """Returns the text of a document as UTF-8, empty if it is blank or of other values than those of `source.where`.
+    """Returns a document's text as UTF-8; b"" if it is blank or `source.where` leaves it out.
 
     Raises UserError if it is not text.
     """

@@ -1,4 +1,4 @@
-"""The interface of a vocabulary, and the checks of ids that all vocabularies share."""
+"""The interface of vocabularies, and checks of ids that all vocabularies share."""
 
 import datetime
 import itertools
@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from core.errors import UserError
 from core.types import attribute, can
 
-PAD_ID = 0  # of the vocabularies defined here
-_CONTEXT_IDS = 16  # of a prompt, which are decoded with its continuation
+PAD_ID = 0  # padding in the vocabularies defined in tasks/text
+_CONTEXT_IDS = 16  # ids at the end of a prompt that are decoded with its continuation
 
 
 class Vocabulary(Protocol):
     """Converts text to ids and back.
 
-    Rows are padded with 0 whatever `pad_id` is: `segment_ids` and `weights` tell what is padding.
+    Rows are padded with 0 whatever `pad_id` is, because `segment_ids` and `weights` say what is padding.
     """
 
     @attribute
@@ -36,16 +36,16 @@ class Vocabulary(Protocol):
 
     @attribute
     def hash(self) -> str:
-        """A hexadecimal hash, equal exactly for equal mappings from text to ids."""
+        """A hexadecimal hash that is equal exactly for equal mappings from text to ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Converts text to ids, without an end-of-document id."""
+        """Converts text to ids, without adding an end-of-document id."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Converts ids to text, up to the first end-of-document id; special ids give no text."""
+        """Converts ids up to the first end-of-document id to text; special ids give no text."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Makes the vocabulary usable: first called on host 0, then on the others.
+        """Makes the vocabulary usable; called first on host 0, then on the others.
 
         Args:
           run_dir: the run directory, where a trained vocabulary is stored.
@@ -61,7 +61,7 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """Any vocabulary, recognized without reading its model."""
+    """Any vocabulary; to check for this needs no model file."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""
@@ -74,17 +74,17 @@ class EncodesBatches(Protocol):
     """A vocabulary that converts many texts faster than one by one."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns what `encode` does of each text."""
+        """Returns the ids of each text, as `encode` does."""
 
 
 class ReadsFile(Protocol):
     """A vocabulary that is read from a file."""
 
-    path: str  # "" if it is not known
+    path: str  # "" if unknown
 
 
 class IsDefinedByTask(Protocol):
-    """A vocabulary that a registered seqio task brings: known once its cache is read, or its module imported.
+    """A vocabulary that a registered seqio task defines: known once its cache is read or its module is imported.
 
     Attributes:
       corpus: the examples of the task.
@@ -94,10 +94,10 @@ class IsDefinedByTask(Protocol):
 
 
 class ListsStops(Protocol):
-    """A vocabulary that has more ids that end generation than the end-of-document id.
+    """A vocabulary with several ids that end generation.
 
     Attributes:
-      stop_ids: all of them, the end-of-document id included.
+      stop_ids: these ids, including the end-of-document id.
     """
 
     stop_ids: tuple[int, ...]
@@ -119,10 +119,10 @@ class FormatsChats(Protocol):
 
         Args:
           messages: each with a role and its content.
-          add_generation_prompt: whether the text ends where the next answer begins.
-          date: for templates that print the date; None: today.
+          add_generation_prompt: whether the text ends with the beginning of the next answer.
+          date: the date, for templates that print it; None: today.
           tools: descriptions of functions that the model may call, as JSON schemas.
-          documents: what the model may quote, each with a title and a text.
+          documents: documents that the model may quote, each with a title and a text.
         """
 
     def marked_chat(
@@ -145,15 +145,15 @@ class FormatsChats(Protocol):
         """
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of a text and the range of characters that each covers."""
+        """Returns the ids of a text, and the range of characters that each id covers."""
 
 
 class ReadsSpecials(Protocol):
-    """A vocabulary that converts special tokens which are written in a text, such as <s>, to their ids."""
+    """A vocabulary that converts special tokens written in a text, such as <s>, to their ids."""
 
     @attribute
     def added_ids(self) -> frozenset[int]:
-        """Special and added tokens, which a text has only where they are written in it."""
+        """The ids of special and added tokens, which occur only where they are written in a text."""
 
 
 class ChatVocabulary(Vocabulary, FormatsChats, ReadsSpecials, Protocol):
@@ -161,14 +161,14 @@ class ChatVocabulary(Vocabulary, FormatsChats, ReadsSpecials, Protocol):
 
     @attribute
     def turn_ends(self) -> tuple[int, ...]:
-        """The ids that end an answer in the format of the chat template; may be empty."""
+        """The ids that end an answer in the chat template's format; may be empty."""
 
     def token_of(self, token_id: int) -> str:
-        """Returns a token as it is written, such as <|im_end|>."""
+        """Returns the text of a token, such as <|im_end|>."""
 
     @attribute
     def begins_with_bos(self) -> bool:
-        """True if a text begins with the begin-of-text id."""
+        """Whether a text begins with the begin-of-text id."""
 
 
 def lowest_id(vocabulary: Vocabulary) -> int:
@@ -177,13 +177,13 @@ def lowest_id(vocabulary: Vocabulary) -> int:
 
 
 def with_bos(ids: Sequence[int], vocabulary: Vocabulary) -> list[int]:
-    """Returns the ids of a text after the begin-of-text id, not repeated if the text has it, written as <s>."""
+    """Prepends the begin-of-text id to a text's ids, unless the text itself begins with it (written as <s>)."""
     has_it = list(ids[:1]) == [vocabulary.bos_id] and can(vocabulary, ReadsSpecials)
     return list(ids) if has_it else [vocabulary.bos_id, *ids]
 
 
 def with_eos(ids: Sequence[int], vocabulary: Vocabulary) -> list[int]:
-    """Returns the ids of a text and the end-of-document id, which is not repeated if the text has it, as </s>."""
+    """Appends the end-of-document id to a text's ids, unless the text itself ends with it (written as </s>)."""
     has_it = list(ids[-1:]) == [vocabulary.eos_id] and can(vocabulary, ReadsSpecials)
     return list(ids) if has_it else [*ids, vocabulary.eos_id]
 
@@ -201,21 +201,21 @@ def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:
 
 
 def decode_continuation(vocabulary: Vocabulary, prompt: Iterable[int], ids: Iterable[int]) -> str:
-    """Converts ids that continue a prompt to the text that they add to it.
+    """Converts ids that continue a prompt to the text that they add.
 
-    Decoders such as those of Llama 2 strip a space at the beginning of a text, which a continuation must keep. So some
-    ids of the prompt are decoded too, and their text is cut off.
+    Decoders such as Llama 2's strip a space at the beginning of a text, which a continuation must keep. Therefore the
+    last ids of the prompt are decoded too, and their text is removed.
 
     Args:
-      vocabulary: vocabulary of the ids.
-      prompt: ids before the continuation; may be empty.
-      ids: the continuation.
+      vocabulary: the vocabulary of the ids.
+      prompt: the ids before the continuation; may be empty.
+      ids: the ids of the continuation.
     """
     ids, before = list(ids), [int(i) for i in prompt][-_CONTEXT_IDS:]
     ends = [at for at, i in enumerate(before, 1) if i == vocabulary.eos_id or not 0 <= i < vocabulary.size]
     before = before[ends[-1] :] if ends else before  # decoding ends at an end-of-document id
     head, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])
-    shared = head.rstrip("\ufffd")  # the last character may be completed by the continuation
+    shared = head.rstrip("\ufffd")  # the continuation may complete the last character
     return whole[len(shared) :] if whole.startswith(shared) else vocabulary.decode(ids)
 
 

@@ -1,7 +1,7 @@
 """Mixes several sources of documents by weight.
 
-Every row is of one source. The source of row r of the run is computed from r and the weights alone, so that in any
-number of consecutive rows each source has its share, rounded up or down.
+Each row comes from one source. The source of the run's row r is computed only from r and the weights, so that each
+source has its share of any number of consecutive rows, rounded up or down.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from tasks.text.ids import Vocabulary
 class Mixture(Corpus):
     """A `documents.Corpus` of several sources; weights are shares of rows, not of documents.
 
-    `vocabularies` has the vocabulary of each source, if one of them is known only after its source was read.
+    `vocabularies` has the vocabulary of each source if one of them is known only after its source was read.
     """
 
     sources: tuple[DocumentSource, ...]
@@ -40,7 +40,7 @@ class Mixture(Corpus):
         return MixtureStream([source.open_stream(spec) for source in self.sources], self.weights, spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """Takes one document of each source in turn, until one source has no more."""
+        """Yields one document of each source in turn, until one source has no more."""
         for texts in zip(*(source.sample_texts() for source in self.sources), strict=False):
             yield from texts
 
@@ -52,12 +52,12 @@ class Mixture(Corpus):
         return found
 
     def example_problems(self, length: int) -> list[str]:
-        """Makes one example of each source and split; returns a problem for each that fails."""
+        """Tries one example of each source and split; returns a problem for each failure."""
         tried = (source.example_problems(length) for source in self.sources if can(source, TriesExamples))
         return [problem for found in tried for problem in found]
 
     def fill(self) -> None:
-        """Writes the caches that are not written yet."""
+        """Writes the caches that do not exist yet."""
         for source in self.sources:
             if can(source, FillsCache):
                 source.fill()
@@ -74,7 +74,7 @@ class Mixture(Corpus):
         return hashlib.sha256(repr((self.weights, [s.fingerprint() for s in self.sources])).encode()).hexdigest()
 
     def content_hash(self) -> str:
-        """Returns a hash of the content of the files; sources that are not files have no part in it."""
+        """Returns a hash of the content of the files; sources that are not files do not count."""
         found = [source.content_hash() for source in self.sources if can(source, HashesContent)]
         kinds = "+".join(one.partition(":")[0] for one in found)
         return f"{kinds}:{hashlib.sha256(repr(found).encode()).hexdigest()}"
@@ -99,7 +99,7 @@ class MixtureStream(Stream):
         return packing.batch(rows, length=spec.length)
 
     def _next_once(self) -> Mapping[str, np.ndarray]:
-        """Returns the next rows of a stream that reads every source once; sources that are through are left out."""
+        """Returns the next rows of a stream that reads every source once; skips sources that have ended."""
         rows: list[packing.Row] = []
         while len(rows) < self._spec.rows and self._left:
             place = source_of(self._row, tuple(self._weights[source] for source in self._left))
@@ -124,17 +124,17 @@ class MixtureStream(Stream):
 
 
 class MixedChunks(Chunks):
-    """`document_streams.Chunks` of several sources; weights are shares of chunks, as seqio mixes examples.
+    """`document_streams.Chunks` of several sources; weights are shares of chunks, as in a seqio mixture.
 
-    In any number of consecutive chunks of all streams each source has its share, rounded up or down.
+    Each source has its share of any number of consecutive chunks of all streams, rounded up or down.
     """
 
     def __init__(self, sources: Sequence[Chunks], weights: Sequence[float], spec: StreamSpec) -> None:
         exact = tuple(map(Fraction, weights))
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._sources, self._spec = sources, spec
-        self._weights = [int(weight * scale) for weight in exact]  # integers are faster
-        self._number = 0  # of the next chunk of this stream
+        self._weights = [int(weight * scale) for weight in exact]  # integer arithmetic is faster
+        self._number = 0  # number of the next chunk of this stream
         self._left = list(range(len(sources)))  # of a stream that reads every source once
 
     def position(self) -> dict[str, Any]:
@@ -161,10 +161,10 @@ class MixedChunks(Chunks):
 
 
 def source_of(row: int, weights: Sequence[Fraction | int]) -> int:
-    """Returns the index of the source that supplies a row.
+    """Returns the index of the source of a row.
 
-    The list of sources is divided into halves recursively. Of the first n rows of a group, floor(n * share) come from
-    its first half. So in any run of rows each half has its share to within one row.
+    The list of sources is divided into halves recursively. Of the first n rows of a list, floor(n * share) come from
+    its first half. So each half has its share of any consecutive rows to within one row.
 
     Args:
       row: number of the row, from 0.

@@ -1,9 +1,9 @@
-"""Finds documents that nearly repeat an earlier one, by MinHash signatures (Broder 1997), which datasketch computes.
+"""Finds documents that nearly repeat an earlier one with MinHash signatures (Broder 1997), computed by datasketch.
 
-A document is compared as the set of its runs of 5 successive words, without case and punctuation. The share of equal
-places in the signatures of two documents estimates their Jaccard similarity: the runs that both have, divided by the
-runs that either has. Only documents whose signatures are equal in a whole band of places are compared
-(locality-sensitive hashing); the bands are chosen so that few similar pairs are missed.
+A document is represented by the set of its runs of 5 successive words, without case and punctuation. The share of equal
+entries in two signatures estimates the Jaccard similarity: the runs that both documents have, divided by the runs that
+either has. Only documents whose signatures are equal in a whole band of entries are compared (locality-sensitive
+hashing); the bands are chosen so that few similar pairs are missed.
 """
 
 import re
@@ -16,14 +16,14 @@ from core.errors import UserError
 from tasks import permutation
 
 LEAST_SIMILARITY, MOST_SIMILARITY = 0.5, 0.95
-WORDS, HASHES = 5, 128  # in a run; places in a signature
-_MISSED = (0.1, 0.9)  # weights of pairs compared in vain, and of similar pairs missed, in the choice of the bands
-_RUNS = 4096  # of a document that are hashed at a time: 2 MiB
+WORDS, HASHES = 5, 128  # words per run; entries per signature
+_MISSED = (0.1, 0.9)  # weights of needless comparisons and of missed pairs in the choice of bands
+_RUNS = 4096  # runs that are hashed at a time: 2 MiB
 _WORD = re.compile(r"\w+")
 
 
 def signatures(texts: Sequence[str]) -> np.ndarray:
-    """Returns the MinHash signature of each text, uint32[N, HASHES]."""
+    """Returns the MinHash signature of each of N texts, uint32 [N, HASHES]."""
     from datasketch import MinHash
 
     empty = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=zlib.crc32)
@@ -37,7 +37,7 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
 
 
 def _runs(text: str) -> Iterator[list[bytes]]:
-    """Yields lists of the runs of successive words; a short text is one run, also one without any word."""
+    """Yields lists of runs of successive words; a short text, even one without words, is one run."""
     words = [word.encode("utf-8", "surrogatepass") for word in _WORD.findall(text.lower())] or [text.strip().encode()]
     count = max(len(words) - WORDS + 1, 1)
     for start in range(0, count, _RUNS):
@@ -45,19 +45,19 @@ def _runs(text: str) -> Iterator[list[bytes]]:
 
 
 def settings(similarity: float) -> dict[str, float]:
-    """Returns what decides which documents are near duplicates."""
+    """Returns the settings that decide which documents are near duplicates, as JSON values."""
     return {"similarity": similarity, "words": WORDS, "hashes": HASHES}
 
 
 class Seen:
-    """The signatures of documents that were kept, by their bands.
+    """The signatures of the documents kept so far, indexed by bands.
 
     Attributes:
-      bands, rows: the number of bands, and of places in each.
+      bands, rows: the number of bands, and of entries per band.
     """
 
     def __init__(self, similarity: float) -> None:
-        """Chooses the bands for this similarity. Raises UserError if it is out of range."""
+        """Chooses the bands for a similarity. Raises UserError if it is out of range."""
         if not LEAST_SIMILARITY <= similarity <= MOST_SIMILARITY:
             raise UserError(
                 f"near duplicates with a similarity of {similarity}: expected {LEAST_SIMILARITY} to {MOST_SIMILARITY}"
@@ -66,11 +66,11 @@ class Seen:
 
         chosen = MinHashLSH(similarity, HASHES, weights=_MISSED)
         self.bands, self.rows, self._similarity = chosen.b, chosen.r, similarity
-        self._signatures, self._count = np.empty((0, HASHES), np.uint32), 0  # the first are in use
-        self._sorted: list[tuple[np.ndarray, np.ndarray]] = []  # keys of bands and documents, each half the one before
+        self._signatures, self._count = np.empty((0, HASHES), np.uint32), 0  # only the first _count rows are in use
+        self._sorted: list[tuple[np.ndarray, np.ndarray]] = []  # (band keys, documents), ever shorter
 
     def add(self, added: np.ndarray) -> None:
-        """Adds documents, uint32[N, HASHES]."""
+        """Adds the signatures of documents, uint32 [N, HASHES]."""
         if not len(added):
             return
         count = self._count + len(added)
@@ -88,15 +88,15 @@ class Seen:
         self._sorted.append((keys[order], documents[order].astype(np.uint32)))
 
     def repeats(self, following: np.ndarray) -> np.ndarray:
-        """Returns which documents nearly repeat an earlier one, bool[N], and adds the others.
+        """Returns whether each document nearly repeats an earlier one, bool [N], and adds those that do not.
 
         Args:
-          following: the next documents, uint32[N, HASHES]. Each is compared with the documents that were added, and
-            with earlier ones of this array that are not repeats.
+          following: the signatures of the next documents, uint32 [N, HASHES]. Each is compared with the documents added
+            before, and with earlier documents of this array that are not repeats.
         """
         keys, found = self._keys(following), np.zeros(len(following), bool)
         earlier = self._with_equal_bands(keys)
-        here: dict[int, list[int]] = {}  # documents of this array, by the keys of their bands
+        here: dict[int, list[int]] = {}  # documents of this array by their band keys
         for place, row in enumerate(keys.tolist()):
             beside = sorted({other for key in row for other in here.get(key, ())})
             if earlier[place] or beside:
@@ -108,7 +108,7 @@ class Seen:
         return found
 
     def _keys(self, signatures: np.ndarray) -> np.ndarray:
-        """Returns a hash of each band of each signature, uint64[N, bands]."""
+        """Returns a hash of each band of each signature, uint64 [N, bands]."""
         places = signatures[:, : self.bands * self.rows].reshape(-1, self.bands, self.rows).astype(np.uint64)
         keys = np.broadcast_to(np.arange(self.bands, dtype=np.uint64), places.shape[:2])
         for row in range(self.rows):
@@ -116,7 +116,7 @@ class Seen:
         return keys
 
     def _with_equal_bands(self, keys: np.ndarray) -> list[list[int]]:
-        """Returns, for each document, those added before that have one of its bands."""
+        """Returns, for each document, the documents added before that share one of its bands."""
         found: list[set[int]] = [set() for _ in keys]
         for known, documents in self._sorted:
             begins, ends = np.searchsorted(known, keys), np.searchsorted(known, keys, side="right")

@@ -1,6 +1,6 @@
 """Packs segments into rows with numpy, and streams the rows.
 
-The fields of a row are those that seqio's DecoderFeatureConverter makes of the same segments.
+The fields of a row are the same as those that seqio's DecoderFeatureConverter makes from the same segments.
 
 T: tokens per row. N: rows.
 """
@@ -17,10 +17,10 @@ from tasks.text.documents import StreamSpec
 
 
 class Segment(NamedTuple):
-    """One segment of a row: attention and targets do not cross its borders.
+    """One segment of a row; attention and targets do not cross its boundaries.
 
     Attributes:
-      inputs: [n] ids, n at most T.
+      inputs: [n] input ids, n at most T.
       targets: [n], the id that follows each input.
       weights: [n] float32: 1 where the loss counts, 0 elsewhere.
     """
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
 
 def text_segment(ids: np.ndarray, *, bos_id: int, prompt: int = 0) -> Segment:
-    """Returns the segment of a chunk of text, int32[n]: each id is learned from those before it and `bos_id`.
+    """Returns the segment of a chunk of text, int32 [n]: each id is predicted from `bos_id` and the ids before it.
 
     The first `prompt` ids have weight 0.
     """
@@ -46,15 +46,15 @@ Row = list[Segment]
 
 
 def first_fit(segments: Sequence[Segment], *, length: int) -> list[Row]:
-    """Packs segments of at most T ids into rows: the longest first, each into the first row in which it fits.
+    """Packs segments of at most T ids into rows, from the longest, each into the first row in which it fits.
 
     Returns:
-      Rows, each with its segments in the given order; rows are in the order of their first segments.
+      Rows, each with its segments in the given order; the rows are in the order of their first segments.
     """
     sizes = np.array([len(segment.targets) for segment in segments], np.int64)
     free = np.full(len(segments), length)
     row_of = np.zeros(len(segments), np.int64)
-    for size in np.unique(sizes)[::-1].tolist():  # segments of one size fill one row after the other
+    for size in np.unique(sizes)[::-1].tolist():  # segments of equal size fill the rows one after another
         numbers = np.flatnonzero(sizes == size)
         fits = np.minimum(np.cumsum(free // size), len(numbers))
         fits = np.diff(fits, prepend=0)
@@ -67,7 +67,7 @@ def first_fit(segments: Sequence[Segment], *, length: int) -> list[Row]:
 
 
 def in_order(segments: Sequence[Segment], *, length: int) -> list[Row]:
-    """Packs segments of at most T ids into rows in order; one that does not fit starts the next row."""
+    """Packs segments of at most T ids into rows in order; a segment that does not fit starts the next row."""
     rows: list[Row] = []
     used = length
     for segment in segments:
@@ -80,7 +80,7 @@ def in_order(segments: Sequence[Segment], *, length: int) -> list[Row]:
 
 
 def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
-    """Returns every key of a batch, [N, T]; padding is 0 everywhere, and has segment 0 and weight 0."""
+    """Returns every field of a batch, [N, T]; padding is 0 in all of them, also in `segment_ids` and `weights`."""
     packed = {key: np.zeros((len(rows), length), dtype) for key, dtype in BATCH_DTYPES.items()}
     for index, row in enumerate(rows):
         sizes = np.array([len(segment.targets) for segment in row])
@@ -95,10 +95,11 @@ def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
 class PackedStream(Stream):
     """`streams.Stream` that reads segments in windows and packs one window at a time.
 
-    A stream that reads its documents once ends with StopIteration; its last element has the rows that are left.
+    A stream that reads its documents once ends with StopIteration; its last element may have fewer rows.
 
-    The rows of a window are in an order that does not depend on their contents. A position is that of the window and a
-    row number, so resuming reads one window again. Subclasses define the methods that raise NotImplementedError here.
+    The rows of a window are in an order that does not depend on their contents. A position is the position of the
+    window and a row number, so resuming reads one window again. Subclasses define the methods that raise
+    NotImplementedError here.
     """
 
     KINDS: Mapping[str, type]  # keys of a window's position, with their types
@@ -107,8 +108,8 @@ class PackedStream(Stream):
         """Opens the stream at its start; `arrange` is `first_fit` or `in_order`."""
         self._spec, self._arrange = spec, arrange
         self._rows: list[Row] = []
-        self._start: dict[str, Any] = {}  # position of the window of these rows
-        self._row = 0  # of the next one of them
+        self._start: dict[str, Any] = {}  # position of the window of _rows
+        self._row = 0  # index of the next row in _rows
         self._rows_before = 0  # rows of earlier windows
 
     def __next__(self) -> Mapping[str, np.ndarray]:
@@ -135,7 +136,7 @@ class PackedStream(Stream):
         return self._rows[self._row - 1]
 
     def position(self) -> dict[str, Any]:
-        """Returns the position of the next row, as JSON."""
+        """Returns the position of the next row, as JSON values."""
         return {
             **(self._start if self._row < len(self._rows) else self._position()),
             "row": self._row % max(len(self._rows), 1),
@@ -150,7 +151,7 @@ class PackedStream(Stream):
             self._row = position["row"]
 
     def share(self) -> float:
-        """Returns about what share of its source has been returned as rows, if reading began at its start."""
+        """Returns approximately the share of the source that was returned as rows, if reading began at its start."""
         returned, read = self._rows_before + self._row, self._rows_before + len(self._rows)
         return self._source_share() * returned / max(read, 1)
 
@@ -162,7 +163,7 @@ class PackedStream(Stream):
         self._row = 0
 
     def _position(self) -> dict[str, Any]:
-        """Returns the position of the next window, as JSON."""
+        """Returns the position of the next window, as JSON values."""
         raise NotImplementedError
 
     def _move(self, position: Mapping[str, Any]) -> None:
@@ -174,5 +175,5 @@ class PackedStream(Stream):
         raise NotImplementedError
 
     def _next_window(self) -> list[Segment]:
-        """Reads the segments of the next window; none at the end of a stream that reads its documents once."""
+        """Returns the segments of the next window; [] at the end of a stream that reads its documents once."""
         raise NotImplementedError

@@ -1,12 +1,13 @@
-"""Registers text tasks of this workspace with seqio, so that seqio's mixtures can contain them.
+"""Registers Renga's text tasks with seqio, so that seqio mixtures can contain them.
 
-Importing this module registers `renga.python_source`. A module of your own adds others:
+Importing this module registers `renga.python_source`. Your own module adds others:
 
   registered.add("notes", text.files(train="/data/notes/*.jsonl", length=512, num_streams=1))
   seqio.MixtureRegistry.add("all", [("notes", 1.0), ("renga.python_source", 0.2)])
 
 A document becomes ids with the end-of-document id, and is split into pieces of at most the length of `targets`, as in
-rows of the task itself. A conversation gives an example for each answer: `inputs` is all that comes before it.
+rows of the task itself. A conversation gives one example per answer, whose `inputs` is all that comes before the
+answer.
 """
 
 import functools
@@ -29,13 +30,13 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
     """Registers a task of documents or conversations as a seqio Task, and returns it.
 
     Args:
-      name: name of the seqio task.
-      task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`, which gets the feature `targets`; or
-        `text.chats`, which gets `inputs` and `targets`. Its length and streams have no part.
-      options: options of `seqio.TaskRegistry.add`, such as `metric_fns`.
+      name: the name of the seqio task.
+      task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`, which has the feature `targets`; or
+          `text.chats`, which has `inputs` and `targets`. Its length and number of streams are not used.
+      **options: options of `seqio.TaskRegistry.add`, such as `metric_fns`.
 
     Raises:
-      UserError: the task is not one of documents or conversations.
+      UserError: the task has neither documents nor conversations.
     """
     seqio, tf, source = seqio_tasks.library(), tensorflow(), task.corpus
     features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]
@@ -60,7 +61,7 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
 
 
 def vocabulary(ours: Vocabulary) -> Any:
-    """Returns a vocabulary of this workspace, such as `vocabularies.tokenizer(folder)`, as a seqio Vocabulary."""
+    """Returns one of Renga's vocabularies, such as `vocabularies.tokenizer(folder)`, as a seqio Vocabulary."""
     seqio = seqio_tasks.library()
     if ours.hash == vocabularies.bytes().hash:
         return seqio.ByteVocabulary()
@@ -68,7 +69,7 @@ def vocabulary(ours: Vocabulary) -> Any:
 
 
 def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
-    """Splits `targets` into pieces of at most their length, as a preprocessor of seqio."""
+    """A seqio preprocessor that splits `targets` into pieces of at most their length in `sequence_length`."""
     if not sequence_length:
         return dataset
     tf, length = tensorflow(), sequence_length["targets"]
@@ -82,7 +83,7 @@ def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
 
 
 def leave_out_long(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
-    """Leaves out examples whose `inputs` would be cut, as a preprocessor of seqio: an answer needs all before it."""
+    """A seqio preprocessor that leaves out examples whose `inputs` would be cut: an answer needs all of them."""
     if not sequence_length:
         return dataset
     tf, most = tensorflow(), sequence_length["inputs"]
@@ -90,7 +91,7 @@ def leave_out_long(dataset: Any, sequence_length: Mapping[str, int] | None) -> A
 
 
 def _documents(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields the documents of a split, as ids, in order."""
+    """Yields the documents of a split as {"targets": ids}, in order."""
     task.vocabulary.prepare("", is_host_zero=False, sample=lambda: ())
     assert isinstance(task.corpus, DocumentSource)
     for part in task.corpus.parts(split, 1).parts:
@@ -102,7 +103,7 @@ def _documents(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]
 
 
 def _answers(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields each answer of the conversations of a split, after all ids before it, in order."""
+    """Yields each answer of a split's conversations, in order: {"inputs": all ids before it, "targets": its ids}."""
     assert isinstance(task.corpus, ChatFiles)
     for line in task.corpus.lines(split):
         inputs, targets, weights = chat_files.segment(line.chat(), cast(ChatVocabulary, task.vocabulary))
@@ -113,11 +114,11 @@ def _answers(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
 
 @functools.cache
 def _vocabulary_class() -> type:
-    """Returns the class of vocabularies of this workspace for seqio, which is imported first."""
+    """Imports seqio, and returns a seqio class for Renga's vocabularies."""
     seqio, tf = seqio_tasks.library(), tensorflow()
 
     class OwnVocabulary(seqio.Vocabulary):  # type: ignore[name-defined]  # of a library that is imported late
-        """A seqio Vocabulary that converts with one of this workspace."""
+        """A seqio Vocabulary that converts with one of Renga's vocabularies."""
 
         def __init__(self, ours: Vocabulary) -> None:
             super().__init__(extra_ids=0)

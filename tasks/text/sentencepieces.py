@@ -1,7 +1,7 @@
 """SentencePiece vocabularies: an existing model, or one that the first run trains on its own text.
 
-A trained model reproduces every text exactly (byte fallback, no normalization). Training is deterministic, and every
-host compares the model with the hash stored beside it.
+A trained model reproduces every text exactly (byte fallback, no normalization). Training is deterministic. Every host
+compares the model with the hash stored beside it.
 """
 
 import functools
@@ -54,12 +54,12 @@ class SentencePiece(Vocabulary):
 
     @property
     def size(self) -> int:
-        """Reads the model."""
+        """The number of ids; reads the model."""
         return self._processor.get_piece_size()
 
     @property
     def pad_id(self) -> int | None:
-        """None for a model without padding, such as one that was trained with the defaults."""
+        """0 or, for a model without padding, None; SentencePiece's default is no padding."""
         return self._processor.pad_id() if self._processor.pad_id() >= 0 else None
 
     @property
@@ -82,11 +82,11 @@ class SentencePiece(Vocabulary):
         return self._processor.decode([i for i in before_end(ids, self) if i not in specials])
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Reads the model, so that an invalid one is refused before the first step."""
+        """Reads the model, so that an invalid one is an error before the first step."""
         _ = self._processor
 
     def problems(self) -> list[str]:
-        """Does not check that a gs:// model exists."""
+        """Returns a problem if a local model does not exist; a gs:// model is not looked up."""
         if not self.path:
             return [
                 "VOCABULARY is not set: bind it to a SentencePiece model, e.g. --gin \"VOCABULARY = '/data/my.model'\""
@@ -113,11 +113,11 @@ class TrainedSentencePiece(SentencePiece):
 
     @property
     def size(self) -> int:
-        """Known before training."""
+        """The number of ids, which is known before training."""
         return self._size
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Trains on host 0 unless the run already has a model; every host checks the hash stored beside it.
+        """Trains a model on host 0 unless the run already has one; every host checks the hash stored beside it.
 
         Raises:
           UserError: the model is missing, or differs from the one that host 0 wrote.
@@ -178,7 +178,7 @@ def _sentences(documents: Iterable[str]) -> Iterator[str]:
 def _train(documents: Iterable[str], size: int) -> bytes:
     """Trains a byte-pair model that reproduces every text exactly, and returns it serialized.
 
-    It is deterministic: one thread, and byte-pair encoding, which counts and does no floating-point arithmetic.
+    It is deterministic: it uses one thread, and byte-pair encoding only counts, without floating-point arithmetic.
     """
     import sentencepiece
 
