@@ -24,9 +24,9 @@ class UnreachableError(UserError):
 
 
 class Problem(str):
-    """A finding about a user's input: the sentence for a person, with the facts in it that code may ask for.
+    """A finding about a user's input: a sentence for a person, with its facts as attributes for code.
 
-    `{setting}: {found}, expected {expected}; {fix}`, without the parts that are empty.
+    The sentence is `{setting}: {found}, expected {expected}; {fix}`, without the parts that are empty.
 
     Attributes:
       found: what is wrong.

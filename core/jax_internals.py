@@ -106,8 +106,8 @@ def splash_gradients(
 
     Args:
       kernel: a `SplashAttentionKernel`.
-      q: [H, T, K].
-      k, v: [N, S, K].
+      q: queries, [H, T, K].
+      k, v: keys and values, [N, S, K].
       segments: `SegmentIds` of queries and keys.
       means: means of values over all keys, [H, T, K].
       log_total: logs of their normalizers, [H, T].

@@ -377,7 +377,7 @@ def param(
       name: name within the current module.
       shape: shape of one layer's parameter; a layer stack adds the leading dimension.
       axes: logical axis of each dimension.
-      init: `init(shape, dtype)`.
+      init: initializer, called as `init(shape, dtype)`.
       kind, in_dims, stacked, trainable: information for optimizers; see `core.parameters.ParamSpec`. A layer stack
         adds its layers to `stacked`.
       dtype: stored dtype.

@@ -215,7 +215,7 @@ class Slice:
         """Whether the links along each axis form a ring.
 
         Three axes are all rings if every size is a multiple of 4. Of two axes (v5e, v6e), those of size 16 are rings.
-        The one axis of GPUs and CPUs is none.
+        GPUs and CPUs have no rings.
         """
         if not self.is_tpu:
             return (False,) * len(self.topology)

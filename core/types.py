@@ -490,7 +490,7 @@ class ChecksModel(Protocol):
     """
 
     def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
-        """Returns what of the model does not fit the data, each with its fix; `prepared`: whether `prepare` has run."""
+        """Returns how the model does not fit the data, a line each with its fix; `prepared`: whether `prepare` ran."""
 
 
 class Rehearses(Protocol):
@@ -516,7 +516,7 @@ class TriesExamples(Protocol):
 class NamesFiles(Protocol):
     """A task that reads files.
 
-    Enables: checks before a run that its files exist, also those that only the hosts read.
+    Enables: checks before a run that its files exist, including those that only the hosts read.
     """
 
     def named_files(self) -> Sequence[str]:

@@ -283,7 +283,7 @@ class Program:
             )
 
     def _check_state(self) -> None:
-        """Checks the pipeline before the tables, because its message is more specific."""
+        """Checks that pipeline and tables fit the model; the pipeline first, because its message is more specific."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract

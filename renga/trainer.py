@@ -127,7 +127,7 @@ class Trainer:
         """Computes the mean metrics of a checkpoint on held-out rows, and writes them to the run directory.
 
         Args:
-          rows: number of held-out rows, or all; None: those of the run's own evaluations.
+          rows: number of held-out rows, or "all"; None: those of the run's own evaluations.
           step: the checkpoint; None: the newest.
 
         Returns:

@@ -135,7 +135,7 @@ class PublishedFolder:
                 self._sources[copy_.path] = dataclasses.replace(self._sources[copy_.path], name=copy_.name)
 
     def _unread(self) -> list[str]:
-        """Returns a line for each pattern of tensors that hold no parameter, and one for files beside those read."""
+        """Returns a line for each pattern of tensors that hold no parameter, and one for files that are not read."""
         lines = []
         for pattern in self._ignored:
             if names := fnmatch.filter(self._tensors, pattern):

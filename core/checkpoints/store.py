@@ -96,7 +96,7 @@ class Checkpoints:
             distributed.barrier(f"checkpoints/open {folder.name}", timeout_seconds=OPEN_SECONDS)
 
     def _values(self, metric: best.Metric) -> dict[int, float]:
-        """Returns the values of the steps that host 0 sees, on every host."""
+        """Returns the metric's value for each step that host 0 sees, on every host."""
         described = steps.described_steps(self._directory) if distributed.is_host_zero() else {}
         found = best.values(described, metric)
         return {int(step): value for step, value in json.loads(distributed.from_host_zero(json.dumps(found))).items()}

@@ -80,7 +80,7 @@ def require_space(run_dir: str, size_bytes: int) -> None:
     """Requires that one checkpoint fits on the disk of a run directory; buckets have no limit.
 
     Raises:
-      UserError: `size_bytes`, of all arrays before compression, are more than what is free.
+      UserError: the disk has less free space than `size_bytes`, the size of all arrays before compression.
     """
     directory = paths.resolve(run_dir)
     if not paths.is_remote(directory) and (free := _free_bytes(directory)) < size_bytes:

@@ -34,7 +34,7 @@ class Place(NamedTuple):
       activity: one of the constants above.
       seconds: time since the activity began.
       limit_seconds: time limit that the work itself enforces; 0 if it has none.
-      part: its part, such as `batch 3 of 8`; empty if it has none. A new part begins a new time.
+      part: part of the activity, such as `batch 3 of 8`; empty if it has none. `seconds` restart with each part.
     """
 
     step: int

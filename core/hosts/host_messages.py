@@ -75,7 +75,7 @@ class Inbox:
 
 
 def pack(message: Mapping[str, Any], key: bytes) -> bytes:
-    """Encodes a message."""
+    """Encodes a message with its authentication code."""
     body = json.dumps(message).encode()
     assert len(body) <= MAX_BYTES, f"a message of {len(body)} bytes; at most {MAX_BYTES}"
     return _HEAD.pack(_MAGIC, len(body), _code(body, key)) + body

@@ -60,7 +60,7 @@ class Interrupts:
     def __init__(
         self, save: Callable[[], None] | None, *, end: Callable[[int, str], None], name: Callable[[], str] = lambda: ""
     ):
-        """Takes what the answers need.
+        """Takes the functions that the answers to Ctrl-C call.
 
         Args:
           save: asks the training loop to save a checkpoint and end; None if nothing is to be saved.

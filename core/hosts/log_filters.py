@@ -75,7 +75,7 @@ class Held:
 
 @contextlib.contextmanager
 def holding_stderr() -> Iterator[Held]:
-    """Context that holds back what is written to stderr, also by C++."""
+    """Context that holds back what is written to stderr, including by C++."""
     held = Held()
     sys.stderr.flush()
     terminal = os.dup(2)
@@ -92,7 +92,7 @@ def holding_stderr() -> Iterator[Held]:
 
 
 def without(text: bytes) -> bytes:
-    """Removes known harmless lines from a text, also if they were printed in the middle of another line."""
+    """Removes known harmless lines from a text, even if they were printed in the middle of another line."""
     return _ANY.sub(b"", text)
 
 

@@ -368,7 +368,7 @@ _NO_ANSWER = "it does not answer as a host of this start"
 
 
 def _ask(call: _Call) -> Roll:
-    """Connects to host 0 and waits for its reply; retries until the deadline, also when its name is not found yet."""
+    """Connects to host 0 and waits for its reply; retries until the deadline, even if its name is not found yet."""
     failure = _NO_ANSWER
     while time.monotonic() < call.deadline:
         answered = None

@@ -57,8 +57,8 @@ def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fra
 
     Args:
       peak: the highest rate.
-      warmup_steps: steps to reach it, from 0.
-      total_steps: the last step of the decay.
+      warmup_steps: steps of the warm-up, from 0; the first has the rate `peak / warmup_steps`.
+      total_steps: number of steps, warm-up included.
       final_fraction: the rate at the last step, as a fraction of the peak.
     """
     return _warmup_then(lambda progress: 1 - progress, peak, warmup_steps, total_steps, final_fraction)
@@ -69,8 +69,8 @@ def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fra
 
     Args:
       peak: the highest rate.
-      warmup_steps: steps to reach it, from 0.
-      total_steps: the last step of the decay.
+      warmup_steps: steps of the warm-up, from 0; the first has the rate `peak / warmup_steps`.
+      total_steps: number of steps, warm-up included.
       final_fraction: the rate at the last step, as a fraction of the peak.
     """
     return _warmup_then(_half_cosine, peak, warmup_steps, total_steps, final_fraction)

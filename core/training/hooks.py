@@ -39,7 +39,7 @@ Say = Callable[[int, str, str], None]  # (step, name of the metric that becomes 
 
 
 class Compiled(Hook):
-    """Reports the compiled programs after the first step, and whenever others were compiled since."""
+    """Reports the process's compilations after the first step, and again after a step that compiled more."""
 
     def __init__(self, write: Callable[[int, compilation.Totals], None]):
         """Takes `write(step, totals)`, which is called with the compilations of the process so far."""
@@ -125,7 +125,7 @@ class Meet(Hook):
 
 
 class Checkpoints(Protocol):
-    """Interface of the checkpoints that `Save` and `SaveParams` write; `core.checkpoints.store.Checkpoints` has it.
+    """Interface of what `Save` and `SaveParams` write to; `core.checkpoints.store.Checkpoints` implements it.
 
     All hosts call the methods in order, except `costs`.
     """

@@ -127,7 +127,7 @@ class Decoder:
         return jax.tree.map(lambda apart, a: jnp.stack(a) if apart else a, self._apart, params)
 
     def empty_cache(self, rows: int, slots: int) -> Any:
-        """Returns an empty cache."""
+        """Returns an empty cache with `slots` slots for each of `rows` rows."""
         with self.tracing():
             return self._empty_cache(rows, slots)
 

@@ -88,7 +88,7 @@ class LayerwiseDecoder:
             return Held(tuple(of_call(first, last) for first, last in self._calls), others)
 
     def empty_cache(self, rows: int, slots: int) -> Any:
-        """Returns an empty cache."""
+        """Returns an empty cache with `slots` slots for each of `rows` rows."""
         with self.tracing():
             return self.model.empty_cache(rows, slots)
 

@@ -54,7 +54,7 @@ def label(*, libtpu: str | None = None) -> str:
 
 
 def interval(seconds: float) -> tuple[float, float]:
-    """Returns the seconds between which a step is expected that is predicted to take `seconds`."""
+    """Returns the least and the most seconds expected of a step that is predicted to take `seconds`."""
     found = known_error()
     return (seconds, seconds) if found is None else (found.shortest * seconds, found.longest * seconds)
 

@@ -122,7 +122,7 @@ def layouts(
       slice: the slice to train on.
       only: names of constructors; empty for all.
       has_experts: whether the model has experts; without, strategies that shard them are tried only if named.
-      has_long_rows: whether to try rings of keys, too: rows of less than `LONG_ROW` positions gain little by them.
+      has_long_rows: whether to try rings of keys, too: rows of fewer than `LONG_ROW` positions gain little by them.
 
     Raises:
       UserError: a name that is not a strategy.

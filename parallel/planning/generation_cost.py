@@ -48,13 +48,13 @@ class GenerationCost(NamedTuple):
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """Predicted new tokens per second of all rows: no traffic hidden, and all of it."""
+        """Predicted new tokens per second of all rows: with no traffic hidden, and with all of it hidden."""
         slow, fast = (max(self.token_bound, s) for s in (self.token_time.exposed, self.token_time.hidden))
         return self.rows / slow, self.rows / fast
 
     @property
     def prompt_tokens_per_second(self) -> tuple[float, float]:
-        """Predicted tokens of prompts per second of all rows: no traffic hidden, and all of it."""
+        """Predicted tokens of prompts per second of all rows: with no traffic hidden, and with all of it hidden."""
         tokens = self.rows * self.chunk
         return tokens / self.chunk_time.exposed, tokens / self.chunk_time.hidden
 
