@@ -387,6 +387,9 @@ def param(
 
     Returns:
       [*shape], laid out for computation by the activation table unless `as_stored`.
+
+    Raises:
+      UserError: the axes are not as many as the dimensions, an axis is unknown, or `ParamSpec` refuses its arguments.
     """
     names = tuple(axes)
     where = f"parameter {hk.experimental.current_name()}/{name}"

@@ -194,7 +194,8 @@ def with_kinds(specs: Specs) -> str:
 def lookup(tree: Any) -> Callable[[Sequence[Any]], Any]:
     """Returns a function from the path of a parameter to the leaf of `tree` (such as its spec) at that path.
 
-    It serves trees that lack some of the parameters, as optax passes them to masked transformations.
+    It serves trees that lack some of the parameters, as optax passes them to masked transformations. For a path that is
+    not in `tree`, it raises UserError.
     """
     leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
 

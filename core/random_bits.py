@@ -60,6 +60,9 @@ def dropout(
       x: [B, ...].
       rows: [B], the global row of each row of x.
       arranged: brings the mask, which has the shape of x, into the order of x, if entries of x have been permuted.
+
+    Raises:
+      UserError: `rate` is out of its range, or `rows` has another shape.
     """
     if not 0 <= rate < 1:
         raise UserError(f"random_bits.dropout: rate = {rate}: expected from 0 to below 1")

@@ -246,7 +246,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     """Returns the degree of every mesh axis over all slices, in the order of `Strategy.used_mesh_axes`.
 
     Raises:
-      UserError: the product of the degrees inside a slice is not its number of chips, or that of the degrees across
+      UserError: the product of the degrees inside a slice is not its number of devices, or that of the degrees across
         slices is not the number of slices; the message names the nearest degrees that fit.
     """
     across = {axis: strategy.dcn_shape.get(axis, 1) for axis in strategy.used_mesh_axes}

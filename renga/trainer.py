@@ -134,7 +134,8 @@ class Trainer:
           The means, such as `loss`.
 
         Raises:
-          UserError: there is no such checkpoint, or it does not fit.
+          UserError: there is no such checkpoint, or it does not fit; `rows` is None for a run without evaluations, or
+            "all" for endless data.
         """
         for name, value in (("rows", rows), ("step", step)):
             if value is not None and (name, value) != ("rows", "all"):

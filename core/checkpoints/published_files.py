@@ -144,7 +144,8 @@ def is_published(text: str) -> bool:
     """Returns whether a text names the folder of a published model.
 
     Raises:
-      UserError: the folder has weights or a tokenizer, but no `config.json`; or as `small_files`.
+      UserError: there is no `config.json`, although the folder has weights or a tokenizer or is on the hub; or as
+        `small_files`.
     """
     folder = small_files(text)
     if (folder / CONFIG).exists():

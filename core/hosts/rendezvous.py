@@ -220,7 +220,11 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
 
 
 def bindable(host: str) -> str:
-    """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces, as behind NAT."""
+    """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces, as behind NAT.
+
+    Raises:
+      UserError: the host's name cannot be looked up.
+    """
     with socket.socket(_family(host)) as probe:
         try:
             probe.bind((host, 0))

@@ -209,7 +209,7 @@ class Scores:
 
 
 def _with_progress(batches: Iterator[Any], what: str, *, rows: int, count: int | None) -> Iterator[Any]:
-    """Yields the same batches, at most `count` (None: not known); prints a line now and then."""
+    """Yields the same batches and prints a line now and then; `count`: the most that there can be (None: unknown)."""
     began, of = time.monotonic(), f" of at most {count}" if count else ""
     last = began
     for number, batch in enumerate(batches, 1):

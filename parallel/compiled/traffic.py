@@ -45,11 +45,12 @@ class Grid(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective at one place of the program.
+    """One collective, or copy between chip and host, at one place of the program.
 
     Attributes:
       name: name of its instruction.
-      kind: `all-gather`; an all-reduce fused with the slice that follows it is a `reduce-scatter`.
+      kind: such as `all-gather`; an all-reduce fused with the slice that follows it is a `reduce-scatter`. Of a copy,
+        `to host` or `from host`.
       arrays: the arrays of the payload.
       times: executions in a step.
       payload_bytes, wire_bytes: bytes of one execution, as defined above.
@@ -129,7 +130,9 @@ def wire_bytes_by_axes(collectives: Sequence[Collective]) -> dict[tuple[str, ...
 
 
 def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Collective]:
-    """Returns every collective of a program once, even if several instructions represent it.
+    """Returns every collective of a program, and every copy between chip and host.
+
+    Each is returned once, even if several instructions represent it.
 
     Args:
       module: the program.
@@ -251,7 +254,7 @@ _DCN_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
 def _between_slices(at: Instruction) -> str | None:
-    """Returns `ALL_REDUCE` if a send represents a collective between slices, else None."""
+    """Returns the kind of collective between slices that a send represents, such as `ALL_REDUCE`; None: of none."""
     return at.attribute(_TRANSFER)
 
 

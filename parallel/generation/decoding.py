@@ -111,7 +111,7 @@ class Decoder:
         return jax.tree.map(of_each, self._apart, self._layouts, self._program.abstract_state.params)
 
     def laid_out(self, params: Params) -> Params:
-        """Casts matrices to the compute dtype, separates the layers, and copies small models to every chip."""
+        """Casts the parameters (see `dtypes`), separates the layers, and copies small models to every chip."""
         with self.tracing():
             return self._laid_out(params)
 

@@ -163,7 +163,7 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
     """Checks prompts without running anything; parameters are not needed.
 
     Raises:
-      UserError: an empty prompt, an id that the model does not have, or more positions than it has.
+      UserError: no prompt, an empty prompt, an id that the model does not have, or more positions than it has.
     """
     if not prompts:
         raise UserError("generation needs prompts of at least one id each")

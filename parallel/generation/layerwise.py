@@ -66,7 +66,7 @@ class LayerwiseDecoder:
             yield
 
     def laid_out(self, params: Params) -> Held:
-        """Casts matrices to the compute dtype, and separates the layers."""
+        """Casts the parameters (see `decoding.dtypes`), and separates the layers."""
         dtypes = decoding.dtypes(self._program)
 
         def of_call(first: int, last: int) -> Params:

@@ -90,7 +90,7 @@ class Schedule:
         return self.num_microbatches
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the tick in which the first stage starts each kind of work."""
+        """Returns, for each kind of work, the first tick in which a stage does it."""
         return {"F": 0, "B": self.ticks(stages)}
 
     def ticks(self, stages: int) -> int:

@@ -211,7 +211,11 @@ def _has_whole_sum(value: Any) -> bool:
 
 
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
-    """Returns the first training batches of a prepared task, with all rows, on every host."""
+    """Returns the first training batches of a prepared task, with all rows, on every host.
+
+    Raises:
+      UserError: the task's batches end before `steps`.
+    """
     stream = task.train(program.partitioner.data_layout(batch_size(program.spec)), seed=program.seed)
     batches = []
     for step in range(steps):

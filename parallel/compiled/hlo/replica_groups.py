@@ -28,9 +28,13 @@ def _explicit(text: str) -> list[list[int]]:
 
 
 def device_groups(at: Instruction, chips: int) -> list[list[int]]:
-    """Returns the groups of a collective, as positions of chips in the mesh.
+    """Returns the groups of a collective, in the program's numbers of chips.
 
     The groups of a permute are the chips that are connected by pairs; there may be none.
+
+    Args:
+      at: the collective.
+      chips: the number of chips, all of which are one group if the instruction names no groups.
     """
     if re.search(_PAIRS, at.attributes):
         return _joined(pairs(at))
