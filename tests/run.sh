@@ -18,7 +18,12 @@ python=.venv/bin/python
 [[ ${RENGA_NEWEST:-} != 1 ]] || python=.venv-newest/bin/python
 launch/setup.sh --extra dev
 
+# less optimized machine code, without fusion emitters, is compiled in a third of the time; --all runs what users run
+quick_flags="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+[[ ${RENGA_NEWEST:-} == 1 ]] || quick_flags+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag
+
 if [[ ${1:-} == lab ]]; then
+  export QUICK_XLA_FLAGS=$quick_flags  # of `lab without --quick`
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
   exec $python -m tests.lab "${@:2}"
 fi
@@ -28,9 +33,8 @@ processes=3  # on two cores: the third works while tests of the others wait for 
 if ((with_slow)); then
   selection=()
   processes=2  # large programs are compiled, each in several GiB
-else  # less optimized machine code, without fusion emitters, is compiled in a third of the time; --all runs what users run
-  export XLA_FLAGS="${XLA_FLAGS:-} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-  [[ ${RENGA_NEWEST:-} == 1 ]] || XLA_FLAGS+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag
+else
+  export XLA_FLAGS="${XLA_FLAGS:-} $quick_flags"
 fi
 
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1

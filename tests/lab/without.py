@@ -116,7 +116,12 @@ def _step(what: str, arguments: Sequence[str], folder: str) -> int:
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": folder,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('QUICK_XLA_FLAGS', '')}",
+        },
         capture_output=True,
         text=True,
         check=False,
