@@ -27,6 +27,7 @@ from models.decoder.published import families, family_tensors
 from tasks import streams
 from tests.lab import golden, recording, reference
 
+pytestmark = pytest.mark.part("all")  # pages name every part
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REMOTE = "--tpu NAME"

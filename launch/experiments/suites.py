@@ -74,7 +74,8 @@ class Entry:
 
 def groups() -> list[str]:
     """Returns the names of all groups in `gin/trm`."""
-    names = [folder.name for folder in HOME.iterdir() if any(folder.glob("*.gin"))]
+    folders = HOME.iterdir() if HOME.is_dir() else ()  # an optional part
+    names = [folder.name for folder in folders if any(folder.glob("*.gin"))]
     return sorted(names, key=lambda name: (not name.startswith("exp"), name))
 
 
@@ -94,7 +95,7 @@ def files(group: str) -> list[Path]:
     if not chosen:
         close = difflib.get_close_matches(group, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UserError(f"there is no group {group!r}: {hint}Groups: {', '.join(known)}, all, or a folder's path")
+        raise UserError(f"there is no group {group!r}: {hint}Groups: {', '.join([*known, 'all'])}, or a folder's path")
     return [file for name in chosen for file in _of_folder(HOME / name)]
 
 

@@ -24,6 +24,7 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch):
     assert extras.install("arc") == "pip install 'renga[arc]'"
 
 
+@pytest.mark.part("puzzles")
 def test_every_extra_that_code_names_exists():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [file for folder in ("core", "models", "tasks", "launch") for file in (ROOT / folder).rglob("*.py")]

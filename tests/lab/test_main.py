@@ -22,6 +22,7 @@ def test_a_command_whose_reader_goes_away_ends_quietly(monkeypatch):
     assert main(["status"]) == 141
 
 
+@pytest.mark.part("all")
 def test_a_failed_command_does_not_wait_at_the_exit_barrier_of_jax(monkeypatch):
     def ends(code):
         raise SystemExit(f"at once with {code}")

@@ -8,6 +8,7 @@ from tests.lab import status
 
 
 @pytest.mark.covers("E07")
+@pytest.mark.part("all")
 def test_status_is_current():
     page = status.render(status.capabilities(), list(status.marked_tests()), status.ran())
     assert status.STATUS.read_text() == page, "run: tests/run.sh lab status --write"

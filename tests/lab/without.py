@@ -1,7 +1,7 @@
 """`tests/run.sh lab without`: deletes optional parts in a copy of the workspace, and checks that the rest works.
 
-A part goes with its gin files and with the tests that import it or name its files. Then every other module must import,
-and every other test must be collected; with --quick the quick tests must pass, too.
+A part goes with its gin files and with the tests that import it, name its files or are marked `part`. Then every other
+module must import, and every other test must be collected; with --quick the quick tests must pass, too.
 """
 
 import argparse
@@ -109,10 +109,10 @@ def _without(parts: Sequence[str], tracked: Sequence[str], *, quick: bool) -> in
         }
         if quick:
             steps["every other quick test passes"] = [*pytest, "-n", "3", "--dist", "loadfile", "-m", "not slow"]
-        return max([_step(what, arguments, folder) for what, arguments in steps.items()])
+        return max([_step(what, arguments, folder, parts) for what, arguments in steps.items()])
 
 
-def _step(what: str, arguments: Sequence[str], folder: str) -> int:
+def _step(what: str, arguments: Sequence[str], folder: str, parts: Sequence[str]) -> int:
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -120,6 +120,7 @@ def _step(what: str, arguments: Sequence[str], folder: str) -> int:
             **os.environ,
             "PYTHONPATH": folder,
             "JAX_PLATFORMS": "cpu",
+            "WITHOUT_PARTS": " ".join(parts),
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('QUICK_XLA_FLAGS', '')}",
         },
         capture_output=True,
@@ -174,7 +175,16 @@ def tests_of(own: Collection[str], tests: Mapping[str, str]) -> list[str]:
     while more := {
         name
         for name, text in tests.items()
-        if name not in found and {module_of(other) for other in found} & set(imported(text))
+        if name not in found
+        and ({module_of(other) for other in found} & {*imported(text)} or _asks(name, found, tests))
     }:
         found |= more
     return sorted(found)
+
+
+def _asks(name: str, gone: Collection[str], tests: Mapping[str, str]) -> bool:
+    """Returns whether a test asks for a fixture of a conftest.py that is gone."""
+    above = [tests[file] for folder in Path(name).parents if (file := f"{folder}/conftest.py") in gone]
+    fixtures = re.findall(r"@pytest\.fixture.*\ndef (\w+)", "\n".join(above))
+    asked = {word for arguments in re.findall(r"def test_\w+\((.*?)\):", tests[name]) for word in arguments.split(", ")}
+    return bool(asked & {*fixtures})

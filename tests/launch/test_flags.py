@@ -111,6 +111,7 @@ def named_files():
                         yield path.stem, node.value
 
 
+@pytest.mark.part("all")
 def test_no_flag_that_names_a_file_is_missing_in_the_table():
     assert set(named_files()) == WRITES.keys() | FOLDERS | OTHERS | READS
 

@@ -84,7 +84,13 @@ def test_python_without_assertions_is_refused():
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.part("puzzles", "vision_tasks")] * (name == "make-dataset"))
+        for name in COMMANDS
+    ],
+)
 def test_every_command_has_help_and_example(name, capsys):
     family, _ = environment.declared("COMMAND")[cli.commands()[name]]
     assert family in cli.FAMILIES

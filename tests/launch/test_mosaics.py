@@ -16,6 +16,7 @@ sys.path.insert(0, str(environment.WORKSPACE / "examples"))
 import easy_vqa
 import mosaics
 
+pytestmark = pytest.mark.part("vision_models")
 COUNTS = {"train": 30, "validation": 6, "test": 6}
 
 

@@ -92,6 +92,7 @@ check v4-9 {experiment} --level slice
 """.strip().splitlines()
 
 
+@pytest.mark.part("all")
 def test_every_command_is_tried():
     assert {line.split()[0] for line in WRONG} == set(cli.commands())
 

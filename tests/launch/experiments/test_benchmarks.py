@@ -133,6 +133,7 @@ def test_options_of_generation():
             options(wrong)
 
 
+@pytest.mark.part("code")
 def test_wrong_arguments_are_refused_before_the_model_is_loaded(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr(loaded_model, "load", None)

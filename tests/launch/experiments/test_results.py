@@ -14,6 +14,7 @@ from core.training import evaluation, metrics
 from core.types import WeightedSum
 from launch.experiments import results, results_page, suites
 
+pytestmark = pytest.mark.part("trm")
 SVG = "{http://www.w3.org/2000/svg}"
 PATHS = [suites.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
 

@@ -214,6 +214,7 @@ def test_the_metrics_of_a_mixture_are_those_of_seqio(registered):
     assert found == wanted
 
 
+@pytest.mark.part("code")
 def test_samples_belong_to_other_benchmarks(capsys):
     assert command.main(["evaluate", "anything", "--task", "sums", "--samples", "2"]) == 2
     assert "--samples belongs to --humaneval, not to --task" in " ".join(capsys.readouterr().err.split())

@@ -165,6 +165,7 @@ def test_incomparable_arrays_are_reported(in_process, arguments, message):
     assert message in said
 
 
+@pytest.mark.part("trm")
 def test_a_strategy_that_cannot_hold_the_model_fails_before_anything_runs(in_process):
     code, said = in_process("--model", "trm", "--only", "pipeline")
     assert code == 1

