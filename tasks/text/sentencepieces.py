@@ -59,7 +59,7 @@ class SentencePiece(Vocabulary):
 
     @property
     def pad_id(self) -> int | None:
-        """0 or, for a model without padding, None; SentencePiece's default is no padding."""
+        """The padding id; None for a model without padding, which is SentencePiece's default."""
         return self._processor.pad_id() if self._processor.pad_id() >= 0 else None
 
     @property

@@ -1,11 +1,11 @@
-"""Token caches of registered seqio tasks and mixtures: a `documents.Corpus` that a run reads without seqio.
+"""Writes and reads token caches of registered seqio tasks and mixtures; a run reads them without seqio.
 
-The pipeline runs once, in other processes (`tasks/text/seqio_pipeline.py`), at the lengths of the run; each example
-becomes a document of a token cache. The folder has one token cache for each task and `seqio.json`, which is written
+The pipeline runs once, in other processes (`tasks/text/seqio_pipeline.py`), with the run's sequence lengths; each
+example becomes a document of a token cache. The folder has one token cache per task, and `seqio.json`, which is written
 last: the vocabulary, the mixing rates, and what the cache depends on.
 
-  train, epoch 0      shards 0 1 2 … in turn, some examples of each      -> documents in a fixed order
-  train, epoch 1 …    only of a task that draws other numbers in each epoch
+  train, epoch 0      some examples of each shard 0 1 2 … in turn        -> documents in a fixed order
+  train, epoch 1 …    only for a task whose preprocessors draw random numbers
   validation
 """
 
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
     from tasks.text.filters import Filters
 
 FILE = "seqio.json"
-_EXAMPLES = 1024  # that a process returns at a time
-_PARTS = re.compile("parts-[0-9a-f]{12}")  # the folder of what the workers of Beam made
-_MOST_SHARDS = 16  # of a source that are read side by side
+_EXAMPLES = 1024  # examples that a process returns at a time
+_PARTS = re.compile("parts-[0-9a-f]{12}")  # the folder of the parts that Beam's workers made
+_MOST_SHARDS = 16  # shards of a source that are read concurrently
 _WORDS = run_lock.Words("token cache", "two commands cannot write one cache", "text.seqio.cache")
-_KINDS = {"asked": dict, "vocabulary": dict, "tasks": dict}  # of what is read of `seqio.json`
+_KINDS = {"asked": dict, "vocabulary": dict, "tasks": dict}  # keys of `seqio.json` with their types
 
 
 @dataclasses.dataclass(frozen=True)
 class SeqioCache(DocumentSource):
-    """A `documents.Corpus`: the examples of a registered task or mixture.
+    """A `documents.Corpus` of the cached examples of a registered task or mixture.
 
     Attributes:
-      asked: what is read.
+      asked: the task or mixture.
       path: the folder of the cache, local or gs://.
-      epochs: how many epochs of a task are cached that draws other numbers in each; None: it must not draw any.
+      epochs: number of epochs to cache if the task's preprocessors draw random numbers; None: they must not draw any.
     """
 
     asked: Asked
@@ -66,12 +66,12 @@ class SeqioCache(DocumentSource):
     epochs: int | None = None
 
     def named_files(self) -> tuple[str, ...]:
-        """The folder if it is in a bucket; another one may have to be written first."""
+        """Returns the folder if it is in a bucket; a local folder may not exist yet."""
         return (self.path,) if paths.is_remote(self.path) else ()
 
     @functools.cached_property
     def saved(self) -> Mapping[str, Any] | None:
-        """The content of `seqio.json`; None before it is written. Raises UserError if it is of something else."""
+        """The content of `seqio.json`; None before it is written. Raises UserError if it belongs to another task."""
         file = paths.resolve(self.path) / FILE
         try:
             found = foreign_json.load_object(file.read_bytes(), _KINDS)
@@ -89,7 +89,7 @@ class SeqioCache(DocumentSource):
 
     @functools.cached_property
     def definition(self) -> Mapping[str, Any]:
-        """The vocabulary and the tasks. If the cache is not written, takes seconds, or raises UserError."""
+        """The vocabulary and the tasks. Before the cache is written, this takes seconds, and may raise UserError."""
         return self.saved or _definition(self.asked)
 
     def problems(self) -> list[str]:
@@ -99,7 +99,7 @@ class SeqioCache(DocumentSource):
             drawing = [name for name, about in self.definition["tasks"].items() if about["draws"]]
         except UserError as error:
             return [str(error)]
-        except Exception as error:  # a bucket fails with its client's own types
+        except Exception as error:  # bucket clients raise their own types
             if not paths.is_remote(self.path):
                 raise
             return [Problem(f"cannot read {self.path}: {type(error).__name__}: {error}", file=self.path)]
@@ -111,7 +111,7 @@ class SeqioCache(DocumentSource):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """Makes one example of each source and split; returns a problem for each that fails."""
+        """Tries one example of each source and split; returns a problem for each failure."""
         return [] if self.saved else self.definition["problems"]
 
     def fill(
@@ -123,17 +123,17 @@ class SeqioCache(DocumentSource):
         beam: "Beam | None" = None,
         filters: "Filters | None" = None,
     ) -> None:
-        """Writes the cache, or the rest of it.
+        """Writes the cache, or the missing part of it.
 
         Args:
-          processes: that run the pipeline; default: one for each core.
-          say: receives messages.
-          report: receives the progress; default: `say` gets a line every 10 s.
-          beam: runs the pipeline on Apache Beam, which makes the same cache.
-          filters: which examples of each task are left out; None: none, and a cache that is written may have had any.
+          processes: number of processes that run the pipeline; default: one per core.
+          say: called with messages.
+          report: called with the progress; default: `say` gets a line every 10 s.
+          beam: if given, the pipeline runs on Apache Beam, which makes the same cache.
+          filters: which examples are left out; None: none, and an existing cache may have any filters.
 
         Raises:
-          UserError: the pipeline fails, or the folder is another command's, or the cache was begun with other filters.
+          UserError: the pipeline fails, another command uses the folder, or the cache was begun with other filters.
         """
         self.__dict__.pop("saved", None)  # another host may have written it
         if filters:
@@ -154,7 +154,7 @@ class SeqioCache(DocumentSource):
             say(f"{self.describe()}: cached in {time.monotonic() - start:.0f} s")
 
     def _checked(self, filters: "Filters") -> "Filters | None":
-        """Returns filters with their digest, or None for those that leave out nothing; UserError if they do not fit."""
+        """Returns filters with their digest; None if they leave out nothing. Raises UserError if they do not fit."""
         from tasks.text import tokenizing
 
         if excluded := filters.excluded():
@@ -206,12 +206,12 @@ class SeqioCache(DocumentSource):
     def _make_parts(
         self, jobs: Sequence["_TaskJob"], filters: "Filters | None", arguments: Sequence[str]
     ) -> Callable[..., Any]:
-        """Makes the parts of all jobs on Apache Beam; returns what gives them in place of a process."""
+        """Makes the parts of all jobs on Apache Beam; returns the function that reads them (`Parts.submit`)."""
         from tasks.text import beam_parts
 
         def identity() -> str:
             tasks = {n: {k: v for k, v in t.items() if k != "metrics"} for n, t in self.definition["tasks"].items()}
-            made = [self._identity(), self.definition["vocabulary"], tasks]  # with checksums of the first examples
+            made = [self._identity(), self.definition["vocabulary"], tasks]  # includes checksums of the first examples
             made += [filters.described()] if filters else []
             return json.dumps([*made, [job.sources() for job in jobs]])
 
@@ -224,24 +224,24 @@ class SeqioCache(DocumentSource):
         return parts.submit
 
     def _identity(self) -> dict[str, Any]:
-        """Returns what the content of the cache depends on."""
+        """Returns what the content of the cache depends on, as JSON values."""
         return {**dataclasses.asdict(self.asked), "epochs": self.epochs, "module_hash": _module_hash(self.asked.module)}
 
     def _require_same(self, saved: Mapping[str, Any], what: str) -> None:
-        """Raises UserError if a cache was written for something else."""
+        """Raises UserError if the cache was written for another task or other lengths."""
         for key, value in self._identity().items():
-            if key in ("module", "module_hash") or saved.get(key) == value:  # `_changed` compares what modules register
+            if key in ("module", "module_hash") or saved.get(key) == value:  # `_changed` compares the modules' tasks
                 continue
             setting = {"inputs": "inputs_length", "targets": "the length of targets"}.get(key, key)
             raise UserError(f"{what} with {setting} = {saved.get(key)}, now {value}: give another text.seqio.cache")
 
     def _is_changed(self, saved: Mapping[str, Any]) -> bool:
-        """Returns whether the file of the module differs from that which wrote the cache, if it is on this host."""
+        """Returns whether the module's file is on this host and differs from the one that wrote the cache."""
         is_same_module = saved.get("module") == self.asked.module
         return is_same_module and _module_hash(self.asked.module) not in (None, saved.get("module_hash"))
 
     def _changed(self, saved: Mapping[str, Any]) -> str:
-        """Returns in what the definition differs from a written one; "" if it and the first examples are the same."""
+        """Says how the definition differs from that of the cache; "" if the two and the first examples are the same."""
         try:
             now = _definition(self.asked)
         finally:
@@ -273,7 +273,7 @@ class SeqioCache(DocumentSource):
         return self._caches(self.saved)
 
     def open_stream(self, spec: StreamSpec) -> DocumentStream:
-        # Windows of a small task have its ids once, so that the first batch does not wait for many epochs.
+        # A window of a small task has all its ids once, so that the first batch does not wait for many epochs.
         ids = sum(cache.about["splits"][spec.split]["tokens"] for cache in self._opened) // spec.num_streams
         return DocumentStream(self.chunks(spec), spec, window_ids=min(document_streams.WINDOW_IDS, ids + 1))
 
@@ -289,16 +289,16 @@ class SeqioCache(DocumentSource):
         return chunks[0] if len(chunks) == 1 else MixedChunks(chunks, [rate for _, rate in found], spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """Yields nothing: the vocabulary exists."""
+        """Yields nothing, because the vocabulary exists."""
         return iter(())
 
     def describe(self) -> str:
-        """Counts are those of a local cache."""
+        """Describes the task, with counts if the cache is local."""
         inputs = f", inputs of up to {self.asked.inputs} ids" if self.asked.inputs else ""
         try:
             if paths.is_remote(self.path) or self.saved is None:
                 return f"text.seqio: {self.asked.name}{inputs}, cached in {self.path}"
-        except UserError:  # of `problems`
+        except UserError:  # `problems` reports it
             return f"text.seqio: {self.asked.name}"
         splits = [cache.about["splits"] for cache in self._opened]
         examples, tokens = (sum(each[s][kind] for each in splits for s in SPLITS) for kind in ("documents", "tokens"))
@@ -309,7 +309,7 @@ class SeqioCache(DocumentSource):
         )
 
     def left_out(self) -> dict[str, int]:
-        """Returns how many examples of a written cache the filters left out, by reason."""
+        """Returns how many examples the filters left out of the cache, by reason."""
         found = {reason: [cache.about["left_out"][reason] for cache in self._opened] for reason in FILTERED}
         return {reason: n for reason, each in found.items() if (n := sum(one["documents"] for one in each))}
 
@@ -318,10 +318,10 @@ class SeqioCache(DocumentSource):
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the metrics of at most so many examples of each task. Raises UserError if there are none.
+        """Returns the tasks' metrics, on at most `most` examples of each. Raises UserError if there are none.
 
-        A task whose cache names none may have got some since. Then host 0 of a run, whose process reads the examples
-        before the first step, decides.
+        If the cache names no metrics, or the module was changed since, the task may now have others. Then the process
+        on host 0 that reads the examples before the first step decides.
         """
         found = [kind for about in self.definition["tasks"].values() for kind in about.get("metrics", ())]
         if not self.saved or (found and not self._is_changed(self.saved["asked"])):
@@ -329,7 +329,7 @@ class SeqioCache(DocumentSource):
         return self.asked.measured(most)
 
     def fingerprint(self) -> str:
-        """Depends on the examples of the cache, their order and the mixing rates."""
+        """Returns a hash of the cache's examples, their order, and the mixing rates."""
         splits = [
             [[cache.about["splits"][split][kind] for kind in ("documents", "tokens", "digest")] for split in SPLITS]
             for cache in self._opened
@@ -340,7 +340,7 @@ class SeqioCache(DocumentSource):
 
 @functools.cache
 def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
-    """Returns the definition of a task, or its problem; then the process that found it is not needed any more."""
+    """Returns the definition of a task, or its problem; ends the process that found a problem."""
     processes, problem = seqio_pipeline.PROCESSES, ""
     found: Mapping[str, Any] = {}
     try:
@@ -353,7 +353,7 @@ def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
 
 
 def _definition(asked: Asked) -> Mapping[str, Any]:
-    """Returns the definition of a task, of which one process is asked once. Raises UserError, of it."""
+    """Returns the definition of a task, for which a process is asked once. Raises UserError if it has a problem."""
     found, problem = _asked(asked)
     if problem:
         raise UserError(problem)
@@ -373,13 +373,13 @@ class _TaskJob:
         }  # fmt: skip
 
     def sources(self) -> list[dict[str, Any]]:
-        """Returns path, size and version of each file that the task reads."""
+        """Returns the path, size and version of each file that the task reads."""
         from tasks.text import tokenizing
 
         return tokenizing.listing({name: paths.resolve(name).stat().length for name in self._about["files"]})
 
     def write(self, processes: int, submit: Callable[..., Any], **options: Any) -> None:
-        """Writes the cache, or the rest of it, from what `Processes.submit` or `Parts.submit` gives."""
+        """Writes the cache, or the missing part of it, from the results of `Processes.submit` or `Parts.submit`."""
         from tasks.text import tokenizing
 
         vocabulary = {key: value for key, value in self._cache.definition["vocabulary"].items() if key != "model"}
@@ -406,9 +406,9 @@ class _TaskJob:
         )
 
     def _phases(self) -> list[tuple[str, int, int]]:
-        """Returns split, epoch and number of lanes of what is read one after the other."""
+        """Returns the phases, which are read one after another: (split, epoch, number of lanes)."""
         epochs = (self._cache.epochs or 1) if self._about["draws"] else 1
-        most = 1 if self._about["draws"] else _MOST_SHARDS  # seqio's numbers are those of a source that is not divided
+        most = 1 if self._about["draws"] else _MOST_SHARDS  # the random numbers are those of an undivided source
         return [
             (split, epoch, max(min(shards, most), 1))
             for split, shards in self._about["shards"].items()
@@ -422,10 +422,10 @@ class _TaskJob:
     def _converted(
         self, submit: Callable[[Lane], Any], files: Sequence[Mapping[str, Any]], position: Any
     ) -> Generator[tuple[Batch, Converted]]:
-        """Yields the examples from a position on: some of each lane in turn."""
+        """Yields the examples from a position on, some of each lane in turn."""
         now = self._progress = position or self._progress
         phases, names = self._phases(), frozenset(entry["path"] for entry in files)
-        local = frozenset(name for name in names if not paths.is_remote(name))  # objects are checked once a split
+        local = frozenset(name for name in names if not paths.is_remote(name))  # objects: checked once per split
         while now["phase"] < len(phases):
             split, epoch, count = phases[now["phase"]]
             if not now["read"]:
@@ -455,16 +455,16 @@ class _TaskJob:
         return submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES, self._filters)
 
     def _record_examples(self, writer: Writer) -> None:
-        """Records how many examples each cached epoch has."""
+        """Records the number of examples of each cached epoch."""
         for split, sizes in self._progress["documents"].items():
             about = writer.counts.splits[split]
-            about["epochs"] = sizes if len(sizes) > 1 else [about["documents"]]  # filters leave out some of one epoch
+            about["epochs"] = sizes if len(sizes) > 1 else [about["documents"]]  # filters need a single epoch
 
 
 class DefinedVocabulary(Vocabulary):
-    """The vocabulary of a registered task, as its definition describes it."""
+    """The vocabulary of a registered task, made from the task's definition."""
 
-    bos_id = 0  # the first input of seqio's decoder features
+    bos_id = 0  # the first input in seqio's decoder features
 
     def __init__(self, corpus: SeqioCache) -> None:
         self.corpus = corpus
@@ -483,7 +483,7 @@ class DefinedVocabulary(Vocabulary):
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document; -1 if there is none."""
+        """The end-of-document id; -1 if there is none."""
         return self._about["eos_id"]
 
     @property
@@ -492,7 +492,7 @@ class DefinedVocabulary(Vocabulary):
 
     @functools.cached_property
     def _converter(self) -> Any:
-        """Converts texts; a vocabulary that is not bytes or a SentencePiece model imports seqio and its module."""
+        """Converts texts; a vocabulary that is neither bytes nor SentencePiece imports seqio and the task's module."""
         match self._about["kind"]:
             case "bytes":
                 return Bytes()
@@ -507,14 +507,14 @@ class DefinedVocabulary(Vocabulary):
 
     def decode(self, ids: Iterable[int]) -> str:
         if self._about["kind"] == "bytes":
-            ids = [i for i in ids if i < Bytes.size]  # further ids have no text
+            ids = [i for i in ids if i < Bytes.size]  # ids beyond the vocabulary have no text
         return self._converter.decode(ids)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
         """Does nothing."""
 
     def problems(self) -> list[str]:
-        return []  # those of the task
+        return []  # the task reports them
 
     def describe(self) -> str:
         return f"the vocabulary of {self.corpus.asked.name}"
@@ -525,7 +525,7 @@ def _folder(number: int, name: str) -> str:
 
 
 def _module_hash(module: str | None) -> str | None:
-    """Returns the SHA-256 of the file of a module, which is not imported; None if it is not on this machine."""
+    """Returns the SHA-256 of a module's file, without importing it; None if it is not on this machine."""
     parts, places, spec = (module or "").split("."), None, None
     for end in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:end]), places)

@@ -1,7 +1,7 @@
-"""Reads registered seqio tasks live: without a token cache, with tf.data in the process of the run.
+"""Reads registered seqio tasks live: with tf.data in the run's process, without a token cache.
 
-Examples are packed by seqio's own converter. The position of a stream is its tf.data iterator with all its buffers,
-which the task's own shuffling can make large. It can be read only by the version of TensorFlow that wrote it.
+seqio's own converter packs the examples. The position of a stream is its tf.data iterator with all its buffers, which
+the task's own shuffling can make large. It can be read only by the version of TensorFlow that wrote it.
 
 R: rows per element. T: tokens per row.
 """
@@ -29,11 +29,11 @@ from tasks.text.seqio_pipeline import Asked
 from tasks.text.tfds_source import tensorflow
 
 _HARMLESS = (
-    # The position of a stream includes the buffers in which its examples are shuffled, so a restart changes nothing.
+    # The position of a stream includes the shuffle buffers, so a restart changes nothing.
     "Using an uncached FunctionDataset for training is not recommended since it often results in insufficient "
     "shuffling on restarts, resulting in overfitting. It is highly recommended that you cache this task before "
     "training with it or use a data source that supports lower-level shuffling (e.g., FileDataSource).",
-    # A row has the task's output features only; others, such as texts before they are tokenized, are by-products.
+    # A row has only the task's output features; other features, such as texts before tokenization, are by-products.
     "Features not in `features_length` will be removed during packing: %s",
 )
 _NAMES = {
@@ -47,7 +47,7 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class LiveSeqio(Corpus):
-    """A `documents.Corpus`: a registered task or mixture."""
+    """A `documents.Corpus` of a registered task or mixture."""
 
     asked: Asked
 
@@ -58,7 +58,7 @@ class LiveSeqio(Corpus):
         return SeqioStream(self, spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """Yields nothing: the task has a vocabulary."""
+        """Yields nothing, because the task has a vocabulary."""
         return iter(())
 
     @functools.cached_property
@@ -73,11 +73,11 @@ class LiveSeqio(Corpus):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """Makes one example of each source and split; returns a problem for each that fails."""
+        """Tries one example of each source and split; returns a problem for each failure."""
         return self._definition["problems"]
 
     def lengths(self, length: int) -> dict[str, int]:
-        """Returns the most ids of each feature in a row of `length` tokens; inputs have half of a smoke run's rows."""
+        """Returns the maximum number of ids of each feature in a row; in a smoke run's short rows, inputs get half."""
         if self.asked.inputs is None:
             return {"targets": length}
         inputs = self.asked.inputs if self.asked.inputs < length else length // 2
@@ -90,7 +90,7 @@ class LiveSeqio(Corpus):
         )
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the tasks' metrics, for at most `most` examples of each. Raises UserError if there are none."""
+        """Returns the tasks' metrics, on at most `most` examples of each. Raises UserError if there are none."""
         seqio_metrics.require_metrics(self.asked.name, self.asked.module)
         return self.asked.measured(most)
 
@@ -99,7 +99,7 @@ class LiveSeqio(Corpus):
         return f"text.seqio: {self.asked.name}{inputs}"
 
     def fingerprint(self) -> str:
-        """Depends on the name alone: what the task reads is not known."""
+        """Returns a hash of the name alone, because what the task reads is not known."""
         return hashlib.sha256(self._named().encode()).hexdigest()
 
 
@@ -113,7 +113,7 @@ class SeqioStream(Stream):
         self._iterator = iter(rows(corpus, spec))
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """Raises UserError if the task fails, or has no example for this stream."""
+        """Returns the next rows. Raises UserError if the task fails, or has no example for this stream."""
         try:
             found = batch_of(next(self._iterator))
             self._has_read = True
@@ -127,7 +127,7 @@ class SeqioStream(Stream):
             raise UserError(f"{self._where}: {error.message.strip().splitlines()[0]}") from error
 
     def state(self) -> bytes:
-        """The bytes are a zip of the files of a tf.train.Checkpoint."""
+        """Returns a zip archive of the files of a tf.train.Checkpoint."""
         buffer = io.BytesIO()
         with tempfile.TemporaryDirectory() as folder:
             self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
@@ -151,13 +151,13 @@ class SeqioStream(Stream):
 
 
 def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-    """Renames seqio's decoder features, each [R, T], to the keys of a batch; padding is 0 everywhere."""
+    """Renames seqio's decoder features, each [R, T], to the fields of a batch; padding is 0 in all of them."""
     batch = {key: features[name].numpy() for key, name in _NAMES.items()}
     return {**batch, "inputs": batch["inputs"] * (batch["segment_ids"] > 0)}
 
 
 def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
-    """Returns the dataset of a stream: seqio's decoder features, each [R, T]."""
+    """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T]."""
     tf, seqio = tensorflow(), seqio_tasks.library()
     lengths = corpus.lengths(spec.length)
     with log_filters.without_records(*_HARMLESS):

@@ -1,7 +1,7 @@
-"""Metrics that a registered seqio task defines, computed by `seqio.Evaluator` on its validation split.
+"""Computes the metrics that a registered seqio task defines with `seqio.Evaluator`, on the validation split.
 
-`Measured.questions` and `Measured.computed` import seqio: a run calls them in a process of its own. Between the two,
-`answered` asks the model, without seqio.
+`Measured.questions` and `Measured.computed` import seqio, so a run calls them in a separate process. Between the two,
+`answered` queries the model, without seqio.
 """
 
 import functools
@@ -13,8 +13,8 @@ import numpy as np
 from core.errors import UserError
 from tasks.text import seqio_tasks
 
-Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, which begins with id 0, and of the targets
-_PREDICTION, _WITH_SCORES, _SCORE = "PREDICTION", "PREDICTION_WITH_AUX", "SCORE"  # of seqio.metrics.ModelOutputType
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of the context, which begins with id 0, and ids of the targets
+_PREDICTION, _WITH_SCORES, _SCORE = "PREDICTION", "PREDICTION_WITH_AUX", "SCORE"  # seqio.metrics.ModelOutputType
 
 
 class Measured(NamedTuple):
@@ -22,9 +22,9 @@ class Measured(NamedTuple):
 
     Attributes:
       name: name of the task or mixture.
-      module: the module that registers it; None: it is imported.
-      most: the most examples of each task; None: all.
-      lengths: the most ids of each feature, by name; empty: examples are not cut.
+      module: the module that registers it; None: already imported.
+      most: maximum number of examples per task; None: all.
+      lengths: maximum number of ids by feature, as pairs; (): examples are not cut.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Measured(NamedTuple):
     lengths: tuple[tuple[str, int], ...] = ()
 
     def questions(self) -> dict[str, Any]:
-        """Returns what the model is asked, as JSON: `eos_id`, and of each task in `tasks` its `kinds` and `pairs`.
+        """Returns what to ask the model, as JSON values: `eos_id`, and in `tasks` the `kinds` and `pairs` of each task.
 
         Raises:
           UserError: there is no such task, none of its metrics can be computed here, or there are no examples.
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
         return {"eos_id": int(found.output_features["targets"].vocabulary.eos_id), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        """Returns the scalar metrics of each task that has any, from what `answered` returns.
+        """Computes the scalar metrics of each task that has any, from the outputs of `answered`.
 
         Raises:
           UserError: a metric fails.
@@ -65,7 +65,7 @@ class Measured(NamedTuple):
         functions = {types.SCORE: scores, types.PREDICTION: predictions, types.PREDICTION_WITH_AUX: with_scores}
         try:
             values = evaluator.evaluate(compute_metrics=True, model_fns=functions)[0].result()
-        except Exception as error:  # a metric is a function of the user
+        except Exception as error:  # a metric is a user's function
             raise UserError(f"the metrics of {self.name} fail: {type(error).__name__}: {error}") from error
         return {task: dict(_scalars(each)) for task, each in values.items()}
 
@@ -82,12 +82,12 @@ def require_metrics(name: str, module: str | None = None) -> Any:
 
 
 def kinds(task: Any) -> list[str]:
-    """Returns what the metrics of a seqio task need of a model, as names of `seqio.metrics.ModelOutputType`."""
+    """Returns the model outputs that a seqio task's metrics need, as names of `seqio.metrics.ModelOutputType`."""
     return sorted({metric.model_output_type.name for metric in task.metric_objs})
 
 
 def require_kinds(name: str, found: Collection[str]) -> None:
-    """Raises UserError if a task has no metrics, or some that need something else than predictions or scores."""
+    """Raises UserError if a task has no metrics, or metrics that need other outputs than predictions or scores."""
     if not found or set(found) - {_PREDICTION, _WITH_SCORES, _SCORE}:
         has = ", ".join(sorted(set(found))) or "no metrics"
         raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
@@ -99,12 +99,12 @@ def answered(
     score: Callable[[Sequence[Pair]], Sequence[float]],
     predict: Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[int]]],
 ) -> dict[str, dict[str, Any]]:
-    """Returns the outputs of a model for `Measured.computed`.
+    """Returns a model's outputs for `Measured.computed`.
 
     Args:
-      questions: from `Measured.questions`.
-      score: returns the log-likelihood of each continuation, given as pairs of ids (context, continuation).
-      predict: called with prompts, given as ids, and a number: returns the continuation of each, at most so many ids.
+      questions: the result of `Measured.questions`.
+      score: returns the log-likelihood of each continuation, given pairs of ids (context, continuation).
+      predict: called with prompts (ids) and a number; returns the continuation of each prompt, at most so many ids.
     """
     eos_id, outputs = questions["eos_id"], {}
     for name, asked in questions["tasks"].items():
@@ -136,12 +136,12 @@ def _evaluator(measured: Measured) -> Any:
             sequence_length=dict(measured.lengths) or None,
             async_compute_metrics=False,
         )
-    except Exception as error:  # sources and preprocessors are code of the user
+    except Exception as error:  # sources and preprocessors are the user's code
         raise UserError(f"the examples of {measured.name} fail: {type(error).__name__}: {error}") from error
 
 
 def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
-    """Returns, of each example, the ids before the targets, beginning with the begin-of-text id 0, and the targets."""
+    """Returns for each example the ids before the targets, beginning with the begin-of-text id 0, and the targets."""
     examples = [example for _, example in dataset.as_numpy_iterator()]
     if not examples:
         raise UserError("the validation split of the task has no examples")
@@ -150,13 +150,13 @@ def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _padded(answers: Sequence[Sequence[int]], eos_id: int) -> list[list[int]]:
-    """Returns answers of equal lengths, as seqio expects: each ends with the end-of-document id, then zeros follow."""
+    """Pads answers to equal lengths, as seqio expects: each ends with the end-of-document id, followed by zeros."""
     longest = max(map(len, answers))
     return [[*ids, eos_id, *[0] * (longest - len(ids))] for ids in answers]
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the metrics that are numbers; others are texts, images or histograms for TensorBoard."""
+    """Yields the metrics that are numbers; seqio also has texts, images and histograms for TensorBoard."""
     for name, metric in metrics.items():
         value = getattr(metric, "value", metric)
         if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():

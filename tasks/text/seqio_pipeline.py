@@ -1,7 +1,7 @@
-"""Runs the pipelines of registered seqio tasks in processes of their own, for token caches.
+"""Runs the pipelines of registered seqio tasks in separate processes, for token caches.
 
-Only these processes import seqio, TensorFlow and the module that registers the tasks. The functions here that begin
-with `def` and no underscore are called in them; `Processes` starts them.
+Only these processes import seqio, TensorFlow and the module that registers the tasks. They call the public functions of
+the first half of this module; `Processes` starts them.
 """
 
 import atexit
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tasks.text.decontamination import Excluded
     from tasks.text.filters import Filters
 
-_SHOWN = 400  # characters of an error
+_SHOWN = 400  # characters of an error that are shown
 FIRST = 64  # examples that are tried before a run
 
 
@@ -45,8 +45,8 @@ class Asked:
 
     Attributes:
       name: its registered name.
-      module: the module that registers it, which is imported first.
-      inputs, targets: the most ids of each feature; `inputs` is None for a task without inputs.
+      module: the module that registers it, which is imported first; None: none.
+      inputs, targets: maximum number of ids of each feature; `inputs` is None for a task without inputs.
     """
 
     name: str
@@ -56,22 +56,22 @@ class Asked:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The most ids of each feature, by name, as seqio's `sequence_length`."""
+        """The maximum number of ids of each feature, as seqio's `sequence_length`."""
         return ({} if self.inputs is None else {"inputs": self.inputs}) | {"targets": self.targets}
 
     def measured(self, most: int) -> Measured:
-        """Returns its own metrics, of at most so many examples of each task, cut as in training."""
+        """Returns the task's own metrics, on at most `most` examples of each task, cut as in training."""
         return Measured(self.name, self.module, most, tuple(self.lengths.items()))
 
     @property
     def folder(self) -> str:
-        """The folder of its token cache, unless another is given."""
+        """The default folder of its token cache."""
         lengths = "_".join(map(str, self.lengths.values()))
         return f"runs/seqio/{re.sub(r'[^A-Za-z0-9.-]', '_', self.name)}_{lengths}"
 
 
 class Lane(NamedTuple):
-    """A share of one split of a task that one process reads: the shard `index` of `count`, in one epoch."""
+    """A share of a split that one process reads: shard `index` of `count` of a task, in one epoch."""
 
     task: str
     split: str
@@ -81,12 +81,12 @@ class Lane(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Examples of a lane.
+    """Converted examples of a lane.
 
     Attributes:
-      converted: those that are not empty.
-      read: their number, empty ones included.
-      is_end: whether there are no more.
+      converted: the examples that are not empty.
+      read: number of examples read, including empty ones.
+      is_end: whether the lane has no more examples.
     """
 
     converted: Converted
@@ -95,13 +95,13 @@ class Found(NamedTuple):
 
 
 def definition(asked: Asked) -> dict[str, Any]:
-    """Returns what a run must know of a task or mixture, as JSON.
+    """Returns what a run must know about a task or mixture, as JSON values.
 
     Returns:
-      `vocabulary` (see `seqio_tasks.described`); of each task its mixing `rate`, the number of `shards` of its splits,
-      the `files` of its source that are on a disk or in a bucket, `draws`: whether its preprocessors draw random
-      numbers, what its `metrics` need of a model, and the checksum of its `first` examples by split; and `problems` of
-      these examples.
+      `vocabulary` (see `seqio_tasks.described`); `tasks`, for each task its mixing `rate`, the number of `shards` by
+          split, the `files` of its source on disk or in a bucket, whether its preprocessors draw random numbers
+          (`draws`), the model outputs that its `metrics` need, and the checksum of its `first` examples by split; and
+          `problems` of these examples.
 
     Raises:
       UserError: the module cannot be imported, or the task is not one that a decoder can read.
@@ -110,7 +110,7 @@ def definition(asked: Asked) -> dict[str, Any]:
         return _definition(asked)
     except UserError:
         raise
-    except Exception as error:  # a source is code of the user
+    except Exception as error:  # a source is the user's code
         said = _shown(error)
         raise UserError(f"text.seqio.name: {asked.name} cannot be read: {type(error).__name__}: {said}") from error
 
@@ -136,7 +136,7 @@ def _rate(mixture: Any, task: Any) -> float:
     """Returns the mixing rate of a task. Raises UserError if it is not a positive number."""
     try:
         rate = float(mixture.get_rate(task))
-    except Exception as error:  # a rate may be a function of the user
+    except Exception as error:  # a rate may be a user's function
         raise UserError(f"the rate of {task.name} in {mixture.name} fails: {type(error).__name__}: {error}") from error
     if not 0 < rate < float("inf"):
         raise UserError(f"the rate of {task.name} in {mixture.name} is {rate}, expected a positive number")
@@ -144,8 +144,8 @@ def _rate(mixture: Any, task: Any) -> float:
 
 
 def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[str]:
-    """Makes the first examples of each split of a task, and keeps their checksum; yields a problem for each failure."""
-    for split in about["shards"]:  # a mixture leaves out the tasks without the split
+    """Makes the first examples of each split of a task, stores their checksum in `about`, and yields problems."""
+    for split in about["shards"]:  # a mixture leaves out tasks without the split
         try:
             found = list(itertools.islice(_Examples(asked, Lane(name, split, 0, 0, 1), 0), FIRST))
         except UserError as error:
@@ -159,7 +159,7 @@ def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[
 
 
 def require_texts(asked: Asked) -> None:
-    """Raises UserError if the vocabulary of a task or mixture makes no text of ids, which filters compare."""
+    """Raises UserError if the vocabulary cannot convert ids to text, which filters compare."""
     vocabulary = seqio_tasks.registered(asked.name, module=asked.module).output_features["targets"].vocabulary
     ids = vocabulary.encode("some text")
     if isinstance(ids, str) or not isinstance(vocabulary.decode(ids), str):
@@ -169,26 +169,26 @@ def require_texts(asked: Asked) -> None:
         )
 
 
-_open: dict[Lane, "_Examples"] = {}  # the lanes that this process reads
+_open: dict[Lane, "_Examples"] = {}  # the lanes that this process is reading
 
 
 def close(lane: Lane) -> None:
-    """Forgets a lane that is not read any further."""
+    """Closes a lane that is not read further."""
     _open.pop(lane, None)
 
 
 def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters | None" = None) -> Found:
-    """Returns examples of a lane, in order.
+    """Converts the next examples of a lane, in order.
 
     Args:
       asked: the task or mixture.
-      lane: the lane; the process keeps it open between calls until its end.
-      begin: number of the first example, empty ones included.
-      most: examples to read at most, empty ones included.
-      filters: what they find is part of the result; they compare the texts of the ids of examples for training.
+      lane: the lane, which the process keeps open between calls until its end.
+      begin: number of the first example, counting empty ones.
+      most: maximum number of examples to read, counting empty ones.
+      filters: are applied to the texts of training examples, decoded from their ids; the result has their findings.
 
     Raises:
-      UserError: the pipeline fails, an example has ids outside of the vocabulary, or a filter cannot be used.
+      UserError: the pipeline fails, an example has ids outside the vocabulary, or a filter cannot be used.
     """
     examples = _open.get(lane)
     if examples is None or examples.number != begin:
@@ -226,29 +226,29 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters |
 
 @functools.lru_cache(maxsize=1)
 def _excluded(filters: "Filters", name: str) -> "Excluded | None":
-    """Returns the texts of evaluation sets, as they are after the vocabulary of a task or mixture converted them."""
+    """Returns the texts of evaluation sets, after encoding and decoding by the task's vocabulary; None without any."""
     vocabulary = seqio_tasks.registered(name).output_features["targets"].vocabulary
     return filters.excluded(lambda text: _decoded(vocabulary, vocabulary.encode(text)))
 
 
 def _text(vocabulary: Any, ids: np.ndarray, prompt: int) -> str:
-    """Returns the text of an example: that of its inputs, a line break, and that of its targets."""
+    """Returns the text of an example: the text of its inputs, a line break, and the text of its targets."""
     return "\n".join(_decoded(vocabulary, part) for part in np.split(ids, [prompt]) if len(part))
 
 
 def _decoded(vocabulary: Any, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of ids, of which seqio decodes those up to an end of document."""
+    """Decodes ids document by document, because seqio decodes only up to the first end-of-document id."""
     documents = np.split(ids, np.flatnonzero(np.equal(ids, vocabulary.eos_id)) + 1)
     return "\n".join(vocabulary.decode(part.tolist()) for part in documents if len(part))
 
 
 class _Examples(Iterator):
-    """The examples of a lane: the ids of `inputs` and `targets` together, and the number of those of `inputs`.
+    """The examples of a lane: the ids of `inputs` and `targets` together, and how many are of `inputs`.
 
     Attributes:
       number: number of the next example.
       vocabulary: vocabulary of all features.
-      vocab_size: all ids are below it.
+      vocab_size: all ids are below this.
     """
 
     def __init__(self, asked: Asked, lane: Lane, begin: int) -> None:
@@ -281,7 +281,7 @@ class _Examples(Iterator):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Raises UserError, which names the example, for an exception of a source or preprocessor of the user."""
+        """Converts exceptions of the user's source or preprocessors to UserErrors that name the example."""
         try:
             yield
         except StopIteration:
@@ -293,7 +293,7 @@ class _Examples(Iterator):
 
 
 def _dataset(asked: Asked, lane: Lane, task: Any) -> Any:
-    """Returns the examples of a lane, as a dataset of tf.data."""
+    """Returns the examples of a lane as a tf.data dataset."""
     _seed_tensorflow(None if _draws(task) else lane.epoch)
     return task.get_dataset(
         asked.lengths,
@@ -308,7 +308,7 @@ def _dataset(asked: Asked, lane: Lane, task: Any) -> Any:
 
 
 def _registered(asked: Asked) -> Any:
-    """Returns the seqio Task or Mixture, whose module is imported first."""
+    """Imports the module, and returns the seqio Task or Mixture."""
     found = seqio_tasks.registered(asked.name, module=asked.module)
     has_inputs = "inputs" in found.output_features
     if has_inputs != (asked.inputs is not None):
@@ -328,7 +328,7 @@ def _tasks(found: Any) -> Sequence[Any]:
 
 
 def _shown(error: Exception) -> str:
-    """Returns the message of an error on one line, or its end: TensorFlow's messages end with the cause."""
+    """Returns an error's message on one line; if it is long, its end, where TensorFlow's messages have the cause."""
     said = " ".join(str(error).split())
     return said if len(said) <= _SHOWN else f"… {said[-_SHOWN:]}"
 
@@ -338,14 +338,14 @@ def _is_file(name: str) -> bool:
 
 
 def _seed_tensorflow(seed: int | None) -> None:
-    """Makes random operations without a seed repeatable, so that a cache can continue; None where seqio gives seeds."""
+    """Makes random operations without a seed repeatable, so that a cache can continue; None if seqio gives seeds."""
     import tensorflow as tf
 
     tf.random.set_seed(seed)
 
 
 def _draws(task: Any) -> bool:
-    """Returns whether seqio gives a task's preprocessors seeds, which are others in each epoch."""
+    """Returns whether seqio gives a task's preprocessors seeds, which differ in each epoch."""
     for function in filter(callable, task.preprocessors):
         bound = function.keywords if isinstance(function, functools.partial) else {}
         if {"seed", "seeds"} & (inspect.signature(function).parameters.keys() - bound.keys()):
@@ -353,11 +353,11 @@ def _draws(task: Any) -> bool:
     return False
 
 
-# The side of the process that asks
+# The calling process
 
 
 class Processes:
-    """Processes that call the functions of this module; each starts, and imports seqio, with its first call."""
+    """Processes that call the functions of this module; each starts, and imports seqio, at its first call."""
 
     def __init__(self) -> None:
         self._pools: dict[int, concurrent.futures.ProcessPoolExecutor] = {}
@@ -365,21 +365,21 @@ class Processes:
         self._last: dict[int, concurrent.futures.Future] = {}
 
     def submit(self, number: int, call: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future:
-        """Submits a call to process `number`, which starts with its first call.
+        """Submits a call to process `number`, which starts at its first call.
 
         A process remembers how far it has read each lane, so calls for a lane must go to the same process.
         """
         if number not in self._pools:
-            context = multiprocessing.get_context("spawn")  # a fork would copy the threads of JAX and TensorStore
+            context = multiprocessing.get_context("spawn")  # a fork would break the threads of JAX and TensorStore
             self._pools[number] = concurrent.futures.ProcessPoolExecutor(1, context, _prepare)
             self._pids[number] = self._pools[number].submit(os.getpid)
         self._last[number] = self._pools[number].submit(call, *arguments)
         return self._last[number]
 
     def close(self) -> None:
-        """Ends the processes, also those that still work; a later call starts others."""
+        """Ends the processes, even while they work; a later call starts new ones."""
         for number, pool in self._pools.items():
-            if not self._last[number].done():  # the process only reads, so nothing is lost
+            if not self._last[number].done():  # it only reads, so nothing is lost
                 with contextlib.suppress(concurrent.futures.process.BrokenProcessPool, ProcessLookupError):
                     os.kill(self._pids[number].result(), signal.SIGKILL)
             pool.shutdown(cancel_futures=True)
@@ -387,12 +387,12 @@ class Processes:
 
 
 _FEWER = "fill the cache with launch/run tokenize --task and fewer --processes; it continues"
-PROCESSES = Processes()  # of this process
+PROCESSES = Processes()  # those started by this process
 atexit.register(PROCESSES.close)
 
 
 def answer(future: concurrent.futures.Future, *, fix: str = _FEWER) -> Any:
-    """Returns the result of a call. Raises UserError with the fix if its process ended."""
+    """Returns the result of a call. Raises UserError, with `fix`, if its process ended."""
     try:
         return future.result()
     except concurrent.futures.process.BrokenProcessPool as error:
@@ -403,14 +403,14 @@ def answer(future: concurrent.futures.Future, *, fix: str = _FEWER) -> Any:
 
 
 def _prepare() -> None:
-    """Prepares a process: Ctrl-C reaches only the one that asks, with which this one ends."""
+    """Prepares a process: it ignores Ctrl-C, which the caller handles, and ends when the caller ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # seqio imports JAX, and the accelerators are the run's
+    os.environ["JAX_PLATFORMS"] = "cpu"  # seqio imports JAX, but the accelerators belong to the run
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # it was killed: nobody takes what this process reads
+    os._exit(1)  # the parent was killed, so nobody uses what this process reads

@@ -1,7 +1,7 @@
-"""Finds tasks and mixtures that a module of the user registered with seqio, and describes their vocabulary.
+"""Finds tasks and mixtures that the user's module registered with seqio, and describes their vocabulary.
 
-A task has `targets`, or `inputs` and `targets`: then the targets follow the inputs in a row, and only they have weight
-1.
+A task has the feature `targets`, or `inputs` and `targets`. In the latter case targets follow the inputs in a row, and
+only targets have weight 1.
 """
 
 import base64
@@ -39,16 +39,16 @@ def library() -> Any:
 
 @functools.cache
 def registered(name: str, where: str = "text.seqio.name", *, module: str | None = None) -> Any:
-    """Returns a seqio Task or Mixture, after its module is imported.
+    """Imports the module, and returns a seqio Task or Mixture.
 
     Raises:
-      UserError: the module cannot be imported, or there is none of that name, or its features are not a decoder's.
+      UserError: the module cannot be imported, there is no task of that name, or its features are not a decoder's.
     """
     seqio = library()
     if module:
         try:
             importlib.import_module(module)
-        except Exception as error:  # it is the user's code
+        except Exception as error:  # the user's code may raise anything
             said = " ".join(str(error).split())
             raise UserError(f"text.seqio.module: importing {module} fails: {type(error).__name__}: {said}") from error
     names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
@@ -78,11 +78,11 @@ def registered(name: str, where: str = "text.seqio.name", *, module: str | None 
 
 
 def described(name: str) -> dict[str, Any]:
-    """Returns the vocabulary of a registered task, as JSON.
+    """Returns a description of a registered task's vocabulary, as JSON values.
 
     Returns:
-      `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` and `hash`; of a SentencePiece
-      vocabulary its `model` in base 64.
+      `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` and `hash`; for SentencePiece also its
+        `model` in base64.
     """
     vocabulary, seqio = registered(name).output_features["targets"].vocabulary, library()
     size, eos = int(vocabulary.vocab_size), vocabulary.eos_id
@@ -101,7 +101,7 @@ def described(name: str) -> dict[str, Any]:
 
 
 def reserves_zero(vocabulary: Any) -> bool:
-    """Returns whether id 0 of a seqio vocabulary is padding alone."""
+    """Returns whether id 0 of a seqio vocabulary is used only for padding."""
     seqio = library()
     if isinstance(vocabulary, seqio.SentencePieceVocabulary):
         return vocabulary.tokenizer.pad_id() == 0
@@ -141,7 +141,7 @@ class SeqioVocabulary(Vocabulary):
         return self._theirs.decode(before_end(ids, self))
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Reads the vocabulary, so that an invalid one is refused before the first step."""
+        """Reads the vocabulary, so that an invalid one is an error before the first step."""
         _ = self.size
 
     def problems(self) -> list[str]:
@@ -152,7 +152,7 @@ class SeqioVocabulary(Vocabulary):
 
 
 def has_ids_of(name: str, vocabulary: Any) -> bool:
-    """Returns whether a registered task has the ids of a vocabulary, as far as a few texts show."""
+    """Returns whether a registered task's vocabulary gives the same ids as `vocabulary` for a few sample texts."""
     theirs = SeqioVocabulary(name)
     if vocabulary is None or theirs.hash == vocabulary.hash:
         return vocabulary is not None

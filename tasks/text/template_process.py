@@ -1,7 +1,7 @@
-"""Renders a chat template in a process of its own, whose time and memory are limited.
+"""Renders a chat template in a separate process with limited time and memory.
 
-Jinja's sandbox keeps a template from attributes and files, but not from loops that take years or from text of any
-length. The process runs `chat_templates.serve`, and one at a time gets a line of JSON and answers with one.
+Jinja's sandbox keeps a template from attributes and files, but not from endless loops or huge texts. The process runs
+`chat_templates.serve`, which reads one line of JSON at a time and answers with one.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from typing import Any
 from tasks.text import chat_templates
 from tasks.text.chat_templates import Limit, Message, Range
 
-CPU_SECONDS = 10  # that one conversation may take; usual templates take less than a millisecond
+CPU_SECONDS = 10  # CPU seconds per conversation; usual templates take less than a millisecond
 MEMORY_BYTES = 2**31
 
 
 class TemplateError(Exception):
-    """A template is malformed, has raised an error, or has exceeded a limit; the message is for users.
+    """Raised for a template that is malformed, raises an error, or exceeds a limit; the message is for users.
 
     Attributes:
-      limit: the limit that it has exceeded, if it has.
+      limit: the limit that it has exceeded, or None.
     """
 
     def __init__(self, message: str, *, limit: Limit | None = None):
@@ -34,7 +34,7 @@ class TemplateError(Exception):
 
 
 class TemplateProcess:
-    """A compiled chat template, which several threads may use.
+    """A compiled chat template in its own process, which several threads may use.
 
     Attributes:
       marks_answers: whether it has `{% generation %}` tags, which mark what the assistant writes.
@@ -47,11 +47,11 @@ class TemplateProcess:
         self.marks_answers: bool = self._start()
 
     def render(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> str:
-        """Formats a conversation, as `ChatTemplate.render` does. Raises TemplateError."""
+        """Formats a conversation like `ChatTemplate.render`. Raises TemplateError."""
         return self._asked("render", messages, now, variables)
 
     def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
-        """Formats a conversation, as `ChatTemplate.marked` does. Raises TemplateError."""
+        """Formats a conversation like `ChatTemplate.marked`. Raises TemplateError."""
         text, ranges = self._asked("marked", messages, now, variables)
         return text, [(start, stop) for start, stop in ranges]
 
@@ -74,7 +74,7 @@ class TemplateProcess:
     def _answer(self, asked: str) -> Any:
         assert self._process.stdin
         assert self._process.stdout
-        with contextlib.suppress(BrokenPipeError):  # its end is found below
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed below
             self._process.stdin.write(asked.encode() + b"\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -91,10 +91,10 @@ class TemplateProcess:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Ends a process, if it has not ended, and returns its code."""
+    """Ends a process if it has not ended, and returns its exit code."""
     assert process.stdin
     assert process.stdout
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()  # ends what waits for a conversation
+        process.stdin.close()  # ends a process that waits for a conversation
     process.stdout.close()
     return process.wait()

@@ -1,8 +1,8 @@
-"""Reads documents from files: the user's own text, and Python's standard library.
+"""Reads documents from files: the user's text, and Python's standard library.
 
-A source is a frozen dataclass (patterns, field, splits). A .txt file is one document and one part. A .jsonl file has a
-document on each line, a .parquet file one in each row; if there are fewer files than streams, they are divided into
-ranges of lines and row groups. Compressed files are not divided.
+A .txt file is one document and one part. A .jsonl file has a document on each line, a .parquet file one in each row. If
+there are fewer files than streams, files are divided into ranges of lines, or into row groups; compressed files are not
+divided.
 """
 
 import dataclasses
@@ -31,27 +31,27 @@ from tasks.text.documents import (
 
 _SMALLEST_RANGE_BYTES = 2**20  # smaller .jsonl files are not divided
 _BLOCK_BYTES = 2**20
-_FEW_FILES = 3  # validation files that a description names
-_FIRST_ROWS = 200  # of a .parquet file that are checked before a run
+_FEW_FILES = 3  # a description names at most this many validation files
+_FIRST_ROWS = 200  # rows of a .parquet file that are checked before a run
 
-Take = Callable[..., bytes]  # an Intake's `take`
+Take = Callable[..., bytes]  # the type of `Intake.take`
 
 
 class FileSource(DocumentSource):
-    """A source of files whose documents are whole files, lines of JSON or rows of a table, by their endings."""
+    """A source of files; by a file's ending, a document is the whole file, a line of JSON, or a row of a table."""
 
-    field = ""  # the JSON key or the column of the text
+    field = ""  # the JSON key, or the column, of the text
 
     def files(self, split: str) -> tuple[File, ...]:
         """Returns the files of a split, sorted by name. Raises UserError if there are none."""
         raise NotImplementedError
 
     def kept_split(self, split: str) -> str | None:
-        """Returns `split` if its files are those of the other split, too, so that lines are divided; None otherwise."""
+        """Returns `split` if both splits have the same files, so that lines are divided by hash; otherwise None."""
         return None
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """The few validation lines of shared files are shared, as some file may have none."""
+        """Returns the parts of a split; all streams share validation lines, because a file may have none."""
         files, kept = self.files(split), self.kept_split(split)
         divides = len(files) < num_streams and kept != "validation"
         parts = [part for file in files for part in self._parts_of(file, num_streams if divides else 1, kept)]
@@ -60,7 +60,7 @@ class FileSource(DocumentSource):
         return Parts(parts, is_shared, deals_chunks=is_whole)
 
     def _parts_of(self, file: File, num_streams: int, kept: str | None) -> list[Part]:
-        """Divides a file for so many streams."""
+        """Divides a file into parts for `num_streams` streams."""
         take, kind = documents.intake_of(self).take, text_formats.kind(file.path)
         if kind == ".parquet":
             ranges = text_formats.row_groups(file.path, self.field) if num_streams > 1 else [(0, None)]
@@ -116,7 +116,7 @@ class PythonLibrary(FileSource):
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles(FileSource):
-    """The user's own .txt files (a document each), .jsonl files (a document a line) and .parquet files (one a row)."""
+    """The user's .txt files (one document each), .jsonl files (one per line) and .parquet files (one per row)."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
@@ -144,7 +144,7 @@ class TextFiles(FileSource):
         return None if self.validation else split
 
     def problems(self) -> list[str]:
-        """Files on gs:// are not looked up."""
+        """Returns the problems of local files; files on gs:// are not looked at."""
         if not self.train:
             return [
                 "DATA is not set: bind it to your text, e.g. --gin \"DATA = '/data/*.jsonl'\" (or gs://bucket/*.txt)"
@@ -166,7 +166,7 @@ class TextFiles(FileSource):
         return found
 
     def pattern_problems(self) -> list[str]:
-        """Returns the problems of the patterns of local files, without those of documents."""
+        """Returns the problems of patterns of local files, without looking at documents."""
         found: list[str] = []
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
@@ -188,7 +188,7 @@ class TextFiles(FileSource):
         )
 
     def _held_out(self) -> str:
-        """Describes the validation split that is a part of the training files; names the files if they are few."""
+        """Describes the validation split taken from the training files; names its files if they are few."""
         listed = {} if any(map(paths.is_remote, self.train)) else self._listed
         whole = {split: [file.name for file in files if not _has_many(file)] for split, files in listed.items()}
         total, chosen = sum(map(len, whole.values())), whole.get("validation", [])
@@ -199,24 +199,24 @@ class TextFiles(FileSource):
         return f"{len(chosen):,} of {total:,} .txt files{names}{lines}, by hash (or set VALIDATION_DATA)"
 
     def _size(self) -> str:
-        """Returns, for local files, ` (2 files, 12,345 bytes)`: exact, because a resumed run compares it."""
+        """Returns ` (2 files, 12,345 bytes)`, exact because a resumed run compares it; "" if files are remote."""
         files = () if any(map(paths.is_remote, self.train)) else self._listed["train"]
         total = sum(file.size_bytes for file in files)
         return f" ({units.counted(len(files), 'file')}, {total:,} bytes)" if files else ""
 
 
 def python_library() -> PythonLibrary:
-    """Returns the standard library of the running interpreter."""
+    """Returns the source of the running interpreter's standard library."""
     return PythonLibrary(root=sysconfig.get_paths()["stdlib"])
 
 
 def _has_many(file: File) -> bool:
-    """Returns True if a file has a document on each line or in each row."""
+    """Returns whether a file has a document on each line or in each row."""
     return text_formats.kind(file.path) in (".jsonl", ".parquet")
 
 
 def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
-    """Returns the files that are not empty text; a table or a compressed file of 0 bytes is damaged, and is kept."""
+    """Returns the files without empty ones; a table or compressed file of 0 bytes is damaged, so it is kept."""
 
     def is_damaged(file: File) -> bool:
         return text_formats.is_compressed(file.path) or text_formats.kind(file.path) == ".parquet"
@@ -225,7 +225,7 @@ def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
 
 
 def _ranges(file: File, num_streams: int) -> list[tuple[int, int]]:
-    """Divides a file into up to 4 ranges of bytes per stream, none smaller than 1 MiB."""
+    """Divides a file into up to 4 ranges of bytes per stream, of at least 1 MiB if the file has that."""
     count = max(1, min(4 * num_streams, file.size_bytes // _SMALLEST_RANGE_BYTES))
     borders = [file.size_bytes * number // count for number in range(count + 1)]
     return list(itertools.pairwise(borders))
@@ -233,7 +233,7 @@ def _ranges(file: File, num_streams: int) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _WholeFile:
-    """The part of a file that is one document."""
+    """A file that is one document and one part."""
 
     file: File
     take: Take
@@ -252,7 +252,7 @@ class _WholeFileReader:
         self._part, self._offset = part, offset
 
     def offset(self) -> int:
-        return self._offset  # 1 after the document
+        return self._offset  # 0 before the document, 1 after it
 
     def __next__(self) -> bytes:
         if self._offset:
@@ -269,14 +269,14 @@ class _WholeFileReader:
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """A range of a file: of bytes, in which lines of .jsonl begin, or of rows of .parquet.
+    """A range of a file: of bytes in which lines of .jsonl begin, or of rows of .parquet.
 
     Attributes:
-      file: the file, as it was listed.
-      start, end: the range; end None: to the end of the file.
-      field: the JSON key or the column of the text.
+      file: the file, as listed.
+      start, end: the range; end None: the end of the file.
+      field: the JSON key, or the column, of the text.
       kept: the split whose documents are kept, chosen by hash; None: all.
-      take: counts and checks the documents.
+      take: the source's `Intake.take`, which reads and counts documents.
     """
 
     file: File
@@ -300,13 +300,13 @@ class _Lines(_Range):
 
 
 class _LinesReader:
-    """Reads lines; its offset is that of a byte of the decompressed file."""
+    """Reads lines; an offset is a byte offset in the decompressed file."""
 
     def __init__(self, part: _Lines, offset: int | None) -> None:
         self._part = part
         self._file = text_formats.opened(part.path)
         _require_unchanged(part.file, self._file.size())
-        self._number: int | None = 0  # lines before the next one; None until it is needed
+        self._number: int | None = 0  # number of lines before the next one; None until needed
         self._at = part.start if offset is None else offset
         if text_formats.is_compressed(part.path):
             self._at, begin = 0, self._at
@@ -315,12 +315,12 @@ class _LinesReader:
             self._require_at(begin)
         elif self._at:
             self._number = None
-            begins = int(offset is None)  # the line that begins before the range belongs to another part
+            begins = int(offset is None)  # a line that begins before the range belongs to another part
             self._file.seek(self._at - begins)
             self._at += len(self._file.readline()) - 1 if begins else 0
 
     def _require_at(self, begin: int) -> None:
-        """Raises UnreadableFile if no line of the decompressed file begins at a byte."""
+        """Raises UnreadableFile if no line of the decompressed file begins at this offset."""
         if self._at != begin:
             found = f"has {self._at} bytes" if self._at < begin else "has no line that begins there"
             raise text_formats.UnreadableFile(
@@ -349,7 +349,7 @@ class _LinesReader:
         raise StopIteration
 
     def _line(self) -> bytes:
-        """Reads a line, with its end. Raises UserError if the file cannot be read, or the line has no end."""
+        """Reads a line with its line break. Raises UserError if the file cannot be read, or the line is too long."""
         most = text_formats.LARGEST_DOCUMENT_BYTES
         where = f"{self._part.path} after line {self._number}" if self._number else self._part.path
         with text_formats.reading(where):
@@ -368,12 +368,12 @@ class _LinesReader:
         except MalformedDocument:
             if self._number is not None:
                 raise
-            self._number = _line_number(part.path, start)  # only now count the lines before it, for the message
+            self._number = _line_number(part.path, start)  # counts the lines before it only for the message
             return part.take(documents.json_text, part.field, part.path, self._number, line)
 
 
 def _require_unchanged(file: File, size_bytes: int) -> None:
-    """Raises UnreadableFile if a file has another size than when it was listed."""
+    """Raises UnreadableFile if a file's size has changed since it was listed."""
     if size_bytes != file.size_bytes:
         raise text_formats.UnreadableFile(
             f"{file.path} has {size_bytes:,} bytes, and had {file.size_bytes:,} when the run began: restore it, or "
@@ -382,7 +382,7 @@ def _require_unchanged(file: File, size_bytes: int) -> None:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """Returns the number of the line that begins at an offset, from 1."""
+    """Returns the number, from 1, of the line that begins at an offset."""
     with text_formats.opened(path) as file, text_formats.reading(path):
         sizes = itertools.chain(itertools.repeat(_BLOCK_BYTES, offset // _BLOCK_BYTES), [offset % _BLOCK_BYTES])
         return 1 + sum(file.read(size).count(b"\n") for size in sizes)
@@ -396,14 +396,14 @@ class _Rows(_Range):
 
     @classmethod
     def first_texts(cls, file: File, field: str) -> Iterator[bytes]:
-        """Reads the first texts of a local file, for the checks before a run."""
+        """Yields the first texts of a local file, for the checks before a run."""
         reader = cls(file, 0, _FIRST_ROWS, field, None, lambda read, **options: read(**options)).open(None)
         while (text := next(reader, None)) is not None:
             yield text
 
 
 class _RowsReader:
-    """Reads rows; its offset is the number of a row, from 0."""
+    """Reads rows; an offset is the number of a row, from 0."""
 
     def __init__(self, part: _Rows, offset: int) -> None:
         self._part, self._at = part, offset

@@ -1,8 +1,8 @@
-"""Opens files of text by their endings: .txt and .jsonl, each also .gz, .zst or .bz2, and .parquet.
+"""Opens files of text by their endings: .txt and .jsonl, which may be compressed (.gz, .zst, .bz2), and .parquet.
 
-pyarrow decompresses and reads columns. What it cannot read is an error that names the file: a missing end, a checksum
-that is wrong, a footer or page that cannot be decoded. A table's values are verified only if its writer stored
-checksums of its pages, which most do not by default: without them a changed byte may be read as other text.
+pyarrow decompresses and reads columns. If it cannot, the error names the file: a missing end, a wrong checksum, a
+footer or page that cannot be decoded. A table's values are verified only if its writer stored checksums of its pages,
+which most do not by default; without them a changed byte may be read as other text.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 LARGEST_DOCUMENT_BYTES = 256 * 2**20
 _BUFFER_BYTES = 2**20
-_ROWS = 1024  # of a .parquet file that are decoded at a time
+_ROWS = 1024  # rows of a .parquet file that are decoded at a time
 
 
 class UnreadableFile(UserError):
-    """A file that cannot be read, or only in part."""
+    """Raised for a file that cannot be read, or only in part."""
 
 
 def kind(path: str) -> str:
@@ -37,12 +37,12 @@ def kind(path: str) -> str:
 
 
 def is_compressed(path: str) -> bool:
-    """Returns True if a file must be decompressed from its beginning."""
+    """Returns whether a file must be decompressed from its beginning."""
     return pathlib.PurePath(path).suffix in COMPRESSIONS
 
 
 def opened(path: str) -> "_Stream":
-    """Opens a file, local or gs://, for reading its decompressed bytes. Raises UnreadableFile, also while reading."""
+    """Opens a file, local or gs://, to read its decompressed bytes. Raises UnreadableFile, also while reading."""
     with reading(path):
         file = stream = paths.resolve(path).open("rb")
         if is_compressed(path):
@@ -56,7 +56,7 @@ def opened(path: str) -> "_Stream":
 
 
 class _Stream(io.BufferedReader):
-    """Decompressed bytes, which know how much of their file was read."""
+    """A stream of decompressed bytes that knows how much of its file was read."""
 
     def __init__(self, raw: Any, file: BinaryIO) -> None:
         super().__init__(raw, _BUFFER_BYTES)
@@ -66,30 +66,30 @@ class _Stream(io.BufferedReader):
         file.seek(at)
 
     def size(self) -> int:
-        """Returns the size of the file now, in bytes; of an object in a bucket, when it was opened."""
+        """Returns the current size of the file in bytes; for an object in a bucket, its size when opened."""
         try:
             return os.fstat(self._file.fileno()).st_size
-        except (OSError, AttributeError):  # an object has no number
+        except (OSError, AttributeError):  # an object in a bucket has no file number
             return self._size
 
     def fraction(self) -> float:
         """Returns the share of the file that was read, 0 to 1."""
-        at = self.tell() if self.raw is self._file else self._file.tell()  # a decompressor reads ahead
+        at = self.tell() if self.raw is self._file else self._file.tell()  # a decompressor reads the file ahead
         return at / max(self._size, 1)
 
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Context that raises UnreadableFile, which names the place, if the system or the decompression fails."""
+    """Context that raises UnreadableFile, which names `where`, if the system or the decompression fails."""
     try:
         yield
-    except OSError as error:  # pyarrow's have no strerror
+    except OSError as error:  # pyarrow's errors have no strerror
         raise UnreadableFile(f"cannot read {where}: {error.strerror or f'{error}; write or copy it again'}") from error
 
 
 @contextlib.contextmanager
 def _decoding(where: str) -> Iterator[None]:
-    """Context that raises UnreadableFile, which names the place, if a table cannot be read or decoded."""
+    """Context that raises UnreadableFile, which names `where`, if a table cannot be read or decoded."""
     import pyarrow
 
     try:
@@ -103,12 +103,12 @@ class Rows:
     """The texts of one column of a .parquet file.
 
     Attributes:
-      groups: the number of rows before each row group, and of all rows.
+      groups: the number of rows before each row group, then the number of all rows.
       size_bytes: size of the file.
     """
 
     def __init__(self, path: str, field: str) -> None:
-        """Reads the footer. Raises UserError if the file is damaged, or has no such column of text."""
+        """Reads the footer. Raises UserError if the file is damaged, or has no text column of this name."""
         import pyarrow
         from pyarrow import parquet
 
@@ -135,7 +135,7 @@ class Rows:
             )
 
     def read(self, start: int, stop: int) -> Iterator[bytes | None]:
-        """Yields the values of rows [start, stop), None for a null; decodes whole row groups."""
+        """Yields the values of rows start to stop - 1, None for null; decodes whole row groups."""
         import pyarrow
 
         groups = [g for g, (a, b) in enumerate(itertools.pairwise(self.groups)) if a < stop and b > start]
@@ -155,5 +155,5 @@ class Rows:
 
 
 def row_groups(path: str, field: str) -> list[tuple[int, int]]:
-    """Returns the rows [start, stop) of each row group of a .parquet file."""
+    """Returns (start, stop) of the rows of each row group of a .parquet file."""
     return list(itertools.pairwise(Rows(path, field).groups))

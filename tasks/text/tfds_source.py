@@ -17,7 +17,7 @@ from tasks.text.document_streams import DocumentSource, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Tfds(DocumentSource):
-    """A dataset of the TensorFlow Datasets catalog that `tfds build` has prepared."""
+    """A dataset of TensorFlow Datasets that `tfds build` has prepared."""
 
     name: str
     split: str
@@ -29,7 +29,7 @@ class Tfds(DocumentSource):
         return (self.data_dir,) if self.data_dir else ()
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """There are as many parts as files, or as streams if these are more.
+        """Returns one part per file or, if there are more streams than files, one per stream.
 
         Raises:
           UserError: the dataset is not prepared, or has no such field or split.
@@ -65,7 +65,7 @@ class Tfds(DocumentSource):
 
 
 class _Share:
-    """A part of consecutive examples of a split; offsets count examples."""
+    """A part with consecutive examples of a split; offsets count examples."""
 
     def __init__(self, builder: Any, split: Any, name: str, field: str, take: Callable[..., bytes]) -> None:
         self.builder, self.split, self.name, self.field, self.take = builder, split, name, field, take
@@ -108,7 +108,7 @@ def prepared(name: str, data_dir: str | None) -> Any:
 
     try:
         builder = tfds.builder(name, data_dir=data_dir)
-    except (tfds.core.registered.DatasetNotFoundError, ValueError) as error:  # ValueError: not a name
+    except (tfds.core.registered.DatasetNotFoundError, ValueError) as error:  # ValueError: not a dataset name
         raise UserError(f"tfds: there is no dataset {name!r}: {str(error).splitlines()[0]}") from error
     if not builder.is_prepared():
         raise UserError(f"tfds: {name} is not prepared in {builder.data_dir}: run `tfds build {name}`")
@@ -116,10 +116,10 @@ def prepared(name: str, data_dir: str | None) -> Any:
 
 
 def examples(name: str, split: str, *, data_dir: str | None) -> Any:
-    """Returns an iterable of the examples of a prepared dataset, in the order of its files.
+    """Returns an iterable over the examples of a prepared dataset, in the order of its files.
 
     Raises:
-      UserError: it is not prepared, or has no such split.
+      UserError: the dataset is not prepared, or has no such split.
     """
     tensorflow()
     builder = prepared(name, data_dir)
@@ -137,7 +137,7 @@ def tensorflow() -> Any:
         with log_filters.holding_stderr() as held:
             import tensorflow as tf
 
-            tf.zeros([])  # the first operation searches for devices and logs those it does not find
+            tf.zeros([])  # the first operation looks for devices, and logs the missing ones
     finally:
         os.write(2, log_filters.without(held.content))
     return tf

@@ -1,19 +1,19 @@
-"""Reads documents that `launch/run tokenize` has converted to ids, at random places.
+"""Reads token caches: documents that `launch/run tokenize` has converted to ids, with random access.
 
-A cache is a folder, local or gs://. For each split it has three arrays in zarr3 format, which TensorStore reads:
+A cache is a folder, local or gs://. For each split it has these arrays in zarr3 format, which TensorStore reads:
 
   tokens  the ids of all documents, each followed by the end-of-document id
   ends    for each document, the number of ids up to its end
-  checks  for each document, the CRC-32 of its ids, so that an object that was changed later is noticed
-  prompts for each document of a seqio task with inputs, the number of ids before its targets, which have weight 0
+  checks  for each document, the CRC-32 of its ids, by which later changes are noticed
+  prompts only for seqio tasks with inputs: for each document, the number of ids before its targets (weight 0)
 
-Their objects (shards) are divided into blocks that are read and decompressed alone. `cache.json` is written last: it
-has the counts, and hashes of the sources and the tokenizer.
+The objects of an array (shards) are divided into blocks that are read and decompressed separately. `cache.json` is
+written last; it has the counts, and hashes of the sources and the tokenizer.
 
-Every epoch reads every document once, in an order that is a keyed permutation. Document n of a stream is number
-n * S + s of all streams, so a position is two integers: n, and the number of ids of the document that were read.
+Every epoch reads every document once, in the order of a keyed permutation. Document n of stream s is number n * S + s
+of this order, so a position is two integers: n, and the number of ids read of the document.
 
-T: tokens per row. S: number of streams. s: number of a stream.
+T: tokens per row. S: number of streams. s: index of a stream.
 """
 
 import collections
@@ -36,24 +36,24 @@ from tasks.text.documents import StreamSpec
 from tasks.text.ids import Vocabulary
 
 COMPLETE, STARTED = "cache.json", "tokenizing.json"
-FORMAT = 2  # 1 had other counts of what was left out
+FORMAT = 2  # format 1 counted left-out documents differently
 SPLITS = ("train", "validation")
-_ABOUT = {"format": int, "vocabulary": dict, "splits": dict, "dtype": str}  # of what is read of `cache.json`
+_ABOUT = {"format": int, "vocabulary": dict, "splits": dict, "dtype": str}  # keys of `cache.json` with their types
 SHARD_TOKENS, BLOCK_TOKENS = 2**23, 2**13
 _SHARD_DOCUMENTS, _BLOCK_DOCUMENTS = 2**20, 2**10
-_BOUNDS = 256  # documents whose bounds are requested at a time
-_REQUEST_TOKENS = 2**15  # at least; at most one chunk more
-AHEAD_TOKENS = 2**18  # of a stream that are read ahead: 1 MiB at most, or what one epoch gives it
+_BOUNDS = 256  # number of documents whose bounds are requested at a time
+_REQUEST_TOKENS = 2**15  # ids per request, plus at most one chunk
+AHEAD_TOKENS = 2**18  # ids that a stream reads ahead: at most 1 MiB, or its ids of one epoch
 _LEAST_AHEAD = 2**12
-_BOUNDS_BYTES, _TOKENS_BYTES = 2**28, 2**26  # of decompressed blocks that are kept
+_BOUNDS_BYTES, _TOKENS_BYTES = 2**28, 2**26  # sizes of the caches of decompressed blocks
 
 
 class Split(NamedTuple):
     """A split of a cache.
 
     Attributes:
-      documents, tokens: counts; tokens include the end of each document.
-      digest: CRC-32 of the checks of all documents.
+      documents, tokens: counts; tokens include the end-of-document ids.
+      digest: the CRC-32 of the checks of all documents.
     """
 
     documents: int
@@ -70,14 +70,14 @@ def array_dtypes(about: Mapping[str, Any]) -> dict[str, str]:
 def array(
     folder: paths.Path, name: str, dtype: str, *, writes: bool = False, is_new: bool = False, cache_bytes: int = 0
 ):
-    """Opens an array to read or to write it, or creates it, empty. Raises ValueError from TensorStore.
+    """Opens an array for reading or writing, or creates an empty one. TensorStore may raise ValueError.
 
     Args:
-      folder: the split of a cache.
-      name: `tokens`, or an array with an entry for each document.
-      dtype: dtype of an array that is created.
-      writes: whether to open it to write.
-      is_new: whether to create it; only with `writes`.
+      folder: the folder of a split.
+      name: `tokens`, or the name of an array with an entry per document.
+      dtype: the dtype of a new array.
+      writes: whether to open it for writing.
+      is_new: whether to create it; needs `writes`.
       cache_bytes: size of the cache of decompressed blocks; 0: none.
     """
     import tensorstore
@@ -117,10 +117,10 @@ class TokenCache(DocumentSource):
     """A `documents.Corpus` of the documents of a cache.
 
     Attributes:
-      path: its folder.
-      vocabulary: must be the one that the documents were converted with.
-      concatenates: whether rows are filled with documents one after the other, cut where a row ends; otherwise they
-        are packed.
+      path: the folder of the cache.
+      vocabulary: must be the vocabulary with which the documents were converted.
+      concatenates: whether documents fill rows one after another and are cut where a row ends; otherwise they are
+        packed.
     """
 
     path: str
@@ -171,7 +171,7 @@ class TokenCache(DocumentSource):
         return {}
 
     def arrays(self, split: str) -> dict[str, Any]:
-        """Opens the arrays of a split once; all streams of a host share their blocks."""
+        """Opens the arrays of a split once; all streams of a host share cached blocks."""
         if split not in self._opened:
             folder = paths.resolve(self.path) / split
             with _reading(self.path):
@@ -189,14 +189,14 @@ class TokenCache(DocumentSource):
         return _Documents(self, spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """Yields nothing: the vocabulary exists."""
+        """Yields nothing, because the vocabulary exists."""
         return iter(())
 
     def named_files(self) -> tuple[str, ...]:
         return (self.path,)
 
     def problems(self) -> list[str]:
-        """A cache on gs:// is read with the first batch."""
+        """Returns the problems of a local cache; a cache on gs:// is read with the first batch."""
         if not self.path:
             return ["DATA is not set: bind it to a token cache, which launch/run tokenize --out writes"]
         if paths.is_remote(self.path) or self.vocabulary.problems():
@@ -209,7 +209,7 @@ class TokenCache(DocumentSource):
         return []
 
     def describe(self) -> str:
-        """Counts are those of a local cache."""
+        """Describes the cache in one line, with counts of documents and tokens if it is local and readable."""
         if not self.path or paths.is_remote(self.path) or self.problems():
             return f"text.tokens: {self.path or '(DATA is not set)'}"
         counts = " + ".join(f"{self.split(name).documents:,}" for name in SPLITS)
@@ -228,7 +228,7 @@ class TokenCache(DocumentSource):
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Context that raises UserError, which names the cache, if TensorStore fails."""
+    """Context that raises UserError, which names the cache at `path`, if TensorStore fails."""
     try:
         yield
     except ValueError as error:
@@ -237,18 +237,18 @@ def _reading(path: str) -> Iterator[None]:
 
 
 class _Piece(NamedTuple):
-    """A chunk of a document: ids [start, stop) of the split; `number` is that of the document in this stream."""
+    """A chunk of a document: ids start to stop - 1 of the split. `number` counts the documents of this stream."""
 
     number: int
     document: int
     start: int
     stop: int
-    check: int | None  # of the document if this is its last chunk
-    prompt: int  # ids of the document that have weight 0
+    check: int | None  # the document's CRC-32 if this is its last chunk
+    prompt: int  # number of the document's ids with weight 0
 
 
 class _Documents(Chunks):
-    """`document_streams.Chunks` of a cache. TensorStore reads in threads of its own, ahead of what is used."""
+    """`document_streams.Chunks` of a cache. TensorStore reads ahead, in threads of its own."""
 
     def __init__(self, cache: TokenCache, spec: StreamSpec) -> None:
         self._cache, self._spec, self._split = cache, spec, cache.split(spec.split)
@@ -264,11 +264,11 @@ class _Documents(Chunks):
         self._number, self._id = position["document"], position["id"]
         self._pieces = self._all_pieces(self._number)
         self._requested: collections.deque[tuple[list[_Piece], Any]] = collections.deque()
-        self._ahead = 0  # ids that are requested
+        self._ahead = 0  # number of ids requested but not yet returned
         self._ready: Iterator[tuple[_Piece, np.ndarray]] = iter(())
-        self._piece: tuple[_Piece, np.ndarray] | None = None  # of which a part was taken
-        self._skipped = self._id  # ids of the first document that are read again to check it, and not returned
-        self._crc = 0  # of this document so far
+        self._piece: tuple[_Piece, np.ndarray] | None = None  # a piece of which a part was taken
+        self._skipped = self._id  # ids of the first document that are read again only to check it
+        self._crc = 0  # CRC-32 of this document so far
 
     def share(self) -> float:
         return min(1.0, self._number * self._spec.num_streams / self._split.documents)
@@ -283,11 +283,12 @@ class _Documents(Chunks):
     def take(self, most: int) -> np.ndarray | None:
         """Returns the ids of the next chunk, int32[<=most]; None at the end.
 
-        Raises UserError if the cache cannot be read, or differs from what was written."""
+        Raises UserError if the cache cannot be read, or was changed since it was written.
+        """
         taken: list[np.ndarray] = []
         while most:
             if (found := self._piece or self._next_piece()) is None:
-                return None  # after a whole document
+                return None  # the end comes after a whole document
             piece, ids = found
             self._prompt = piece.prompt
             taken.append(ids[:most])
@@ -344,7 +345,7 @@ class _Documents(Chunks):
         self._crc = 0
 
     def _request(self) -> bool:
-        """Requests the next pieces, of about 2^15 ids at most. Returns False if there are no more."""
+        """Requests the next pieces, about _REQUEST_TOKENS ids. Returns False if there are no more."""
         pieces: list[_Piece] = []
         size = 0
         while size < min(_REQUEST_TOKENS, self._most_ahead) and (piece := next(self._pieces, None)):
@@ -358,7 +359,7 @@ class _Documents(Chunks):
         return True
 
     def _all_pieces(self, number: int) -> Iterator[_Piece]:
-        """Yields the pieces of the stream; the bounds of the next documents are read ahead, too."""
+        """Yields the pieces of the stream from document `number` on; reads the bounds of documents ahead."""
         length = self._spec.length
         following = self._request_bounds(number)
         while following:
@@ -375,10 +376,10 @@ class _Documents(Chunks):
                 number += 1
 
     def _request_bounds(self, number: int) -> tuple[Any, ...]:
-        """Requests where documents number … number + _BOUNDS of this stream begin and end, and their checks.
+        """Requests begins, ends and checks of _BOUNDS documents of this stream, from `number` on.
 
         Returns:
-          The documents and the requests; empty at the end of a stream that reads them once.
+          The documents' indices and the requests; () at the end of a stream that reads its documents once.
         """
         spec, end = self._spec, number + _BOUNDS
         if spec.once:
@@ -391,12 +392,12 @@ class _Documents(Chunks):
         return documents, *(view.read() for view in wanted)
 
     def _order(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the documents of the cache at these places of the stream."""
+        """Returns the indices in the cache of the stream's documents with these numbers."""
         spec, starts = self._spec, self._epochs
         rounds, places = np.divmod(numbers * spec.num_streams + spec.index, starts[-1])
         if spec.seed is None:
             return places
-        within = np.searchsorted(starts, places, side="right") - 1  # which of the cached epochs
+        within = np.searchsorted(starts, places, side="right") - 1  # index of the cached epoch
         epochs = rounds * (len(starts) - 1) + within
         for epoch in np.unique(epochs):
             now = epochs == epoch

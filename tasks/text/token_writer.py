@@ -1,7 +1,8 @@
-"""Writes a token cache, and beside it the position from which an interrupted command continues.
+"""Writes a token cache, with the position from which an interrupted command continues.
 
-What was converted is gathered until it is about one shard, and written; then `tokenizing.json` is, with the position in
-the sources and the counts. What an interrupted process wrote after that is the same again, and is overwritten.
+Converted documents are collected until they fill about one shard, and then written. `tokenizing.json` is written after
+them, with the position in the sources and the counts. Data that an interrupted process wrote later is overwritten by
+the same data.
 """
 
 import dataclasses
@@ -19,39 +20,39 @@ from tasks.text import near_duplicates, token_cache
 from tasks.text.near_duplicates import Seen
 from tasks.text.token_cache import SPLITS, STARTED
 
-_SECONDS = 10.0  # between two lines of progress
+_SECONDS = 10.0  # seconds between two lines of progress
 
 _COMMIT_TOKENS = token_cache.SHARD_TOKENS
-SIGNATURES = "signatures"  # of the documents that others are compared with; removed from a complete cache
+SIGNATURES = "signatures"  # the array of signatures to compare with; removed from a complete cache
 _AMOUNTS = ("documents", "tokens", "bytes")
-FILTERED = ("shares_text", "near_duplicate")  # why documents are left out
+FILTERED = ("shares_text", "near_duplicate")  # reasons why documents are left out
 REASONS = ("malformed", "blank", *FILTERED)
 
 
 class Batch(NamedTuple):
-    """Documents that are converted together; the rest describes the state after them."""
+    """Documents that are converted together, and the state of reading after them."""
 
     texts: list[bytes]
-    split: str | None  # None: by hash
-    files: frozenset[str]  # that these documents are in
-    position: Any  # from which to continue, as JSON
+    split: str | None  # None: each document's split is chosen by hash
+    files: frozenset[str]  # the files that contain these documents
+    position: Any  # the position after these documents, as JSON values
     malformed: int
     blank: int
     fraction: float
 
 
 class Converted(NamedTuple):
-    """The documents of a batch, N, in their order.
+    """The N converted documents of a batch, in order.
 
     Attributes:
-      ids: ids of all documents.
-      sizes: number of ids of each, int64[N].
-      text_bytes: size of each as UTF-8, int64[N].
-      checks: CRC-32 of the ids of each, uint32[N].
-      is_validation: the split of each, bool[N].
-      shares_text: whether each is left out because it shares text with an evaluation set, bool[N].
-      signatures: signature of each document, uint32[N, HASHES]; None if near duplicates are kept.
-      prompts: ids of each that have weight 0, int32[N]; None if all are learned.
+      ids: the ids of all documents, concatenated.
+      sizes: number of ids of each document, int64 [N].
+      text_bytes: size of each document as UTF-8, int64 [N].
+      checks: CRC-32 of the ids of each document, uint32 [N].
+      is_validation: whether each document belongs to validation, bool [N].
+      shares_text: whether each document is left out because it shares text with an evaluation set, bool [N].
+      signatures: the signature of each document, uint32 [N, HASHES]; None if near duplicates are kept.
+      prompts: number of ids of each document with weight 0, int32 [N]; None if all ids have weight 1.
     """
 
     ids: np.ndarray
@@ -66,13 +67,13 @@ class Converted(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-    """Progress of a job.
+    """The progress of a job.
 
     Attributes:
-      splits: documents, tokens and bytes of text that are written, and CRC-32 of the checks of the documents, by split.
-      left_out: documents that are left out, with their tokens and bytes, by reason; of malformed and blank ones the
-        number alone.
-      fraction: share of the bytes of the sources that were read.
+      splits: by split, the numbers of documents, tokens and bytes of text that are kept, and the CRC-32 of the checks.
+      left_out: by reason, the numbers of documents, tokens and bytes that are left out; for malformed and blank
+          documents only their number.
+      fraction: share of the sources' bytes that were read.
     """
 
     splits: dict[str, dict[str, Any]] = dataclasses.field(
@@ -84,7 +85,7 @@ class Counts:
     fraction: float = 0.0
 
     def total(self, amount: str) -> int:
-        """Returns the documents, tokens or bytes of both splits."""
+        """Returns the number of documents, tokens or bytes (`amount`) of both splits."""
         return sum(split[amount] for split in self.splits.values())
 
 
@@ -93,7 +94,7 @@ class Progress:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._start, self._last = say, time.monotonic(), time.monotonic()
-        self._before: tuple[int, float] | None = None  # tokens and fraction when this command began
+        self._before: tuple[int, float] | None = None  # tokens and fraction at the start of this command
 
     def __call__(self, counts: Counts) -> None:
         now, tokens = time.monotonic(), counts.total("tokens")
@@ -112,11 +113,11 @@ class Progress:
 
 
 class Writer:
-    """Writes a cache, and after it the position up to which it is written.
+    """Writes a cache, then the position up to which it is written.
 
     Attributes:
-      counts: counts of what was added.
-      has_written: whether documents are written.
+      counts: counts of the added documents.
+      has_written: whether documents were written, by this or an earlier command.
     """
 
     def __init__(
@@ -133,18 +134,18 @@ class Writer:
         Args:
           folder: folder of the cache.
           about: the description of the cache, without counts.
-          counts: counts of what is written already.
-          seen: finds near duplicates; documents that are written already are added to it. None keeps all documents.
-          check: called with the names of the files that were read before what they gave is written; raises an exception
-            if they changed.
+          counts: counts of the documents already written.
+          seen: finds near duplicates; documents already written are added to it. None: all documents are kept.
+          check: called with the names of files before their documents are written; raises an exception if files
+              changed.
         """
         self._folder, self._about, self._check, self.counts, self._seen = folder, about, check, counts, seen
         self._position: Any = None
         self._read: set[str] = set()  # files whose documents are not written yet
-        self._converted = 0  # ids since the last commit, also of documents that are left out
+        self._converted = 0  # ids since the last commit, including those of left-out documents
         self.has_written = bool(counts.total("documents"))
         if not self.has_written:
-            self._save(None)  # before the arrays: what is in the folder is then ours
+            self._save(None)  # first, so that later contents of the folder are known to be from this command
         self._splits = {
             name: {
                 kind: _Array(
@@ -165,7 +166,7 @@ class Writer:
             seen.add(self._signatures.read().reshape(-1, near_duplicates.HASHES))
 
     def add(self, batch: Batch, converted: Converted) -> None:
-        """Adds the documents of a batch without those left out, and writes once there are enough."""
+        """Adds the documents of a batch except those left out; writes when there are enough."""
         counts, self._position = self.counts, batch.position
         self._read |= batch.files
         counts.fraction = batch.fraction
@@ -199,7 +200,7 @@ class Writer:
         _count(counts, converted, chosen)
 
     def commit(self) -> None:
-        """Writes what was added. Raises UserError if a file was changed meanwhile, and what `check` raises."""
+        """Writes what was added, and the position. Raises what `check` raises."""
         self._check(self._read)
         for array in [array for arrays in self._splits.values() for array in arrays.values()]:
             array.write()
@@ -210,7 +211,7 @@ class Writer:
         self._read, self._converted, self.has_written = set(), 0, True
 
     def discard(self) -> None:
-        """Removes what was written; if that is interrupted, another command begins anew."""
+        """Removes everything written; if that is interrupted, the next command starts anew."""
         self.counts = Counts()
         self._save(None)
         for name in (*SPLITS, SIGNATURES):
@@ -224,31 +225,31 @@ class Writer:
 
 
 def _count(counts: dict[str, int], converted: Converted, chosen: np.ndarray) -> None:
-    """Adds documents to counts."""
+    """Adds the chosen documents to counts."""
     found = (chosen.sum(), converted.sizes[chosen].sum(), converted.text_bytes[chosen].sum())
     for name, value in zip(_AMOUNTS, found, strict=True):
         counts[name] += int(value)
 
 
 class _Array:
-    """An array at whose end values are added; what was added is written by `write`."""
+    """An array to which values are appended; `write` writes them."""
 
     def __init__(self, folder: paths.Path, name: str, dtype: str, *, written: int) -> None:
-        """Opens an array, or creates it; `written` values are kept, and those after them overwritten."""
+        """Opens or creates an array; the first `written` values are kept, later ones are overwritten."""
         self._array = token_cache.array(folder, name, dtype, writes=True, is_new=not written)
         self._written = written
         self._added: list[np.ndarray] = []
 
     def read(self) -> np.ndarray:
-        """Returns the values that are written."""
+        """Returns the values written so far."""
         return self._array[: self._written].read().result()
 
     def add(self, values: np.ndarray) -> None:
-        """Adds values at the end."""
+        """Appends values."""
         self._added.append(values)
 
     def write(self) -> None:
-        """Writes what was added, and cuts off what an interrupted process wrote after it."""
+        """Writes the appended values, and cuts off what an interrupted process wrote after them."""
         begin, self._written = self._written, self._written + sum(map(len, self._added))
         self._array = self._array.resize(exclusive_max=[self._written]).result()
         if self._written > begin:

@@ -1,7 +1,6 @@
-"""Vocabularies of published models: the `tokenizer.json` of a folder, its special tokens, and its chat template.
+"""Vocabularies of published models: a folder's `tokenizer.json`, special tokens, and chat template.
 
-Text is converted by the tokenizers library, which transformers uses too, so ids are the same.
-Id 0 is an ordinary token.
+The tokenizers library, which transformers also uses, converts text, so ids are the same. Id 0 is an ordinary token.
 """
 
 import contextlib
@@ -22,16 +21,16 @@ from tasks.text.chat_templates import Message, Range
 from tasks.text.ids import ChatVocabulary, before_end
 from tasks.text.template_process import TemplateError, TemplateProcess
 
-# Special tokens that templates know by name.
+# Special tokens that templates use by name.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class FolderTokenizer(ChatVocabulary):
-    """The tokenizer of a published folder, local or remote, read at first use.
+    """The tokenizer of a published model's folder, local or remote, read at first use.
 
     Attributes:
-      path: the folder.
-      pad_id: None, because no id is reserved: rows are padded with 0, and their weights tell what is padding.
+      path: the folder's path, or its name on Hugging Face.
+      pad_id: None, because no id is reserved; rows are padded with 0, and their weights say what is padding.
     """
 
     pad_id = None
@@ -42,7 +41,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def folder(self) -> paths.Path:
-        """The folder, or the copy of its files in the run; that of a hub is downloaded."""
+        """The folder to read: the run's copy if there is one, else `path`, downloaded if it is on Hugging Face."""
         return self._copy or published_files.small_files(self.path)
 
     @functools.cached_property
@@ -63,33 +62,33 @@ class FolderTokenizer(ChatVocabulary):
         text = self._text
         try:
             found = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises plain Exception
             raise UserError(f"{self.path}/{TOKENIZER} is malformed: {error}; download it again") from error
-        found.no_truncation()  # files may keep settings of their last use, which transformers ignores too
+        found.no_truncation()  # files may contain settings of their last use, which transformers also ignores
         found.no_padding()
         return found
 
     @functools.cached_property
     def _settings(self) -> dict[str, tuple[Any, str]]:
-        """The settings of the folder, each with the file that it is from; later files override earlier ones."""
+        """The folder's settings, each with the name of its file; later files override earlier ones."""
         names = [CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "tokenizer_config.json"]
         read = {n: published_files.read_object(self.folder / n) for n in names if (self.folder / n).exists()}
         if "added_tokens_decoder" not in read.get(names[-1], {}):
-            names[-2:] = reversed(names[-2:])  # a folder of before, whose map overrides
+            names[-2:] = reversed(names[-2:])  # an older folder, whose map overrides
         found: dict[str, tuple[Any, str]] = {}
         for name in names:
             found |= {key: (value, name) for key, value in read.get(name, {}).items() if value is not None}
         return found
 
     def _setting(self, key: str, *, expected: str, fits: Callable[[Any], bool]) -> Any:
-        """Returns a setting; None if no file has it. Raises UserError for one that does not fit."""
+        """Returns a setting; None if no file has it. Raises UserError unless `fits(value)`."""
         value, name = self._settings.get(key, (None, ""))
         if value is not None and not fits(value):
             raise UserError(f"{self.path}/{name}: {key} = {json.dumps(value)[:60]}: expected {expected}")
         return value
 
     def token(self, role: str) -> str | None:
-        """Returns a special token such as "bos_token" as text; None if the folder names none."""
+        """Returns the text of a special token such as "bos_token"; None if the folder names none."""
 
         def text(value: Any) -> Any:
             return value.get("content") if isinstance(value, Mapping) else value
@@ -105,7 +104,7 @@ class FolderTokenizer(ChatVocabulary):
         return next(iter(self._listed_ids(role)), None)
 
     def _listed_ids(self, role: str) -> list[int]:
-        """Returns the ids of `eos_token_id` or `bos_token_id`."""
+        """Returns the ids in the setting `eos_token_id` or `bos_token_id`."""
 
         def listed(value: Any) -> list[Any]:
             return value if isinstance(value, list) else [value]
@@ -118,11 +117,11 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def size(self) -> int:
-        """Includes added tokens, unless the folder's model has no embedding for them."""
+        """The number of ids, including added tokens unless the folder's model has no embedding for them."""
         rows = self._embedded_ids
         if {i for i in self._ids if i >= rows} <= self.added_ids:
             return min(max(self._ids) + 1, rows)
-        return max(self._ids) + 1  # larger than the model: to be refused
+        return max(self._ids) + 1  # larger than the model, which is an error elsewhere
 
     @functools.cached_property
     def added_ids(self) -> frozenset[int]:
@@ -134,7 +133,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def _embedded_ids(self) -> int:
-        """The ids that the folder's model has an embedding for; more than there are if the folder has no model."""
+        """The number of ids that the folder's model has embeddings for; without a model, the number of ids."""
         file = self.folder / CONFIG
         config = published_files.read_object(file) if file.exists() else {}
         text = config.get("text_config") or config
@@ -152,13 +151,13 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def bos_id(self) -> int:
-        """Models without a begin-of-text token, such as Qwen's, begin with the end of a document."""
+        """The begin-of-text id; for models without one, such as Qwen's, the end-of-document id."""
         found = self._id("bos")
         return self.eos_id if found is None else found
 
     @functools.cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """Empty without a chat template."""
+        """The ids that end an answer; () without a chat template."""
         return chat_answers.turn_ends(self)
 
     def token_of(self, token_id: int) -> str:
@@ -166,12 +165,12 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: the end of a document, those of `generation_config.json`, and ends of answers."""
+        """Ids that end generation: the end-of-document id, those of `generation_config.json`, and ends of answers."""
         return tuple(dict.fromkeys([self.eos_id, *self._listed_ids("eos"), *self.turn_ends]))
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether a text that is encoded with special tokens begins with the begin-of-text id."""
+        """Whether a text encoded with special tokens begins with the begin-of-text id."""
         return self._tokenizer.encode("a").ids[:1] == [self.bos_id]
 
     @functools.cached_property
@@ -179,7 +178,7 @@ class FolderTokenizer(ChatVocabulary):
         return hashlib.sha256(json.dumps([self._text, self.bos_id, self.eos_id]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Adds no special tokens, but recognizes those that are written in the text."""
+        """Converts text to ids; adds no special tokens, but recognizes those written in the text."""
         return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -188,7 +187,7 @@ class FolderTokenizer(ChatVocabulary):
         return [self._embedded(each.ids) for each in found]
 
     def _embedded(self, ids: list[int]) -> list[int]:
-        """Returns the ids. Raises UserError for one that the folder's model has no embedding for."""
+        """Returns the ids. Raises UserError for an id without an embedding in the folder's model."""
         if self._without_embedding and (bad := next((i for i in ids if i >= self.size), None)) is not None:
             raise UserError(
                 f"the text contains {self._tokenizer.id_to_token(bad)!r} (id {bad}), for which the model of "
@@ -198,11 +197,11 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def _without_embedding(self) -> int:
-        """The number of added tokens whose id has no embedding in the folder's model, as in Gemma 3 1B."""
+        """The number of added tokens whose ids have no embedding in the folder's model, as in Gemma 3 1B."""
         return sum(i >= self.size for i in self._ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns what `encode` does, and for each id the first character that it covers and the one after its last."""
+        """Returns the ids, and for each id the first character that it covers and the one after its last."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return self._embedded(found.ids), found.offsets
 
@@ -218,17 +217,17 @@ class FolderTokenizer(ChatVocabulary):
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Formats a conversation by the folder's chat template, as `apply_chat_template` of transformers does.
+        """Formats a conversation by the folder's chat template, like transformers' `apply_chat_template`.
 
         Args:
           messages: each with a role ("system", "user", "assistant") and its content.
-          add_generation_prompt: whether the text ends where the assistant's answer begins.
+          add_generation_prompt: whether the text ends with the beginning of the assistant's answer.
           date: the date, for templates that print it; None: today.
           tools: descriptions of functions that the model may call, as JSON schemas.
-          documents: what the model may quote, each with a title and a text.
+          documents: documents that the model may quote, each with a title and a text.
 
         Raises:
-          UserError: the folder has no chat template, or the template refuses the conversation.
+          UserError: the folder has no chat template, or the template raises an error.
         """
         template = self._template("tool_use" if tools is not None else None)
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
@@ -243,7 +242,7 @@ class FolderTokenizer(ChatVocabulary):
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[Range]] | None:
-        """Formats a conversation without a prompt for an answer, and finds what its template marks as answers.
+        """Formats a conversation without a generation prompt, and finds the ranges that the template marks as answers.
 
         Args:
           messages, date, tools, documents: as in `chat`.
@@ -252,7 +251,7 @@ class FolderTokenizer(ChatVocabulary):
           The text, and the ranges of characters within `{% generation %}` tags; None if the template has no such tags.
 
         Raises:
-          UserError: as `chat`, or the place of a tag in the text is not known.
+          UserError: as `chat`, or where a tag is in the text is unknown.
         """
         template = self._template("tool_use" if tools is not None else None)
         if not template.marks_answers:
@@ -263,12 +262,12 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def _named_tokens(self) -> dict[str, str]:
-        """The special tokens that the folder names; a template finds the others undefined."""
+        """The special tokens that the folder names; others are undefined in a template."""
         return {name: text for name in _NAMED if (text := self.token(name)) is not None}
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turns errors of a template, which is a program and can fail like one, into UserErrors."""
+        """Converts a template's errors to UserErrors: a template is a program, and can fail like one."""
         try:
             yield
         except TemplateError as error:
@@ -276,7 +275,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
     def _template(self, name: str | None) -> TemplateProcess:
-        """Returns the compiled chat template with a name; the default one if there is none with the name."""
+        """Returns the compiled chat template called `name`, or else the default one."""
         file = self.folder / "chat_template.jinja"
         source = _read_text(file) if file.exists() else self._template_setting(name)
         if source is None:
@@ -287,7 +286,7 @@ class FolderTokenizer(ChatVocabulary):
             raise UserError(f"{self.path}: the chat template is malformed: {error}") from error
 
     def _template_setting(self, name: str | None) -> str | None:
-        """Returns the chat template of `tokenizer_config.json`; of several, that with the name, or "default"."""
+        """Returns the chat template of `tokenizer_config.json`; of several, the one called `name`, or "default"."""
 
         def is_named(entry: Any) -> bool:
             return isinstance(entry, Mapping) and all(isinstance(entry.get(k), str) for k in ("name", "template"))
@@ -303,11 +302,11 @@ class FolderTokenizer(ChatVocabulary):
         return found
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Reads the tokenizer, so that an invalid one is refused before the first step."""
+        """Reads the tokenizer, so that an invalid one is an error before the first step."""
         _ = self.eos_id, self._tokenizer
 
     def problems(self) -> list[str]:
-        """Does not check that a remote folder exists."""
+        """Returns the problems of a local folder; whether a remote one exists is not checked."""
         if "://" not in self.path and not (self.folder / TOKENIZER).is_file():
             said = f"no {TOKENIZER} in {self.path!r}"
             return [Problem(said, setting="VOCABULARY", file=self.path, fix="give the folder of a published model")]

@@ -1,7 +1,7 @@
 """Converts documents to ids in several processes, and writes them as a token cache (`tasks/text/token_cache.py`).
 
-One process reads documents in order and writes ids in the same order (`tasks/text/token_writer.py`); the others convert
-batches of about 1 MiB.
+One process reads documents in order, and writes ids in the same order (`tasks/text/token_writer.py`); the others
+convert batches of about 1 MiB.
 """
 
 import collections
@@ -40,23 +40,23 @@ from tasks.text.token_writer import SIGNATURES, Batch, Converted, Counts, Writer
 from tasks.text.tokenizing_job import Job
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 4096
-_MOST_REPORTED = 10  # documents that are skipped and named
+_MOST_REPORTED = 10  # at most this many skipped documents are named
 
 
 def run(
     job: Job, *, processes: int, say: Callable[[str], None], report: Callable[[Counts], None], check: Callable[[], None]
 ) -> Mapping[str, Any]:
-    """Writes the cache, or the rest of it, and returns the content of its `cache.json`.
+    """Writes the cache, or the missing part of it, and returns the content of its `cache.json`.
 
     Args:
-      job: what to convert, and where to.
-      processes: that convert.
-      say: receives messages.
-      report: receives the progress after every batch.
+      job: what to convert, and where to write it.
+      processes: number of processes that convert.
+      say: called with messages.
+      report: called with the progress after every batch.
       check: raises an exception if another process has taken over the folder.
 
     Raises:
-      UserError: the sources or the vocabulary cannot be read, or differ from those with which the cache was begun.
+      UserError: the sources or the vocabulary cannot be read, or are not those with which the cache was begun.
     """
     excluded = job.filters.excluded()
     filters = dataclasses.replace(job.filters, digest=excluded.digest if excluded else "")
@@ -95,16 +95,16 @@ def write(
     report: Callable[[Counts], None],
     check: Callable[[], None],
 ) -> Mapping[str, Any]:
-    """Writes a cache, or the rest of it, and returns the content of its `cache.json`.
+    """Writes a cache, or the missing part of it, and returns the content of its `cache.json`.
 
     Args:
-      out: its folder.
-      begun: what a command that continues must have in common with the one that began.
-      files: path, size and version of each source.
-      convert: given these and a position (None: the start), yields batches of documents and what they became.
-      require: raises UserError if what was written is not enough.
-      seen: finds near duplicates.
-      quiet: whether to say only that the command continues.
+      out: the folder of the cache.
+      begun: settings that must be the same when a command continues a cache.
+      files: the path, size and version of each source.
+      convert: called with `files` and a position (None: the start); yields batches with their converted documents.
+      require: raises UserError if too little was written.
+      seen: finds near duplicates; None: they are kept.
+      quiet: whether the only message is that the command continues.
       say, report, check: as in `run`.
     """
     folder = paths.resolve(out)
@@ -130,7 +130,7 @@ def write(
             for batch, converted in batches:
                 writer.add(batch, converted)
                 report(writer.counts)
-    except UserError:  # of a document, which the user will correct
+    except UserError:  # about a document, which the user will correct
         if not writer.has_written:
             writer.discard()
         raise
@@ -150,7 +150,7 @@ def _begun_with(
     *,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Returns the sources with the hashes of their content: those of the state, or new ones."""
+    """Returns the sources with hashes of their content, taken from the state or computed."""
     if "sources" in state:
         _require_same(out, state, begun, files)
         versions = {entry["path"]: entry["version"] for entry in files}
@@ -161,7 +161,7 @@ def _begun_with(
 
 
 def _description(job: Job, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Returns what a command that continues must have in common with the one that began, filters aside."""
+    """Returns the settings that must be the same when a command continues a cache, except filters."""
     return {
         "format": FORMAT,
         "vocabulary": {"name": job.vocabulary, "described": vocabulary.describe(), "hash": vocabulary.hash},
@@ -172,7 +172,7 @@ def _description(job: Job, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _require_documents(job: Job, writer: Writer) -> None:
-    """Raises UserError, and removes what was written, if a split has no document."""
+    """Raises UserError, after removing what was written, if a split has no document."""
     counts = writer.counts
     if all(counts.splits[name]["documents"] for name in SPLITS):
         return
@@ -191,7 +191,7 @@ def _require_documents(job: Job, writer: Writer) -> None:
 
 
 def _remove_state(folder: paths.Path) -> None:
-    """Removes what only a command that continues needs."""
+    """Removes the files that are needed only to continue."""
     (folder / STARTED).unlink(missing_ok=True)
     if (signatures := folder / SIGNATURES).exists():
         signatures.rmtree()
@@ -210,19 +210,19 @@ def _read(file: paths.Path) -> dict[str, Any] | None:
 
 
 def _listed(source: TextFiles | Tfds | HuggingFace) -> list[dict[str, Any]]:
-    """Returns path, size and version of each file; of a dataset, its name."""
+    """Returns the path, size and version of each file; for a dataset, its description."""
     if not isinstance(source, TextFiles):
         return [{"path": source.describe(), "bytes": 0, "version": None}]
     return listing({file.path: file.size_bytes for split in SPLITS for file in source.files(split)})
 
 
 def listing(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns path, size and version of files, given their sizes by path."""
+    """Returns the path, size and version of each file, given sizes by path."""
     return [{"path": path, "bytes": size, "version": paths.file_version(path)} for path, size in sizes.items()]
 
 
 def _digest(entry: Mapping[str, Any]) -> str | None:
-    """Returns the SHA-256 of a local file; an object's generation identifies its content."""
+    """Returns the SHA-256 of a local file; None for an object in a bucket, whose version identifies its content."""
     if paths.is_remote(entry["path"]) or entry["version"] is None:
         return None
     with pathlib.Path(entry["path"]).open("rb") as file:
@@ -255,7 +255,7 @@ def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], 
 
 
 def require_same_filters(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
-    """Raises UserError if a cache was begun with other filters; both are descriptions of caches."""
+    """Raises UserError if the descriptions `saved` and `begun` have different filters."""
     if saved["excluded"] != begun["excluded"]:
         raise UserError(
             f"{out} was begun with another --exclude, or other lengths of what it compares: give another --out"
@@ -268,7 +268,7 @@ def require_same_filters(out: str, saved: Mapping[str, Any], begun: Mapping[str,
 
 
 def _require_unchanged(out: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UserError, which names a file, if the sources differ; a copy of the same content is the same."""
+    """Raises UserError, which names files, if the sources differ; copies with the same content do not."""
     found, known = ({entry["path"]: entry for entry in entries} for entries in (now, before))
     changed = [f"{path} was added" for path in found.keys() - known.keys()]
     for path, entry in known.items():
@@ -286,12 +286,12 @@ def _require_unchanged(out: str, before: Sequence[Mapping[str, Any]], now: Seque
 
 
 def _differs(entry: Mapping[str, Any], version: str) -> bool:
-    """Returns whether a file has other content than recorded; a local one is hashed if it was written since."""
+    """Returns whether a file's content differs from the record; a local file is hashed if it was written since."""
     return version != entry["version"] and (entry["sha256"] is None or _digest(entry) != entry["sha256"])
 
 
 def _require_unchanged_while_read(files: Sequence[Mapping[str, Any]], read: Set[str]) -> None:
-    """Raises UserError, which names a file that was read, if it was changed since the command began."""
+    """Raises UserError, which names the file, if one of the files read was changed since the command began."""
     for entry in files:
         is_file = entry["path"] in read and entry["version"] is not None
         if is_file and _differs(entry, paths.file_version(entry["path"])):
@@ -308,7 +308,7 @@ def _batches(
     position: tuple[int, Any],
     say: Callable[[str], None],
 ) -> Iterator[Batch]:
-    """Reads the documents from a position on."""
+    """Yields batches of documents from a position on."""
     parts = [
         (split if job.validation else None, part)
         for split in (SPLITS if job.validation else ("train",))
@@ -359,17 +359,17 @@ def _batches(
 def _pool(
     vocabulary: str, excluded: Excluded | None, signs: bool, processes: int
 ) -> concurrent.futures.ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads of TensorStore
+    context = multiprocessing.get_context("spawn")  # a fork would break the threads of TensorStore
     return concurrent.futures.ProcessPoolExecutor(processes, context, _open, (vocabulary, excluded, signs))
 
 
-_vocabulary: Vocabulary  # of a process that converts
+_vocabulary: Vocabulary  # globals of a converting process
 _excluded: Excluded | None
-_signs: bool  # whether it computes signatures
+_signs: bool  # whether to compute signatures
 
 
 def _open(vocabulary: str, excluded: Excluded | None, signs: bool) -> None:
-    """Prepares a process that converts; Ctrl-C reaches only the one that writes, with which this one ends."""
+    """Prepares a converting process: it ignores Ctrl-C, which its parent handles, and ends with its parent."""
     global _vocabulary, _excluded, _signs
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -381,11 +381,11 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # it was killed: nobody takes what this process converts
+    os._exit(1)  # the parent was killed, so nobody uses the results
 
 
 def _convert(texts: list[bytes], split: str | None) -> Converted:
-    """Converts documents, in a process of the pool."""
+    """Converts documents in a process of the pool."""
     vocabulary, decoded = _vocabulary, [text.decode() for text in texts]
     is_validation = [split == "validation" if split else documents.is_validation(text) for text in texts]
     if can(vocabulary, EncodesBatches):
@@ -412,7 +412,7 @@ def _convert(texts: list[bytes], split: str | None) -> Converted:
 def _in_order(
     pool: concurrent.futures.ProcessPoolExecutor, batches: Iterator[Batch], *, most: int
 ) -> Iterator[tuple[Batch, Converted]]:
-    """Yields each batch and what it became, in order; at most so many are converted or wait at a time."""
+    """Yields batches with their converted documents, in order; at most `most` are in progress or waiting."""
     waiting: collections.deque[tuple[Batch, concurrent.futures.Future]] = collections.deque()
     try:
         for batch in batches:
@@ -432,7 +432,10 @@ def _in_order(
 
 
 def _finished(batch: Batch, future: concurrent.futures.Future) -> tuple[Batch, Converted]:
-    """Returns a batch and what it became. Raises UserError, with the files, if the vocabulary refuses a document."""
+    """Waits for a batch, and returns it with its converted documents.
+
+    Raises UserError, which names the files, if the vocabulary does not accept a document.
+    """
     try:
         return batch, future.result()
     except UserError as error:

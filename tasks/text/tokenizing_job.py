@@ -18,13 +18,13 @@ class Job:
     """The sources, the vocabulary and the output of a token cache.
 
     Attributes:
-      data: patterns of files; or one dataset, `tfds:NAME` or `hub:OWNER/NAME`, whose split `train` is read.
-      validation: patterns of files, or a split of the dataset; if empty, 5 % of the documents, chosen by hash.
-      field: the JSON key, or the column, of the text.
-      vocabulary: as `vocabularies.named` takes it.
+      data: patterns of files; or one dataset (`tfds:NAME`, `hub:OWNER/NAME`), whose split `train` is read.
+      validation: patterns of files, or a split of the dataset; (): 5% of the documents, chosen by hash.
+      field: the JSON key, or the column, that has the text.
+      vocabulary: the name of the vocabulary (`vocabularies.named`).
       out: the folder of the cache, local or gs://.
-      skip_bad: whether malformed documents are skipped and counted; otherwise they are refused.
-      filters: which documents for training are left out and counted. A split by hash is made after near duplicates are
+      skip_bad: whether malformed documents are skipped and counted; otherwise the first one is an error.
+      filters: which training documents are left out and counted. A split by hash is made after near duplicates are
         left out.
     """
 
@@ -37,7 +37,7 @@ class Job:
     filters: Filters
 
     def source(self) -> TextFiles | Tfds | HuggingFace:
-        """Returns the documents; the split by hash is made later, of their texts. Raises UserError for two datasets."""
+        """Returns the source; a split by hash is made later, from texts. Raises UserError for two datasets."""
         kind, _, name = self.data[0].partition(":")
         if kind not in ("tfds", "hub"):
             return TextFiles(self.data, self.validation or self.data, self.field)
@@ -51,7 +51,7 @@ class Job:
         return HuggingFace(name, "train", validation, self.field, True)
 
     def problems(self, source: TextFiles | Tfds | HuggingFace) -> Sequence[str]:
-        """Returns the problems of a source that are found before it is read; documents are tried unless `skip_bad`."""
+        """Returns the problems found before reading the source; unless `skip_bad`, some documents are tried."""
         if not isinstance(source, TextFiles):
             return source.problems()
         given = dataclasses.replace(source, validation=self.validation)
@@ -59,14 +59,14 @@ class Job:
         return [_with_flag(one) for one in found]
 
     def vocabulary_problems(self, vocabulary: Vocabulary) -> list[str]:
-        """Returns why a vocabulary cannot be used."""
+        """Returns the problems of a vocabulary."""
         if not self.vocabulary:
             return [Problem("--vocabulary is not set", fix="give a SentencePiece model, or the folder of a tokenizer")]
         return [_with_flag(one) for one in vocabulary.problems()]
 
 
 def _with_flag(problem: str) -> str:
-    """Names the flag of this command where a problem names a setting of an experiment."""
+    """Returns a problem in which a flag of this command replaces the experiment's setting."""
     if isinstance(problem, Problem) and problem.setting in _FLAGS:
         return problem.with_setting(_FLAGS[problem.setting])
     return problem

@@ -1,10 +1,10 @@
 """Vocabularies: the constructors that a gin configuration names.
 
-A vocabulary knows its size, special ids and hash before any data is opened, so a model with too small a vocab_size, or
-a host with another model file, is refused at the start. Bytes, numbers and trained models reserve id 0 for padding, so
-an id of 0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary token. An id
-at or above the size is always an error, never clipped. The modules of other vocabularies than bytes are imported only
-by their constructors.
+A vocabulary knows its size, special ids and hash before any data is opened. So it is an error at the start if the
+model's vocab_size is too small, or if a host has another model file. Bytes, numbers and trained models reserve id 0 for
+padding, so an id of 0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary
+token. An id at or above the size is always an error, never clipped. The modules of vocabularies other than bytes are
+imported only by their constructors.
 """
 
 import builtins
@@ -16,7 +16,7 @@ from tasks.text.ids import PAD_ID, Vocabulary, before_end, check_ids
 
 
 def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
-    """Checks that a model has an embedding row for every id.
+    """Checks that a model has an embedding for every id.
 
     Raises:
       UserError: the model's vocabulary is smaller than the data's.
@@ -30,7 +30,7 @@ def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
 
 
 class Bytes(Vocabulary):
-    """UTF-8 bytes: id = byte + 3. Padding is 0, end of document 1, unknown 2."""
+    """UTF-8 bytes: id = byte + 3. Id 0 is padding, 1 the end of a document, 2 unknown."""
 
     size = 259
     pad_id = PAD_ID
@@ -46,7 +46,7 @@ class Bytes(Vocabulary):
         return [byte + self._offset for byte in text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are not UTF-8 are skipped."""
+        """Converts ids to text; bytes that are not UTF-8 are skipped."""
         body = before_end(ids, self)
         kept = [i - self._offset for i in body if i >= self._offset]
         return builtins.bytes(kept).decode(errors="ignore")
@@ -62,7 +62,7 @@ class Bytes(Vocabulary):
 
 
 class Numbers(Vocabulary):
-    """Ids written as decimal numbers, for data that is not text."""
+    """Writes ids as decimal numbers, for data that is not text."""
 
     pad_id = PAD_ID
     eos_id = 1
@@ -85,7 +85,7 @@ class Numbers(Vocabulary):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Writes every id, because there is no end of document."""
+        """Writes every id, because there is no end-of-document id."""
         ids = [int(i) for i in ids]
         check_ids(ids, self)
         return " ".join(map(str, ids))
@@ -100,7 +100,7 @@ class Numbers(Vocabulary):
         return f"numbers ({self.size} ids)"
 
 
-def bytes() -> Bytes:  # shadows the builtin so that gin files read `vocabularies.bytes()`
+def bytes() -> Bytes:  # shadows the builtin, so that gin files can say `vocabularies.bytes()`
     """Returns the vocabulary of UTF-8 bytes: 256 bytes and 3 special ids."""
     return Bytes()
 
@@ -109,7 +109,8 @@ def sentencepiece(path: str | None = None) -> Vocabulary:
     """Returns the vocabulary of an existing SentencePiece model.
 
     Args:
-      path: local or gs://. `problems` reports an error if it is None, or a local file that does not exist.
+      path: the model file, local or gs://. `problems` reports an error if it is None, or a local file that does not
+        exist.
 
     Raises:
       UserError: `path` is not a string.
@@ -125,7 +126,7 @@ def tokenizer(folder: str) -> Vocabulary:
     """Returns the tokenizer of a published model.
 
     Args:
-      folder: local or gs://, with tokenizer.json and tokenizer_config.json.
+      folder: the folder, local or gs://, with tokenizer.json and tokenizer_config.json.
 
     Raises:
       UserError: `folder` is not a string.
@@ -140,8 +141,8 @@ def named(name: str | None) -> Vocabulary:
     """Returns a vocabulary by its name.
 
     Args:
-      name: `bytes`, a SentencePiece model (.model), or the folder of a published model; both local or gs://. If None,
-        `problems` reports an error.
+      name: `bytes`, a SentencePiece model (.model), or the folder of a published model; both local or gs://. None is an
+        error, which `problems` reports.
     """
     if name == "bytes":
         return bytes()
@@ -149,10 +150,10 @@ def named(name: str | None) -> Vocabulary:
 
 
 def trained_sentencepiece(size: int) -> Vocabulary:
-    """Returns a SentencePiece vocabulary of `size` ids that the first run trains before its first step.
+    """Returns a SentencePiece vocabulary of `size` ids, which a run trains before its first step.
 
     Raises:
-      UserError: `size` is below 300; 3 special ids and 256 bytes take the first 259.
+      UserError: `size` is below 300; the first 259 ids are 3 special ids and 256 bytes.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 300:
         raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")

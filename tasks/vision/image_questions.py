@@ -1,14 +1,14 @@
 """Reads questions about images from JSON lines.
 
-A line has `image` (a path, relative to the folder of its file), `question` and `answer`, and may have `kind`, by which
-evaluations count answers, and `weight`: how often it is drawn in training, relative to others. With `grid` and `cells`
-it says where in the image its question points: some cells of a grid of `grid` x `grid`, row by row from 0.
+A line has `image` (a path, relative to the folder of its file), `question` and `answer`. It may have `kind`, by which
+evaluations count answers, and `weight`: how often it is drawn in training, relative to other lines. `grid` and `cells`
+say where in the image the question points: at some cells of a grid of `grid` x `grid`, numbered row by row from 0.
 
   line -> image [H, W, 3] uint8;   slots, question, answer -> ids, weights, until [T]
 
-A row is one line: S positions for the patches of the image, the question, and the answer, which alone is learned. The
-end-of-document id follows it unless `ends` is false. An image is decoded and resized to a square on the host
-(`tasks.vision.images`).
+A row is one line: S positions for the patches of the image, the question, and the answer. The loss covers only the
+answer, which the end-of-document id follows unless `ends` is false. An image is decoded and resized to a square on the
+host (`tasks.vision.images`).
 
 T: tokens per row. S: positions of an image.
 """
@@ -39,7 +39,7 @@ from tasks.vision import images
 from tasks.vision.question_lines import Question, read_question, read_questions
 
 BROKEN = ("refuse", "skip")
-_CACHE_BYTES = 2**28  # of decoded images
+_CACHE_BYTES = 2**28  # size of the cache of decoded images
 NO_KIND = -1
 
 
@@ -54,18 +54,18 @@ class ImageQuestions:
     Attributes:
       train_files, validation_files: patterns of .jsonl files.
       image_size: rows and columns to which images are resized.
-      image_tokens: S.
-      length: T.
+      image_tokens: S, positions per image.
+      length: T, tokens per row.
       num_streams: number of data streams; divides the batch size.
       vocabulary: converts text to ids.
-      kinds: names of kinds; the field `kind` of a batch has their number.
-      weighted: whether lines of training are drawn by their weights; otherwise each comes once per epoch.
-      max_shift: images of training are moved by up to so many pixels, and pixels at their border are repeated.
-      mirror: whether half of the images of training are mirrored, left to right.
-      broken: "refuse": an image that cannot be read ends the run; "skip": the line is left out, and counted.
-      ends: whether the end token follows each answer and is learned. Answers of one token need none; on longer
-        answers a model does not learn where they end without it.
-      evaluated: rows that an evaluation scores; None: all.
+      kinds: names of kinds of questions; the field `kind` of a batch has indices into them.
+      weighted: whether training lines are drawn by their weights; otherwise each occurs once per epoch.
+      max_shift: training images are shifted by up to this many pixels; border pixels are repeated.
+      mirror: whether half of the training images are mirrored, left to right.
+      broken: "refuse": an image that cannot be read ends the run; "skip": its line is left out and counted.
+      ends: whether the end-of-document id follows each answer, with weight 1. Answers of one token do not need it;
+          without it, a model does not learn where longer answers end.
+      evaluated: number of rows that an evaluation scores; None: all.
     """
 
     train_files: tuple[str, ...]
@@ -103,7 +103,7 @@ class ImageQuestions:
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns each held-out question once, or the first `evaluated` ones; padding at the end is not scored."""
+        """Returns batches with each held-out question once, or the first `evaluated` ones; padding is not scored."""
         return self._batches(layout, "validation", None)
 
     def evaluated_on(self, most: int | None = None) -> str:
@@ -130,7 +130,7 @@ class ImageQuestions:
         return [*found, *self.vocabulary.problems()]
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns the files of questions."""
+        """Returns the patterns of the files of questions."""
         return (*self.train_files, *self.validation_files)
 
     def describe(self) -> str:
@@ -151,7 +151,7 @@ class ImageQuestions:
         return fingerprint_of(listing, content_hash.of_files(self._files))
 
     def rehearsal(self) -> Any:
-        """Returns random images and questions of the same shapes."""
+        """Returns a task of random images and questions with the same shapes."""
         return RandomQuestions(
             image_size=self.image_size,
             image_tokens=self.image_tokens,
@@ -192,7 +192,7 @@ class ImageQuestions:
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
         kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
         identity = {"source": self.fingerprint(), "split": split, "seed": seed, "vocabulary": self.vocabulary.hash}
-        no_end = None if self.ends else True  # None is what positions have that were saved before this choice existed
+        no_end = None if self.ends else True  # None, as in positions that were saved before this setting existed
         return streams.StreamBatches(
             layout,
             spec=self.spec(layout.batch_size),
@@ -206,7 +206,7 @@ class ImageQuestions:
 
         Raises:
           BrokenImage: its image cannot be read.
-          UserError: it is longer than the row.
+          UserError: the question is longer than the row, or has no tokens.
         """
         asked = self.vocabulary.encode(question.question)
         answer = self.vocabulary.encode(f" {question.answer}")
@@ -266,12 +266,12 @@ def questions(
     Args:
       train: one or more patterns of .jsonl files.
       validation: one or more patterns. Default: the questions about 5 % of the images, chosen by hash.
-      folder: the folder that patterns are relative to, if any.
+      folder: the folder to which patterns are relative, if any.
       image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken,
         ends: see `ImageQuestions`.
 
     Raises:
-      UserError: a value out of range.
+      UserError: a value is out of range.
     """
     for name, value, least in (("image_size", image_size, 1), ("image_tokens", image_tokens, 1), ("length", length, 2)):
         check_integer(value, where=f"vision.questions.{name}", least=least)
@@ -298,7 +298,7 @@ def questions(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomQuestions(SampledTask):
-    """Random images with random questions and answers: for rehearsals, plans and benchmarks."""
+    """A task of random images with random questions and answers, for rehearsals, plans and benchmarks."""
 
     image_size: int
     image_tokens: int
@@ -311,7 +311,7 @@ class RandomQuestions(SampledTask):
         return batch_spec(batch_size, **sizes, has_kinds=False)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> dict[str, np.ndarray]:
-        """The last quarter of the text is the answer."""
+        """Returns a row whose last quarter of text is the answer."""
         del is_training
         ids = rng.integers(0, self.vocab_size, self.length - self.image_tokens + 1).tolist()
         asked = len(ids) - 1 - len(ids) // 4
@@ -319,21 +319,21 @@ class RandomQuestions(SampledTask):
         return {**row, "images": rng.integers(0, 256, (self.image_size, self.image_size, 3), dtype=np.uint8)}
 
     def rehearsal(self) -> RandomQuestions:
-        """Returns the same with one stream, for any batch size: rows keep their length, which the image fills."""
+        """Returns the same task with one stream, for any batch size. Rows keep their length, which the image needs."""
         return dataclasses.replace(self, num_streams=1)
 
 
 def random_questions(
     *, image_size: int, image_tokens: int, length: int, num_streams: int, vocab_size: int
 ) -> RandomQuestions:
-    """Returns random images with questions; rows have `length` positions, `image_tokens` of them for the image.
+    """Returns a task of random images with questions.
 
     Args:
       image_size: pixels along a side.
       image_tokens: positions of an image in a row.
-      length: positions of a row.
-      num_streams: streams of the input.
-      vocab_size: ids to draw from.
+        length: positions per row, including those of the image.
+        num_streams: number of data streams.
+        vocab_size: number of ids to draw from.
     """
     if image_tokens + 2 > length:
         raise UserError(
@@ -367,11 +367,11 @@ def batch_spec(
 
 
 def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
-    """Returns the row of an image, a question and an answer, without the image.
+    """Returns the fields of a row with an image, a question and an answer, except the image itself.
 
     Args:
-      slots: positions of the image, which come first.
-      asked, said: ids of the question, and of the answer, which alone has weights.
+      slots: number of positions of the image, which come first.
+      asked, said: ids of the question, and of the answer; only the answer has weight 1.
       length: positions of the row.
     """
     ids = np.asarray([*([0] * slots), *asked, *said], np.int32)
@@ -392,7 +392,7 @@ def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: i
 
 
 def _try_decode(path: str, *, size: int) -> np.ndarray | str:
-    """Returns the image of a file, or what is wrong with it."""
+    """Returns the image in a file, or a message about what is wrong with it."""
     try:
         return images.decode(paths.resolve(path).read_bytes(), size=size)
     except (OSError, images.UnreadableImage) as error:
@@ -405,7 +405,7 @@ def _report_once(message: str) -> None:
 
 
 class _Stream:
-    """`streams.Stream` over every `num_streams`-th question of a split; its position is how many it has read."""
+    """`streams.Stream` over every `num_streams`-th question of a split; a position is the number of questions read."""
 
     def __init__(self, task: ImageQuestions, split: str, seed: int | None, index: int, rows: int):
         every = task.questions(split)
@@ -425,7 +425,7 @@ class _Stream:
                 "add questions"
             )
         self._weights = weights
-        self._broken: set[int] = set()  # places of questions whose images cannot be read
+        self._broken: set[int] = set()  # indices of questions whose images cannot be read
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         if self._end is not None and self._read >= self._end:
@@ -459,10 +459,10 @@ class _Stream:
             return row
 
     def _skip(self, place: int, error: BrokenImage) -> None:
-        """Notes a question whose image cannot be read.
+        """Skips and counts a question whose image cannot be read.
 
         Raises:
-          UserError: it is not to be skipped, or no other is left.
+          UserError: questions are not to be skipped, or no other is left.
         """
         if self._task.broken == "refuse":
             raise error
@@ -474,7 +474,7 @@ class _Stream:
             raise UserError(f"{self._task.describe()}: no image of a stream can be read; the last: {error}")
 
     def _place(self, number: int) -> int | None:
-        """Returns the place of the question with this number in the stream's order; None after an evaluation's end."""
+        """Returns the index of the question that is `number` in the stream's order; None after an evaluation's end."""
         count = len(self._questions)
         if self._seed is None:
             return number if number < count else None
@@ -491,7 +491,7 @@ class _Stream:
 
     @functools.cached_property
     def _filler(self) -> Mapping[str, np.ndarray]:
-        """A row that is not scored."""
+        """A row of padding, which is not scored."""
         spec = self._task.spec(self._task.num_streams)
         row = {name: np.zeros(field.shape[1:], field.dtype) for name, field in spec.items()}
         row["slots"] = np.arange(self._task.image_tokens, dtype=np.int32)
@@ -502,7 +502,7 @@ class _Stream:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """The name of a source, under which its questions are counted."""
+    """A name under which questions are counted."""
 
     name: str
 

@@ -1,7 +1,7 @@
-"""Decodes images, and encodes arrays as images, on the host.
+"""Decodes image files, and encodes arrays as image files, on the host.
 
-Gray images get three equal colors; of 16 bits the upper 8 are used; transparent pixels are put on white; the
-orientation that a camera noted is applied.
+Gray images get three equal channels; of 16 bits the upper 8 are used; transparent pixels are put on white; the camera's
+orientation tag is applied.
 """
 
 import io
@@ -14,11 +14,11 @@ from core.files import paths
 
 
 class UnreadableImage(ValueError):
-    """Content that is not an image."""
+    """Raised for content that is not an image, or cannot be read."""
 
 
 def decode(content: bytes, *, size: int) -> np.ndarray:
-    """Returns an image as [size, size, 3] uint8, without keeping its proportions. Raises UnreadableImage."""
+    """Decodes an image to [size, size, 3] uint8, without keeping its aspect ratio. Raises UnreadableImage."""
     from PIL import Image, ImageOps
 
     try:
@@ -29,7 +29,7 @@ def decode(content: bytes, *, size: int) -> np.ndarray:
                 image = image.convert("RGBA")
                 white = Image.new("RGBA", image.size, (255, 255, 255, 255))
                 image = Image.alpha_composite(white, image)
-            if image.mode.startswith("I;16"):  # converting cuts 16 bits off at 255
+            if image.mode.startswith("I;16"):  # a plain conversion would clip 16 bits at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             image = image.convert("RGB")
             if image.size != (size, size):
@@ -40,14 +40,14 @@ def decode(content: bytes, *, size: int) -> np.ndarray:
 
 
 def as_file(image: Any) -> tuple[bytes, str]:
-    """Returns an image as the content of a file, and the ending of its name.
+    """Returns an image as the content of a file, with the ending for its name.
 
     Args:
-      image: content of a file, which stays as it is; a mapping with `bytes` or `path`, as in datasets of the Hugging
-        Face hub; a path; or an array [H, W, 3], [H, W, 1] or [H, W] of uint8, which becomes PNG.
+      image: the content of a file, which is not changed; a mapping with `bytes` or `path`, as in datasets of the
+          Hugging Face hub; a path; or a uint8 array [H, W, 3], [H, W, 1] or [H, W], which becomes PNG.
 
     Raises:
-      UnreadableImage: it is none of these, or cannot be read.
+      UnreadableImage: `image` is none of these, or cannot be read.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Reads the lines of questions about images (`tasks.vision.image_questions` has their format)."""
+"""Reads lines of questions about images, in the format described in `tasks.vision.image_questions`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tasks.text.documents import File
 
 
 class Question(NamedTuple):
-    """One line.
+    """One line: a question about an image.
 
     Attributes:
       where: `file:line`, for messages.
       image: path of the image.
-      question, answer: texts.
-      kind: "" if the line has none.
-      weight: how often it is drawn.
+      question, answer: the texts.
+      kind: the kind of question; "" if the line has none.
+      weight: how often it is drawn in training, relative to others.
       grid: cells along a side of the image; 0 if the line does not say where its question points.
-      cells: those that the question is about.
+      cells: numbers of the cells that the question is about.
     """
 
     where: str
@@ -39,12 +39,12 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
     """Returns the question of one line; None if it holds only white space.
 
     Args:
-      path, number: the file and the line number, for messages; a relative image path starts at the file's folder.
+      path, number: the file and the line number, for messages; relative image paths start at the file's folder.
       line: the line.
-      kinds: the kinds that a question may have; empty: kinds are not read.
+      kinds: the kinds that a question may have; (): kinds are not read.
 
     Raises:
-      UserError: the line is not JSON, or lacks something; the message names file and line.
+      UserError: the line is not JSON, or has missing or invalid values; the message names file and line.
     """
     record, where = documents.json_line(path, number, line), f"{path}:{number}"
     if record is None and not line.strip():
@@ -69,7 +69,7 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
 
 
 def _read_cells(record: Mapping[str, Any], where: str) -> tuple[int, tuple[int, ...]]:
-    """Returns `grid` and `cells` of a line; 0 and none if it has neither."""
+    """Returns `grid` and `cells` of a line; 0 and () if it has neither."""
     if "grid" not in record and "cells" not in record:
         return 0, ()
     grid: Any = record.get("grid")
@@ -94,7 +94,7 @@ def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Q
 
 
 def _lines(stream: Iterator[bytes], path: str) -> Iterator[bytes]:
-    """Yields the lines of an open file. Raises UnreadableFile, which names it, if reading fails."""
+    """Yields the lines of an open file. Raises UnreadableFile, which names the file, if reading fails."""
     while True:
         with text_formats.reading(path):
             line = next(stream, None)

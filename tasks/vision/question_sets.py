@@ -1,9 +1,9 @@
-"""Writes the questions about images of another dataset as files that `tasks.vision` reads.
+"""Converts a dataset of questions about images to files that `tasks.vision` reads.
 
   example -> OUT/images/3f/3f2a….jpeg, and a line of OUT/train.jsonl or OUT/validation.jsonl
 
-Images are stored as they were encoded, under the hash of their content, so that one with several questions is stored
-once. Images that come as arrays are stored as PNG.
+Images are stored in their original encoding, named by the hash of their content, so that an image with several
+questions is stored once. Images given as arrays are stored as PNG.
 """
 
 import collections
@@ -24,15 +24,15 @@ from tasks.text.hub_source import HuggingFace
 from tasks.vision import images
 
 FILES = ("train.jsonl", "validation.jsonl")
-Report = Callable[[int], None]  # is told how many examples have been read
+Report = Callable[[int], None]  # called with the number of examples read
 
 
 class Counts(NamedTuple):
     """The numbers of questions and images written for a split.
 
     Attributes:
-      questions, images: how many; an image of both splits is counted in the first.
-      skipped: examples that were left out.
+      questions, images: their numbers; an image in both splits is counted in the first.
+      skipped: number of examples that were left out.
     """
 
     questions: int
@@ -45,11 +45,11 @@ class QuestionSet:
     """A dataset of questions about images, and the names of its fields.
 
     Attributes:
-      data: `hub:OWNER/NAME`, also `hub:OWNER/NAME:CONFIGURATION`, or `tfds:NAME`, which `tfds build` has prepared.
-      split, validation: names of its splits; without validation, `tasks.vision` holds questions out by their images.
-      image, question, answer, kind: names of fields; of several answers the most frequent is taken; "": no kind.
-      skip_bad: whether examples that cannot be used are left out and counted; otherwise the first is an error.
-      data_dir: where prepared datasets are; None: TFDS's own folder.
+      data: `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIGURATION`, or `tfds:NAME`, which `tfds build` has prepared.
+      split, validation: names of its splits; if validation is "", `tasks.vision` holds out questions by their images.
+      image, question, answer, kind: names of fields. Of several answers the most frequent is used. kind "": no kind.
+      skip_bad: whether unusable examples are left out and counted; otherwise the first one is an error.
+      data_dir: the folder of prepared datasets; None: TensorFlow Datasets' own.
     """
 
     data: str
@@ -99,12 +99,12 @@ class QuestionSet:
         import datasets
 
         if isinstance((found.features or {}).get(self.image), datasets.Image):
-            found = found.cast_column(self.image, datasets.Image(decode=False))  # as it is encoded
+            found = found.cast_column(self.image, datasets.Image(decode=False))  # keeps the original encoding
         return found
 
 
 class _Bad(UserError):
-    """An example that cannot be used."""
+    """Raised for an example that cannot be used."""
 
 
 class _Writer:
@@ -161,7 +161,7 @@ class _Writer:
 
 
 def _text(value: Any, where: str) -> str:
-    """Returns a text, or the most frequent of several (of equally frequent ones the first); blank ones do not count."""
+    """Returns a text or, of several, the most frequent (of equally frequent, the first); blank ones do not count."""
     several = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
     texts: list[Any] = [each.get("answer") if isinstance(each, Mapping) else each for each in several]
     try:
