@@ -128,7 +128,7 @@ class Session:
 
         Raises:
           EarlierPhaseError: neither a checkpoint of this phase nor the last one of the previous phase can be restored.
-              The damaged ones were renamed, and the previous phase must be trained again.
+            The damaged ones were renamed, and the previous phase must be trained again.
         """
         run = self._run
         with activity.enter(activity.RESTORING):

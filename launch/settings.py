@@ -106,8 +106,8 @@ class Initialization(_Group):
       init_renames: maps names in the source to names in this model, such as `{"decoder/*": "layers/*"}`. Names in the
         source are parameter paths of a run, or tensor names of a published model.
       init_layers: maps shell wildcards over paths to a tuple with one entry for each layer of this model: the layer of
-          the source that it starts from, or None for the seed: `{"layers/*": (0, 0, 1, None)}`. A group of layers
-          counts as one.
+        the source that it starts from, or None for the seed: `{"layers/*": (0, 0, 1, None)}`. A group of layers
+        counts as one.
     """
 
     init_from: str = ""
@@ -125,7 +125,7 @@ class Logging(_Group):
     Attributes:
       log_interval: steps between lines of metrics.
       statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: no
-          statistics.
+        statistics.
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
       wandb_project: the Weights & Biases project to which host 0 also logs; "": none.
@@ -162,7 +162,7 @@ class Evaluation(_Group):
       eval_batches: the maximum number of validation batches per evaluation; 0: no evaluation.
       prompt: the text that the model continues at the end of the run.
       metric_examples: the maximum number of examples of each seqio task for the task's own metrics. Every evaluation
-          then computes them, and `keep_best` may name one. 0: no such metrics.
+        then computes them, and `keep_best` may name one. 0: no such metrics.
     """
 
     eval_interval: int = 1000

@@ -1,7 +1,7 @@
-"""Small models, their optimizers and batches, by which strategies are compared with one device.
+"""Small models, with optimizers and batches, on which strategies are compared with one device.
 
-Batches are packed rows with uneven padding, different at every step, so that weights, segments and positions all
-matter. A model of another kind has a module `agreement_subject` in its folder.
+Batches are packed rows with uneven padding that differs at every step, so that weights, segments and positions all
+matter. Other kinds of models have a module `agreement_subject` in their folder.
 """
 
 import importlib
@@ -18,12 +18,12 @@ from models.decoder import transformer
 ROWS, LENGTH = 16, 24
 
 
-# Grouped-query attention, and a vocabulary that no mesh divides before it is rounded up.
+# It has grouped-query attention, and a vocabulary that no mesh divides unless it is rounded up.
 MODEL = transformer.Transformer(
     vocab_size=203, num_layers=4, embed_dim=64, mlp_dim=176, num_heads=8, num_kv_heads=4, dtype="float32"
 )
 OPTIMIZER = optimizers.adamw(
-    eps=1e-4,  # an update is a smooth function of its gradient: at 1e-8 one that is nearly 0 rests on its last bits
+    eps=1e-4,  # makes updates smooth functions of gradients; at 1e-8, those of tiny gradients depend on last bits
     learning_rate=optimizers.warmup_cosine(peak=3e-3, warmup_steps=5, total_steps=20),
     weight_decay=0.1,
 )
@@ -53,14 +53,14 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
 
 
 def batches_for(model: Any, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
-    """Returns batches for a model: packed documents, or those of its kind."""
+    """Returns batches for a model: packed documents, or what its kind of model needs."""
     if other := _other(model):
         return other.batches_for(model, steps=steps, rows=rows)
     return random_batches(model.vocab_size, steps=steps, rows=rows)
 
 
 def optimizer_of(model: Model) -> optimizers.Optimizer:
-    """Returns the optimizer for measuring the agreement of a model."""
+    """Returns the optimizer with which a model's agreement is measured."""
     other = _other(model)
     return other.OPTIMIZER if other else OPTIMIZER
 

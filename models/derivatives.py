@@ -1,8 +1,9 @@
 """Norm, gate, embedding and unembedding with custom derivatives, tuned for the TPU compiler.
 
-An intermediate value that several matrix products read is materialized once. By default, XLA fuses its computation into
-each of the products: the number of operations hardly changes, but the tiles of the products get less of the chip's fast
-memory. Inputs worth saving for the backward pass have checkpoint names (`models.decoder.transformer.REMAT`).
+An intermediate value that several matrix products read is computed once and stored. By default, XLA would fuse its
+computation into each of the products: that is hardly more operations, but leaves the tiles of the products less of the
+chip's fast memory. Inputs worth saving for the backward pass have checkpoint names
+(`models.decoder.transformer.REMAT`).
 
 B batch, T length, D embed, F mlp, V vocab.
 """
@@ -74,11 +75,11 @@ def activated(x: jax.Array, activation: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClampedGate:
-    """A gate whose inputs are bounded, as the experts of gpt-oss have it: sigmoid(slope g) g (u + 1).
+    """The gate of gpt-oss's experts, whose inputs g and u are clamped: sigmoid(slope g) g (u + 1).
 
     Attributes:
       slope: factor of the gate g in its sigmoid.
-      limit: upper bound of g, and bound of the size of the second projection u.
+      limit: upper bound of the gate g, and bound of the absolute value of the second projection u.
 
     Raises:
       UserError: a number that is not finite and above 0.
@@ -100,7 +101,7 @@ class ClampedGate:
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: str | ClampedGate = "silu") -> jax.Array:
-    """Returns activation(gate) up, or what a `ClampedGate` makes of them, computed in float32."""
+    """Returns activation(gate) * up, or the result of a `ClampedGate`, computed in float32."""
     if isinstance(activation, ClampedGate):
         return activation(gate, up)
     if activation == "silu":
@@ -111,7 +112,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: str | ClampedGate = "silu"
 
 @jax.custom_vjp
 def _silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns silu(gate) up. Its gradients are materialized once instead of in each product that reads them."""
+    """Returns silu(gate) * up. Its gradients are computed once, instead of in each product that reads them."""
     return _gated_forward(gate, up)[0]
 
 
@@ -130,7 +131,7 @@ def _gated_back(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    """Returns the sigmoid, computed by tanh: one instruction on a TPU; 1 / (1 + exp(-x)) takes two and a correction."""
+    """Returns the sigmoid by tanh, one instruction on a TPU; 1 / (1 + exp(-x)) takes two and a correction."""
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
@@ -152,9 +153,9 @@ def embedded(
 ) -> jax.Array:
     """Returns the rows `ids` of an embedding table, in `dtype`; their gradients are summed in float32.
 
-    A frequent token has thousands of gradients in a batch; in bfloat16 each would be rounded to the precision of their
-    sum. The sum is computed where the table is stored: a chip that stores some columns receives those columns of all
-    gradients, which is less traffic than summing whole tables over chips.
+    A frequent token has thousands of gradients in a batch; in bfloat16, each would be rounded to the precision of the
+    sum so far. The sum is computed where the table is stored: a chip that stores some columns receives these columns of
+    all gradients, which is less traffic than summing whole tables over chips.
 
     Args:
       table: [V, D] with axes (entries, embed), float32, as stored.
@@ -188,9 +189,9 @@ embedded.defvjp(lambda table, ids, *static: (embedded(table, ids, *static), (tab
 
 @jax.custom_vjp
 def unembedded(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiplies x [B, T, D] with weight [D, V], with a float32 result.
+    """Returns x [B, T, D] times weight [D, V], float32.
 
-    The gradient is rounded to the dtype of x, as TPU products do anyway, but once for both products that read it.
+    Its gradient is rounded to the dtype of x, once for both products that read it; TPU products would round it anyway.
     """
     return jnp.einsum("btd,dv->btv", x, weight, preferred_element_type=jnp.float32)
 

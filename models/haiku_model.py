@@ -28,11 +28,11 @@ class HaikuModel(abc.ABC):
         """Returns the loss as sums over the batch, never means; runs inside `hk.transform`."""
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns the parameters."""
+        """Returns initial parameters."""
         return self._transformed(is_training=False).init(rng, batch)
 
     def init_carry(self, batch: Batch) -> Carry:
-        """Returns an empty carry."""
+        """Returns the empty carry ()."""
         del batch
         return ()
 

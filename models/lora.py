@@ -1,4 +1,4 @@
-"""Low-rank adapters: a few parameters that are trained beside the frozen matrices of a decoder.
+"""Low-rank adapters: a few trained parameters that are added to the frozen matrices of a decoder.
 
     y = x W + (alpha / rank) dropout(x) A B          A [in, rank], B [rank, out], B = 0 at the start
 
@@ -35,7 +35,7 @@ class Lora:
     Attributes:
       rank: inner dimension of an adapter.
       alpha: the adapter's output is multiplied by alpha / rank.
-      targets: the matrices with an adapter, some of those that the parts of the decoder name (`Part.matrices`).
+      targets: names of the matrices with an adapter, of those that the decoder's parts list (`Part.matrices`).
       dropout: rate at which inputs of adapters are dropped in training.
       base_dtype: dtype in which all other parameters are stored, frozen; routers of experts stay in float32.
 
@@ -77,7 +77,7 @@ class Lora:
         *,
         rows: jax.Array | None,
     ) -> jax.Array:
-        """Adds the output of an adapter to the product of x and a matrix, if the matrix is a target.
+        """Returns the product of x and a matrix plus the output of its adapter; the product alone if it is no target.
 
         Args:
           name: name of the matrix.
@@ -113,7 +113,7 @@ class Lora:
         return a, b
 
     def changed(self, name: str, weight: jax.Array, axes: tuple[tuple[str | None, ...], tuple[str | None, ...]]) -> Any:
-        """Returns a matrix in the compute dtype with its adapter added, if it is a target.
+        """Returns a matrix in the compute dtype, with its adapter added if it is a target.
 
         Args:
           name: name of the matrix.
@@ -127,7 +127,7 @@ class Lora:
         return weight + self.scale * jnp.tensordot(a, b, 1)
 
     def base_frozen(self, params: Params) -> Params:
-        """Returns the parameters that `init` created, with all but the adapters frozen.
+        """Returns newly initialized parameters with all but the adapters frozen, in `base_dtype`.
 
         Routers of experts stay in float32, in which scores are computed.
         """
@@ -158,15 +158,15 @@ def adapted(
     dropout: float = 0.0,
     base_dtype: str = "bfloat16",
 ) -> Model:
-    """Returns a copy of a decoder, also of a wrapped one, of which only low-rank adapters are trained.
+    """Returns a copy of a decoder, or of a model that wraps one, in which only low-rank adapters are trained.
 
     Args:
       model: the decoder, such as `@pretrained.model()`.
       rank, alpha, targets, dropout, base_dtype: see `Lora`.
 
     Raises:
-      UserError: the model is no decoder of this workspace, it has no matrix of the name of a target, or a setting is
-        out of range.
+      UserError: the model is no decoder of this workspace, a target is not the name of one of its matrices, or a
+        setting is out of range.
     """
     if wrappers.field_path(model, "lora") is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Token losses in float32, compatible with a vocabulary sharded over chips.
+"""Token losses in float32, for a vocabulary that may be sharded over chips.
 
 B batch, T length, V vocab as stored (rounded up; the surplus entries are masked).
 """
@@ -10,7 +10,7 @@ from core.types import LossOutput, WeightedSum
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, vocab_size: int) -> LossOutput:
-    """Computes next-token cross-entropy in nats, and accuracy.
+    """Returns next-token cross-entropy in nats, summed over positions, and accuracy.
 
     The target's logit is selected by comparison, because indexing into a sharded dimension would gather it.
 
@@ -30,7 +30,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, 
 
 
 def token_losses(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> jax.Array:
-    """Returns the cross-entropy of every position in nats, [B, T]; arguments as of `cross_entropy`."""
+    """Returns the cross-entropy of every position in nats, [B, T]; arguments as in `cross_entropy`."""
     return _next_token(logits, targets, vocab_size)[0]
 
 
@@ -47,8 +47,8 @@ def _next_token(logits: jax.Array, targets: jax.Array, vocab_size: int) -> tuple
 def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
     """Returns log(s(x) / sum s(x)) with s(x) = x + 1 for x >= 0 and 1 / (1 - x) for x < 0, in float32.
 
-    Prieto et al. 2025, eq. 5. The argument of each branch is replaced by 0 where the other one is selected: its
-    gradient would be infinite at x = 1, and NaN after multiplication with 0.
+    Prieto et al. 2025, eq. 5. The argument of each branch is replaced by 0 where the other one is selected: otherwise,
+    at x = 1, the gradient of the branch that is not selected would be infinite, and NaN after multiplication with 0.
 
     Args:
       logits: [..., V].

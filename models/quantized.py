@@ -1,4 +1,4 @@
-"""Matrix products in int8 or FP8, by qwix.
+"""Matrix products in int8 or FP8, by the library qwix.
 
 The peak of int8 is twice that of bfloat16 on v5e, v5p and v6e, and that of FP8 on chips with
 `core.slices.Chip.has_fp8`.
@@ -8,8 +8,8 @@ type (symmetric, computed anew in every step). That is -128 to 127 for int8, who
 it is that of float8_e4m3fn (448, 3 bits of mantissa), and of float8_e5m2 (57,344, 2 bits) for incoming gradients, as in
 qwix's recipes; products are summed in float32. The gradient of the activations is computed in the same way, from rows
 of the incoming gradient; the gradient of the weights is a product in the compute dtype, because it is summed over all
-tokens of a device, where rounding to nearest would lose the many small terms. The gradients pass through the rounding
-as if it were the identity (straight-through estimator, Bengio et al. 2013).
+tokens of a device, where rounding to nearest would lose the many small terms. Gradients pass through the rounding as if
+it were the identity (straight-through estimator, Bengio et al. 2013).
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def product(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, w
 
     Args:
       choice: "int8" or "fp8".
-      subscripts: subscripts of two operands, with every dimension named.
+      subscripts: as of `jnp.einsum`, for two operands, with every dimension named.
       axes: logical axes of the weight.
       x: activations.
-      weight: a matrix in the dtype of x, laid out as stored: each device rounds its own part, and bytes are gathered.
+      weight: a matrix in the dtype of x, laid out as stored: each device rounds its own part, so that what is gathered
+        is one byte per entry.
     """
     return _forward(_TYPES[choice][:1] * 2, subscripts, axes, x, weight)
 
@@ -50,7 +51,7 @@ def product(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, w
 def _forward(
     types: tuple[str, ...], subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array
 ) -> jax.Array:
-    """Returns the product with x and the weight rounded to these two types."""
+    """Returns the product of x and the weight, rounded to these two types, in order."""
     left, right, _ = _parts(subscripts)
     rounded = _rounded(weight, types[1], right, left)
     rounded = dataclasses.replace(
@@ -68,7 +69,7 @@ def _parts(subscripts: str) -> tuple[str, str, str]:
 
 
 def _rounded(x: jax.Array, type_: str, names: str, others: str) -> Any:
-    """Returns x in a type, with one scale for every index of the dimensions that the product does not sum over."""
+    """Returns x quantized to a type, with one scale per index of the dimensions that the product does not sum over."""
     kept = [i for i, name in enumerate(names) if name not in others]
     import qwix
 

@@ -75,7 +75,7 @@ def join(
 
     Raises:
       UserError: environment variables contradict one another or the slice; the descriptions of the hosts differ; JAX
-          found other devices than those of the slice.
+        found other devices than those of the slice.
     """
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")

@@ -64,7 +64,7 @@ def prepare_gpus() -> None:
 
     Raises:
       UserError: a variable is malformed; or other processes hold memory that JAX would allocate. The latter is no error
-          if the user has set one of JAX's two memory variables, so that several processes can share a GPU.
+        if the user has set one of JAX's two memory variables, so that several processes can share a GPU.
     """
     memory = gpu_memory()
     os.environ.setdefault(*_ORDER)
@@ -154,7 +154,7 @@ def of_this_process() -> slices.Slice:
 
     Raises:
       UserError: JAX finds no devices or does not use the GPUs, Renga does not know the devices, or they belong to a
-          slice of several hosts.
+        slice of several hosts.
     """
     place, asked = tpu_host.look(), _asked()
     if not jax_internals.backends_are_initialized():

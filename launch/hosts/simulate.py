@@ -69,7 +69,7 @@ def run(
       words_seconds: time from the first failure, in which other hosts can report it, to asking them to stop.
       requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
       xla_flags: XLA_FLAGS of the hosts, to which a flag for one thread per device is added if the slice has more
-          devices than this machine has cores. XLA_FLAGS in the environment replace all of these.
+        devices than this machine has cores. XLA_FLAGS in the environment replace all of these.
 
     Returns:
       0 if all succeeded; else the exit code of the host that failed first (128 + N if signal N ended it), ignoring

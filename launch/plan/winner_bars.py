@@ -19,7 +19,7 @@ def lines(best: CandidateMetrics, hbm: Mapping[str, float]) -> list[str]:
     Args:
       best: the winner.
       hbm: estimated bytes per chip, by kind. If the winner was compiled, only the state is taken from `hbm`, and the
-          rest of the compiled peak is one part.
+        rest of the compiled peak is one part.
     """
     compiled = best.compile_seconds is not None
     memory = [(name, hbm[name]) for name in _STATE] if compiled else list(hbm.items())

@@ -1,1 +1,1 @@
-"""The decoder: start at transformer.py; the parts of its layers at parts.py."""
+"""The decoder. Start reading at transformer.py; parts.py defines the parts of its layers."""

@@ -1,4 +1,4 @@
-"""One layer of the decoder: a mixer over positions, and a feed-forward.
+"""One layer of the decoder: mixers over positions, and a feed-forward.
 
 B batch, T length, D embed.
 """
@@ -16,27 +16,27 @@ from models.decoder import layers
 from models.decoder.config import DecoderConfig, LayerKind, slots
 from models.decoder.parts import Call, Earlier
 
-State = dict[str, object]  # of one layer, by the names of its parts
+State = dict[str, object]  # states of one layer, by name of the part
 
 
 class Block(hk.Module):
-    """One layer: mixer and feed-forward, each on a copy of the residual stream, which is normalized before or after."""
+    """One layer: its parts read the residual stream, with norms before or after, and add their outputs to it."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind):
-        """Makes the layer; the names of its parameters start with the kind's `module`."""
+        """Makes a layer of a kind; the names of its parameters start with the kind's `module`."""
         super().__init__(kind.module)
         self.config = config
         self.kind = kind
 
     def __call__(self, x: jax.Array, call: Call) -> tuple[jax.Array, State, dict[str, object]]:
-        """Runs the layer on the stream [B, T, D].
+        """Runs the layer on the residual stream.
 
         Args:
-          x: the stream.
-          call: the other arguments; the state of `call.before` is that of the layer.
+          x: the residual stream [B, T, D].
+          call: the other arguments; `call.before.state` has the states of all parts of this layer.
 
         Returns:
-          The stream, the state by part, and the sums by part.
+          The residual stream, the states by part, and the sums by part.
         """
         states: State = {}
         sums: dict[str, object] = {}

@@ -1,16 +1,16 @@
-"""A hierarchical planner over finished chunks of a row, whose plans later positions read.
+"""A hierarchical planner that makes plans from finished chunks of a row, which later positions read.
 
     s_j = mean of chunk j;   repeated:  l = Low(l + h + s),  h = High(h + l);   x_t += sigmoid(g . x_t) W (h + l)_j(t)
 
-Two stacks of causal layers run over one summary s_j for each chunk of c positions: the low one several times for each
-step of the high one (Wang et al. 2025, "Hierarchical Reasoning Model"). Gradients flow through the last step of both
-alone; the steps before are a fixed point iteration without gradient. Position t reads the plan of the last chunk that
-ended before its own chunk began, j(t) = t // c - 1, so nothing depends on later tokens. A chunk is summarized by its
-tokens of the segment of its last one, plans attend within segments, and a position reads only a plan of its segment.
-Chunks are counted from the start of the row, so the plans of a segment depend on where it starts in it; generation
-counts from the first token.
+Two stacks of causal layers run over the summaries s_j, one per chunk of c positions. The low stack runs several times
+for each step of the high stack (Wang et al. 2025, "Hierarchical Reasoning Model"). Gradients flow only through the last
+step of both; the steps before are a fixed-point iteration without gradient. Position t reads the plan of the chunk
+before its own, j(t) = t // c - 1, so nothing depends on later tokens. A summary has only the chunk's tokens that belong
+to the segment of its last token; plans attend within segments; and a position reads only plans of its segment. Chunks
+are counted from the start of the row, so the plans of a segment depend on where it starts in the row. Generation counts
+from the first token.
 
-B batch, T length, D embed, c positions of a chunk, n chunks.
+B batch, T length, D embed, c positions per chunk, n chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from models.decoder.planner_config import Planner
 
 
 class State(NamedTuple):
-    """Sums over the tokens of each chunk of a row, [rows, n, D] float32: what generation keeps of earlier slots."""
+    """The state of generation: sums over the tokens of each chunk of a row, [rows, n, D] float32."""
 
     sums: jax.Array
 
@@ -44,7 +44,7 @@ def empty_state(settings: Planner, rows: int, length: int, embed_dim: int) -> St
     Args:
       settings: the planner.
       rows: number of rows.
-      length: the most slots of a row.
+      length: maximum number of slots of a row.
       embed_dim: D.
     """
     return State(jnp.zeros((rows, -(-length // settings.chunk), embed_dim)))
@@ -70,7 +70,7 @@ class Plans(hk.Module):
         )
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Returns what is added to the embedded tokens [B, T, D]."""
+        """Returns the vectors [B, T, D] to add to the embedded tokens `x` [B, T, D]."""
         check_layout()
         c, length = self.settings.chunk, x.shape[1]
         extra = -length % c
@@ -83,23 +83,23 @@ class Plans(hk.Module):
         return self._read(x, plans, chunk, ids[:, :, -1], segment_ids)
 
     def extended(self, x: jax.Array, state: State, places: jax.Array) -> tuple[jax.Array, State]:
-        """Continues rows of one segment.
+        """Continues rows that have one segment each; returns the vectors to add, and the new state.
 
         Args:
-          x: [B, T, D], new slots.
-          state: state after the earlier slots.
-          places: [B, T], positions of the slots in their rows; negative in empty slots.
+          x: [B, T, D], the new slots.
+          state: the state after the earlier slots.
+          places: [B, T], the positions of the slots in their rows; negative for empty slots.
         """
         c, count = self.settings.chunk, state.sums.shape[1]
         of = (places[..., None] // c == jnp.arange(count)) & (places >= 0)[..., None]  # [B, T, n]
         sums = state.sums + jnp.einsum("btn,btd->bnd", of.astype(jnp.float32), x.astype(jnp.float32))
         ones = jnp.ones((len(x), count), jnp.int32)
-        plans = self._plans(sums / c, ones)  # causal, so that plans of unfinished chunks change no others
+        plans = self._plans(sums / c, ones)  # causal, so that plans of unfinished chunks do not change others
         y = self._read(x, plans, places // c - 1, ones, jnp.ones(places.shape, jnp.int32))
         return y, State(sums)
 
     def _plans(self, summaries: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Returns the plan of each chunk, [B, n, D]."""
+        """Returns the plan of each chunk, [B, n, D], from summaries [B, n, D]."""
         config, settings = self.config, self.settings
         positions = jnp.broadcast_to(jnp.arange(summaries.shape[1]), segment_ids.shape)
         make = functools.partial(rotary.tables, positions, theta=config.rope_theta)
@@ -134,7 +134,7 @@ class Plans(hk.Module):
     def _read(
         self, x: jax.Array, plans: jax.Array, chunk: jax.Array, of_plans: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
-        """Returns the gated plans of chunks `chunk` [B, T], where there is one of the same segment."""
+        """Returns the gated plans of the chunks `chunk` [B, T]; 0 where there is none of the same segment."""
         d = x.shape[-1]
         at = jnp.maximum(chunk, 0)
         is_there = (chunk >= 0) & (jnp.take_along_axis(of_plans, at, axis=1) == segment_ids)
@@ -148,7 +148,7 @@ class Plans(hk.Module):
 
 
 def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
-    """Returns training FLOPs per token, without attention among summaries: 6 per matrix entry with a gradient."""
+    """Returns training FLOPs per token, 6 per matrix entry with a gradient, without attention among summaries."""
     layer = sum(part.work(config, 0).matrices for part in (layers.Attention(), layers.Mlp()))
     low, high = settings.high_steps * settings.low_steps, settings.high_steps
     products = 2 * (low + high) * settings.layers + 4 * 2 * settings.layers
@@ -156,7 +156,7 @@ def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
 
 
 def check_layout() -> None:
-    """Raises UserError if the strategy that is being traced shards the positions that a chunk summarizes."""
+    """Raises UserError if the strategy being traced shards the positions that a chunk summarizes."""
     for name in ("length", "residual_length"):
         spec = logical.activation_spec(name)
         if spec is not None and logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape) > 1:

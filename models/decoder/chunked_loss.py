@@ -1,17 +1,17 @@
-"""A loss in chunks of positions, which never holds the logits of all positions.
+"""Computes a loss in chunks of positions, so that the logits of all positions never exist at once.
 
 The logits of a large vocabulary are the largest array of a step: 8192 positions and 128,256 entries take 4 GiB in
-float32, and their gradient as much. A loss is a sum over positions, so a loop over chunks computes it with the logits
-of one chunk. Under differentiation the same loop computes the gradient: by the loss sum it is known as soon as the
-logits are, so nothing is computed twice.
+float32, and their gradient takes as much. A loss is a sum over positions, so a loop over chunks computes it with the
+logits of one chunk at a time. Under differentiation the same loop also computes the gradient: the gradient of the loss
+sum is known as soon as the logits are, so nothing is computed twice.
 
     for chunk c:  sums += fn(params, x[c]);   d params += d fn / d params;   d x[c] = d fn / d x[c]
 
-The loop runs in a region where the mesh axes that shard rows and positions are manual: every chip splits its own
-positions, adds up its own gradient of the parameters in float32, and the gradients of all chips are summed once. All
-other axes, such as those of the vocabulary, stay automatic.
+The loop runs in a `shard_map` region in which the mesh axes that shard rows and positions are manual. Every chip splits
+its own positions, and adds up its own gradient of the parameters in float32; the gradients of all chips are summed
+once. All other axes, such as that of the vocabulary, stay automatic.
 
-B batch, T length, D embed, C positions of a chunk.
+B batch, T length, D embed, C positions per chunk.
 """
 
 import math
@@ -28,16 +28,16 @@ from core.types import LossOutput
 
 Sums = Callable[[Any, jax.Array, Any], LossOutput]
 
-CHUNK_BYTES = 2 * 2**30  # float32 logits of a chip that are computed at once by default
+CHUNK_BYTES = 2 * 2**30  # bytes of float32 logits that a chip computes at once by default
 
 
 class _Layout(NamedTuple):
-    """The sharding of rows and positions, in the region around the loop.
+    """The sharding of rows and positions in the region around the loop.
 
     Attributes:
       rows: spec of [B, T] over the manual axes.
-      manual: the axes of `rows`, of degree above 1.
-      pieces: the number of shards of positions over other axes; every chunk has as many positions of each.
+      manual: the axes of `rows` with a degree above 1.
+      pieces: number of shards of positions over other axes; every chunk has equally many positions of each.
     """
 
     rows: PartitionSpec
@@ -46,10 +46,10 @@ class _Layout(NamedTuple):
 
 
 def default_positions(rows: int, length: int, vocab: int) -> int | None:
-    """Returns the positions of a row on one chip that make a chunk; None if the logits are small enough for one.
+    """Returns the positions per row and chunk on a chip; None if the logits are small enough for one chunk.
 
     Args:
-      rows, length, vocab: shape of the logits, of all chips that automatic mesh axes shard them over.
+      rows, length, vocab: shape of the logits on all chips over which automatic mesh axes shard them.
     """
     spec, sizes = logical.activation_spec("batch", "length", "vocab"), jax.sharding.get_abstract_mesh().shape
     shards = [logical.shards(entry, sizes) for entry in spec or ()] or [1, 1, 1]
@@ -59,18 +59,18 @@ def default_positions(rows: int, length: int, vocab: int) -> int | None:
 
 
 def total(fn: Sums, params: Any, x: jax.Array, side: Any, *, positions: int) -> LossOutput:
-    """Returns `fn(params, x, side)`, computed in chunks.
+    """Computes `fn(params, x, side)` in chunks.
 
-    `params` and `x` have gradients, through `loss_sum` alone; `side` has none. Gradients of frozen parameters are not
+    `params` and `x` have gradients, only through `loss_sum`; `side` has none. Gradients of frozen parameters are not
     computed.
 
     Args:
-      fn: returns sums over positions; a position whose entries of `x` and `side` are 0 adds 0. It may not close over
+      fn: returns sums over positions; a position at which `x` and `side` are 0 must add 0. It must not close over
         arrays.
-      params: tree of arrays.
-      x: [B, T, D], with the axes batch, residual_length and embed.
-      side: tree of [B, T].
-      positions: C, the positions of each row that a chip computes at a time; it need not divide T.
+      params: a tree of arrays.
+      x: [B, T, D], with the logical axes batch, residual_length and embed.
+      side: a tree of arrays [B, T].
+      positions: C, the number of positions of each row that a chip computes at a time; it need not divide T.
     """
     layout = _layout()
 
@@ -85,7 +85,7 @@ def total(fn: Sums, params: Any, x: jax.Array, side: Any, *, positions: int) -> 
 
     def forward(*operands: Any) -> tuple[LossOutput, tuple]:
         params, x, side = (jax.tree.map(lambda a: a.value, operand) for operand in operands)
-        trained = [a.perturbed for a in jax.tree.leaves(operands[0])]  # no gradient of a frozen output matrix
+        trained = [a.perturbed for a in jax.tree.leaves(operands[0])]  # a frozen output matrix gets no gradient
 
         def local(params: Any, x: jax.Array, side: Any) -> tuple[LossOutput, list[jax.Array], jax.Array]:
             sums, grads, dx = _with_gradients(fn, params, trained, _split((x, side), layout.pieces, positions))
@@ -124,7 +124,7 @@ def _layout() -> _Layout:
 
 
 def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
-    """Returns `local` mapped over the shards of rows and positions."""
+    """Returns `local` as a function that runs on the shards of rows and positions."""
     if not layout.manual:  # an empty `axis_names` would mean all axes
         return local
     return jax.shard_map(
@@ -139,7 +139,7 @@ def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
 def _with_gradients(
     fn: Sums, params: Any, trained: Sequence[bool], chunks: tuple[jax.Array, Any]
 ) -> tuple[LossOutput, list[jax.Array], jax.Array]:
-    """Returns the sums over all chunks, and the gradients of trained leaves, float32, and of x, [n, B, C, D]."""
+    """Returns the sums over all chunks, and the gradients of trained leaves (float32) and of x ([n, B, C, D])."""
     leaves, structure = jax.tree.flatten(params)
 
     def loss_sum(learned: list[jax.Array], x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:
@@ -160,7 +160,7 @@ def _with_gradients(
 
 
 def _placed(chosen: Sequence[jax.Array], places: Sequence[bool]) -> list[jax.Array | None]:
-    """Returns the arrays in the places that are true, and None in the others."""
+    """Returns `chosen` in the places that are true, and None in the others."""
     arrays = iter(chosen)
     return [next(arrays) if here else None for here in places]
 
@@ -170,12 +170,12 @@ def _summed(sums: LossOutput, layout: _Layout) -> LossOutput:
 
 
 def _over_chips(gradients: jax.Array) -> jax.Array:
-    """Sums gradients over their first dimension, the chips, in their dtype: `jnp.sum` would send float32."""
+    """Sums gradients over their first dimension, the chips, in their dtype, because `jnp.sum` would send float32."""
     return jax.lax.reduce(gradients, jnp.zeros((), gradients.dtype), jax.lax.add, (0,))
 
 
 def _split(tree: Any, pieces: int, positions: int) -> Any:
-    """Splits leaves [B, T, ...] into chunks [n, B, pieces C, ...], padded with zeros; C is at most `positions`.
+    """Splits leaves [B, T, ...] into n chunks [n, B, pieces C, ...], padded with zeros; C is at most `positions`.
 
     Each chunk has C positions of each of the `pieces` equal parts of a row.
     """

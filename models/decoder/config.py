@@ -1,4 +1,4 @@
-"""The fields of the decoder: its sizes, and the parts in which families of models differ."""
+"""The fields of the decoder: its sizes, and everything in which families of models differ."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from models.decoder.planner_config import Planner
 from models.lora import Lora
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
-# comments give the MiB saved per layer and row of 2048 tokens of the 7B, including the input, and the fraction of the
-# layer's matrix products that is recomputed.
+# # comments give, for the 7B model, the MiB saved per layer and row of 2048 tokens, including the input, and the
+# fraction # of the layer's matrix products that is recomputed.
 _ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
 REMAT: Mapping[str, Remat] = {
-    "none": "none",  # saves whatever the derivatives need, but weights as stored
+    "none": "none",  # saves whatever derivatives need, with weights as stored
     "projections": (*_ATTENTION, "attended", "gate", "up"),  # 182 MiB, 0: every product and the kernel's output
     "attention_and_mlp": (*_ATTENTION, "gate", "up"),  # 166 MiB, 1/12: all but attention's output projection
     "attention_and_up": (*_ATTENTION, "attended", "up"),  # 139 MiB, 2/9: all but the gate
     "attention": _ATTENTION,  # 80 MiB, 1/2: the kernel's inputs and output
     "attention_on_host": OnHost(on_host=_ATTENTION[1:], on_device=("norm",)),  # as attention; 64 MiB on the host
-    "attention_and_input_on_host": OnHost(("input", *_ATTENTION[1:]), ("norm",)),  # as attention; 80 MiB there
-    "dots": "dots",  # as projections, but the kernel runs again
+    "attention_and_input_on_host": OnHost(("input", *_ATTENTION[1:]), ("norm",)),  # as attention; 80 MiB on the host
+    "dots": "dots",  # as projections, but the attention kernel runs again
     "halves": ("norm", "attended"),  # 32 MiB, 7/10: the inputs of attention and of the feed-forward layer
     "input_on_host": OnHost(("input",), ("norm",)),  # as full; 16 MiB on the host
     "full": ("norm",),  # 16 MiB, 7/9: the reciprocal root mean squares of the norms
@@ -47,7 +47,7 @@ _CHOICES = {
     "activation": derivatives.ACTIVATIONS,
     "positions": ("rotary", "learned"),
 }
-# Fields that do not change the function of the model.
+# Fields that do not change what the model computes.
 _NOT_SETTINGS = {
     "remat",
     "dtype",
@@ -64,13 +64,13 @@ _POSITIVE = ("norm_eps", "rope_theta", "logit_softcap", "logit_scale", "residual
 
 
 class LayerKind(NamedTuple):
-    """The static properties in which layers of a decoder can differ.
+    """The kind of a layer: the static properties in which layers of a decoder can differ.
 
     Attributes:
-      mixers: their outputs are added.
-      feed_forward: None: the layer has none.
-      module: name of the Haiku module of its parameters.
-      is_first: whether it is of a layer of `first_feed_forward`.
+      mixers: the mixers, whose outputs are added.
+      feed_forward: the feed-forward; None: the layer has none.
+      module: name of the Haiku module with its parameters.
+      is_first: whether it is a kind of the layers in `first_feed_forward`.
     """
 
     mixers: tuple[Part, ...]
@@ -81,54 +81,58 @@ class LayerKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Decoder):
-    """The fields of `models.decoder.transformer.Transformer`; the defaults are Llama's.
+    """The fields of `models.decoder.transformer.Transformer`, with Llama's defaults.
 
     Attributes:
-      vocab_size: entries of the vocabulary; stored rounded up to `vocab_multiple`.
-      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; head_dim defaults to embed/heads.
-      tied: use the embedding as the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim) instead
-        of 1.
-      remat: what the backward pass saves and does not recompute: "none" (saves all it needs), "projections",
+      vocab_size: entries of the vocabulary, which are stored rounded up to `vocab_multiple`.
+      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; default of head_dim: embed_dim /
+        num_heads.
+      tied: whether the embedding is also the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim)
+        instead of 1.
+      remat: what is saved for the backward pass and not recomputed: "none" (saves all it needs), "projections",
         "attention_and_mlp", "attention_and_up", "attention", "dots", "halves", "full" (saves least); in the memory of
         the host "attention_on_host", "attention_and_input_on_host", "input_on_host"; see `REMAT`.
       quantization: "none", "int8" or "fp8": the products of attention and dense feed-forward layers are computed in
-        int8, with rounding errors of about 1 % each, or in FP8, of 2 to 8 %; see `models.quantized`. int8 is predicted
-        to be faster on v5p and v6e, not on v4, v5e and tpu7x, and FP8 is for tpu7x alone of the TPUs.
+        int8, with rounding errors of about 1% each, or in FP8, with 2% to 8%; see `models.quantized`. int8 is
+        predicted to be faster on v5p and v6e, but not on v4, v5e and tpu7x. Of the TPUs, only tpu7x has FP8.
       dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
       attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.decoder.attention.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
-      norm_eps: added to the mean square or variance.
-      post_norm: also normalize the output of attention and of the feed-forward layer, before it is added; "only":
-        normalize the output, and not the input.
-      residual_scale: factor of these outputs.
-      bias: "none"; "qkv": of queries, keys and values; "all": also of the output and of the feed-forward layer.
-      gated: multiply the activated projection by a second one; otherwise there is only one.
+      norm_eps: the number added to the mean square or variance.
+      post_norm: whether to also normalize the output of attention and of the feed-forward layer before it is added;
+        "only": normalize the output instead of the input.
+      residual_scale: factor that multiplies these outputs.
+      bias: biases: "none"; "qkv": of queries, keys and values; "all": also of the output and the feed-forward layer.
+      gated: whether a second projection multiplies the activated one; otherwise there is only one.
       activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
-      positions: "rotary", or "learned": a vector for each of `max_positions` positions is added to the embedding.
+      positions: "rotary"; or "learned": a vector for each of `max_positions` positions is added to the embedding.
       max_positions: the largest number of positions; None: no limit.
-      rope_theta, rope_scaling: base of the rotary embedding, and an extension of `models.decoder.rotary`.
-      logit_softcap: bound of logits by softcap tanh(x / softcap); None: not bounded.
-      logit_scale: factor of logits, before they are bounded.
-      scaled_embedding: multiply embeddings by sqrt(embed_dim), or by this number.
-      mixer: what mixes positions: a part (`parts.Part`), or `parts.Sum` of several; a tuple is repeated
-        over the layers, such as (Attention(window=512), Attention()).
-      feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If parameters of layers
-        differ, `num_layers` is a multiple of the number of layers after which they repeat, and those of the i-th of
-        these layers are in a module `block_i`.
-      first_feed_forward: of as many layers at the beginning, in place of `feed_forward`: the layers after them repeat.
-      planner: plans of finished chunks, added to the embedded tokens; see `models.decoder.chunk_planner`.
-      keeps_states: whether parts with a state, such as `s5.S5`, continue from the states in which the rows of
-        the training step before ended, without the gradient of these (truncated backpropagation), where the first
-        position of a row is above 0: for `tasks.chunked`. Attention then sees the positions of one step alone.
-      lora: low-rank adapters, which alone are trained; see `models.lora.adapted`.
-      loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all if their
-        logits are small enough (`models.decoder.chunked_loss.default_positions`).
-      attention_tiles: tiles of the splash kernel; None: its default ones. Block-sparse attention does not use them, and
-        a ring has no fused backward pass.
-      vocab_multiple: part of the model and independent of the mesh, so that parameters do not depend on the strategy.
+      rope_theta, rope_scaling: base of the rotary embedding, and its scaling to longer contexts
+        (`models.decoder.rotary`).
+      logit_softcap: logits x become softcap tanh(x / softcap); None: they are not bounded.
+      logit_scale: factor that multiplies logits before they are bounded.
+      scaled_embedding: True: embeddings are multiplied by sqrt(embed_dim); a number: by this number.
+      mixer: the part (`parts.Part`) that mixes positions, or a `parts.Sum` of several; a tuple is repeated over the
+        layers, such as (Attention(window=512), Attention()).
+      feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If layers have
+        different parameters, `num_layers` must be a multiple of the number of layers after which these repeat; the
+        i-th of these layers has its parameters in a module `block_i`.
+      first_feed_forward: the feed-forwards of the first layers, one per layer, instead of `feed_forward`; later layers
+        repeat.
+      planner: adds plans of finished chunks to the embedded tokens; see `models.decoder.chunk_planner`.
+      keeps_states: for `tasks.chunked`: whether parts with a state, such as `s5.S5`, continue from the states at the
+        end of the previous step's rows, without their gradient (truncated backpropagation). Rows whose first position
+        is 0 start anew. Attention sees only the positions of one step.
+      lora: low-rank adapters; only they are then trained; see `models.lora.adapted`.
+      loss_chunk: number of positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all
+        if their logits are small enough (`models.decoder.chunked_loss.default_positions`).
+      attention_tiles: tiles of the splash kernel; None: the defaults. Block-sparse attention does not use them, and a
+        ring has no fused backward pass.
+      vocab_multiple: the multiple to which the stored vocabulary is rounded up. It is part of the model, so parameters
+        do not depend on the mesh or the strategy.
 
     Raises:
-      UserError: sizes that do not fit together.
+      UserError: fields have wrong values, or do not fit together.
     """
 
     vocab_size: int = 32000
@@ -242,7 +246,7 @@ class DecoderConfig(Decoder):
             )
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings on which numbers depend, by name."""
+        """Returns the settings on which the model's results depend, by name."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
         found["head_dim"] = self.head_width
         if (planner := found.pop("planner")) is not None:
@@ -252,8 +256,8 @@ class DecoderConfig(Decoder):
         del found["first_feed_forward"]
         found["feed_forward"] = tuple("none" if (part := kind.feed_forward) is None else part.name for kind in layers)
         if not any(isinstance(part, Mlp) for kind in layers for part in parts_of(kind).values()):
-            del found["mlp_dim"]  # nothing has this width
-        several: dict[str, list[Any]] = {}  # the value of each layer that has it
+            del found["mlp_dim"]  # no part has this width
+        several: dict[str, list[Any]] = {}  # the value in each layer that has it
         for kind in layers:
             for part in parts_of(kind).values():
                 for name, value in part.settings(self).items():
@@ -276,7 +280,7 @@ class DecoderConfig(Decoder):
 
     @property
     def chunk_bytes(self) -> int:
-        """The most bytes of logits that a chip computes at a time."""
+        """The maximum number of bytes of logits that a chip computes at a time."""
         return chunked_loss.CHUNK_BYTES
 
     @property
@@ -285,7 +289,7 @@ class DecoderConfig(Decoder):
 
     @property
     def _repeated(self) -> list[tuple[tuple[Part, ...], Part | None]]:
-        """Mixers and feed-forward of successive layers, repeated over the stack."""
+        """Mixers and feed-forward of successive layers, which repeat over the stack."""
         mixers, others = self._mixers, _tuple(self.feed_forward)
         return [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
 
@@ -317,19 +321,19 @@ class DecoderConfig(Decoder):
 
     @property
     def repeated_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of successive layers after the first ones, repeated over the stack."""
+        """The kinds of successive layers after the first ones, which repeat over the stack."""
         both, modules, start = self._repeated, _modules(self.group), len(self.first_feed_forward)
         count = period(both)
         return tuple(LayerKind(*both[(start + i) % count], modules[i % len(modules)]) for i in range(count))
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the first layers, and those that are repeated after them."""
+        """The kinds of the first layers, then those that repeat after them."""
         return (*self.first_kinds, *self.repeated_kinds)
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
-        """The different rotary embeddings of the mixers: the decoder's, if any has it, and others by layer."""
+        """The different rotary embeddings of the mixers: the decoder's, if any mixer uses it, then others by layer."""
         found = [part.rotation(self) for mixers, _ in self._repeated for part in mixers]
         others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
         return tuple(sorted(others, key=lambda one: others[one]))
@@ -348,7 +352,7 @@ class DecoderConfig(Decoder):
         return "; ".join(f"{name}: {how}" for name, how in found.items())
 
     def shrink(self, multiples: Mapping[str, int]) -> Self:
-        """Returns the smallest decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         kv_heads, is_equal = multiples["kv_heads"], self.num_heads == self.num_kv_heads
         heads = math.lcm(multiples["heads"], kv_heads * (1 if is_equal else 2))
         groups = math.lcm(2 if self.group == 1 else 1, multiples["layers"])
@@ -369,7 +373,7 @@ class DecoderConfig(Decoder):
 
 
 def slots(kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:
-    """Returns the slots of a layer: name, start of the names of its norms, and parts by name."""
+    """Returns the slots of a layer (mixer, feed-forward): name, start of the names of its norms, and parts by name."""
     mixers = {part.name: part for part in kind.mixers}
     norm = next((part.norm for part in kind.mixers if part.norm is not None), "mixer")
     if (last := kind.feed_forward) is None:
@@ -384,7 +388,7 @@ def parts_of(kind: LayerKind) -> dict[str, Part]:
 
 
 def _check_class(kind: type[Part]) -> None:
-    """Checks that a part is a value with a name; raises UserError."""
+    """Raises UserError unless a class of parts is a frozen dataclass with a name."""
     if not (dataclasses.is_dataclass(kind) and kind.__hash__ is not None):
         raise UserError(f"{kind.__qualname__}: a part is a frozen dataclass: add @dataclasses.dataclass(frozen=True)")
     if kind.name == "":
@@ -392,18 +396,18 @@ def _check_class(kind: type[Part]) -> None:
 
 
 def period(values: list[Any]) -> int:
-    """Returns after how many values they repeat: a divisor of their number."""
+    """Returns the number of values after which they repeat, a divisor of their count."""
     count = len(values)
     return next(p for p in range(1, count + 1) if count % p == 0 and values == values[:p] * (count // p))
 
 
 def _period_of_parameters(layers: list[tuple[tuple[Part, ...], Part | None]]) -> int:
-    """Returns after how many layers, mixers and feed-forward of each, the parameters repeat."""
+    """Returns the number of layers after which parameters repeat; layers: (mixers, feed-forward) of each."""
     return period([tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in layers])
 
 
 def _modules(group: int) -> list[str]:
-    """Returns the names of the modules of the layers of a group."""
+    """Returns the names of the modules of a group of layers."""
     return ["block"] if group == 1 else [f"block_{i}" for i in range(group)]
 
 
@@ -412,7 +416,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _each(value: Any, change: Callable[[Part], Part]) -> Any:
-    """Changes every part of a mixer or a feed-forward of layers."""
+    """Applies `change` to every part in a value of `mixer` or `feed_forward`."""
     if isinstance(value, tuple):
         return tuple(_each(one, change) for one in value)
     if isinstance(value, Sum):

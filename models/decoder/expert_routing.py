@@ -1,24 +1,26 @@
-"""The computation of a mixture of experts: each token passes through the top k of E experts.
+"""Computes a mixture of experts: each token passes through the top k of E experts.
 
     s = softmax(x R) or sigmoid(x R);   y = sum over the k largest s_e of  g_e Expert_e(x);   g = s, or s / sum of the k
 
 Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss). Routing is computed in
-float32. Of equal scores the expert with the lower number is chosen, on every layout. Padding is sent to no expert.
+float32. Of experts with equal scores, the one with the lower number is chosen, in every layout. Padding is sent to no
+expert.
 
-DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2: the k largest of s + a correction are chosen, which does not change g.
-With groups of experts, only those of the best groups can be chosen; a group counts as the sum of its two best experts.
+As in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2), a correction may be added to s when the k largest are chosen; it
+does not change g. With groups of experts, only experts of the best groups can be chosen; the score of a group is the
+sum of its two best experts' scores.
 
 Two forms compute the same function as long as nothing is dropped:
 
-    dropless   the choices of all tokens of a chip, sorted by expert, are multiplied group by group
-    capacity   every expert takes up to C = capacity T k / E choices of a row, the first ones; the others add nothing
+    dropless   the choices of all tokens on a chip, sorted by expert, are multiplied group by group
+    capacity   every expert takes the first C = capacity T k / E choices of a row; further choices add nothing
 
-Both run on the tokens of a chip inside of a `shard_map`, because the partitioner would sort the tokens of all chips
-together. A mesh axis that shards experts and rows exchanges tokens: with capacity by an all-to-all, whose buffers have
-static shapes; dropless by a gather of the tokens and a reduce-scatter of the outputs, because an all-to-all would need
-buffers for the case that all tokens choose the experts of one chip. The capacity counts the choices of a row and not of
-a batch, so that what is dropped depends neither on the layout nor on other rows, and at a position only on earlier ones
-and on the length of the row with its padding. Only the training loss drops choices.
+Both run on the tokens of a chip inside a `shard_map`, because XLA's partitioner would sort the tokens of all chips
+together. Tokens are exchanged over a mesh axis that shards both experts and rows. With capacity, this is an all-to-all
+with buffers of static shape. Dropless, tokens are gathered and outputs reduce-scattered, because an all-to-all would
+need buffers for the case that all tokens choose experts of one chip. The capacity applies per row, not per batch. So
+what is dropped depends neither on the layout nor on other rows; at a position, it depends only on earlier positions and
+on the row's length with padding. Only the training loss drops choices.
 
 B rows, T positions, D embed, F width of an expert, E experts, k choices of a token, S slots of the experts, C slots of
 one expert for a row, n tokens of a chip, G groups of tokens.
@@ -43,7 +45,7 @@ Activation = str | derivatives.ClampedGate
 
 
 class Choices(Protocol):
-    """How tokens choose experts: fields of `models.decoder.experts.Experts`."""
+    """How tokens choose experts: the fields of `models.decoder.experts.Experts` that routing reads."""
 
     num_experts: int
     top_k: int
@@ -57,18 +59,18 @@ class Choices(Protocol):
     z_loss: float
 
     def slots(self, length: int) -> int:
-        """Returns C, the choices of a row of `length` positions that an expert takes."""
+        """Returns C, the number of choices of a row of `length` positions that an expert takes."""
 
 
 class Weights(NamedTuple):
-    """Matrices of the experts of a layer, laid out for computation.
+    """The matrices of a layer's router and experts, laid out for computation.
 
     Attributes:
-      router: [D, E], float32.
+      router: [D, E] float32.
       gate, up: [E, D, F]; `gate` is None if the decoder is not gated.
       down: [E, F, D].
-      biases: biases of these matrices, in this order: [E], float32, [E, F], [E, F] and [E, D]; None: there are none.
-      correction: [E], float32, added to the scores by which experts are chosen; None: there is none.
+      biases: the biases of these matrices, in this order: [E] float32, [E, F], [E, F], [E, D]; None: there are none.
+      correction: [E] float32, added to the scores when experts are chosen; None: there is none.
     """
 
     router: jax.Array
@@ -80,15 +82,15 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Sums over the tokens of each row, without padding; float32.
+    """Statistics of routing: sums over the tokens of each row, without padding, in float32.
 
     Attributes:
       tokens: number of tokens, [B].
       choices: number of tokens that chose each expert, [B, E].
-      scores: scores of each expert, as shares of their sum over experts, [B, E].
+      scores: each expert's share of a token's scores, [B, E].
       entropy: entropy of these shares, in nats, [B].
-      z: squared log of the sum of exponentials of the logits, [B].
-      dropped: choices that found no slot, [B].
+      z: squared logsumexp of the logits, [B].
+      dropped: number of choices that found no slot, [B].
     """
 
     tokens: jax.Array
@@ -99,13 +101,14 @@ class Routing(NamedTuple):
     dropped: jax.Array
 
     def summed(self, weights: jax.Array) -> dict[str, jax.Array]:
-        """Returns sums over rows, for `core.stack.layer_stack`; losses are weighted by supervised tokens.
+        """Returns sums over rows, as `core.stack.layer_stack` adds them; losses are weighted by supervised tokens.
 
-        The balancing loss of a row is E sum_e f_e p_e, with the number f_e of choices of e per token and the mean score
-        p_e: `router_aux_loss_coef` of published models has the same unit. It is k at best and E at worst.
+        The balancing loss of a row is E sum_e f_e p_e, where f_e is the number of choices of expert e per token, and
+        p_e its mean share. It is k at best and E at worst. The coefficient has the same unit as `router_aux_loss_coef`
+        of published models.
 
         Args:
-          weights: [B, T], of supervised tokens.
+          weights: [B, T], the weights of supervised tokens.
         """
         tokens, supervised = jnp.maximum(self.tokens, 1.0), jnp.sum(weights, axis=1)
         products = jnp.sum(self.choices * self.scores, axis=-1)
@@ -128,14 +131,14 @@ def empty_sums(settings: Choices) -> dict[str, jax.Array]:
 def with_routing(
     settings: Choices, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, is_training: bool
 ) -> LossOutput:
-    """Adds the losses of routing and its metrics, means over layers, to the sums of a decoder.
+    """Adds the losses and metrics of routing, as means over layers, to the sums of a decoder.
 
     Args:
       settings: the experts.
-      found: cross-entropy.
-      sums: `Routing.summed` of all layers.
-      num_layers: the number of layers with experts.
-      is_training: whether the losses are added, and the dropped choices and the load of every expert are metrics.
+      found: the sums with the cross-entropy.
+      sums: the results of `Routing.summed`, added over layers.
+      num_layers: number of layers with experts.
+      is_training: whether losses are added, and dropped choices and each expert's load become metrics.
     """
     weight_sum = found.weight_sum
     per_expert = sums["tokens"] * settings.top_k / settings.num_experts
@@ -158,16 +161,16 @@ def with_routing(
 
 
 class _Layout(NamedTuple):
-    """The mesh axes over which a call is laid out, by what they shard; () on one device.
+    """The mesh axes that shard each kind of dimension in a call; () on one device.
 
     Attributes:
-      rows: as an entry of a `PartitionSpec`.
-      residual: positions of the inputs and outputs.
+      rows: axes of rows, as an entry of a `PartitionSpec`.
+      residual: axes of the positions of inputs and outputs.
       gathered: those of `residual` over which positions are gathered before routing.
-      positions: positions inside the layer.
-      experts: experts.
+      positions: axes of positions inside the layer.
+      experts: axes of experts.
       exchanged: those of `experts` that also shard rows or positions, so that chips exchange tokens over them.
-      hidden: hidden units of an expert.
+      hidden: axes of an expert's hidden units.
     """
 
     rows: Any = None
@@ -180,12 +183,12 @@ class _Layout(NamedTuple):
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Axes over which outputs are partial sums, beside `exchanged`."""
+        """The axes, in addition to `exchanged`, over which outputs are partial sums."""
         return tuple(axis for axis in (*self.experts, *self.hidden) if axis not in self.exchanged)
 
 
 def _layout() -> _Layout:
-    """Returns the layout of the strategy that is being traced, over the axes that are not manual."""
+    """Returns the layout of the strategy being traced, over mesh axes that are not manual."""
     spec = logical.activation_spec("expert", None, "mlp")
     if spec is None:
         return _Layout()
@@ -200,14 +203,15 @@ def _layout() -> _Layout:
     extra = residual[len(length) :]
     if residual[: len(length)] == length and set(extra) <= set(at.summed):
         return at._replace(residual=residual, gathered=extra)
-    return at  # the partitioner gathers positions before the layer and slices its outputs
+    return at  # XLA gathers positions before the layer and slices its outputs
 
 
 def check_capacity(settings: Choices) -> None:
-    """Checks that the capacity can be applied under the strategy that is being traced.
+    """Checks that the capacity can be applied with the strategy being traced.
 
     Raises:
-      UserError: it cannot, because positions are sharded, or because only some axes that shard experts also shard rows.
+      UserError: it cannot, because positions are sharded, or because only some of the axes that shard experts also
+        shard rows.
     """
     at, limited = _layout(), settings.capacity_factor is not None
     if limited and at.positions:
@@ -233,12 +237,12 @@ def mixture(
       settings: the experts.
       x: [B, T, D].
       weights: weights of the layer.
-      real: whether a position is a token, not padding, [B, T].
-      activation: as in `models.derivatives.gated`.
+      real: whether each position is a token, not padding, [B, T].
+      activation: see `models.derivatives.gated`.
       drops: whether the capacity applies.
 
     Returns:
-      [B, T, D], without a shared expert, and sums of the routing.
+      The output [B, T, D], without that of a shared expert, and the statistics of routing.
     """
     at, limited = _layout(), drops and settings.capacity_factor is not None
     local = functools.partial(_local, settings=settings, activation=activation, limited=limited, at=at)
@@ -297,12 +301,12 @@ def _local(
 
 
 def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) -> tuple[jax.Array, jax.Array, Routing]:
-    """Returns the experts of each token [B, T, k], E for padding, their factors [B, T, k], float32, and sums."""
+    """Returns the experts of each token [B, T, k] (E for padding), their factors [B, T, k] float32, and statistics."""
     router = weights.router.astype(jnp.float32)
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
     if weights.biases is not None:
         logits += weights.biases[0]
-    # By logits where they alone decide: scores of large logits are equal.
+    # By logits if they alone decide, because the scores of large logits are equal.
     by_logits = weights.correction is None and settings.num_groups == 1
     chosen = _largest(jax.lax.stop_gradient(logits), settings.top_k) if by_logits else None
     scores = jax.nn.softmax(logits, axis=-1) if settings.scores == "softmax" else jax.nn.sigmoid(logits)
@@ -329,12 +333,12 @@ def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) 
 
 
 def _largest(values: jax.Array, count: int) -> jax.Array:
-    """Returns the places of the largest values, of equal ones the first."""
+    """Returns the indices of the `count` largest values in the last dimension, of equal values the first."""
     return jax.lax.top_k(values, count)[1]
 
 
 def _chosen(settings: Choices, scores: jax.Array, correction: jax.Array | None) -> jax.Array:
-    """Returns the experts of each token, [B, T, k], by corrected scores [B, T, E] and groups."""
+    """Returns the experts of each token, [B, T, k], chosen by corrected scores [B, T, E] and groups."""
     scores = scores if correction is None else scores + jax.lax.stop_gradient(correction)
     if settings.num_groups > 1:
         groups = scores.reshape(*scores.shape[:-1], settings.num_groups, -1)
@@ -348,8 +352,8 @@ class _Slots(NamedTuple):
     """A one-to-one map between choices of tokens and slots of experts.
 
     Attributes:
-      of: slot of each choice, S if it has none, [G, n, k].
-      choice: choice of each slot, n k if it is empty, [G, S].
+      of: the slot of each choice, S if it has none, [G, n, k].
+      choice: the choice in each slot, n k if it is empty, [G, S].
     """
 
     of: jax.Array
@@ -360,8 +364,8 @@ def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.A
     """Sorts the choices [G, n, k] of each group by expert, in the order of tokens.
 
     Returns:
-      The sorted choices [G, n k], the place of each choice among them [G, n, k], and the number of choices of each
-      expert and the first of them, [G, E].
+      The sorted choices [G, n k]; the place of each choice among them [G, n, k]; the number of choices of each expert,
+        and the place of the first one, each [G, E].
     """
     flat = chosen.reshape(chosen.shape[0], -1)
     order = jnp.argsort(flat, axis=-1, stable=True).astype(jnp.int32)
@@ -373,31 +377,31 @@ def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.A
 def _dropless(
     x: jax.Array, chosen: jax.Array, gates: jax.Array, weights: Weights, activation: Activation, at: _Layout
 ) -> jax.Array:
-    """Returns the outputs [B, T, D], or their part by the experts and hidden units of this chip."""
+    """Returns the outputs [B, T, D], or the partial sums from the experts and hidden units of this chip."""
     shape, k = x.shape, chosen.shape[-1]
     tokens = x.reshape(-1, shape[-1]), chosen.reshape(-1, k), gates.reshape(-1, k)
     if at.exchanged:
         tokens = tuple(jax.lax.all_gather(a, at.exchanged, axis=0, tiled=True) for a in tokens)
     x, chosen, gates = tokens
-    number = weights.up.shape[0]  # of this chip
+    number = weights.up.shape[0]  # experts of this chip
     if at.experts:
         chosen -= number * jax.lax.axis_index(at.experts)
         chosen = jnp.where((chosen >= 0) & (chosen < number), chosen, number)
     order, places, sizes, starts = _sorted(chosen[None], number)
     count = jnp.sum(sizes)
-    size = x.shape[0] * min(k, number)  # a token has at most so many choices here
+    size = x.shape[0] * min(k, number)  # the maximum number of choices of a token on this chip
     empty = jnp.arange(size) >= count
     slots = _Slots(jnp.where(places < count, places, size), jnp.where(empty, chosen.size, order[:, :size]))
     rows = _taken(x[None], slots)[0]
 
     def product(rows: jax.Array, matrices: jax.Array, biases: jax.Array | None) -> jax.Array:
-        from models.decoder.grouped_products import grouped_product  # of no use to a model without experts
+        from models.decoder.grouped_products import grouped_product  # imported only for models with experts
 
         y = grouped_product(rows, matrices, sizes[0])
         if biases is None:
             return y
         at_row = jnp.arange(len(rows))[:, None] - starts  # [S, E]
-        # As a product, whose gradient is one too; that of a gather would add up rows one by one.
+        # A product, whose gradient is a product too; the gradient of a gather would add up rows one by one.
         return y + ((at_row >= 0) & (at_row < sizes)).astype(y.dtype) @ biases
 
     y = _combined(_feed_forward(rows, weights, activation, product)[None], slots, gates[None])[0]
@@ -415,13 +419,13 @@ def _with_capacity(
     activation: Activation,
     at: _Layout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs [B, T, D], or their part by this chip, and the number of dropped choices [B]."""
+    """Returns the outputs [B, T, D], or this chip's partial sums, and the number of dropped choices [B]."""
     (b, t, d), (own, *_) = x.shape, weights.up.shape
     slots, fits = _capacity_slots(chosen, settings.num_experts, settings.slots(t), own, at)
     dropped = jnp.sum((chosen < settings.num_experts) & ~fits, axis=(1, 2)).astype(jnp.float32)
     rows = _taken(x.reshape(1, b * t, d), slots)
     rows = rows.reshape(-1, own, b * settings.slots(t), d)  # by chip
-    if at.exchanged:  # own rows for the experts of every chip -> rows of every chip for own experts
+    if at.exchanged:  # this chip's rows for all experts -> rows of all chips for this chip's experts
         rows = jax.lax.all_to_all(rows, at.exchanged, split_axis=0, concat_axis=0, tiled=True)
 
     def product(rows: jax.Array, matrices: jax.Array, biases: jax.Array | None) -> jax.Array:
@@ -437,13 +441,13 @@ def _with_capacity(
 def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) -> tuple[_Slots, jax.Array]:
     """Returns the slots of the choices [B, T, k] as one group, and whether each choice has one.
 
-    Slots are numbered [E, B, C]: those of an expert are contiguous over all rows, as an exchange sends them. Where the
-    experts are on chips that all have these rows, they are the slots of the `own` experts of this chip.
+    Slots are numbered [E, B, C]: the slots of an expert are contiguous over all rows, as an exchange sends them. If the
+    experts are on chips that all have these rows, only slots of the `own` experts of this chip count.
     """
     b, choices = chosen.shape[0], chosen.size
     order, places, sizes, starts = _sorted(chosen, e)
     is_chosen = chosen[..., None] == jnp.arange(e)
-    places -= jnp.sum(jnp.where(is_chosen, starts[:, None, None], 0), axis=-1)  # among the choices of the expert
+    places -= jnp.sum(jnp.where(is_chosen, starts[:, None, None], 0), axis=-1)  # place among the choices of the expert
     fits = (chosen < e) & (places < c)
     filled = jnp.arange(c) < sizes[..., None]  # [B, E, C]
     at_slot = jnp.minimum(starts[..., None] + jnp.arange(c), order.shape[1] - 1)
@@ -471,15 +475,15 @@ def _feed_forward(rows: jax.Array, weights: Weights, activation: Activation, pro
 
 
 def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:
-    """Adds the outputs [G, S, D] of each token's choices, times their factors [G, n, k]: [G, n, D]."""
+    """Returns [G, n, D]: for each token, the outputs [G, S, D] of its choices times their factors [G, n, k], summed."""
     return _weighted(_put(y, slots), gates)
 
 
 @jax.custom_vjp
 def _weighted(parts: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k], computed in float32, in the dtype of parts.
+    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k], computed in float32, in the parts' dtype.
 
-    Its gradient saves the parts in their own dtype; the derivative rules of JAX would save them in float32.
+    Its gradient saves the parts in their own dtype; JAX's derivative rules would save them in float32.
     """
     return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
 
@@ -493,16 +497,17 @@ _weighted.defvjp(lambda parts, gates: (_weighted(parts, gates), (parts, gates)),
 
 
 def _in_slots(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the rows `at` [G, S] of x [G, n, D]; n, of an empty slot, is a row of zeros.
+    """Returns the rows `at` [G, S] of x [G, n, D]; the index n of an empty slot gives zeros.
 
-    Adding that row to x moves no more than a second pass over the slots, and for tokens, of k choices each, less.
+    Padding x with a row of zeros moves at most as many bytes as a second pass over the slots, and fewer for tokens with
+    several choices.
     """
     return jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), at[..., None], axis=1, mode="promise_in_bounds")
 
 
 @jax.custom_vjp
 def _taken(x: jax.Array, slots: _Slots) -> jax.Array:
-    """Returns the tokens [G, S, D] in the slots, of tokens x [G, n, D]. The gradient gathers, too."""
+    """Gathers the tokens x [G, n, D] into the slots, [G, S, D]. Its gradient is also a gather."""
     return _in_slots(x, slots.choice // slots.of.shape[-1])
 
 
@@ -515,7 +520,7 @@ _taken.defvjp(lambda x, slots: (_taken(x, slots), slots), _taken_back)
 
 @jax.custom_vjp
 def _put(y: jax.Array, slots: _Slots) -> jax.Array:
-    """Returns the output [G, n, k, D] of each choice, of outputs y [G, S, D] of the slots; 0 if it has no slot."""
+    """Gathers for each choice the output of its slot, [G, S, D] -> [G, n, k, D]; 0 for choices without a slot."""
     g, n, k = slots.of.shape
     at = slots.of.reshape(g, n * k, 1)
     return jnp.take_along_axis(y, at, axis=1, mode="fill", fill_value=0).reshape(g, n, k, y.shape[-1])

@@ -1,4 +1,4 @@
-"""Experts in place of a feed-forward layer: settings, parameters and loss; `expert_routing` computes them.
+"""A mixture of experts as a feed-forward layer: settings, parameters and losses; `expert_routing` computes it.
 
 Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss).
 """
@@ -28,31 +28,31 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts(Part, expert_routing.Choices):
-    """A mixture of experts, in place of a feed-forward layer.
+    """A mixture of experts, used instead of a feed-forward layer.
 
     Attributes:
-      num_experts: E, experts of a layer.
-      top_k: experts that a token passes through.
-      mlp_dim: width of an expert; None: `mlp_dim` of the decoder.
-      scores: "softmax" over all experts, or "sigmoid" of each.
+      num_experts: E, number of experts per layer.
+      top_k: k, number of experts that a token passes through.
+      mlp_dim: F, width of an expert; None: the decoder's `mlp_dim`.
+      scores: how logits become scores: "softmax" over all experts, or "sigmoid" of each.
       normalized: whether the scores of the chosen experts are divided by their sum.
-      scale: factor of these scores.
-      has_correction: whether a vector is added to the scores by which experts are chosen. It is frozen: it starts at 0
-        or as published, has no gradient, and is not adjusted to the load of experts.
-      num_groups: groups of as many successive experts each; 1: none.
-      top_groups: groups of a token, of which its experts are chosen.
-      has_biases: whether the router and the matrices of experts have biases.
+      scale: factor that multiplies these scores.
+      has_correction: whether a vector is added to the scores when experts are chosen. It is frozen: it starts at 0 or
+        at its published values, has no gradient, and is not adjusted to the experts' load.
+      num_groups: number of equal groups of successive experts; 1: no grouping.
+      top_groups: number of groups per token, from which its experts are chosen.
+      has_biases: whether the router and the experts' matrices have biases.
       clamped_gate: how the gate and the other projection are bounded and multiplied; None: the decoder's activation of
-        the gate, times the other.
-      shared_mlp_dim: width of an expert that every token passes through in addition; None: there is none.
-      shared_gate: whether its output is multiplied by the sigmoid of a learned score of the token.
-      capacity_factor: every expert takes at most capacity_factor x T x top_k / num_experts choices of a row in the
-        training loss, where T includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
-      load_balance_coef: coefficient of the balancing loss; 0: none.
-      z_loss: coefficient of the squared log of the sum of exponentials of the router's logits; 0: none.
+        the gate, times the other projection.
+      shared_mlp_dim: width of a shared expert, which every token also passes through; None: there is none.
+      shared_gate: whether the shared expert's output is multiplied by the sigmoid of a learned score of the token.
+      capacity_factor: in the training loss, every expert takes at most capacity_factor x T x top_k / num_experts
+        choices of a row, where T includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
+      load_balance_coef: coefficient of the balancing loss; 0: no such loss.
+      z_loss: coefficient of the squared logsumexp of the router's logits; 0: no such loss.
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     num_experts: int
@@ -121,7 +121,7 @@ class Experts(Part, expert_routing.Choices):
             )
 
     def slots(self, length: int) -> int:
-        """Returns C, the choices of a row of `length` positions that an expert takes."""
+        """Returns C, the number of choices of a row of `length` positions that an expert takes."""
         assert self.capacity_factor is not None
         return min(length, math.ceil(self.capacity_factor * length * self.top_k / self.num_experts))
 
@@ -173,7 +173,7 @@ class Experts(Part, expert_routing.Choices):
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
 
     def _biases(self, c: Decoder) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-        """Makes the biases of the router, in float32, and of the matrices, as `expert_routing.Weights` has them."""
+        """Makes the biases of the router (float32) and of the matrices, in the order of `expert_routing.Weights`."""
         e, d, f = self.num_experts, c.embed_dim, self.width(c)
 
         def bias(name: str, width: int, axis: str) -> jax.Array:
@@ -184,7 +184,7 @@ class Experts(Part, expert_routing.Choices):
         return router, bias("gate", f, "mlp") if c.gated else None, bias("up", f, "mlp"), bias("down", d, "norm")
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts the experts that a token passes through."""
+        """Counts only the experts that a token passes through."""
         width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
         return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.num_experts + self.shared_gate))
 
@@ -213,7 +213,7 @@ class Experts(Part, expert_routing.Choices):
 
 
 def _gated(shared: jax.Array, x: jax.Array) -> jax.Array:
-    """Multiplies the output of the shared expert by the score of each token of x [B, T, D]."""
+    """Multiplies the shared expert's output by the sigmoid of each token's score, from x [B, T, D]."""
     width = x.shape[-1]
     init = hk.initializers.TruncatedNormal(width**-0.5)
     weight = logical.param("shared_score", (width, 1), ("embed", None), init, kind="router", compute_dtype=x.dtype)
@@ -233,10 +233,10 @@ def experts_of(decoder: Decoder) -> Experts | None:
 def trained(
     *, model: Model, capacity_factor: float | None = None, load_balance_coef: float = 0.0, z_loss: float = 0.0
 ) -> Model:
-    """Returns a copy of a decoder with experts, also of a wrapped one, with other settings of their training.
+    """Returns a copy of a decoder with experts, which may be wrapped, with other settings for training them.
 
     Args:
-      model: the decoder, such as `@pretrained.model()`; a published `config.json` does not set these.
+      model: the decoder, such as `@pretrained.model()`, for which `config.json` does not set these.
       capacity_factor, load_balance_coef, z_loss: see `Experts`.
 
     Raises:

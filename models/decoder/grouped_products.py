@@ -1,4 +1,4 @@
-"""Products of consecutive groups of rows with a matrix each, by XLA or by a TPU kernel.
+"""Multiplies consecutive groups of rows, each with its own matrix, by XLA or by a TPU kernel.
 
 S rows, E groups, D and F the dimensions of a matrix.
 """
@@ -11,29 +11,29 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from core.platforms import by_platform
 
-_TILES = (512, 256, 128)  # rows of a tile of the TPU kernel; the first that divides is taken
-_WIDTH_BYTES = 2048  # the largest other dimensions of a tile; wider tiles exceed the vector memory of v4
+_TILES = (512, 256, 128)  # candidates for the rows of a kernel's tile; the first that divides is used
+_WIDTH_BYTES = 2048  # the largest other dimensions of a tile; wider tiles exceed v4's vector memory
 
 
 def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies consecutive groups of rows with a matrix each.
+    """Multiplies consecutive groups of rows, each with its own matrix.
 
-    On TPUs by the kernel `megablox` that comes with JAX. XLA would compile the gradient of the matrices into one masked
-    product over all rows for each matrix, E times as much work.
+    On TPUs it uses the kernel `megablox` that comes with JAX. XLA would compile the gradient of the matrices to one
+    masked product over all rows per matrix, which is E times as much work.
 
     Args:
       x: [S, D].
       matrices: [E, D, F].
-      sizes: rows of each group, [E], int32. Later rows belong to no group.
+      sizes: number of rows of each group, [E] int32. Rows after them belong to no group.
 
     Returns:
-      [S, F]; without meaning in rows that belong to no group.
+      [S, F]; rows that belong to no group have undefined values.
     """
     return by_platform(x, matrices, sizes, tpu=by_kernel, default=jax.lax.ragged_dot)
 
 
 def by_kernel(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Computes `grouped_product` by the kernel, with empty rows added up to a multiple of 128.
+    """Computes `grouped_product` with the kernel, after padding rows to a multiple of 128.
 
     Args:
       x, matrices, sizes: as in `grouped_product`.

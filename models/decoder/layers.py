@@ -23,7 +23,7 @@ from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
 from models.decoder.parts import Call, Decoder, Part, Result, Side, Work
 
-# Logical axes of the inputs and outputs of each matrix.
+# Logical axes of each matrix's inputs and outputs.
 _Axes = tuple[tuple[str | None, ...], tuple[str | None, ...]]
 _AXES: dict[str, _Axes] = {
     "query": (("embed",), ("heads", "head_dim")),
@@ -37,7 +37,7 @@ _AXES: dict[str, _Axes] = {
 
 
 class Matrices:
-    """Makes and applies the matrices of a part, with the biases, adapters and rounding that a decoder has."""
+    """Makes and applies the matrices of a part, with the biases, adapters and quantization of a decoder."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
@@ -56,22 +56,22 @@ class Matrices:
 
         Args:
           name, shape, axes, in_dims, stacked: as in `core.logical.param`.
-          fan_in: the initial values are a truncated normal distribution with the standard deviation fan_in ** -0.5.
+          fan_in: initial values are drawn from a truncated normal distribution with standard deviation fan_in ** -0.5.
         """
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
         how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
-        if self.decoder.quantization != "none" and not stacked:  # laid out for computation after it is rounded
+        if self.decoder.quantization != "none" and not stacked:  # it is laid out for computation after it is rounded
             return logical.param(name, shape, axes, init, **how, as_stored=True).astype(self.decoder.dtype)
         return logical.param(name, shape, axes, init, **how)
 
     def biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
-        """Adds a bias with these axes, the last ones of x, if the decoder has it.
+        """Adds a bias to x if the decoder has that bias.
 
         Args:
           name: name of the matrix.
           x: [..., *axes].
-          axes: logical axes of the bias.
-          among: the choices of `bias` under which it exists.
+          axes: logical axes of the bias, which are the last axes of x.
+          among: the values of the decoder's `bias` with which the bias exists.
         """
         if self.decoder.bias not in among:
             return x
@@ -85,10 +85,10 @@ class Matrices:
 
         Args:
           name: name of the matrix.
-          subscripts: those of an einsum of x and the matrix.
+          subscripts: the subscripts of an einsum of x and the matrix.
           x: activations [B, T, ...].
           weight: the matrix, in the compute dtype.
-          side: what belongs to rows.
+          side: arrays that belong to rows.
           axes: logical axes of the inputs and outputs of the matrix; None: they follow from the name.
         """
         inward, outward = axes or _AXES[name.removeprefix("shared_")]
@@ -103,17 +103,18 @@ class Matrices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads(Part):
-    """The queries, keys, values and output of attention, with the decoder's heads; a subclass mixes the values.
+    """Base class of attention with the decoder's heads: queries, keys, values and output; a subclass mixes the values.
 
     Attributes:
-      qk_norm: normalize queries and keys by the decoder's norm, before the rotation: True: of every head;
-        "all_heads": of all heads together.
-      scale: factor of scores; None: 1 / sqrt(head_dim).
-      softcap: bound of scores by softcap tanh(x / softcap); None: not bounded.
-      output_gate: the query matrix has twice the columns; the sigmoid of the second half multiplies the heads' outputs.
+      qk_norm: whether the decoder's norm is applied to queries and keys before the rotation; True: to every head;
+        "all_heads": to all heads together.
+      scale: factor that multiplies scores; None: 1 / sqrt(head_dim).
+      softcap: scores x become softcap tanh(x / softcap); None: they are not bounded.
+      output_gate: whether the query matrix has twice as many columns, and the sigmoid of the second half multiplies the
+        heads' outputs.
 
     Raises:
-      UserError: a value out of range.
+      UserError: a value is out of range.
     """
 
     qk_norm: bool | str = False
@@ -141,15 +142,15 @@ class Heads(Part):
             )
 
     def score_scale(self, decoder: Decoder) -> float:
-        """Returns the factor of scores."""
+        """Returns the factor that multiplies scores."""
         return decoder.head_width**-0.5 if self.scale is None else self.scale
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
-        length = self.score_scale(decoder) ** 0.5  # of queries and keys each
+        length = self.score_scale(decoder) ** 0.5  # for queries and keys each
         return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling, length)
 
     def scores(self, decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
-        """Returns how scores are computed, with a window or None."""
+        """Returns how scores are computed, with a window if one is given."""
         rotation = self.rotation(decoder) if call.side.turns else None
         tables_scale = rotation is not None and rotation.width is None
         return Scores(1.0 if tables_scale else self.score_scale(decoder), self.softcap, window)
@@ -182,14 +183,14 @@ class Heads(Part):
         return Result(of.biased("output", out, ("norm",), among=("all",)), after)
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
-        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the cache after."""
+        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the new KV cache."""
         raise NotImplementedError
 
     def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
-        """Adds the bias of heads [B, T, heads, K], normalizes and rotates them.
+        """Adds the bias to heads [B, T, heads, K], normalizes and rotates them.
 
-        They have the sharding of the strategy before and after. The constraint after is for the gradient: where keys
-        are gathered over positions, it is scattered before it is rotated.
+        They are constrained to the strategy's sharding before and after. The constraint after is for the gradient: if
+        keys are gathered over positions, their gradient is scattered before it is rotated.
         """
         x = of.biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
         if self.qk_norm:
@@ -209,7 +210,7 @@ class Heads(Part):
         return Work(c.embed_dim * ((2 + self.output_gate) * inner + 2 * kv), length * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
-        """Returns empty keys and values of `length` slots."""
+        """Returns a KV cache of `length` empty slots."""
         c = decoder
         return KeysAndValues(*(jnp.zeros((rows, c.num_kv_heads, length, c.head_width), c.dtype) for _ in range(2)))
 
@@ -231,17 +232,17 @@ class Heads(Part):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention(Heads):
-    """Causal attention within segments; layers with different values make a pattern, such as that of Gemma.
+    """Causal attention within segments; layers with different fields make a pattern, such as Gemma's.
 
     Attributes:
-      window: positions to which a query attends, its own being the last; None: all up to its own.
-      rope_theta: base of its rotary embedding, which is then not scaled; None: the decoder's base and scaling.
-      rotary_fraction: part of the dimensions of a head that is rotated, the first ones; 0: attention without positions.
-      sinks: whether each head learns a score beside those of the keys, which takes a share of the softmax without
-        adding a value (Xiao et al. 2023).
+      window: number of positions that a query attends to, its own being the last; None: all up to its own.
+      rope_theta: base of the part's own rotary embedding, without scaling; None: the decoder's base and scaling.
+      rotary_fraction: fraction of a head's dimensions, from the first, that is rotated; 0: attention without positions.
+      sinks: whether each head learns an additional score, which takes a share of the softmax without adding a value
+        (Xiao et al. 2023).
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     window: int | None = None
@@ -279,7 +280,7 @@ class Attention(Heads):
             return None
         if self.rope_theta is not None:
             found = dataclasses.replace(found, theta=self.rope_theta, scaling=None)
-        if self.rotary_fraction < 1:  # the dimensions that are not rotated are not scaled either
+        if self.rotary_fraction < 1:  # dimensions that are not rotated are not scaled either
             width = int(decoder.head_width * self.rotary_fraction)
             found = dataclasses.replace(found, length=1.0, width=width)
         return found
@@ -305,13 +306,13 @@ class Attention(Heads):
         return mixed, ()
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts as without a window, with min(T, 2 W) in place of T if there is a window of W positions."""
+        """Counts as without a window, but with min(T, 2 W) instead of T if there is a window of W positions."""
         inner = decoder.num_heads * decoder.head_width
-        span = min(length, 2 * (self.window or length))  # twice the mean number attended to
+        span = min(length, 2 * (self.window or length))  # twice the mean number of attended positions
         return super().work(decoder, length)._replace(others=span * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
-        """Returns empty keys and values; of a layer with a window, with room for the window alone."""
+        """Returns an empty KV cache; with a window it has room only for the window."""
         return super().empty_state(decoder, rows, min(length, self.window or length))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
@@ -335,14 +336,14 @@ class Mlp(Part):
     def products(
         self, decoder: Decoder, x: jax.Array, side: Side, *, prefix: str = "", width: int | None = None
     ) -> jax.Array:
-        """Returns the output of the layer, [B, T, D].
+        """Computes the output of the layer, [B, T, D].
 
         Args:
           decoder: the decoder.
           x: activations [B, T, D].
-          side: what belongs to rows.
-          prefix: the beginning of the names of the parameters.
-          width: hidden units; None: the decoder's.
+          side: arrays that belong to rows.
+          prefix: prefix of the parameters' names.
+          width: number of hidden units; None: the decoder's `mlp_dim`.
         """
         c, of = decoder, Matrices(decoder)
         d, f = c.embed_dim, width or c.mlp_dim
@@ -362,7 +363,7 @@ class Mlp(Part):
         return Work(decoder.embed_dim * products_per_input(decoder, decoder.mlp_dim))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        return {}  # those of the decoder
+        return {}  # they are the decoder's
 
 
 def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side) -> jax.Array:
@@ -370,17 +371,17 @@ def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side
 
 
 def products_per_input(decoder: Decoder, width: int) -> int:
-    """Returns the columns of all matrices of a feed-forward layer with `width` hidden units."""
+    """Returns the multiplications per input of a feed-forward layer with `width` hidden units."""
     return (3 if decoder.gated else 2) * width
 
 
 def normalized(config: Decoder, name: str, x: jax.Array) -> jax.Array:
-    """Normalizes the last dimension of x with the parameters `name`, by the model's norm."""
+    """Normalizes the last dimension of x by the decoder's norm, with the parameters `name`."""
     return normalize(config, x, *norm_params(config, name, x.shape[-1]))
 
 
 def norm_params(config: Decoder, name: str, width: int) -> tuple[jax.Array, ...]:
-    """Returns the parameters of a norm: its scale [width], and the bias [width] of a LayerNorm."""
+    """Makes the parameters of a norm: its scale [width] and, for LayerNorm, its bias [width]."""
     init = jnp.zeros if config.norm == "rms_offset" else jnp.ones
     scale = logical.param(name, (width,), ("norm",), init)
     if config.norm != "layer":
@@ -392,10 +393,10 @@ def normalize(config: Decoder, x: jax.Array, scale: jax.Array, bias: jax.Array |
     """Normalizes the last dimension of x, in float32.
 
     Args:
-      config: the decoder, for the kind of norm and epsilon.
+      config: the decoder, which has the kind of norm and epsilon.
       x: [..., D].
       scale: [D].
-      bias: [D] of a LayerNorm; None: RMSNorm.
+      bias: [D], for LayerNorm; None: RMSNorm.
     """
     if bias is not None:
         return derivatives.layer_norm(x, scale, bias, config.norm_eps)

@@ -1,11 +1,11 @@
-"""The interface of a part of a decoder's layer: a mixer over positions, or a feed-forward.
+"""The interface of the parts of a decoder's layers: mixers over positions, and feed-forwards.
 
     x += Mixer(norm(x));   x += FeedForward(norm(x))
 
-A part is a frozen dataclass of settings. Called in the Haiku module of a layer, it makes its parameters and maps the
-normalized stream [B, T, D] to what is added to it. It also describes itself: FLOPs of a token, the state that replaces
-earlier positions in generation, and sums over rows that become losses or metrics. A part of one's own is such a class
-in any module; `models.decoder.layers` has those that most decoders use.
+A part is a frozen dataclass of settings. Called in the Haiku module of a layer, it makes its parameters, and maps the
+normalized residual stream [B, T, D] to the output that is added to the stream. It also describes itself: FLOPs per
+token, the state that replaces earlier positions in generation, and sums over rows that become losses or metrics. Your
+own part is such a class in any module; `models.decoder.layers` has the parts that most decoders use.
 
 B batch, T length, D embed.
 """
@@ -55,23 +55,23 @@ class Decoder(Protocol):
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
-        """The different rotary embeddings of the mixers: the decoder's, if any has it, and others by layer."""
+        """The different rotary embeddings of the mixers: the decoder's, if any mixer uses it, then others by layer."""
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """The kinds of successive layers, `config.LayerKind`, repeated over the stack."""
+        """The kinds (`config.LayerKind`) of successive layers, which repeat over the stack."""
 
 
 class Side(NamedTuple):
-    """Arrays that belong to rows and are the same for all layers.
+    """Arrays that belong to rows, and are the same for all layers.
 
     Attributes:
-      segment_ids: [B, T], int32.
+      segment_ids: [B, T] int32.
       turns: rotary tables, one for each of `Decoder.rotations`.
-      rows: [B], int32, global row ids, if inputs of adapters are dropped; otherwise None.
-      padding: [B], int32, the number of empty slots before a row, if earlier slots are cached; otherwise None.
-      prefix: which positions attend both ways; None: attention is causal.
-      continues: [B], bool, whether the first position continues the segment in which the row of the step before ended,
+      rows: [B] int32, global row ids, if adapters have dropout; otherwise None.
+      padding: [B] int32, the number of empty slots at a row's beginning, if earlier slots are cached; otherwise None.
+      prefix: which positions attend in both directions; None: attention is causal.
+      continues: [B] bool, whether a row's first position continues the segment at the end of the previous step's row,
         if parts keep states between steps; otherwise None.
     """
 
@@ -84,11 +84,11 @@ class Side(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """The slots before those of a call.
+    """The slots before the new ones of a call, in generation.
 
     Attributes:
-      state: what the part returned for them, or its empty state.
-      start: their number, [], int32.
+      state: the state that the part returned for them, or its empty state.
+      start: their number, [] int32.
     """
 
     state: Any
@@ -96,15 +96,15 @@ class Earlier(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of a part besides the stream.
+    """The arguments of a part in addition to the residual stream.
 
     Attributes:
       side: arrays that belong to rows.
-      before: earlier slots, whose state the part continues; None: rows are complete.
-      weights: [B, T], of supervised positions; None if there are earlier slots.
+      before: the earlier slots, whose state the part continues; None: rows are complete.
+      weights: [B, T], the weights of supervised positions; None if there are earlier slots.
       drops: whether the capacity of experts applies.
-      carried: the state in which the row of the training step before ended, for parts that keep it; otherwise None.
-      name: name of the part in its layer, for the Haiku module of its parameters if it has one of its own.
+      carried: the state at the end of the previous training step's rows, for parts that keep it; otherwise None.
+      name: name of the part in its layer, for parts whose parameters have their own Haiku module.
     """
 
     side: Side
@@ -126,9 +126,9 @@ class Result(NamedTuple):
     """The result of a part.
 
     Attributes:
-      y: [B, T, D], added to the stream.
+      y: [B, T, D], which is added to the residual stream.
       state: the state after these positions, if the call had `before` or `carried`; otherwise ().
-      sums: tree of sums over rows, float32, of the structure of `Part.empty_sums`.
+      sums: tree of sums over rows, float32, with the structure of `Part.empty_sums`.
     """
 
     y: jax.Array
@@ -137,25 +137,25 @@ class Result(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Multiplications of a token: with matrices of parameters, which may be frozen, and others."""
+    """Multiplications per token: with parameter matrices, which may be frozen, and others."""
 
     matrices: float
     others: float = 0
 
 
 class Part:
-    """A mixer or a feed-forward; the defaults are those of a causal part without state and sums.
+    """Base class of mixers and feed-forwards; its defaults suit a causal part without state and sums.
 
     Subclasses are frozen dataclasses, so that equal parts are equal values.
 
     Attributes:
-      name: name of its state and sums in a layer; two parts of a layer have different names.
-      norm: start of the name of the norm before it; None: `mixer_norm`, or `feed_forward_norm`.
-      is_recurrent: whether it has a state of one size for rows of any length.
-      keeps_state: whether it can continue from the state of the training step before, `Call.carried`.
-      sees_prefix: whether it works where a part of a row attends both ways (`Side.prefix`).
+      name: name of its state and sums in a layer; the parts of a layer must have different names.
+      norm: prefix of the name of the norm before it; None: "mixer" or "feed_forward", as in `mixer_norm`.
+      is_recurrent: whether it has a state whose size does not depend on the length of rows.
+      keeps_state: whether it can continue from the previous training step's state, `Call.carried`.
+      sees_prefix: whether it supports rows that partly attend in both directions (`Side.prefix`).
       matrices: names of the matrices that low-rank adapters can change.
-      without_adapters: names of its other matrices, which no adapter of the decoder can have.
+      without_adapters: names of its other matrices, which cannot have adapters.
     """
 
     name: str = ""
@@ -167,35 +167,35 @@ class Part:
     without_adapters: tuple[str, ...] = ()
 
     def check(self, decoder: Decoder) -> None:
-        """Checks the decoder's fields that concern the part; raises UserError."""
+        """Checks the decoder's fields that concern the part. Raises UserError."""
 
     def with_same_parameters(self) -> Part:
-        """Returns the part without settings on which its parameters do not depend.
+        """Returns the part with settings on which its parameters do not depend set to their defaults.
 
-        Layers whose parts are equal without them are stacked in the same arrays.
+        The parameters of layers whose parts are then equal are stacked in the same arrays.
         """
         return self
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
-        """Returns by how much it rotates queries and keys; None: it does not."""
+        """Returns its rotary embedding; None if it does not rotate queries and keys."""
         del decoder
         return None
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
-        """Runs the part on the normalized stream [B, T, D], in the Haiku module of its layer."""
+        """Runs the part on the normalized residual stream x [B, T, D], in the Haiku module of its layer."""
         raise NotImplementedError
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the multiplications of a token in rows of `length` positions."""
+        """Returns the multiplications per token in rows of `length` positions."""
         raise NotImplementedError
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Any:
-        """Returns the state before the first of at most `length` slots, leaves [rows, ...]."""
+        """Returns the state before the first of at most `length` slots, with leaves [rows, ...]."""
         del decoder, rows, length
         return ()
 
     def laid_out(self, state: Any) -> Any:
-        """Constrains a state by the activation table."""
+        """Constrains the sharding of a state by the activation table."""
         return state
 
     def empty_sums(self) -> Any:
@@ -206,32 +206,32 @@ class Part:
         """Adds losses and metrics of the part to the loss of the decoder.
 
         Args:
-          found: the cross-entropy.
-          sums: sums of all layers.
-          num_layers: the number of layers with this part.
+          found: the sums with the cross-entropy.
+          sums: the part's sums over all layers.
+          num_layers: number of layers with this part.
           is_training: whether losses are added.
         """
         del sums, num_layers, is_training
         return found
 
     def shrink(self, multiples: Mapping[str, int]) -> Part:
-        """Returns a small part for rehearsals, whose sizes are multiples of `multiples`, by logical axis."""
+        """Returns a small part for rehearsals, with sizes that are multiples of `multiples`, by logical axis."""
         del multiples
         return self
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        """Returns the settings that change the function of the part, by `name.field`."""
+        """Returns the settings that change the part's results, by `name.field`."""
         del decoder
         return {f"{self.name}.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:
-        """Returns how it computes attention on GPUs; None if it has none."""
+        """Returns how it computes attention on GPUs; None if it has no attention."""
         del decoder, length
         return None
 
 
 def adaptable(decoder: Decoder) -> tuple[str, ...]:
-    """Returns the names of the matrices of a decoder that low-rank adapters can change."""
+    """Returns the names of a decoder's matrices that low-rank adapters can change."""
     parts = [part for kind in decoder.layer_kinds for part in (*kind.mixers, kind.feed_forward) if part is not None]
     without = {name for part in parts for name in part.without_adapters}
     if not decoder.gated:
@@ -241,10 +241,10 @@ def adaptable(decoder: Decoder) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Several mixers of one layer, whose outputs are added.
+    """Several mixers in one layer, whose outputs are added.
 
     Attributes:
-      parts: the mixers, with different names.
+      parts: the mixers, which must have different names.
     """
 
     parts: tuple[Part, ...]

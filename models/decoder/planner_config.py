@@ -1,4 +1,4 @@
-"""Settings of `models.decoder.chunk_planner`."""
+"""The settings of `models.decoder.chunk_planner`."""
 
 import dataclasses
 
@@ -10,14 +10,14 @@ class Planner:
     """A planner over chunks of a row (experimental).
 
     Attributes:
-      chunk: positions that are summarized together.
-      layers: layers of each of the two stacks.
-      high_steps: steps of the high stack.
-      low_steps: steps of the low stack for each of them.
-      causal: whether a plan depends on its own and earlier chunks alone; anything else would see the future.
+      chunk: number of positions that are summarized together.
+      layers: number of layers of each of the two stacks.
+      high_steps: number of steps of the high stack.
+      low_steps: number of steps of the low stack for each step of the high one.
+      causal: must be True: a plan depends only on its own and earlier chunks, because others would see the future.
 
     Raises:
-      UserError: a number out of range, or a planner that is not causal.
+      UserError: a number is out of range, or `causal` is False.
     """
 
     chunk: int

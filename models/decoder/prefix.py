@@ -1,10 +1,10 @@
-"""Prefix-LM attention: a prefix of each segment attends both ways, and what follows it causally.
+"""Prefix-LM attention: the prefix of each segment attends in both directions, and the rest causally.
 
-A query sees every key of its segment up to one position, `until`: the last of its prefix, or its own. This is the
+A query sees every key of its segment up to the position `until`: the last one of its prefix, or its own. This is the
 causal mask with other positions of queries, which the splash kernel reads as an array.
 
-A bias of the keys, added to all scores of a key, lets a model weigh or hide positions. The kernel has no such input, so
-queries get one more dimension, 1, and keys get their bias in it.
+A bias of keys, which is added to all scores of a key, lets a model weigh or hide positions. The kernel has no such
+input. So heads get another dimension, in which queries are 1 and keys have their bias.
 
 B batch, T length, S positions of keys, H query heads, N key/value heads, K head_dim.
 """
@@ -18,17 +18,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from core.errors import UserError
 
-HIDDEN = -1e9  # bias of a hidden key
-_OWN_BITS = 16  # of a query's own position, where a window needs it beside `until`
-_BIAS_DIMS = 8  # added to heads for the bias, because the kernel reads whole sublanes; all but one are 0
+HIDDEN = -1e9  # the bias that hides a key
+_OWN_BITS = 16  # bits of a query's own position, which a window needs in addition to `until`
+_BIAS_DIMS = 8  # dimensions added to heads: the kernel reads whole sublanes, so all but one are 0
 
 
 class Prefix(NamedTuple):
-    """Which positions attend both ways.
+    """Which positions attend in both directions.
 
     Attributes:
-      until: [B, T], int32, the last position that each position attends to, at or after its own.
-      key_bias: [B, T], float32, added to all scores of a key; None: nothing.
+      until: [B, T] int32, the last position that each position attends to, at or after its own.
+      key_bias: [B, T] float32, added to all scores of each key; None: no bias.
     """
 
     until: jax.Array
@@ -36,18 +36,18 @@ class Prefix(NamedTuple):
 
 
 def visible(until: jax.Array, *, window: int | None) -> jax.Array:
-    """Returns whether each query sees each key of its segment, [B, T, S]."""
+    """Returns whether each query may see each key, segments aside, [B, T, S]."""
     places = jnp.arange(until.shape[1])
     seen = until[:, :, None] >= places
     return seen if window is None else seen & (places[:, None] - places < window)
 
 
 class PrefixMask(masks.CausalMask):
-    """The mask of the splash kernel; it depends on `until`, which replaces its positions of queries.
+    """The splash kernel's mask, which depends on `until` because `until` replaces the positions of queries.
 
-    The kernel leaves out blocks that nobody sees, and applies no mask to blocks that everybody sees; both are read by
-    indexing this object before `until` is known. Blocks after the diagonal must be neither, so every other of their
-    keys is said to be visible.
+    The kernel skips blocks that no query sees, and applies no mask to blocks that all queries see. It finds both by
+    indexing this object, before `until` is known. Blocks after the diagonal must be neither, so this object says that
+    every other key in them is visible.
     """
 
     def __init__(self, length: int, *, window: int | None, shard_count: int):
@@ -75,10 +75,10 @@ class PrefixMask(masks.CausalMask):
 
 
 def sequence(until: jax.Array, *, window: int | None) -> jax.Array:
-    """Returns the positions of queries that `PrefixMask` compares, [B, T], int32.
+    """Returns the positions of queries that `PrefixMask` compares, [B, T] int32.
 
     Raises:
-      UserError: rows that are too long for two positions in one number.
+      UserError: rows are too long to put two positions into one number.
     """
     if window is not None and until.shape[1] > (most := 1 << (31 - _OWN_BITS)):
         raise UserError(
@@ -89,7 +89,7 @@ def sequence(until: jax.Array, *, window: int | None) -> jax.Array:
 
 
 def with_sequence(kernel: Any, queries: jax.Array) -> Any:
-    """Returns a splash kernel with these positions of queries [T], those of its shard."""
+    """Returns a splash kernel with the given positions [T] of its shard's queries."""
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
     replaced = (info and info._replace(q_sequence=queries) for info in infos)
     return type(kernel)(*replaced, **kernel.kwargs)
@@ -99,9 +99,9 @@ def with_bias(q: jax.Array, k: jax.Array, key_bias: jax.Array | None) -> tuple[j
     """Appends 8 dimensions to queries and keys, so that their products include a bias of the keys.
 
     Args:
-      q: queries [B, T, H, K], scaled already.
+      q: queries [B, T, H, K], already scaled.
       k: keys [B, S, N, K].
-      key_bias: [B, S]; None returns both arrays unchanged.
+      key_bias: [B, S]; None: both arrays are returned unchanged.
 
     Returns:
       Queries [B, T, H, K + 8] and keys [B, S, N, K + 8].

@@ -1,7 +1,7 @@
 """Configurations of `models.decoder.transformer.Transformer` by name: the Valkyrie models, and published models.
 
-A published model has the name that it has on Hugging Face, in lower case and without its owner. Parameter counts, and
-the agreement with the published `config.json`, are tested in `tests/models/decoder/published/test_families.py`.
+A published model has its Hugging Face name, in lower case and without the owner. Tests check parameter counts and
+agreement with the published `config.json` (`tests/models/decoder/published/test_families.py`).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def _sizes(layers: int, embed: int, mlp: int, heads: int, kv_heads: int, /, **ot
 
 
 def _gpt2(layers: int, embed: int, heads: int) -> Fields:
-    """Radford et al. 2019: LayerNorm, learned positions, biases, GELU, a tied head."""
+    """Returns GPT-2's fields (Radford et al. 2019): LayerNorm, learned positions, biases, GELU, a tied head."""
     return _sizes(
         layers,
         embed,
@@ -49,25 +49,25 @@ def _gpt2(layers: int, embed: int, heads: int) -> Fields:
 
 
 def _llama3(*sizes: int, factor: float = 8.0, **other: Any) -> Fields:
-    """Dubey et al. 2024 (Llama 3.1 and 3.2)."""
+    """Returns the fields of Llama 3.1 and 3.2 (Dubey et al. 2024)."""
     scaling = rotary.Llama3(factor=factor)
     return _sizes(*sizes, vocab_size=128256, rope_theta=500000.0, rope_scaling=scaling, max_positions=131072, **other)
 
 
 def _qwen2(*sizes: int, vocab_size: int = 151936, max_positions: int = 131072, **other: Any) -> Fields:
-    """Qwen team 2024 (Qwen 2.5): biases of queries, keys and values."""
+    """Returns the fields of Qwen 2.5 (Qwen team 2024): biases of queries, keys and values."""
     sizing = {"vocab_size": vocab_size, "max_positions": max_positions}
     return _sizes(*sizes, norm_eps=1e-6, bias="qkv", rope_theta=1e6, **sizing, **other)
 
 
 def _qwen3(*sizes: int, **other: Any) -> Fields:
-    """Qwen team 2025 (Qwen 3): norms of queries and keys."""
+    """Returns the fields of Qwen 3 (Qwen team 2025): norms of queries and keys."""
     sizing = {"vocab_size": 151936, "head_dim": 128, "max_positions": 40960}
     return _sizes(*sizes, mixer=Attention(qk_norm=True), rope_theta=1e6, norm_eps=1e-6, **sizing, **other)
 
 
 def _gemma(*sizes: int, **other: Any) -> Fields:
-    """The common fields of Gemma 2 and 3: norms before and after each part with an offset scale, a gated GELU."""
+    """Returns the fields common to Gemma 2 and 3: norms with offset scales before and after each part, gated GELU."""
     return _sizes(
         *sizes,
         norm="rms_offset",
@@ -81,7 +81,7 @@ def _gemma(*sizes: int, **other: Any) -> Fields:
 
 
 def _gemma2(*sizes: int, scale: float | None = None, **other: Any) -> Fields:
-    """Gemma team 2024 (Gemma 2): layers alternate between a window and all positions; bounded scores and logits."""
+    """Returns Gemma 2's fields (Gemma team 2024): a window in every other layer; bounded scores and logits."""
     return _gemma(
         *sizes,
         vocab_size=256000,
@@ -93,7 +93,7 @@ def _gemma2(*sizes: int, scale: float | None = None, **other: Any) -> Fields:
 
 
 def _gemma3(*sizes: int, window: int, scale: float | None = None, **other: Any) -> Fields:
-    """Gemma team 2025 (Gemma 3): norms of queries and keys, five layers with a window to one without."""
+    """Returns Gemma 3's fields (Gemma team 2025): query and key norms, five layers with a window to one without."""
     attention = Attention(qk_norm=True, scale=scale)
     mixer = (dataclasses.replace(attention, window=window, rope_theta=10000.0),) * 5 + (attention,)
     return _gemma(*sizes, rope_theta=1e6, mixer=mixer, **other)
@@ -108,7 +108,7 @@ _LINEAR: dict[str, Any] = {
 
 
 def _needing_parts() -> dict[str, Callable[[], Fields]]:
-    """Returns the presets `a-b` that modules `models.*.preset_a_b` describe, which are imported when called."""
+    """Returns the presets `a-b` of modules `models.*.preset_a_b`, which are imported when a preset is called."""
 
     def fields(module: str) -> Fields:
         return importlib.import_module(module).FIELDS

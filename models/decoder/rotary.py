@@ -13,16 +13,19 @@ import numpy as np
 
 
 class Scaling(Protocol):
-    """Base class of scalings, which change the frequencies of a rotary embedding."""
+    """Interface of scalings, which change the frequencies of a rotary embedding."""
 
     @property
     def attention_factor(self) -> float:
         """Factor of the cosines and sines."""
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
-        """Returns the scaled frequencies of a series with the base `theta`, for positions [B, T].
+        """Returns scaled frequencies: [K/2] for all rows, or [B, 1, 1, K/2], one set per row.
 
-        They are [K/2] for all rows, or [B, 1, 1, K/2].
+        Args:
+          frequency: [K/2], the frequencies without scaling.
+          theta: base of their geometric series.
+          positions: [B, T].
         """
 
 
@@ -141,8 +144,8 @@ class Rotation:
     Attributes:
       theta: base of the geometric series of wavelengths.
       scaling: changes the frequencies.
-      length: factor on rotated queries and keys: the square root of the factor on scores.
-      width: the dimensions of a head that it rotates, the first ones; None: all.
+      length: factor applied to rotated queries and keys; scores get its square.
+      width: number of dimensions of a head that are rotated, the first ones; None: all.
     """
 
     theta: float
@@ -169,7 +172,7 @@ def tables(
       positions: [B, T], int32, position within the document.
       head_dim: K.
       theta: base of the geometric series of wavelengths.
-      length: factor by which the rotation scales vectors.
+      length: factor by which the rotation also scales vectors.
       scaling: changes the frequencies.
     """
     half = head_dim // 2
@@ -183,12 +186,12 @@ def tables(
 
 
 def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
-    """Rotates x [B, T, heads, K] by `positions` [B, T]; the result has the dtype of x."""
+    """Rotates x [B, T, heads, K] by the angles of `positions` [B, T]; the result has the dtype of x."""
     return apply(x, tables(positions, x.shape[-1], theta=theta))
 
 
 def apply(x: jax.Array, turned_by: RotaryTables) -> jax.Array:
-    """Rotates the first dimensions of x [B, T, heads, K], as many as the tables have; the result has its dtype."""
+    """Rotates the first dimensions of x [B, T, heads, K], as many as the tables have; the result has the dtype of x."""
     width = turned_by.cos.shape[-1]
     if width == x.shape[-1]:
         return _turn(x, *turned_by)
@@ -200,8 +203,8 @@ def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns x cos + (-b, a) sin, where (a, b) are the halves of x; tables [B, T, 1, K].
 
     The halves are swapped by a matrix product with ones and zeros, which is exact. Half of 128 dimensions does not fill
-    a vector register, so the TPU compiler estimates a third of the cycles of the projection to queries for slicing and
-    concatenating halves.
+    a vector register: for slicing and concatenating halves, the TPU compiler would estimate a third of the cycles of
+    the projection to queries.
     """
     half = x.shape[-1] // 2
     places = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)  # (a, b) -> (-b, a)

@@ -1,6 +1,6 @@
-"""A decoder-only language model; its fields express the published families (`models.decoder.published.families`).
+"""A decoder-only language model; its fields can express the published families (`models.decoder.published.families`).
 
-The dataclass is both configuration and model: it satisfies `core.types.Model`. Its defaults are Llama's: RMSNorm,
+The dataclass is both configuration and model: it implements `core.types.Model`. Its defaults are Llama's: RMSNorm,
 rotary embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does not refer to a mesh. Packed
 rows attend within their segment, and positions restart in each segment.
 
@@ -47,8 +47,8 @@ class Inserted(NamedTuple):
 
     Attributes:
       values: [B, T, D].
-      places: [B, T], bool: where they are.
-      prefix: what attends both ways.
+      places: [B, T], bool: the positions whose embedded tokens they replace.
+      prefix: the positions that attend to one another in both directions.
     """
 
     values: jax.Array
@@ -116,12 +116,12 @@ class Transformer(DecoderConfig):
             raise UserError(f"Transformer.keeps_states = True: {found} from the start of a row, which is of many steps")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Initializes the parameters in float32; they depend only on the sizes of the model, not on the batch."""
+        """Returns initial parameters in float32; they depend only on the sizes of the model, not on the batch."""
         params = hk.transform(self.sums).init(rng, batch)
         return params if self.lora is None else self.lora.base_frozen(params)
 
     def init_carry(self, batch: Batch) -> Carried:
-        """Returns empty states by part, [B, L, ...]; () unless `keeps_states`."""
+        """Returns empty states of parts, leaves [B, L, ...], by the part's name; () unless `keeps_states`."""
         if not self.keeps_states:
             return ()
         rows, length = batch["inputs"].shape
@@ -131,14 +131,14 @@ class Transformer(DecoderConfig):
     def loss(
         self, params: Params, carry: Carried, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carried, LossOutput]:
-        """Returns the cross-entropy in nats summed over supervised positions, and their number.
+        """Returns the next carry and the loss: summed cross-entropy in nats, and the number of supervised positions.
 
         In training the losses of experts are added; the metric `cross_entropy` is then without them. The carry becomes
         the states after these rows, if the model keeps them.
 
         Args:
           params: the parameters.
-          carry: states of layers from the step before, or ().
+          carry: states of parts from the step before, or ().
           rng: the key of the step.
           batch: {field: [B, T]}, as the class describes.
           is_training: whether dropout is drawn, and the losses of experts are added.
@@ -153,14 +153,14 @@ class Transformer(DecoderConfig):
         return hk.transform(self.all_logits).apply(params, None, batch)[..., : self.vocab_size]
 
     def published(self, folder: str) -> PublishedFolder:
-        """Returns the parameters of this decoder in the folder of a published model; reads headers only."""
+        """Returns access to this decoder's parameters in the folder of a published model; reads no tensor yet."""
         from models.decoder.published import family_tensors  # of no use to a run that starts from its seed
 
         return family_tensors.published_folder(self, folder)
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """Patterns of the parameters that a published folder or a run of the base lacks: those of adapters."""
+        """Path patterns of the parameters that a published folder or a run of the base lacks: those of adapters."""
         return () if self.lora is None else lora.PATTERNS
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
@@ -169,7 +169,7 @@ class Transformer(DecoderConfig):
         return ring_attention.arrange(x, "batch", "residual_length", "embed", back=True)
 
     def hidden(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns what the output matrix is multiplied with: the residual stream after the final norm, [B, T, D]."""
+        """Returns the residual stream after the final norm, [B, T, D], which the output matrix maps to logits."""
         return layers.normalize(self, self.residual(params, batch), *self.head(params).norm)
 
     def head(self, params: Params) -> Head:
@@ -177,7 +177,7 @@ class Transformer(DecoderConfig):
         return hk.transform(lambda: self._head_params(self._embedding())).apply(params, None)
 
     def unembedded(self, unembed: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the logits [B, T, V] of `hidden`, float32, with the output matrix of the head."""
+        """Returns the logits [B, T, V], float32, of x from `hidden`, with the output matrix `unembed` of the head."""
         logits = derivatives.unembedded(x, unembed)
         if self.logit_scale != 1.0:
             logits *= self.logit_scale
@@ -193,7 +193,7 @@ class Transformer(DecoderConfig):
         is_training: bool = True,
         inserted: Inserted | None = None,
     ) -> LossOutput:
-        """Returns the loss as sums; runs inside `hk.transform`, also in that of a model that contains the decoder.
+        """Returns the loss as sums; call it inside `hk.transform`, also that of a model that contains the decoder.
 
         Args:
           batch: as in `loss`.
@@ -222,7 +222,7 @@ class Transformer(DecoderConfig):
         return self._stack_with_states(batch, tail, rows, carry, drops=is_training, inserted=inserted)
 
     def _cross_entropy(self, head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
-        """Returns the cross-entropy of targets with weights, in chunks of positions if there are many logits."""
+        """Returns the cross-entropy, in chunks of positions if there are many logits; `side`: targets and weights."""
 
         def sums(head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
             return losses.cross_entropy(self._head(head, x), *side, vocab_size=self.vocab_size)
@@ -233,12 +233,12 @@ class Transformer(DecoderConfig):
         return chunked_loss.total(sums, head, x, side, positions=chunk) if chunk else sums(head, x, side)
 
     def all_logits(self, batch: Batch, *, inserted: Inserted | None = None) -> jax.Array:
-        """Returns the logits [B, T, V], also of padding of the vocabulary; inside `hk.transform`, as `sums`."""
+        """Returns the logits [B, T, V], also of padding of the vocabulary; call it inside `hk.transform`, as `sums`."""
         logits = self._stack(batch, lambda head, x, *_: self._head(head, x), inserted=inserted)
         return ring_attention.arrange(logits, "batch", "length", "vocab", back=True)
 
     def token_embeddings(self, ids: jax.Array) -> jax.Array:
-        """Returns the embeddings of ids [B, T], without positions; inside `hk.transform`."""
+        """Returns the embeddings of ids [B, T], without positions; call it inside `hk.transform`."""
         return derivatives.embedded(self._embedding(), ids, ("batch", "residual_length"), self.dtype)
 
     def _stack(self, batch: Batch, tail_fn, *, inserted: Inserted | None = None) -> Any:
@@ -254,12 +254,12 @@ class Transformer(DecoderConfig):
         drops: bool = False,
         inserted: Inserted | None = None,
     ) -> tuple[Carried, Any]:
-        """Runs the layers; positions are in the order of the ring if keys and values travel around one.
+        """Returns the next carry and the result; around a ring of devices, positions are in the ring's order.
 
         Args:
           batch: inputs, segments, positions, targets and weights.
           tail_fn: see `core.stack.Tail`; None: the result is the residual stream.
-          rows: [B], global row ids, if inputs of adapters are dropped.
+          rows: [B], global row ids, if dropout applies to the inputs of adapters; None: no dropout.
           carry: states of the step before, if the model keeps them.
           drops: whether the capacity of experts applies.
           inserted: vectors in place of embedded tokens.
@@ -306,9 +306,10 @@ class Transformer(DecoderConfig):
         return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), out.get("states", ())), result
 
     def empty_cache(self, rows: int, length: int) -> Cache:
-        """Returns the empty state of every layer, for `rows` rows of at most `length` slots.
+        """Returns the empty states of all layers, for `rows` rows of at most `length` slots.
 
-        In the compute dtype, laid out by the activation table; attention with a window has room for the window alone.
+        They have the compute dtype and the strategy's layout of activations; attention with a window has slots for the
+        window alone.
         """
 
         def state(kind: LayerKind) -> block.State:
@@ -325,14 +326,14 @@ class Transformer(DecoderConfig):
     def extend(
         self, params: Params, cache: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """Runs the decoder on T new ids of each row, and adds them to the cache.
+        """Runs the decoder on T new ids of each row, and adds their states to the cache.
 
         Args:
           params: the parameters.
           cache: from `empty_cache` or `extend`.
           ids: [B, T], int32.
           start: slot of the first new id, [], int32.
-          padding: [B], int32; the first slots of a row, so many of them, are empty, and the next one is its position 0.
+          padding: [B], int32, number of empty slots at the start of each row; the slot after them is its position 0.
 
         Returns:
           Logits after the last id, [B, vocab_size], float32, and the cache.
@@ -345,11 +346,11 @@ class Transformer(DecoderConfig):
     def before_layers(
         self, params: Params, others: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, Side, Cache]:
-        """Returns the input of the first layer, arrays for all layers, and the states that follow those of the layers.
+        """Returns the input of the first layer, the arrays that all layers read, and the new states of `others`.
 
         Args:
           params: the parameters; those of layers may be absent.
-          others: what follows the states of the layers in the cache.
+          others: the part of the cache after the states of the layers.
           ids, start, padding: as in `extend`.
         """
         positions = jnp.maximum(start + jnp.arange(ids.shape[1]) - padding[:, None], 0)
@@ -380,15 +381,15 @@ class Transformer(DecoderConfig):
         """Runs successive layers of the decoder on T new ids of each row.
 
         Args:
-          params: the parameters; of layers, those of these layers alone, stacked.
-          x: the stream, [B, T, D].
+          params: the parameters; of the layers, only those of the layers to run, stacked.
+          x: the residual stream, [B, T, D].
           side: from `before_layers`.
-          states: states of these layers in the cache.
+          states: the cache's states of the layers to run.
           start: as in `extend`.
-          kinds: kinds of these layers.
+          kinds: kinds of the layers to run, in order.
 
         Returns:
-          The stream, and the states.
+          The residual stream after these layers, and their new states.
         """
 
         def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
@@ -410,7 +411,7 @@ class Transformer(DecoderConfig):
         return x, self._laid_out(states)
 
     def after_layers(self, params: Params, x: jax.Array) -> jax.Array:
-        """Returns the logits after the last of T positions [B, vocab_size], float32, from the stream [B, T, D]."""
+        """Returns the logits of the last of T positions, [B, vocab_size], float32, from the stream x [B, T, D]."""
         logits = hk.transform(lambda x: self._head(self._head_params(self._embedding()), x)).apply(
             params, None, x[:, -1:]
         )
@@ -428,7 +429,7 @@ class Transformer(DecoderConfig):
 
     @property
     def _parts(self) -> dict[str, Part]:
-        """The parts of all layers by name."""
+        """The different parts of all layers, by name."""
         return {name: part for kind in self.layer_kinds for name, part in parts_of(kind).items()}
 
     @property
@@ -447,8 +448,8 @@ class Transformer(DecoderConfig):
         """Returns training FLOPs per token without recomputation.
 
         6 per parameter of a matrix product, and 6 L T H K for causal attention; 12 W H K with a window of W
-        positions, if that is less. A frozen matrix has no gradient of its own: 4 instead of 6. Of experts, those
-        that a token passes through.
+        positions, if that is less. A frozen matrix has no gradient: 4 instead of 6. Of experts, only
+        those that a token passes through count.
         """
         matrices, others = float(self.embed_dim * self.stored_vocab_size), 0.0
         for layer in range(self.num_layers):
@@ -478,10 +479,7 @@ class Transformer(DecoderConfig):
         return logical.constrain(x, *rows, "embed")
 
     def _rotary_tables(self, positions: jax.Array) -> tuple[rotary.RotaryTables, ...]:
-        """Returns the tables of `rotations`, which also scale queries and keys.
-
-        There are none for learned positions.
-        """
+        """Returns the tables of each of `rotations`, which also scale queries and keys; () for learned positions."""
         if self.positions == "learned":
             return ()
         tables = tuple(

@@ -73,7 +73,7 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def written(model: DecoderConfig, **others: Any) -> dict[str, Any]:
-    """Returns the keys of both kinds of layers, of experts if there are some, and others."""
+    """Returns a model's entries of `config.json`: its two kinds of layers, its experts if any, and `others`."""
     kinds = [model.layer_kind(layer) for layer in range(model.num_layers)]
     deltas = [part for kind in kinds for part in kind.mixers if isinstance(part, GatedDelta)]
     types = [LINEAR if isinstance(kind.mixers[0], GatedDelta) else FULL for kind in kinds]

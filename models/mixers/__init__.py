@@ -1,1 +1,1 @@
-"""Mixers beside attention; test-time training is in models/ttt/mixer.py."""
+"""Mixers other than usual attention; the mixer with test-time training is in models/ttt/mixer.py."""

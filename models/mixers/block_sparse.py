@@ -5,10 +5,11 @@ its segment and up to its own position, to the keys of blocks j with
 
     j < global_blocks   or   i - window <= j <= i   or   j one of `random` blocks that head h drew for block i.
 
-The drawn blocks depend on (seed, h, i) alone, so all hosts, layouts and lengths have the same. Two forms compute the
-same function without scores of all pairs: the splash kernel visits the blocks of the mask, and the plain form gathers
-the keys of each block of queries, one key head at a time. The kernel reads the mask of blocks of every head from
-scalar memory, where n^2 entries for each head of a chip must fit; longer rows are computed by the plain form.
+The drawn blocks depend on (seed, h, i) alone, so they are the same on all hosts and in all layouts and lengths. Two
+forms compute the same function without scores of all pairs: the splash kernel visits the blocks of the mask, and the
+plain form gathers the keys of each block of queries, one key head at a time. The kernel reads the mask of blocks of
+every head from scalar memory, where n^2 entries for each head of a chip must fit; longer rows are computed by the plain
+form.
 
 B batch, T length, H query heads, N key/value heads, G = H / N, K head_dim, c positions and n = T / c blocks of a row, s
 blocks of keys of a block of queries.
@@ -40,13 +41,13 @@ _SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill;
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSparse(Heads):
-    """A mixer: attention to global, near and drawn blocks, with the decoder's heads and rotation.
+    """A mixer: attention to global, near and randomly drawn blocks, with the decoder's heads and rotary embedding.
 
     Attributes:
       block: c, positions of a block; the kernel needs a multiple of 128.
       global_blocks: first blocks of a row, to which all queries attend.
       window: blocks before a query's own to which it attends.
-      random: drawn blocks, in addition, if there are as many others.
+      random: number of further blocks that are drawn; fewer if a query has fewer others before it.
       seed: seed of the draws, below 2**63.
 
     Raises:
@@ -84,12 +85,12 @@ class BlockSparse(Heads):
         return cached(q, key, value, *call.before, call.side.padding, how, settings=self)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts the multiplications of a token; blocks that it attends to count whole, though causality hides part."""
+        """Returns the work per token; attended blocks count as whole, though causality hides a part of them."""
         inner = decoder.num_heads * decoder.head_width
         return Work(super().work(decoder, length).matrices, 2 * self.attended(length) * inner)
 
     def shrink(self, multiples: Mapping[str, int]) -> "BlockSparse":
-        """Returns blocks for the short rows of rehearsals."""
+        """Returns a mixer with blocks for the short rows of rehearsals."""
         return dataclasses.replace(self, block=8)
 
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:
@@ -97,7 +98,7 @@ class BlockSparse(Heads):
 
     @property
     def blocks(self) -> int:
-        """The most blocks to which a query attends."""
+        """The largest number of blocks to which a query attends."""
         return self.global_blocks + self.window + 1 + self.random
 
     def attended(self, length: int) -> int:
@@ -106,11 +107,11 @@ class BlockSparse(Heads):
 
 
 class Table(NamedTuple):
-    """The blocks of keys of each block of queries.
+    """The blocks of keys to which each block of queries attends.
 
     Attributes:
       blocks: [H, n, s], int32.
-      valid: whether an entry counts, [H, n, s].
+      valid: [H, n, s], bool: whether the entry of `blocks` is one, or fills the row.
     """
 
     blocks: np.ndarray
@@ -142,7 +143,7 @@ def table(settings: BlockSparse, heads: int, count: int) -> Table:
 
 
 def block_mask(settings: BlockSparse, heads: int, count: int) -> np.ndarray:
-    """Returns whether queries of a block attend to keys of another, [H, n, n]."""
+    """Returns whether queries of a block attend to keys of a block, [H, n (queries), n (keys)], bool."""
     found, (blocks, valid) = np.zeros((heads, count, count), bool), table(settings, heads, count)
     head, row, _ = np.nonzero(valid)
     found[head, row, blocks[valid]] = True
@@ -150,7 +151,7 @@ def block_mask(settings: BlockSparse, heads: int, count: int) -> np.ndarray:
 
 
 class BlockMask(splash.splash_attention_mask.Mask):
-    """The mask of one head for the splash kernel, whose blocks are those of the mask."""
+    """The mask of one head for the splash kernel, given as a mask of blocks."""
 
     def __init__(self, of_blocks: np.ndarray, block: int):
         self.of_blocks, self.block = of_blocks, block
@@ -185,15 +186,15 @@ def attend(
     choice: str,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes the attention by the kernel or by `plain`.
+    """Returns the attention, computed by the splash kernel or by `plain`.
 
     Args:
       q: [B, T, H, K].
       k, v: [B, T, N, K].
       segment_ids: [B, T].
       settings: the blocks.
-      choice: "plain"; "splash"; "auto": splash on TPUs if rows and blocks fit its tiles, and the mask of blocks its
-        scalar memory, otherwise plain.
+      choice: "plain"; "splash"; or "auto": splash on TPUs if rows and blocks fit the kernel's tiles, and the mask of
+        blocks its scalar memory; otherwise plain.
       scores: as in `attention.attend`, without a window.
       interpret: run the kernel in Pallas's interpreter.
 
@@ -201,7 +202,7 @@ def attend(
       [B, T, H, K].
 
     Raises:
-      UserError: the kernel is chosen and blocks do not fit, or keys and values travel around a ring.
+      UserError: "splash" is chosen and does not fit, or keys and values travel around a ring of devices.
     """
     if ring_attention.shards() > 1:
         raise UserError(
@@ -233,7 +234,7 @@ def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) ->
     """Returns whether rows and blocks fit the kernel's tiles, and the mask of blocks its memory.
 
     Raises:
-      UserError: they do not, and the kernel is chosen.
+      UserError: they do not, and "splash" is chosen.
     """
     c = settings.block
     local = length // ring_attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
@@ -276,7 +277,7 @@ def cached(
     *,
     settings: BlockSparse,
 ) -> tuple[jax.Array, KeysAndValues]:
-    """Computes the attention of new slots to cached ones.
+    """Returns the attention of new slots to cached ones, and the new cache.
 
     Blocks are counted from the first position of a row, after its empty slots. All cached entries are scored, and
     those of other blocks are then hidden, so the cost of a token grows with the number of entries.
@@ -315,7 +316,7 @@ def plain(
     *,
     settings: BlockSparse,
 ) -> jax.Array:
-    """Computes the attention from gathered keys and values, with scores and softmax in float32.
+    """Returns the attention, computed from gathered keys and values with scores and softmax in float32.
 
     Args:
       q: [B, T, H, K].
@@ -364,7 +365,7 @@ def _gathered(
     *,
     scores: Scores,
 ) -> jax.Array:
-    """Computes the attention of the heads of a chip, [H, B, n, c, K]; one key head at a time."""
+    """Returns the attention of the heads of a chip, [H, B, n, c, K], computed one key head at a time."""
     groups, c = k.shape[0], q.shape[3]
     within = jnp.arange(c)
 

@@ -9,8 +9,8 @@ keys and values first, queries and keys then have length 1, and a gate multiplie
 
 The values that a chunk of positions writes are the solution of one triangular system (Yang et al. 2024, "Parallelizing
 Linear Transformers with the Delta Rule"), which is inverted block by block. A loop over chunks carries the state, in
-float32. Segments of a packed row start from an empty state. Chips that share the positions of a
-row all compute the whole row.
+float32. Segments of a packed row start from an empty state. Chips that share the positions of a row each compute the
+whole row.
 
 B batch, T length, D embed, N key heads, G value heads of a key head, K key_dim, V value_dim, W kernel.
 """
@@ -60,8 +60,8 @@ class GatedDelta(Part):
       key_heads: N, heads of queries and keys.
       value_heads: N G, heads of values; each key head serves G successive ones.
       key_dim, value_dim: K and V, the sizes of heads.
-      kernel: W, positions of the convolution, the last being its own.
-      chunk: positions that are computed at once; it changes no result.
+      kernel: W, number of positions that the convolution reads, the last of which is the position itself.
+      chunk: positions that are computed at once; results do not depend on it, apart from rounding.
 
     Raises:
       UserError: a number out of range.
@@ -85,7 +85,7 @@ class GatedDelta(Part):
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """The columns of queries, keys and values of a key head."""
+        """The columns of queries, keys and values per key head."""
         return self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
@@ -130,20 +130,20 @@ class GatedDelta(Part):
         return Result(y, () if call.before is None else State(memory, tuple(inputs)))
 
     def _projected(self, of: Decoder, name: str, x: jax.Array, width: int, axis: str | None = "head_dim") -> jax.Array:
-        """Returns a projection of the stream to the key heads, [B, T, N, width], whole rows on each chip."""
+        """Returns a projection of the stream to the key heads, [B, T, N, width], with whole rows on each chip."""
         shape, axes = (of.embed_dim, self.key_heads, width), ("embed", "heads", axis)
         init = hk.initializers.TruncatedNormal(of.embed_dim**-0.5)
         weight = logical.param(name, shape, axes, init, compute_dtype=of.dtype)
         return logical.constrain(jnp.einsum("btd,dnk->btnk", x, weight), *_ROW, axis)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts the convolution, and three products of the recurrence with the memory of each value head."""
+        """Returns the work per token: the convolution, and three products with the memory of each value head."""
         inner, convolved = self.value_heads * self.value_dim, self.key_heads * sum(self._widths)
         matrices = decoder.embed_dim * (convolved + 2 * (inner + self.value_heads))
         return Work(matrices, 3 * self.key_dim * inner + self.kernel * convolved)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> State:
-        """Returns zeros."""
+        """Returns the state before the first position: zeros."""
         n, sizes = self.key_heads, (self.key_dim, self.value_dim)
         inputs = (jnp.zeros((rows, self.kernel - 1, n, width), decoder.dtype) for width in self._widths)
         return State(jnp.zeros((rows, n, self.value_heads // n, *sizes)), tuple(inputs))
@@ -162,12 +162,13 @@ class GatedDelta(Part):
 
 
 class Rows(NamedTuple):
-    """The inputs of the rule, float32.
+    """The inputs of the rule for all positions of rows, float32.
 
     Attributes:
       query, key, value: [B, T, N, K] and [B, T, N, G, V].
-      strength, log_decay: beta and g, at most 0, [B, T, N, G].
-      groups: [B, T]; the memory does not pass from one to the next. The first one, 0, continues what was before.
+      strength, log_decay: beta, and g, which is at most 0; [B, T, N, G].
+      groups: [B, T], number of the segment in its row; the memory does not pass from one to the next. Group 0 continues
+        the memory before the row.
     """
 
     query: jax.Array
@@ -199,7 +200,7 @@ def scan(rows: Rows, memory: jax.Array, *, chunk: int) -> tuple[jax.Array, jax.A
 
 
 def _chunk(carry: tuple[jax.Array, jax.Array], rows: Rows) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Returns the memory after a chunk with the group of its last position, and y [B, c, N, G, V]."""
+    """Returns the carry (the memory after a chunk, and the group of its last position), and y [B, c, N, G, V]."""
     (memory, group), groups = carry, rows.groups
     total = jnp.moveaxis(jnp.cumsum(rows.log_decay, axis=1), 1, -1)  # [B, N, G, c]
     seen = ((groups[:, :, None] == groups[:, None]) & jnp.tri(groups.shape[1], dtype=bool))[:, None, None]
@@ -220,9 +221,9 @@ def _chunk(carry: tuple[jax.Array, jax.Array], rows: Rows) -> tuple[tuple[jax.Ar
 
 @jax.custom_vjp
 def _inverse(lower: jax.Array) -> jax.Array:
-    """Returns the inverse of 1 + lower, strictly lower triangular [..., c, c], from blocks along the diagonal.
+    """Returns the inverse of 1 + lower, for a strictly lower triangular [..., c, c], from blocks along the diagonal.
 
-    From blocks to those twice as large: subtract inverse x (lower between the halves) x inverse.
+    Each step doubles the blocks: it subtracts inverse x (lower between the two halves) x inverse.
     """
     c, size = lower.shape[-1], 1
     inverse = jnp.broadcast_to(jnp.eye(c), lower.shape)

@@ -1,12 +1,12 @@
-"""Multi-head latent attention: keys and values of all heads are linear maps of one short vector of each position.
+"""Multi-head latent attention: keys and values of all heads are linear maps of one short vector per position.
 
     c = norm(x A);   k_h = [c U_h, rotated(x P)];   v_h = c V_h;   q_h = [n_h, rotated(r_h)], (n_h, r_h) = norm(x Q) W_h
 
 DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; DeepSeek-V3 has the same layer. A part of each key carries the position
-and is the same for all heads. Queries come from a short vector of their own, or from the stream itself.
+and is the same for all heads. Queries come from a short vector of their own, or from the residual stream itself.
 
-The cache of generation has c and the rotated part of each position alone. There U_h is multiplied to the queries, and
-V_h to the mixed vectors c: the attention of all heads to one key [c, rotated part], whose value is c.
+In generation the cache has only c and the rotated part of each position. There the queries are multiplied by U_h, and
+the mixed vectors c by V_h: all heads attend to one key [c, rotated part], whose value is c.
 
 B batch, T length, D embed, H heads, N plain_dim, P rotary_dim, V value_dim, R latent_dim, Q query_latent_dim.
 """
@@ -45,14 +45,14 @@ logical.declare(_LATENT, "width of the short vectors of latent attention", like=
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention(Part):
-    """Causal attention within segments, with keys and values from a short vector of each position.
+    """A mixer: causal attention within segments, with keys and values from one short vector per position.
 
     Attributes:
       latent_dim: R, the width of these vectors.
       plain_dim, rotary_dim: dimensions of queries and keys without and with a rotary embedding.
       value_dim: V, the size of a head of values.
-      query_latent_dim: Q, the width of the vectors of queries; None: queries come from the stream.
-      interleaved: whether the rotary embedding pairs dimensions 2i and 2i + 1, and not those half of them apart.
+      query_latent_dim: Q, the width of the short vectors of queries; None: queries come from the residual stream.
+      interleaved: whether the rotary embedding pairs dimensions 2i and 2i + 1; otherwise i and i + P / 2.
       score_sharpening: m: scores are multiplied by (1 + 0.1 m ln s)^2 if `rope_scaling` has a factor s above 1.
 
     Raises:
@@ -105,7 +105,7 @@ class LatentAttention(Part):
         return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling, width=self.rotary_dim)
 
     def score_scale(self, decoder: Decoder) -> float:
-        """Returns the factor of scores."""
+        """Returns the factor applied to scores."""
         factor = max(getattr(decoder.rope_scaling, "factor", 1.0), 1.0)
         return (self.plain_dim + self.rotary_dim) ** -0.5 * (1 + 0.1 * self.score_sharpening * math.log(factor)) ** 2
 
@@ -140,7 +140,7 @@ class LatentAttention(Part):
         return Result(of.product("output", "bthk,hkd->btd", mixed, out, side), () if state is None else state)
 
     def _queries(self, of: Matrices, x: jax.Array, call: Call) -> jax.Array:
-        """Returns the queries, [B, T, H, N + P], with their last dimensions rotated."""
+        """Returns the queries, [B, T, H, N + P], with their last P dimensions rotated."""
         c, q, side, width = of.decoder, self.query_latent_dim, call.side, self.plain_dim + self.rotary_dim
         if q is None:
             weight = of.weight("query", (c.embed_dim, c.num_heads, width), ("embed", *_HEADS[2:]), fan_in=c.embed_dim)
@@ -156,7 +156,7 @@ class LatentAttention(Part):
         return logical.constrain(jnp.concatenate([found[..., : self.plain_dim], rotated], axis=-1), *_HEADS)
 
     def _rotated(self, decoder: Decoder, x: jax.Array, call: Call) -> jax.Array:
-        """Rotates x [B, T, heads, P]; interleaved pairs come out as halves, which scores do not show."""
+        """Rotates x [B, T, heads, P]. Interleaved pairs come out in two halves; scores are the same in this order."""
         rotation = self.rotation(decoder)
         if not call.side.turns or rotation is None:
             return x
@@ -171,13 +171,13 @@ class LatentAttention(Part):
     def _attended(
         c: Decoder, q: jax.Array, keys: jax.Array, values: jax.Array, call: Call, scores: Scores
     ) -> jax.Array:
-        """Returns the attention of whole rows, [B, T, H, V]."""
+        """Returns the output of the attention over whole rows, [B, T, H, V]."""
         keys, values = (logical.constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (keys, values))
         how: dict[str, Any] = {"choice": c.attention, "arranged": True, "tiles": c.attention_tiles or Tiles()}
         return attention.attend(q, keys, values, call.side.segment_ids, scores, **how)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts the matrices, and T H (N + P + V) / 2 for causal scores and the mixing."""
+        """Returns the work per token: the matrices, and T H (N + P + V) / 2 for causal scores and mixing."""
         d, h, width = decoder.embed_dim, decoder.num_heads, self.plain_dim + self.rotary_dim
         q = self.query_latent_dim
         queries = d * h * width if q is None else q * (d + h * width)

@@ -1,10 +1,10 @@
-"""A diagonal state-space layer (S5): memory of fixed size over rows of any length, at a cost that grows with length.
+"""A diagonal state-space layer (S5): memory of fixed size for rows of any length, at a cost linear in the length.
 
     h_t = exp(lambda dt) h_{t-1} + (exp(lambda dt) - 1) / lambda  B u_t;   y_t = 2 Re(C h_t) + D u_t
 
 Smith et al. 2023, "Simplified State Space Layers for Sequence Modeling". The state has P complex numbers, one of each
 conjugate pair of 2 P. lambda starts at the eigenvalues of HiPPO-N (Gu et al. 2020), -1/2 plus imaginary parts, and a
-state forgets by a factor e in 2 / dt positions, so the smallest dt says how far the layer remembers at the start.
+state decays by a factor e in 2 / dt positions, so at the start the smallest dt sets how far the layer remembers.
 
 The recurrence is a parallel prefix in float32: in a chunk of c positions, log2(c) steps add the state 1, 2, 4, …
 positions earlier, and a loop over chunks carries the state. A segment of a packed row starts from an empty state. Where
@@ -41,12 +41,12 @@ class S5(Part):
 
     Attributes:
       states: 2 P, the size of the real state; a layer keeps one of each conjugate pair.
-      min_dt, max_dt: range of the initial step sizes, in equal ratios. The slowest states remember about 2 / min_dt
-        positions, the fastest 2 / max_dt.
+      min_dt, max_dt: range of the initial step sizes, which are spaced in equal ratios. The slowest states remember
+        about 2 / min_dt positions, the fastest 2 / max_dt.
       blocks: number of HiPPO matrices of size states / blocks whose eigenvalues are the initial frequencies; more
         blocks lower the frequencies, which blurs the time of an input but keeps distant inputs.
       activation: activation of the output; see `models.derivatives.ACTIVATIONS`; None: linear.
-      chunk: positions in a parallel prefix; only one state for each chunk is saved for the backward pass.
+      chunk: positions computed by one parallel prefix; for the backward pass only one state per chunk is saved.
 
     Raises:
       UserError: a number out of range.
@@ -95,7 +95,7 @@ class S5(Part):
         return Result(ring_attention.arrange(y, *names), state)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts four products of the recurrence for each state."""
+        """Returns the work per token; the recurrence counts as four multiplications per complex state."""
         return Work(2 * decoder.embed_dim * self.states, 2 * self.states)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Complex:
@@ -115,7 +115,7 @@ class S5(Part):
 
 
 class Complex(NamedTuple):
-    """Complex numbers as two float32 arrays, which every compiler handles, and whose gradients are plain."""
+    """Complex numbers as two float32 arrays, which every compiler handles, and whose gradients need no convention."""
 
     re: jax.Array
     im: jax.Array
@@ -179,17 +179,17 @@ def scan(
     """Computes the states of rows.
 
     Args:
-      system: in discrete time.
+      system: the system in discrete time.
       inputs: B u, [B, T, P], in any floating-point dtype.
       segment_ids: [B, T]; a state does not pass from one segment to another.
       before: the state before the first position, [B, P]; it belongs to the segment of the first position.
       chunk: positions of a parallel prefix; the last chunk may be shorter.
-      continues: whether the first position belongs to the segment of `before`, [B]; None: it does.
+      continues: [B], whether the first position belongs to the segment of `before`; None: it does in all rows.
       last_only: whether only the last state is wanted.
       dtype: dtype of the returned states.
 
     Returns:
-      The states [B, T, P], or None, and the last one [B, P], float32.
+      The states [B, T, P] (None if `last_only`), and the last one [B, P], float32.
     """
     length, c = segment_ids.shape[1], min(chunk, segment_ids.shape[1])
     changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -230,8 +230,8 @@ def _prefix(
 
     Args:
       decay: [P].
-      powers: `_powers(decay, c)`; gradients are of the decay alone.
-      inputs: what is added to the states, [B, c, P].
+      powers: `_powers(decay, c)`; has no gradient of its own: that of `decay` includes it.
+      inputs: [B, c, P], added to the states.
       groups: numbers of segments, [B, c].
       before: the state before the chunk, [B, P].
       group: its segment, [B].
@@ -251,7 +251,7 @@ def _powers(decay: Complex, count: int) -> Complex:
 
 
 def _doubled(decay: Complex, inputs: Complex, groups: jax.Array, *, reverse: bool = False) -> Complex:
-    """Returns the states from an empty one, [B, c, P]; `reverse`: from the last position on."""
+    """Returns the states [B, c, P] that start from an empty one; `reverse`: from the last position to the first."""
     states, power, shift = inputs, decay, 1
     while shift < groups.shape[1]:
         pads, kept = ((0, shift), slice(shift, None)) if reverse else ((shift, 0), slice(None, -shift))
@@ -270,7 +270,7 @@ def _prefix_forward(
 
 
 def _prefix_backward(saved: tuple, of_states: Complex) -> tuple:
-    """Runs the adjoint recurrence, the same with the conjugate of the decay, from the last position on."""
+    """Runs the adjoint recurrence: the same with the conjugate of the decay, from the last position to the first."""
     decay, groups, before, group, states = saved
     conjugate = Complex(decay.re, -decay.im)
     back = _doubled(conjugate, of_states, groups, reverse=True)  # gradients of the inputs
@@ -301,7 +301,7 @@ def states_of_rows(
     dtype: Any,
     continues: jax.Array | None = None,
 ) -> tuple[Complex, Complex]:
-    """Computes the states of rows that may be sharded by position; see `scan`.
+    """Returns the states of rows, which may be sharded by position, and the last one; see `scan`.
 
     Args:
       system, inputs, segment_ids, chunk, dtype, continues: as in `scan`.
@@ -338,7 +338,7 @@ def _scan_on_chip(
     chunk: int,
     dtype: Any,
 ) -> tuple[Complex, Complex]:
-    """Runs `scan` on consecutive positions of a chip, from the states of the chips before it."""
+    """Runs `scan` on the consecutive positions of one chip, starting from the last states of the chips before it."""
     empty = jax.tree.map(jnp.zeros_like, state)
     _, own = scan(system, inputs, segment_ids, empty, chunk=chunk, last_only=True)
     ends = segment_ids[:, 0], segment_ids[:, -1], jnp.all(segment_ids == segment_ids[:, :1], axis=1)
@@ -365,7 +365,7 @@ def _power(decay: Complex, exponent: int) -> Complex:
 
 
 class _Layer(hk.Module):
-    """The parameters of a layer and its function."""
+    """The layer: its parameters, and the function from the stream to the output."""
 
     def __init__(self, settings: S5, dtype: str, name: str):
         super().__init__(name)

@@ -1,6 +1,6 @@
-"""A small recursive model, its optimizer and batches, by which strategies are compared with one device.
+"""A small recursive model, its optimizer and batches, with which strategies are compared with one device.
 
-The batches have puzzles that recur, and labels that are left out.
+In the batches puzzles recur, and some labels are excluded from the loss.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,12 +41,12 @@ class _HasPuzzles(Protocol):
 
 
 def is_for(model: Model) -> bool:
-    """Returns whether a model has a table of puzzles, and so needs batches of puzzles."""
+    """Returns whether a model has a puzzle table, and so needs batches of puzzles."""
     return can(model, _HasPuzzles)
 
 
 def batches_for(model: trm.TRM, *, steps: int, rows: int) -> Iterator[Mapping[str, np.ndarray]]:
-    """Returns batches of puzzles that recur."""
+    """Yields `steps` batches of `rows` puzzles, which recur."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         labels = rng.integers(1, model.vocab_size, (rows, LENGTH), dtype=np.int32)

@@ -19,28 +19,29 @@ class Config:
     """The configuration of a Tiny Recursive Model.
 
     Attributes:
-      vocab_size: tokens of a cell; stored rounded up to `vocab_multiple`.
-      embed_dim, num_heads, num_layers: sizes of the network; num_heads is for attention only.
+      vocab_size: number of different tokens that a cell can have; stored rounded up to a multiple of `vocab_multiple`.
+      embed_dim, num_heads, num_layers: sizes of the network; num_heads is used by attention only.
       expansion: hidden units are expansion * 2/3 of the width, rounded up to a multiple of 256.
       mixer: how positions are mixed: "attention", or "mlp": a feed-forward layer over positions (5M parameters for a
         Sudoku; its weights depend on S).
-      positions: "rope", "learned", "none"; "auto": rope for attention, none for the mlp.
+      positions: how cells know their position: "rope", "learned", "none"; "auto": rope for attention, none for the mlp.
       h_cycles, l_cycles: outer and inner cycles of the recursion.
       latents, gradient, remat, unroll: see `models.trm.net.Recursion`.
-      num_puzzles: rows of the puzzle table; stored rounded up to `puzzle_multiple`.
+      num_puzzles: rows of the puzzle table; stored rounded up to a multiple of `puzzle_multiple`.
       puzzle_dim: width of a puzzle's embedding; None: embed_dim; 0: no table.
-      prefix_length: P, positions before the cells, which contain the puzzle's embedding, padded with zeros.
+      prefix_length: P, number of positions before the cells; they contain the puzzle's embedding, padded with zeros.
       halt_bias: initial bias of both logits of the halting head; its matrix starts at zero.
       halt_max_steps: maximum number of steps for a puzzle, and the number of steps in evaluation.
       exploration: probability that a row must continue for a random number of steps; a number, or a schedule
         (`models.trm.schedules.Linear`).
-      curriculum: cycles that grow to h_cycles and l_cycles during training; None: all of them from the start.
-      probabilities: function for the probabilities in the token loss: "stablemax" or "softmax".
+      curriculum: how the cycles grow to h_cycles and l_cycles during training; None: all cycles from the start.
+      probabilities: how the token loss turns logits into probabilities: "stablemax" or "softmax".
       dtype: compute dtype, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The
         loss is a sum over rows, and is divided after the backward pass in float32. For float16 this acts as a loss
         scale equal to the batch size; there is no other.
       rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
-      vocab_multiple, puzzle_multiple: part of the model and independent of the mesh.
+      vocab_multiple, puzzle_multiple: vocabulary and puzzle table are stored with multiples of these numbers of
+        entries; part of the model, and independent of the mesh.
 
     Raises:
       UserError: sizes or choices that do not fit together.
@@ -139,7 +140,7 @@ class Config:
 
     @property
     def recursion(self) -> Recursion:
-        """The arguments of `models.trm.net.run` for the recursion."""
+        """The structure of the recursion, for `models.trm.net.run`."""
         return Recursion(self.h_cycles, self.l_cycles, self.latents, self.gradient, self.remat, self.unroll)
 
     @property
@@ -158,5 +159,5 @@ class Config:
         return {"two": 1, "single": 0, "many": self.l_cycles}[self.latents]
 
     def mlp_width(self, width: int) -> int:
-        """Returns the hidden units of a feed-forward layer over `width` inputs."""
+        """Returns the number of hidden units of a feed-forward layer over `width` inputs."""
         return math.ceil(round(self.expansion * width * 2 / 3) / 256) * 256

@@ -1,8 +1,8 @@
 """The carry of the Tiny Recursive Model, and the loss of one supervised step.
 
 Deep supervision is spread over training steps: each step is one round of recursion for every row of the batch. A row
-continues with its puzzle until it halts; then it takes the puzzle of the incoming batch in its place, with initial
-states. The incoming puzzle of a row that has not halted is not used.
+continues with its puzzle until it halts; then it takes the puzzle that the next batch has in this row, and starts from
+initial states. The next batch's puzzles in rows that have not halted are not used.
 
     where halted:  states <- initial, steps <- 0, data <- incoming
     recursion;  steps += 1;  halted <- steps = max, or (q_halt > 0 and steps >= m)
@@ -58,14 +58,14 @@ class Outputs(NamedTuple):
 
 
 def all_halted(batch: Batch, states: States) -> Carry:
-    """Returns a carry in which every row takes a new puzzle; `states` are placeholders."""
+    """Returns a carry in which every row takes a new puzzle next; `states` are placeholders."""
     rows = batch["inputs"].shape[0]
     data = {name: jnp.zeros_like(batch[name]) for name in DATA}
     return Carry(states, jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), bool), data, jnp.zeros((), jnp.int32))
 
 
 def refill(carry: Carry, batch: Batch, fresh: States) -> Carry:
-    """Gives every halted row its incoming puzzle and the initial states `fresh`, which broadcast over rows."""
+    """Gives every halted row its puzzle of `batch` and the initial states `fresh`, which are broadcast over rows."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         halted = carry.halted.reshape((-1,) + (1,) * (old.ndim - 1))
@@ -92,10 +92,10 @@ def halts(
     """Returns which rows halt in training, [B] bool.
 
     Args:
-      q_halt: [B]; positive: the model predicts that its answer is right.
-      steps: [B], including this one.
+      q_halt: [B], logit; positive: the model predicts that its answer is right.
+      steps: [B], steps done on each row's puzzle, including this one.
       key: random key of this training step.
-      rows: [B], indices in the global batch.
+      rows: [B], indices of the rows in the global batch.
       most: maximum number of steps of a row.
       exploration: probability that a row must continue for a random number of steps.
     """
@@ -113,10 +113,10 @@ def halts(
 
 
 class Scores(NamedTuple):
-    """Losses in float32 and correctness by row, [B].
+    """Losses, float32, and correctness of each row, [B].
 
     Attributes:
-      token_loss: mean over the row's labeled positions.
+      token_loss: mean loss over the row's labeled positions.
       halt_loss: binary cross-entropy of q_halt with target `right`.
       accuracy: fraction of labeled positions that are right.
       right: whether all labeled positions are right.
@@ -137,13 +137,13 @@ def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:
 
 
 def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabilities) -> Scores:
-    """Returns losses and correctness by row.
+    """Returns losses and correctness of each row.
 
     Args:
       outputs: outputs of the heads.
       labels: [B, S], int32; `core.types.IGNORED` excludes a position.
       vocab_size: number of valid entries of V.
-      log_probabilities: one of `models.losses.log_stablemax` and `log_softmax`.
+      log_probabilities: `models.losses.log_stablemax` or `log_softmax`.
     """
     known = labels != IGNORED  # [B, S]
     count = jnp.sum(known, axis=-1)  # [B]
@@ -162,10 +162,10 @@ def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabili
 
 
 def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array, counted: jax.Array) -> LossOutput:
-    """Sums losses and metrics over rows.
+    """Returns the sums of losses and metrics over rows.
 
     Args:
-      scores: by row.
+      scores: scores of the rows.
       q_halt, steps: [B].
       rows: [B], bool: rows included in the loss.
       counted: [B], bool: rows included in the metrics.

@@ -44,11 +44,11 @@ class TRM(Config):
     couples_rows: ClassVar[bool] = False
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Initializes the parameters in float32; those of the mlp over positions depend on S."""
+        """Returns initial parameters in float32; the shapes of the mlp over positions depend on S."""
         return hk.transform(lambda: weights.make(self, self._length(batch))).init(rng)
 
     def init_carry(self, batch: Batch) -> Carry:
-        """Returns a carry in which every row takes a new puzzle."""
+        """Returns a carry in which every row takes a new puzzle next."""
         shape = (batch["inputs"].shape[0], self._length(batch), self.embed_dim)
         zeros = jnp.zeros(shape, self.dtype)
         return halting.all_halted(batch, States(zeros, (zeros,) * self.num_latents))
@@ -56,7 +56,7 @@ class TRM(Config):
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Runs one supervised step: the loss sums over all rows, metrics over those that halted; the weight is B.
+        """Runs one supervised step: the loss is a sum over all B rows, metrics over those that halted.
 
         `extras` contains the rows of the puzzle table that the step read. Evaluation calls `evaluate` instead.
         """
@@ -78,9 +78,9 @@ class TRM(Config):
         return carry, out._replace(extras=extras)
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Runs `halt_max_steps` steps from the initial states; sums the results of the last one over labeled rows.
+        """Runs `halt_max_steps` steps from the initial states; sums the last step's results over labeled rows.
 
-        Metrics include the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the answers by row:
+        Metrics include the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the rows' answers:
         `inputs` and `predicted` [B, S], `puzzle_ids` [B], int32, and the logit `q_halt` [B].
         """
         del rng  # evaluation is deterministic
@@ -121,11 +121,11 @@ class TRM(Config):
     def flops_per_row(self, length: int, *, early: int | None = None) -> float:
         """Returns the training FLOPs of one row in one step, without recomputation.
 
-        All cycles run forward, the last one also backward.
+        All cycles run forward; of the last one, the calls that `gradient` selects also run backward.
 
         Args:
           length: S.
-          early: number of network calls in cycles without a gradient; None: all of them.
+          early: number of network calls in the cycles before the last; None: as many as without a curriculum.
         """
         d, f, t = self.embed_dim, self.mlp_width(self.embed_dim), length + self.prefix_length
         if self.mixer == "mlp":
@@ -143,7 +143,7 @@ class TRM(Config):
         return self.flops_per_row(length) / length
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Returns the FLOPs of `steps` steps of `rows` rows, without the cycles that a curriculum leaves out."""
+        """Returns the FLOPs of `steps` training steps with `rows` rows, without cycles that a curriculum skips."""
         if self.curriculum is None:
             return self.flops_per_row(length) * rows * steps
         stages = self.curriculum.stages(steps, h_cycles=self.h_cycles, l_cycles=self.l_cycles)
@@ -151,7 +151,7 @@ class TRM(Config):
         return rows * sum(each)
 
     def shrink(self, multiples: Mapping[str, int]) -> TRM:
-        """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         heads = multiples["heads"]
         unit = math.lcm(16, multiples["embed"], 2 * heads * multiples["head_dim"])
         positions = math.lcm(multiples["length"], multiples["residual_length"])
@@ -183,7 +183,7 @@ class TRM(Config):
         return hk.transform(lambda: weights.make(self, self._length(batch))).apply(params, None)
 
     def _embed(self, w: Weights, data: Mapping[str, jax.Array]) -> jax.Array:
-        """Returns the puzzle embedding and the cells, times sqrt(D); [B, T, D]."""
+        """Returns the embeddings of the puzzle and of the cells, times sqrt(D), [B, T, D]."""
         x = derivatives.embedded(w.embedding, data["inputs"], ("batch", None), self.dtype)  # [B, S, D]
         if self.prefix_length:
             assert w.puzzle_table is not None

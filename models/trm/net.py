@@ -1,6 +1,6 @@
 """The network of the Tiny Recursive Model, and the recursion over its two states.
 
-One stack of blocks N updates both states. Blocks normalize after the residual sum, have no scales and no biases, and
+One stack of blocks, N, updates both states. Blocks normalize after the residual sum, have no scales and no biases, and
 are not causal. With x the embedded puzzle, y the answer (z_h) and z the latent (z_l):
 
     H times:  { L times:  z <- N(z + y + x);    y <- N(y + z) }
@@ -55,12 +55,12 @@ class Recursion(NamedTuple):
 
     Attributes:
       h_cycles, l_cycles: outer and inner cycles.
-      latents: "two" (z and y), "single" (y only), "many" (a z for each inner step).
-      gradient: "last_cycle", or "last_calls": only the last update of each state has a gradient.
+      latents: which states there are: "two" (z and y), "single" (y only), "many" (y, and a z for each inner step).
+      gradient: what has a gradient: "last_cycle", or "last_calls": only the last update of each state.
       remat: what the backward pass recomputes: "none", "dots", "full"; "norms": everything but the outputs of norms;
         "mixing": the mixing over positions, and only the elementwise parts of the feed-forward layer over channels.
       unroll: number of calls of the last cycle that are unrolled. Their saved values are then not copied into a stacked
-        array, which by the compiler's estimate is faster on TPUs; on a CPU 1 is faster.
+        array, which is faster on TPUs by the compiler's estimate; on a CPU 1 is faster.
     """
 
     h_cycles: int
@@ -80,15 +80,15 @@ def run(
     recursion: Recursion,
     now: tuple[jax.Array, jax.Array] | None = None,
 ) -> States:
-    """Runs all H cycles.
+    """Returns the states after all H cycles.
 
     Args:
       layers: weights by layer, in the compute dtype.
       states: initial states.
       x: [B, T, D], the embedded puzzle.
-      net: `net(layers, x) -> x`.
+      net: applies the blocks: `net(layers, x)` returns [B, T, D].
       recursion: the structure of the recursion.
-      now: outer and inner cycles at this training step, [] int32, at most those of `recursion`; None: all of them.
+      now: numbers of outer and inner cycles at this training step, [] int32, at most those of `recursion`; None: all.
     """
     h_now, l_now = now or (None, None)
     still, still_x = jax.lax.stop_gradient((layers, x))
@@ -110,25 +110,25 @@ def run(
 def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
     """Applies the update, or skips it at no cost.
 
-    Not for the last cycle: gradients would be summed over chips inside of the branch, at every call.
+    Not for the last cycle: its gradients would be summed over chips inside the branch, at every call.
     """
     return jax.lax.cond(is_on, update, lambda v: v, value)
 
 
 def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """Computes the update in any case, and selects its result or the old value.
+    """Always computes the update, and selects its result or the old value.
 
-    In contrast to `_skip`, gradients are summed over chips once.
+    Unlike with `_skip`, gradients are summed over chips only once.
     """
     return jax.tree.map(functools.partial(jnp.where, is_on), update(value), value)
 
 
 class _Loop(NamedTuple):
-    """Options for executing repeated calls of the network.
+    """How repeated calls of the network are executed.
 
     Attributes:
       leave_out: `_skip` or `_mask`, for calls that a curriculum leaves out.
-      unroll: number of unrolled calls.
+      unroll: number of calls that are unrolled.
     """
 
     leave_out: Callable
@@ -192,7 +192,7 @@ def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: f
 
 
 def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
-    """Applies a feed-forward layer over positions, per channel and normalized over positions; then one over channels.
+    """Applies a feed-forward layer over positions to each channel, normalized over positions; then one over channels.
 
     x is [T, B, D] here: with positions first and channels last, both layers are plain matrix products.
     """

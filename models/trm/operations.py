@@ -1,8 +1,8 @@
-"""Operations of the recursive network's blocks, with custom derivatives.
+"""Operations of the blocks of the recursive network, with custom derivatives.
 
-The gradient runs through one cycle of network calls, so what each call saves dominates the memory of a step. These
-derivatives use only values that are saved anyway: the gated unit saves its two inputs but no intermediate values, the
-norm saves its output. Values worth saving under rematerialization have checkpoint names: the outputs of norms, with
+The gradient runs through one cycle of network calls, so the values that each call saves take most of a step's memory.
+These derivatives use only values that are saved anyway: the gated unit saves its two inputs but no intermediate values,
+the norm saves its output. Values worth saving under rematerialization have checkpoint names: the outputs of norms, with
 which a backward pass recomputes only the products of a block, and the inputs of the gate.
 """
 

@@ -1,12 +1,12 @@
 """Schedules of the Tiny Recursive Model: exploration probability, and the number of cycles.
 
-The carry counts training steps, so a schedule is a pure function of a number that every step has, that checkpoints save
-and that is equal on all chips. One program with loops of fixed length serves the whole run, so nothing is recompiled
-when a curriculum advances.
+The carry counts training steps, so a schedule is a pure function of a number that checkpoints save and that is the same
+on all chips. One program with loops of fixed length serves the whole run: nothing is recompiled when a curriculum
+advances.
 
 Skipped outer cycles without a gradient are branches of `lax.cond` and cost nothing. Skipped inner cycles of the last
-outer cycle are masked and cost as much as others: inside a branch, weight gradients would be summed over all chips at
-every call. By the compiler's estimate for a v4-64, steps would then take 20 % longer than without a curriculum.
+outer cycle are masked, and cost as much as others: inside a branch, weight gradients would be summed over all chips at
+every call, and steps would take 20 % longer than without a curriculum, by the compiler's estimate for a v4-64.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ class Linear:
     """A value that changes linearly from `start` to `end` and then stays constant.
 
     Attributes:
-      start: at step 0.
-      end: from step `share * total_steps` on.
+      start: the value at step 0.
+      end: the value from step `share * total_steps` on.
       total_steps: number of steps of the run.
       share: fraction of the run during which the value changes.
 
     Raises:
-      UserError: no steps, or a share outside of (0, 1].
+      UserError: `total_steps` is below 1, or the share is outside (0, 1].
     """
 
     start: float
@@ -47,12 +47,12 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """Cycles of recursion that grow linearly, rounded, to those of the model.
+    """Numbers of recursion cycles that grow linearly, rounded, to those of the model.
 
     Evaluation always uses all cycles.
 
     Attributes:
-      h_cycles, l_cycles: at step 0; at most those of the model.
+      h_cycles, l_cycles: outer and inner cycles at step 0; at most those of the model.
       total_steps: number of steps of the run.
       share: fraction of the run after which all cycles are used.
 
@@ -80,7 +80,7 @@ class Curriculum:
         return grown(self.h_cycles, h_cycles), grown(self.l_cycles, l_cycles)
 
     def stages(self, steps: int, *, h_cycles: int, l_cycles: int) -> list[tuple[int, int, int]]:
-        """Returns the stages of the first `steps` steps in order: (steps, outer cycles, inner cycles)."""
+        """Returns the stages within the first `steps` steps, in order: (steps, outer cycles, inner cycles)."""
         h, l = (a.tolist() for a in self.at(jnp.arange(steps), h_cycles=h_cycles, l_cycles=l_cycles))  # noqa: E741
         return [(len(list(same)), *pair) for pair, same in itertools.groupby(zip(h, l, strict=True))]
 

@@ -1,8 +1,8 @@
 """The parameters of the Tiny Recursive Model: shapes, logical axes and initialization.
 
-There are no norm scales and no biases except in the halting head. The initial values of answer and latents are
-parameters that are not trained; the puzzle table starts at zero. All others are drawn
-from a normal distribution truncated at two standard deviations and scaled to variance 1 / fan_in.
+There are no norm scales, and no biases except in the halting head. The initial values of answer and latents are
+parameters that are not trained; the puzzle table starts at zero. All other parameters are drawn from a normal
+distribution truncated at two standard deviations and scaled to variance 1 / fan_in.
 """
 
 import functools
@@ -59,7 +59,7 @@ def truncated_normal(fan_in: int) -> hk.initializers.TruncatedNormal:
 
 
 def _entries(model: Config, *, axis: int):
-    """Returns an initializer of an array with the vocabulary along `axis`; padding entries are zero."""
+    """Returns an initializer of an array with the vocabulary along `axis`; entries of its padding are zero."""
 
     def init(shape, dtype) -> jax.Array:
         exists = jnp.arange(shape[axis]) < model.vocab_size

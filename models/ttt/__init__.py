@@ -5,8 +5,8 @@ inner_loop.py  the inner models and how they learn, in matrix products and token
 layer.py       the parameters and projections around the inner loop
 mixer.py       the layer as the mixer of a decoder's layers
 adapter.py     a frozen decoder with one such layer after its final norm, read in chunks: `AdaptedDecoder`
-gates.py       rules that decide for each chunk whether the layer is used
-evaluation.py  comparing gates: scores, and intervals by the bootstrap
+gates.py       rules that decide, chunk by chunk, whether the layer is used
+evaluation.py  compares gates: scores, and their intervals by the bootstrap
 """
 
 from models.ttt.config import TTTConfig

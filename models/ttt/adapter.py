@@ -3,12 +3,12 @@
     h = base(chunk);    SKIP: logits = h E';    UPDATE: logits = (h + TTT(RMSNorm(h))) E'
 
 Positions of the base start again in every chunk. The output matrix of the layer starts at zero, so that UPDATE equals
-SKIP before training. Only the layer and the norm before it are trained; the base has no gradient and keeps no
-activations. The loss is the cross-entropy plus a share of the inner models' reconstruction losses.
+SKIP before training. Only the layer and the norm before it are trained; the base has no gradient, and no activations
+are saved for one. The loss is the cross-entropy plus a share of the inner models' reconstruction losses.
 
 The projections of the layer map from the width of the base to its own heads and back, whatever their widths are.
 
-A decision reads signals of its whole chunk, also for the first tokens of the chunk, as in the paper: in that sense a
+As in the paper, a decision reads signals of its whole chunk and applies to all tokens of the chunk: in that sense a
 gated model is causal only from chunk to chunk.
 
 "When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026.
@@ -49,7 +49,7 @@ _NORM_EPS = 1e-6
 
 
 class Adapter(NamedTuple):
-    """The trained parameters."""
+    """The trained parameters of an adapted decoder."""
 
     norm: jax.Array  # [D], scale of the norm before the layer
     scale: jax.Array | None  # [], learned factor of the learning rates
@@ -57,10 +57,10 @@ class Adapter(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks of a batch, or of one place in its rows, as rows.
+    """The chunks of a batch, or those at one place in its rows; each chunk is a row.
 
     Attributes:
-      hidden: [R, C, D], of the base.
+      hidden: [R, C, D], hidden states of the base.
       targets, segments: [R, C], int32.
       weights: [R, C], float32.
     """
@@ -84,7 +84,7 @@ class Read(NamedTuple):
 
     Attributes:
       output: [R, C, D], the input of the output matrix under UPDATE.
-      signals: [R] each; the losses of the base are 0 where nothing reads them.
+      signals: [R] each; the losses of the base are 0 if nothing reads them.
     """
 
     output: jax.Array
@@ -105,15 +105,15 @@ class _Parameters(hk.Module):
 class AdaptedDecoder:
     """A `core.types.Model`: a frozen decoder with an adapter; batches are those of the decoder.
 
-    A batch may have `hidden`, the hidden states of the base, which is then not run.
+    A batch may have the field `hidden`, the hidden states of the base; then the base is not run.
 
     Attributes:
-      base: the decoder; its parameters come from INIT_FROM.
+      base: the decoder; its parameters come from the folder or run that INIT_FROM names.
       layer: the settings of the adapter.
-      chunk: positions of a chunk, C; divides the rows of a batch.
-      carry: "none": every chunk starts from the learned weights; "document": weights go on from chunk to chunk of a
-        row, and start again with every segment.
-      gate: decides about chunks in training; its state is the carry of the model.
+      chunk: C, positions of a chunk; divides the length of a row.
+      carry: "none": every chunk starts from the learned initial weights; "document": weights are carried from chunk to
+        chunk of a row, and start again with every segment.
+      gate: decides in training which chunks use the layer; its state is the model's carry.
       per_batch: whether all chunks at one place in the rows of a batch share one decision.
       gating_scale: whether the learning rates of the inner models have a learned factor, which starts at 1.
       loss_positions: positions of each chunk, drawn anew in every step, whose cross-entropy is computed in training;
@@ -163,7 +163,7 @@ class AdaptedDecoder:
             raise UserError("AdaptedDecoder.base: a decoder with adapters or experts of its own cannot be adapted")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Initializes the parameters; those of the base are frozen."""
+        """Returns initial parameters; those of the base are frozen."""
         text = {name: value for name, value in batch.items() if name != HIDDEN}
         base = self.base.init(rng, text)
         names = parameters.names(base)
@@ -171,14 +171,14 @@ class AdaptedDecoder:
         return logical.frozen({**base, **ours}, names, self.base_dtype)
 
     def init_carry(self, batch: Batch) -> Any:
-        """Returns the state of the gate."""
+        """Returns the state of the gate before the first chunk."""
         del batch
         return self.gate.init()
 
     def loss(
         self, params: Params, carry: Any, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Any, LossOutput]:
-        """Returns the state of the gate, and the loss under its decisions, summed over supervised positions."""
+        """Returns the gate's next state, and the loss under its decisions, summed over supervised positions."""
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
         key = jax.random.key(0) if rng is None else rng
         rows = random_bits.row_ids(batch)
@@ -199,11 +199,11 @@ class AdaptedDecoder:
         return carry, jax.tree.map(lambda a: jnp.sum(a, axis=0), each)
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Returns the cross-entropy of UPDATE in all chunks, and that of SKIP as the metric `loss_skip`.
+        """Returns the cross-entropy with UPDATE in all chunks, and that with SKIP as the metric `loss_skip`.
 
         Extras are, for every chunk [B, n]: `loss_skip` and `loss_update`, the sums over the `tokens` supervised
         positions, and the reconstruction losses `initial`, `step_0` and `step_1`; and the batch's `documents`, if it
-        has them. With `carry = "document"` the weights go on from all chunks.
+        has them. With `carry = "document"` the weights are updated by every chunk.
         """
         del rng
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
@@ -232,7 +232,7 @@ class AdaptedDecoder:
         return LossOutput(update, weight, {"loss_skip": WeightedSum(skip, weight), **means}, answers)
 
     def decided(self, params: Params, state: Any, rng: jax.Array, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        """Reads chunks as the gate decides, and computes nothing else: what a gate costs.
+        """Reads chunks as the gate decides, and computes only their losses: to measure the cost of a gate.
 
         Args:
           params: the parameters.
@@ -241,7 +241,7 @@ class AdaptedDecoder:
           batch: as for `loss`.
 
         Returns:
-          The state of the gate; for every chunk [B, n] its decision `updates` and the sum of its `losses`.
+          The gate's next state; for every chunk [B, n] the decision `updates` and the summed cross-entropy `losses`.
         """
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
 
@@ -265,17 +265,17 @@ class AdaptedDecoder:
         return found.reshape(*batch["inputs"].shape, -1)
 
     def published(self, folder: str) -> PublishedFolder:
-        """Returns the parameters of the base in the folder of a published model; reads headers only."""
+        """Returns access to the base's parameters in the folder of a published model; reads no tensor yet."""
         return self.base.published(folder)
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """Patterns of the parameters that the base lacks."""
+        """Path patterns of the parameters that the base lacks."""
         return (f"{_NAME}/*",)
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary."""
+        """Number of entries of the vocabulary."""
         return self.base.vocab_size
 
     @property
@@ -302,7 +302,7 @@ class AdaptedDecoder:
         return self.base_flops() + 2.0 * self.base.embed_dim * self.stored_vocab_size + 3 * self.layer_flops()
 
     def shrink(self, multiples: Mapping[str, int]) -> AdaptedDecoder:
-        """Returns the smallest model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         base, layer_ = self.base.shrink(multiples), self.layer.shrink(multiples)
         chunk = layer_.mini_batch * max(min(self.chunk, 64) // layer_.mini_batch, 1)
         positions = self.loss_positions and min(self.loss_positions, chunk)
@@ -312,7 +312,7 @@ class AdaptedDecoder:
         return hk.transform(lambda: _Parameters(_NAME)(self)).apply(params, None)
 
     def _chunks(self, params: Params, batch: Batch) -> Chunks:
-        """Returns the chunks with a leading dimension for those that are read one after the other."""
+        """Returns the chunks of a batch, with a leading dimension along which they are read one after the other."""
         rows, length = batch["inputs"].shape
         text = {name: self._split(batch[name]) for name in ("targets", "segment_ids", "weights")}
         hidden = self._split(batch[HIDDEN] if HIDDEN in batch else self.hidden(params, batch))
@@ -362,9 +362,9 @@ class AdaptedDecoder:
     def _decide(
         self, unembed: jax.Array, adapter: Adapter, state: Any, memory: Any, key: jax.Array, chunks: Chunks
     ) -> tuple[Any, Any, Read, jax.Array]:
-        """Returns the states of gate and layer, what was read, and the decisions [R].
+        """Returns the next states of gate and layer, the layer's output and signals, and the decisions [R].
 
-        Where no chunk is an UPDATE, the layer is not run, unless the gate reads its signals.
+        If no chunk is an UPDATE, the layer is not run, unless the gate reads its signals.
         """
         tokens = jnp.sum(chunks.weights, axis=1)
         rows = functools.partial(gates.decide_rows, self.gate, per_batch=self.per_batch)
@@ -408,14 +408,14 @@ class AdaptedDecoder:
         return LossOutput(out.loss_sum + self.reconstruction_weight * reconstruction, out.weight_sum, metrics)
 
     def _positions(self, rows: int, length: int) -> int:
-        """Returns the positions whose logits are computed at a time; 0 and None of `loss_chunk` as in the decoder."""
+        """Returns the number of positions whose logits are computed at a time; follows `loss_chunk` of the decoder."""
         chunk = self.base.loss_chunk
         if chunk is None:
             chunk = chunked_loss.default_positions(rows, length, self.stored_vocab_size)
         return chunk or length
 
     def _losses(self, unembed: jax.Array, x: jax.Array, chunks: Chunks) -> jax.Array:
-        """Returns the cross-entropy summed over the supervised positions of each chunk, [R], without logits of all."""
+        """Returns the cross-entropy of each chunk, [R], summed over supervised positions; logits are made in parts."""
         rows, length = x.shape[:2]
         pieces = -(-length // self._positions(rows, length))
         while length % pieces:
@@ -433,7 +433,7 @@ class AdaptedDecoder:
 
 
 def _in_order(one: Any, carry: Any, chunks: Chunks) -> tuple[Any, Any]:
-    """Runs `one(carry, (number, chunks)) -> (carry, out)` for the chunks at each place in rows."""
+    """Runs `one(carry, (number, chunks)) -> (carry, out)` for the chunks at each place in rows, in order."""
     return jax.lax.scan(one, carry, (jnp.arange(chunks.hidden.shape[0]), chunks))
 
 
@@ -448,7 +448,7 @@ def _sampled(text: Text, keys: jax.Array, count: int) -> Text:
 
 
 def _chosen(updates: jax.Array, update: jax.Array, skip: jax.Array) -> jax.Array:
-    """Selects by row."""
+    """Returns `update` in rows whose `updates` is true, and `skip` in others."""
     return jnp.where(updates.reshape(-1, *(1,) * (update.ndim - 1)), update, skip)
 
 
@@ -468,8 +468,8 @@ def adapted(
       base: the decoder, such as `@pretrained.model()`.
       inner: "linear" or "mlp".
       head_dim: width of a head.
-      num_heads: default: as many as fit in the width of the decoder.
-      base_rate: default: 1 for "linear", 0.1 for "mlp", as published.
+      num_heads: number of heads; default: as many as fit in the width of the decoder.
+      base_rate: learning rate of the inner model; default: 1 for "linear", 0.1 for "mlp", as published.
       settings: further fields of `TTTConfig`.
       **options: further fields of `AdaptedDecoder`.
     """

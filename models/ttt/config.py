@@ -23,15 +23,17 @@ class TTTConfig:
         is learned from instead of the token that reads, they grow by `decay` within a mini-batch and shrink with the
         width of the model, the convolutions end one token earlier, and the epsilon of norms is 1e-5 instead of 1e-6.
       num_heads, head_dim: sizes; their product is usually the width of the model.
-      mini_batch: tokens whose gradients are taken at the same weights.
-      conv_width: tokens that the convolutions over queries and keys see.
+      mini_batch: number of successive tokens whose gradients are taken at the same weights.
+      conv_width: number of tokens that the convolutions over queries and keys read.
       base_rate: the learning rate of the inner model before its learned factors.
-      rope_theta: base of the rotary embedding of the place of a token in its mini-batch.
+      rope_theta: base of the rotary embedding, whose positions are those of tokens in their mini-batch.
       expansion: hidden width of the inner MLP, in multiples of head_dim.
       decay: growth of rates within a mini-batch; for "ponder" only.
-      diagonal: 0: a token reads weights that have learned from it, too; -1: only from those before it (a control).
+      diagonal: 0: a token reads weights that have also learned from the token itself; -1: only from earlier ones (a
+        control).
       rate_scale: factor of the learning rate; 0 makes the layer static (a control).
-      resets: whether every mini-batch starts from the initial weights (a control).
+      resets: whether every mini-batch starts from the initial weights, instead of those that the last one left (a
+        control).
 
     Raises:
       UserError: a setting out of range.
@@ -69,7 +71,7 @@ class TTTConfig:
             raise UserError(f"TTTConfig.decay = {self.decay}: only the variant 'ponder' has a decay; expected 0")
 
     def shrink(self, multiples: Mapping[str, int]) -> TTTConfig:
-        """Returns the smallest layer whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small layer of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         head_dim = math.lcm(8, multiples["head_dim"])
         mini_batch = min(self.mini_batch, 16)
         return dataclasses.replace(self, num_heads=multiples["heads"], head_dim=head_dim, mini_batch=mini_batch)
@@ -81,17 +83,17 @@ class TTTConfig:
 
     @property
     def norm_eps(self) -> float:
-        """The epsilon of the norms of heads and of the output."""
+        """The epsilon of the norms of heads and of the layer's output."""
         return 1e-5 if self.is_ponder else 1e-6
 
     @property
     def conv_lag(self) -> int:
-        """The number of most recent tokens, with the token itself, that a convolution does not see."""
+        """The number of most recent tokens, counting the current one, that a convolution does not read."""
         return int(self.is_ponder)
 
     @property
     def conv_reach(self) -> int:
-        """The number of earlier tokens that the convolutions see."""
+        """The number of earlier tokens that the convolutions need."""
         return self.conv_width - 1 + self.conv_lag
 
     @property

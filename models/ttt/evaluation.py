@@ -1,7 +1,8 @@
-"""Compares gates on the chunks of an evaluation: losses, budgets, and what is certain about their differences.
+"""Compares gates on the chunks of an evaluation: losses, budgets, and intervals of their differences.
 
-A chunk has the losses of SKIP and UPDATE and the signals of gates; what a gate gives follows from them without running
-the model again. Intervals are by the bootstrap over documents, because chunks of one document are alike.
+An evaluation saves each chunk's losses with SKIP and UPDATE and the signals that gates read; the result of a gate
+follows from them without running the model again. Intervals are by the bootstrap over documents, because chunks of one
+document are alike.
 
     advantage = loss of SKIP - loss of UPDATE
     recovery = (SKIP - gate) / (SKIP - oracle with the same budget)
@@ -29,8 +30,8 @@ class Chunks(NamedTuple):
     Attributes:
       document, place: number of the document, and of the chunk in its row.
       tokens: number of supervised positions.
-      loss_skip, loss_update: sums over them, in nats.
-      initial, step_0, step_1: reconstruction losses.
+      loss_skip, loss_update: cross-entropy with SKIP and with UPDATE, summed over supervised positions, in nats.
+      initial, step_0, step_1: reconstruction losses; see `models.ttt.gates.Signals`.
     """
 
     document: np.ndarray
@@ -49,15 +50,15 @@ class Chunks(NamedTuple):
 
     @property
     def advantage(self) -> np.ndarray:
-        """The mean gain of a token by UPDATE."""
+        """How much less a token loses with UPDATE than with SKIP, on average over each chunk, in nats."""
         return (self.loss_skip - self.loss_update) / self.tokens
 
 
 def collected(answers: Sequence[Mapping[str, np.ndarray]]) -> Chunks:
-    """Returns the chunks with tokens of an evaluation.
+    """Returns the chunks of an evaluation that have supervised positions.
 
     Args:
-      answers: extras of `AdaptedDecoder.evaluate`, by batch. Without `documents` every row is one.
+      answers: the extras of `AdaptedDecoder.evaluate` of each batch. Without `documents`, every row is a document.
     """
     found: dict[str, list[np.ndarray]] = {name: [] for name in Chunks._fields}
     rows = 0
@@ -74,11 +75,11 @@ def collected(answers: Sequence[Mapping[str, np.ndarray]]) -> Chunks:
 
 
 class Decided(NamedTuple):
-    """The decisions of a gate.
+    """A gate's decisions about the chunks of an evaluation.
 
     Attributes:
-      updates: [chunks], bool.
-      thresholds: [chunks], float; of gates that have one, otherwise None.
+      updates: [chunks], bool: whether the chunk is an UPDATE.
+      thresholds: [chunks], float, the gate's threshold at each chunk; None if it has none.
     """
 
     updates: np.ndarray
@@ -86,7 +87,7 @@ class Decided(NamedTuple):
 
 
 def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
-    """Lets a gate decide about all chunks, in order."""
+    """Returns the decisions of a gate about all chunks, taken in order."""
     if hasattr(gate, "decide_all"):
         return Decided(gate.decide_all(chunks.signals, chunks.advantage), None)
     key = jax.random.key(seed)
@@ -133,13 +134,13 @@ def correlation(signal: np.ndarray, advantage: np.ndarray) -> float:
 def interval(
     chunks: Chunks, ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[float, float, float]:
-    """Returns how much less a token loses by `ours` than by `theirs`, and its 95 % interval.
+    """Returns how much less a token loses with `ours` than with `theirs`, and the bounds of the 95 % interval.
 
     Documents are drawn with replacement.
 
     Args:
       chunks: the chunks.
-      ours, theirs: [chunks], sums of losses.
+      ours, theirs: [chunks], summed losses of each chunk.
       seed: seed of the draws.
       resamples: number of draws.
     """

@@ -1,4 +1,4 @@
-"""Gates: whether a chunk is read with the adapter (UPDATE) or by the base alone (SKIP).
+"""Gates decide whether a chunk is read with the adapter (UPDATE) or by the base alone (SKIP).
 
 A gate is a value with two pure functions, for use inside jit: `init()` returns its state, `decide(state, signals, key)`
 the next state and a decision. Chunks are decided one after the other, in the order of the rows of the global batch, so
@@ -6,7 +6,7 @@ that decisions depend neither on hosts nor on the strategy. The state is part of
 
     state, decisions = gates.decide_rows(gate, state, signals, real, key)
 
-`Oracle` and `Improvement` rank all chunks of an evaluation, of which a running model knows only the past.
+`Oracle` and `Improvement` are for evaluation only: they rank all its chunks, also those that come later.
 
 "When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026; signals and the rule of
 `Reconstruction` follow its code.
@@ -32,8 +32,8 @@ class Signals(NamedTuple):
 
     Attributes:
       loss: mean cross-entropy of the base alone.
-      initial, step_0, step_1: mean reconstruction losses of the inner models, with the weights before the chunk, before
-        each mini-batch and after it.
+      initial, step_0, step_1: mean reconstruction losses of the inner models, with the weights before the chunk, with
+        those before each mini-batch, and with those after it.
     """
 
     loss: Any
@@ -47,18 +47,18 @@ class Gate(Protocol):
 
     @property
     def reads(self) -> str:
-        """The signals that it reads: "", "loss" or "reconstruction"."""
+        """The signals that the gate reads: "loss", "reconstruction", or "" for none."""
 
     def init(self) -> State:
         """Returns the state before the first chunk."""
 
     def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
-        """Returns the next state, and whether the chunk is an UPDATE, [] bool; `key` is the chunk's own."""
+        """Returns the next state, and whether the chunk is an UPDATE, [] bool; `key` is the chunk's own random key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant(Gate):
-    """Decides the same for every chunk; see `SKIP` and `UPDATE`."""
+    """Decides the same for every chunk; `SKIP` and `UPDATE` are the two instances."""
 
     updates: bool
     reads = ""
@@ -76,7 +76,7 @@ SKIP, UPDATE = Constant(False), Constant(True)
 
 @dataclasses.dataclass(frozen=True)
 class Random(Gate):
-    """Updates with a probability.
+    """Decides UPDATE at random, with a fixed probability.
 
     Raises UserError for one outside 0 to 1.
     """
@@ -97,7 +97,7 @@ class Random(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class LossThreshold(Gate):
-    """Updates where the loss of the base is above a threshold.
+    """Decides UPDATE if the loss of the base is above a threshold.
 
     Raises UserError if the threshold is not a number.
     """
@@ -118,7 +118,7 @@ class LossThreshold(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class Average(Gate):
-    """Updates where a signal is above its exponential average; the first chunk sets the average, and is an UPDATE.
+    """Decides UPDATE if a signal is above its exponential average; the first chunk sets the average, and is an UPDATE.
 
     Attributes:
       signal: "loss" or "reconstruction".
@@ -154,7 +154,7 @@ class Average(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class Reconstruction(Gate):
-    """Updates where the reconstruction loss is above a threshold that holds a budget: the gate of the paper.
+    """Decides UPDATE if the reconstruction loss is above a threshold that adapts to a budget: the gate of the paper.
 
     The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves about the
     share rho above it. From the last chunk of the calibration on, after every decision u,
@@ -163,9 +163,9 @@ class Reconstruction(Gate):
 
     Attributes:
       budget: mean cost of a chunk, from 1 (all SKIP) to 3 (all UPDATE).
-      calibration: number of chunks.
-      alpha: weight of the present in the rate r, and step of the threshold.
-      floor, least: see above.
+      calibration: number of chunks at the start that set the threshold.
+      alpha: weight of the latest decision in the rate r, and step of the threshold.
+      floor, least: least scale of a change of the threshold, and least threshold, as in the formula.
 
     Raises:
       UserError: a setting out of range.
@@ -187,11 +187,11 @@ class Reconstruction(Gate):
 
     @property
     def rate(self) -> float:
-        """The share of updates rho."""
+        """The share of chunks that are an UPDATE, rho, which the budget allows."""
         return (self.budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
 
     def init(self) -> State:
-        """Returns empty signals of the calibration: scalars, because a carry has arrays of rows only."""
+        """Returns the state with an empty calibration; its signals are scalars, because a carry's arrays have rows."""
         zero = jnp.zeros(())
         return {
             "chunks": jnp.zeros((), jnp.int32),
@@ -223,15 +223,15 @@ class Reconstruction(Gate):
 def decide_rows(
     gate: Gate, state: State, signals: Signals, real: jax.Array, key: jax.Array, *, per_batch: bool = False
 ) -> tuple[State, jax.Array]:
-    """Decides about the rows of a batch, in their order.
+    """Returns a gate's decisions about one chunk of each row of a batch, in the order of the rows.
 
     Args:
       gate: the gate.
-      state: before the first row.
-      signals: [B] each.
-      real: [B], bool; rows without tokens are skipped, and leave the state.
+      state: the gate's state before the first row.
+      signals: signals of the chunks, [B] each.
+      real: [B], bool, whether the row has tokens; others are skipped, and leave the state as it is.
       key: the key of the batch; each row has its own.
-      per_batch: whether all rows get one decision, from the means of the signals of the real ones.
+      per_batch: whether all rows get one decision, from the mean signals of the real ones.
 
     Returns:
       The state after the last row, and the decisions, [B] bool.
@@ -253,10 +253,10 @@ def decide_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """Updates the chunks that gain most by it, known afterwards: a share of all chunks, or all that gain anything.
+    """Decides UPDATE, with hindsight, for the chunks that gain most by it: a share of all, or all that gain anything.
 
     Attributes:
-      rate: the share; None: greedy, every chunk with a positive advantage.
+      rate: the share of chunks; None: greedy, every chunk with a positive advantage.
 
     Raises:
       UserError: a share outside 0 to 1.
@@ -276,7 +276,7 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True)
 class Improvement:
-    """Updates the share of all chunks whose inner models improve most by a step.
+    """Decides UPDATE for the share of all chunks whose inner models improve most by a step.
 
     Raises UserError for a share outside 0 to 1.
     """
@@ -293,14 +293,14 @@ class Improvement:
 
 
 def _top(values: np.ndarray, rate: float) -> np.ndarray:
-    """Returns which values are among the largest, of which there are round(rate times all)."""
+    """Returns which values are among the round(rate * number of values) largest."""
     chosen = np.zeros(len(values), bool)
     chosen[np.argsort(-values, kind="stable")[: round(rate * len(values))]] = True
     return chosen
 
 
 def named(name: str, *, budget: float = 2.0) -> Any:
-    """Returns a gate by its name in commands, for a mean cost of a chunk. Raises UserError for an unknown name."""
+    """Returns the gate that commands call `name`; `budget` is the mean cost of a chunk. Raises UserError if unknown."""
     check_number(budget, where="gates.budget", least=SKIP_COST, most=UPDATE_COST)
     rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
     made = {

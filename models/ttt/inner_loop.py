@@ -1,6 +1,6 @@
 """The inner loop of test-time training: every head of every row has a small model that learns from the row's tokens.
 
-The inner model f maps the key of a token to the difference of its value and key. Gradients of a mini-batch are taken
+The inner model f learns to map the key of a token to its value minus its key. Gradients of a mini-batch are taken
 at the weights before it, so that they can be computed together; token t reads the weights after the first t of them:
 
     g_s = d/df 1/2 |LN(f(k_s; W_0)) - (v_s - k_s)|^2         for all tokens s of the mini-batch
@@ -37,7 +37,7 @@ _gelu = functools.partial(jax.nn.gelu, approximate=True)
 
 
 class Linear(NamedTuple):
-    """A layer of an inner model; the learned initial weights have no dimension B."""
+    """A linear layer of an inner model; the learned initial weights have no dimension B."""
 
     weight: jax.Array  # [B, H, in, out]
     bias: jax.Array  # [B, H, out]
@@ -47,7 +47,7 @@ Fast = tuple[Linear, ...]  # the layers of the inner models
 
 
 class Norm(NamedTuple):
-    """The norm of the heads' outputs, [H, K] each."""
+    """Parameters of the layer norm of each head's output: scale and bias [H, K], and eps."""
 
     scale: jax.Array
     bias: jax.Array
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
 
     Attributes:
       query, key, value: [B, H, b, K].
-      rate: [B, H, b], the learning rate of a token that is learned from.
+      rate: [B, H, b], the inner learning rate of each token.
       segment: [B, b], int32; None if every row is one segment.
     """
 
@@ -74,8 +74,8 @@ class Memory(NamedTuple):
     """The state of the inner loop between mini-batches.
 
     Attributes:
-      fast: the weights at the start of a mini-batch.
-      sums: sums over tokens of this mini-batch of their gradients times their rates, in the shapes of `fast`.
+      fast: the inner models' weights at the start of a mini-batch.
+      sums: sums of gradients times rates over the tokens of this mini-batch so far, in the shapes of `fast`.
       segment: [B], int32, the segment of the last token; -1 before the first one; None if every row is one segment.
     """
 
@@ -90,7 +90,7 @@ class Learned(NamedTuple):
     Attributes:
       initial: weights at the start of a segment, without the dimension B.
       norm: the norm of the heads.
-      token_rate: [b], the factor a_t of the learning rate.
+      token_rate: [b], the factors a_t of the learning rate.
     """
 
     initial: Fast
@@ -105,7 +105,7 @@ def start(learned: Learned, rows: int, *, segments: bool) -> Memory:
 
 
 def normalized(z: jax.Array, norm: Norm) -> jax.Array:
-    """Normalizes the last dimension of [B, H, b, K]."""
+    """Applies the layer norm over the last dimension of z [B, H, b, K]."""
     return _standard(z, norm.eps)[0] * norm.scale[:, None] + norm.bias[:, None]
 
 
@@ -133,7 +133,7 @@ Apply = Callable[[Callable[[Linear, jax.Array], jax.Array], int, jax.Array], jax
 
 
 def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tuple[Apply, jax.Array | None]:
-    """Returns how to apply layers to tokens [B, b], with the weights of their segments; and which tokens are new."""
+    """Returns how to apply layers to tokens [B, b] with the weights of their segments, and which are in a new one."""
     if segment is None or memory.segment is None:
         return lambda fn, n, x: fn(memory.fast[n], x), None
     is_new = segment != memory.segment[:, None]  # [B, b]
@@ -188,10 +188,10 @@ def mini_batch(
     Args:
       config: the settings.
       learned: the learned constants.
-      first: the memory before the first mini-batch, of which statistics tell.
-      memory: the memory before this one, without sums.
+      first: the memory before the first mini-batch, for the first of the errors.
+      memory: the memory before this mini-batch, without sums.
       tokens: its tokens, b or, at the end of a row, fewer.
-      ends: whether the mini-batch is complete.
+      ends: whether the mini-batch is complete; otherwise its sums are kept.
 
     Returns:
       The memory after it; the outputs o [B, H, b, K], and the mean square errors of the last token with the weights
@@ -232,7 +232,7 @@ def mini_batch(
 
 
 def _chosen(rows: jax.Array, ours: Fast, theirs: Fast) -> Fast:
-    """Selects weights by row."""
+    """Selects, by row, our weights or theirs."""
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), ours, theirs)
 
 
@@ -244,14 +244,14 @@ def _errors_of_last(tokens: Tokens, norm: Norm, *weights: Fast) -> jax.Array:
 def token(
     config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens, place: jax.Array
 ) -> tuple[Memory, jax.Array]:
-    """Runs one token, for rows of one segment; equal to `mini_batch`.
+    """Runs one token of rows with one segment each; token by token, this gives the result of `mini_batch`.
 
     Args:
       config: the settings.
       learned: the learned constants.
-      memory: the memory before it.
+      memory: the memory before the token.
       tokens: [B, H, 1, ...], without segments.
-      place: [B], int32, its place in its mini-batch, from 0.
+      place: [B], int32, the token's place in its mini-batch, from 0.
 
     Returns:
       The memory after it, and its output [B, H, 1, K].
@@ -272,13 +272,13 @@ def token(
 def run(config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens) -> tuple[Memory, tuple[Any, Any]]:
     """Runs the mini-batches of rows.
 
-    The backward pass keeps the weights of about 2 sqrt(N) mini-batches: a loop over groups of sqrt(N) of them, each of
-    which is computed again.
+    The backward pass keeps the weights of about 2 sqrt(N) mini-batches: it recomputes groups of sqrt(N) mini-batches,
+    one group at a time.
 
     Args:
       config: the settings.
       learned: the learned constants.
-      memory: the memory before the first token, which begins a mini-batch.
+      memory: the memory before the first token, which must begin a mini-batch.
       tokens: [B, H, T, ...] and segments [B, T].
 
     Returns:
@@ -318,7 +318,7 @@ def _range(tokens: Tokens, begin: int, end: int) -> Tokens:
 
 
 def _divided(tokens: Tokens, count: int) -> Tokens:
-    """Divides rows into mini-batches, with a dimension for them in front."""
+    """Divides rows into `count` mini-batches, along a new first dimension."""
 
     def one(a: jax.Array, axis: int) -> jax.Array:
         a = a.reshape(*a.shape[:axis], count, -1, *a.shape[axis + 1 :]) if count else a[None][:0]
@@ -329,6 +329,6 @@ def _divided(tokens: Tokens, count: int) -> Tokens:
 
 
 def _joined(found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Joins the outputs [N, B, H, b, K] of mini-batches to rows, and their errors [N, B, H, 3]."""
+    """Joins the outputs [N, B, H, b, K] and errors [N, B, H, 3] of mini-batches to those of rows."""
     outputs, errors = (jnp.moveaxis(a, 0, 2) for a in found)  # [B, H, N, ...]
     return outputs.reshape(*outputs.shape[:2], -1, outputs.shape[-1]), errors

@@ -4,8 +4,8 @@
     a_t = max(0, tau_t + 1 / (t + 1)),    rate_s = base_rate sigmoid(x_s w_h + b_h) / K
     y = (gelu(x W_g) * LN(inner loop(q, k, v))) W_o
 
-The convolutions are causal, one kernel for each channel. Place t of a token in its mini-batch turns queries and keys.
-Sun et al. 2024, section 2.7 and appendix A; the published code shares the projection of queries and keys.
+The convolutions are causal, one kernel for each channel. The rotary embedding uses the place t of a token in its
+mini-batch. Sun et al. 2024, section 2.7 and appendix A; the published code shares the projection of queries and keys.
 
 B rows, T positions, D embed, H heads, K head_dim, b tokens of a mini-batch, w width of the convolutions.
 """
@@ -52,7 +52,7 @@ class State(NamedTuple):
 
     Attributes:
       memory: memory of the inner loop.
-      recent: [B, reach, H, K], projections of the tokens that convolutions still see.
+      recent: [B, reach, H, K], projections of the tokens that convolutions of later ones read.
       recent_segment: [B, reach], int32, their segments, -1 before the first one; None if every row is one segment.
       place: [B], int32, place of the next token in its mini-batch.
     """
@@ -127,7 +127,7 @@ def make(config: TTTConfig, embed_dim: int, *, dtype: str, output_init: hk.initi
 
 
 def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
-    """Returns the multiplications of a token: with the matrices of the layer, and in the inner loop."""
+    """Returns the multiplications per token: with the matrices of the layer, and in the inner loop."""
     products = sum(a * b for a, b in zip(config.sizes, config.sizes[1:], strict=False))  # of the weights of one head
     through = products - config.sizes[0] * config.sizes[1]  # gradients of hidden units
     mixed = config.mini_batch * (sum(config.sizes[:-1]) + sum(config.sizes[1:]))  # (X X_k') G
@@ -139,10 +139,10 @@ def empty(config: TTTConfig, weights: Weights, rows: int, *, segments: bool = Fa
     """Returns the state before the first token of rows.
 
     Args:
-      config: the layer.
-      weights: its parameters.
+      config: the settings.
+      weights: the parameters.
       rows: number of rows.
-      segments: whether rows have several segments, so that the state keeps those of tokens.
+      segments: whether rows may have several segments, so that the state keeps those of tokens.
     """
     h, k = weights.norm_scale.shape
     wide = _wide(weights.query.dtype)
@@ -167,9 +167,9 @@ def run(
       config: the settings.
       weights: the parameters.
       x: [B, T, D].
-      segments: [B, T], int32, nowhere below 0; None if every row is one segment.
-      state: after a call whose rows had a multiple of b tokens; None: of rows that begin here.
-      rate_scale: [B], a factor of the learning rates.
+      segments: [B, T], int32, not negative; None if every row is one segment.
+      state: the state after earlier tokens, whose number must be a multiple of b; None: rows begin here.
+      rate_scale: [B], a further factor of the learning rates; None: 1.
     """
     wide = _wide(x.dtype)
     state = empty(config, weights, x.shape[0], segments=segments is not None) if state is None else state
@@ -188,11 +188,11 @@ def extend(config: TTTConfig, weights: Weights, x: jax.Array, state: State, real
       config: the settings.
       weights: the parameters.
       x: [B, T, D].
-      state: state of these rows, each of one segment.
-      real: [B, T], bool; tokens that are not leave the state of their row as it was.
+      state: the state of these rows, each of which is one segment.
+      real: [B, T], bool; a token that is not real leaves the state of its row as it was.
 
     Returns:
-      [B, T, D], and the state after the last token.
+      The output [B, T, D], and the state after the last token.
     """
     learned = _learned(config, weights, _wide(x.dtype))
 
@@ -233,7 +233,7 @@ def _tokens(
     places: jax.Array,
     rate_scale: jax.Array | None,
 ) -> tuple[Tokens, jax.Array, jax.Array | None]:
-    """Returns what the inner loop reads, and what convolutions of later tokens see; `places` is [B or 1, T]."""
+    """Returns the inner loop's inputs, and what convolutions of later tokens read; `places` is [B or 1, T]."""
     wide = _wide(x.dtype)
     shared = jnp.einsum("btd,dhk->bthk", x, weights.query).astype(wide)
     value = jnp.einsum("btd,dhk->bthk", x, weights.value).astype(wide)
@@ -276,7 +276,7 @@ def _rates(config: TTTConfig, weights: Weights, x: jax.Array, places: jax.Array)
 def _convolved(
     config: TTTConfig, kernel: jax.Array, bias: jax.Array, seen: jax.Array, segments: jax.Array | None
 ) -> jax.Array:
-    """Returns the causal convolution [B, T, H, K] of what is seen, [B, reach + T, H, K]; segments are kept apart."""
+    """Returns the causal convolution [B, T, H, K] of `seen` [B, reach + T, H, K], within segments."""
     reach = config.conv_reach
     length = seen.shape[1] - reach
     total = bias.astype(seen.dtype)

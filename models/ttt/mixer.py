@@ -1,7 +1,7 @@
 """A layer with test-time training as the mixer of a decoder's layers (TTT-LM).
 
-In generation the state of a row is the weights of its inner models, the sums of the current mini-batch and the tokens
-that the convolutions still see: its size does not depend on the number of positions.
+In generation the state of a row is the weights of its inner models, the gradient sums of the current mini-batch, and
+the tokens that the convolutions still read: its size does not depend on the number of positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_BEGUN = -1  # place of a row whose state does not have the initial weights 
 
 
 class _Weights(hk.Module):
-    """The parameters, in a module of their own because other mixers have some of the same names."""
+    """The layer's parameters, in a Haiku module of their own because other mixers have parameters of the same names."""
 
     def __call__(self, decoder: Decoder, config: TTTConfig) -> layer.Weights:
         fan_in = 2 * decoder.num_layers * config.num_heads * config.head_dim
@@ -40,7 +40,7 @@ class TTTMixer(Part):
     """A mixer with test-time training.
 
     Attributes:
-      config: the settings of its layer; `inner` is the model that learns.
+      config: the settings of the layer.
     """
 
     config: TTTConfig
@@ -70,7 +70,7 @@ class TTTMixer(Part):
         return Work(*layer.multiplications(self.config, decoder.embed_dim))
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> layer.State:
-        """Returns states without weights; rows get the initial weights with their first token."""
+        """Returns states with weights of zero; rows get the learned initial weights with their first token."""
         c = self.config
         pairs = zip(c.sizes, c.sizes[1:], strict=False)
         heads = (rows, c.num_heads)
@@ -94,7 +94,7 @@ class TTTMixer(Part):
         return {name: jnp.zeros(()) for name in (*_ERRORS, "counted")}
 
     def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
-        """Adds the reconstruction losses as metrics, means over mini-batches, heads and layers."""
+        """Returns the loss with the reconstruction losses as metrics: means over mini-batches, heads and layers."""
         del num_layers, is_training
         metrics = {f"{self.name}/{name}": WeightedSum(sums[name], sums["counted"]) for name in _ERRORS}
         return found._replace(metrics={**found.metrics, **metrics})
@@ -111,7 +111,7 @@ class TTTMixer(Part):
         return jax.tree.map(lambda a, b: jnp.where(is_new.reshape(-1, *(1,) * (a.ndim - 1)), a, b), first, state)
 
     def _sums(self, errors: jax.Array, segments: jax.Array) -> dict[str, jax.Array]:
-        """Sums the errors [B, H, N, 3] of mini-batches that end with a token."""
+        """Returns sums of the errors [B, H, N, 3] over the mini-batches whose last position has a token."""
         size, (count, length) = self.config.mini_batch, (errors.shape[2], segments.shape[1])
         last = [min((n + 1) * size, length) - 1 for n in range(count)]
         counted = (segments[:, jnp.asarray(last)] > 0).astype(jnp.float32)  # [B, N]

@@ -298,7 +298,7 @@ class VisionLanguageModel:
         return decoder + self.vision.flops(is_frozen=towers.NAME in self.freeze) / length
 
     def shrink(self, multiples: Mapping[str, int]) -> VisionLanguageModel:
-        """Returns the smallest model of this kind for images of the same size and as many slots."""
+        """Returns a small model of this kind for images of the same size and the same number of slots."""
         small = self.decoder.shrink(multiples)
         assert isinstance(small, Transformer)
         width = self.connector_dim and small.mlp_dim

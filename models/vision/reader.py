@@ -5,11 +5,12 @@
 
 A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are, so the second
 one can go from the circle to what is left of it. The relevance of a patch is the last glimpse at its block, plus a
-product of its own with a query of the block and the question, which finds the patches of a block that tell most.
+score of its own: the patch's key times a query made from the block and the question. It finds the most telling patches
+of a block.
 
 A choice of patches teaches little about where the others would have led. So the reader also answers the question from
-what its last glimpse saw (`Glimpsed.seen`), and the model adds that loss to its own. The decoder gets nothing of it: it
-knows the chosen patches alone.
+what its last glimpse saw (`Glimpsed.seen`), and the model adds that loss to its own. The decoder does
+not see the glimpses, only the chosen patches.
 
 B images, N patches, D width of patches, M blocks, T words, E width of words, W width of the reader.
 """

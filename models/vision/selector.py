@@ -178,14 +178,14 @@ class Selector:
         step: jax.Array,
         is_training: bool,
     ) -> Chosen:
-        """Chooses the patches that take S slots: the K chosen ones, or all with a bias that hides or weighs others.
+        """Returns the patches for S slots: the K chosen ones, or all N with a bias that hides or weakens the others.
 
         Args:
           scores: [B, N]; None if the method needs none.
           rows: [B], a number of each image for random draws, independent of the layout.
           num_patches: N.
           slots: S, K or N.
-          step: number of steps done, [], which t depends on.
+          step: [], number of training steps done, which sets the temperature t.
           is_training: whether the choice is noisy, and soft if all patches have slots.
         """
         if self.method == "all":

@@ -205,7 +205,7 @@ def code_files(
       held_out: the split of evaluations: "validation", to choose a checkpoint, or "test".
       held_out_percent: percentage of the packages in each of "validation" and "test", 1 to 49.
       exclude: files of evaluation sets, such as `HumanEval.jsonl`; training files that share text with them are left
-          out.
+        out.
       exclude_words, exclude_characters: see `tasks.text.decontamination.Excluded`.
       least_tokens: shorter pieces of files are left out.
 

@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     Attributes:
       passed: whether it ran to its end.
       why: "" if it passed; otherwise the name of a builtin error, `timed out`, `ended early` or `killed by signal N`.
-          It never has text from the program, which could contain what the program has read.
+        It never has text from the program, which could contain what the program has read.
     """
 
     passed: bool

@@ -57,7 +57,7 @@ class ChatTemplate:
           messages: each with a role and its content; keys with the value None are left out.
           now: the date that `strftime_now` formats.
           **variables: variables of the template. Others are undefined in the template; a variable that is None is
-              defined.
+            defined.
         """
         return "".join(self._blocks(messages, now, variables))
 

@@ -61,7 +61,7 @@ class Parts(NamedTuple):
       parts: the parts, at least one.
       is_shared: whether every stream reads all parts; otherwise they are dealt to the streams.
       deals_chunks: if parts are shared: whether chunks are dealt to the streams, for sources that may have fewer
-          documents than streams. Otherwise documents are dealt, and each is converted to ids by a single stream.
+        documents than streams. Otherwise documents are dealt, and each is converted to ids by a single stream.
     """
 
     parts: Sequence[Part]

@@ -21,7 +21,7 @@ def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: in
 
     Returns:
       Function, module and line of the preprocessor, such as `parse (my_tasks:12)`. "" if none is found: the source
-          itself fails, the preprocessor is not a function, or too many examples precede the one that failed.
+        itself fails, the preprocessor is not a function, or too many examples precede the one that failed.
     """
     if number >= _MOST:
         return ""

@@ -16,7 +16,7 @@ class Filters:
 
     Attributes:
       exclude: patterns of files of evaluation sets (`decontamination.read`); documents that share text with them are
-          left out.
+        left out.
       words, characters: how much shared text counts; see `decontamination.Excluded`.
       near_duplicates: the similarity from which a document counts as repeating an earlier one (`near_duplicates.Seen`);
         None: all are kept.

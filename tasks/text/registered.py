@@ -32,7 +32,7 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
     Args:
       name: the name of the seqio task.
       task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`, which has the feature `targets`; or
-          `text.chats`, which has `inputs` and `targets`. Its length and number of streams are not used.
+        `text.chats`, which has `inputs` and `targets`. Its length and number of streams are not used.
       **options: options of `seqio.TaskRegistry.add`, such as `metric_fns`.
 
     Raises:

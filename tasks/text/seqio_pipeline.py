@@ -99,9 +99,9 @@ def definition(asked: Asked) -> dict[str, Any]:
 
     Returns:
       `vocabulary` (see `seqio_tasks.described`); `tasks`, for each task its mixing `rate`, the number of `shards` by
-          split, the `files` of its source on disk or in a bucket, whether its preprocessors draw random numbers
-          (`draws`), the model outputs that its `metrics` need, and the checksum of its `first` examples by split; and
-          `problems` of these examples.
+        split, the `files` of its source on disk or in a bucket, whether its preprocessors draw random numbers
+        (`draws`), the model outputs that its `metrics` need, and the checksum of its `first` examples by split; and
+        `problems` of these examples.
 
     Raises:
       UserError: the module cannot be imported, or the task is not one that a decoder can read.

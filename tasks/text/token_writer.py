@@ -72,7 +72,7 @@ class Counts:
     Attributes:
       splits: by split, the numbers of documents, tokens and bytes of text that are kept, and the CRC-32 of the checks.
       left_out: by reason, the numbers of documents, tokens and bytes that are left out; for malformed and blank
-          documents only their number.
+        documents only their number.
       fraction: share of the sources' bytes that were read.
     """
 
@@ -137,7 +137,7 @@ class Writer:
           counts: counts of the documents already written.
           seen: finds near duplicates; documents already written are added to it. None: all documents are kept.
           check: called with the names of files before their documents are written; raises an exception if files
-              changed.
+            changed.
         """
         self._folder, self._about, self._check, self.counts, self._seen = folder, about, check, counts, seen
         self._position: Any = None

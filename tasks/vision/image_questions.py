@@ -64,7 +64,7 @@ class ImageQuestions:
       mirror: whether half of the training images are mirrored, left to right.
       broken: "refuse": an image that cannot be read ends the run; "skip": its line is left out and counted.
       ends: whether the end-of-document id follows each answer, with weight 1. Answers of one token do not need it;
-          without it, a model does not learn where longer answers end.
+        without it, a model does not learn where longer answers end.
       evaluated: number of rows that an evaluation scores; None: all.
     """
 
@@ -331,9 +331,9 @@ def random_questions(
     Args:
       image_size: pixels along a side.
       image_tokens: positions of an image in a row.
-        length: positions per row, including those of the image.
-        num_streams: number of data streams.
-        vocab_size: number of ids to draw from.
+      length: positions per row, including those of the image.
+      num_streams: number of data streams.
+      vocab_size: number of ids to draw from.
     """
     if image_tokens + 2 > length:
         raise UserError(

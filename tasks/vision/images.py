@@ -44,7 +44,7 @@ def as_file(image: Any) -> tuple[bytes, str]:
 
     Args:
       image: the content of a file, which is not changed; a mapping with `bytes` or `path`, as in datasets of the
-          Hugging Face hub; a path; or a uint8 array [H, W, 3], [H, W, 1] or [H, W], which becomes PNG.
+        Hugging Face hub; a path; or a uint8 array [H, W, 3], [H, W, 1] or [H, W], which becomes PNG.
 
     Raises:
       UnreadableImage: `image` is none of these, or cannot be read.

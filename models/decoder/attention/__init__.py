@@ -1,1 +1,1 @@
-"""Attention by plain products, splash, cuDNN, and around a ring."""
+"""Attention: by plain products, with the splash kernel, with cuDNN, and around a ring of chips."""

@@ -1,13 +1,12 @@
 """Causal attention within segments: a plain implementation for any device, and kernels for TPUs and GPUs.
 
 All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment. The plain
-implementation is the reference and materializes [B, H, T, T] scores; the kernels do not: splash on TPUs (of Pallas, it
-comes with JAX), and cuDNN's on GPUs where it can compute the attention (`cudnn_attention`). They run inside a
-`shard_map` over rows and heads, and splash over query positions, because the partitioner cannot partition a kernel.
-Where positions are sharded, queries stay on their chips. Keys and values are gathered, or travel around a ring of chips
-if the activation table also shards `kv_length` (`ring_attention`), but for windows: most keys of a ring would be
-outside of them. A sink is a score of each query head beside those of the keys, without a value: it takes a share of the
-softmax.
+implementation is the reference, and materializes [B, H, T, T] scores. The kernels do not: splash on TPUs (a Pallas
+kernel that comes with JAX), and cuDNN on GPUs if it can compute the attention (`cudnn_attention`). They run inside a
+`shard_map` over rows and heads, splash also over query positions, because XLA cannot partition a kernel. If positions
+are sharded, queries stay on their chips, and keys and values are gathered. If the activation table also shards
+`kv_length`, they travel around a ring of chips instead (`ring_attention`), except with a window, which excludes most
+keys of a ring. A sink is a learned score of a query head without a value: it only takes a share of the softmax.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
@@ -34,13 +33,13 @@ from models.decoder.attention.splash_tiles import LANES, Tiles
 from models.decoder.prefix import Prefix
 
 CHOICES = ("auto", "plain", "splash", "cudnn", "none")
-BLOCK = 256  # entries of a cache that the queries of a chunk attend to at a time, on CPUs
+BLOCK = 256  # on CPUs, number of KV cache entries that the queries of a chunk attend to at a time
 _DEFAULT_TILES = Tiles()
-MIXED = "mixed"  # checkpoint name of the kernel's output and of the other residuals of its derivative
+MIXED = "mixed"  # checkpoint name of the kernel's output, and of its other residuals
 
 
 class KeysAndValues(NamedTuple):
-    """Keys and values of one layer in a cache of R entries, [B, N, R, K] each."""
+    """The keys and values of one layer in a KV cache of R entries, each [B, N, R, K]."""
 
     keys: jax.Array
     values: jax.Array
@@ -62,24 +61,24 @@ def attend(
     """Computes causal attention within segments.
 
     Args:
-      q: [B, T, H, K].
-      k: [B, T, N, K]; key head n serves query heads n G .. n G + G - 1.
-      v: [B, T, N, K].
-      segment_ids: [B, T], int32.
-      scores: scale, bound and window.
-      choice: "plain"; "splash"; "cudnn"; "auto": splash on TPUs if its tiles fit, cuDNN on GPUs if it can compute it,
-        plain otherwise; "none": no mixing over positions, each keeps its own value (a control for experiments).
-      arranged: whether rows are in the order of the ring (`ring_attention.arrange`), if there is one.
-      prefix: which positions attend both ways, and biases of keys; None: attention is causal.
-      sinks: [H], float32, of query heads; None: there are none.
+      q: queries [B, T, H, K].
+      k: keys [B, T, N, K]; key head n serves query heads n G to n G + G - 1.
+      v: values [B, T, N, K].
+      segment_ids: [B, T] int32.
+      scores: scale, bound and window of scores.
+      choice: "plain"; "splash"; "cudnn"; "auto": splash on TPUs if its tiles fit, cuDNN on GPUs if it can compute this,
+        otherwise plain; "none": positions are not mixed, each keeps its own value (a control for experiments).
+      arranged: whether positions are in the order of the ring (`ring_attention.arrange`), if there is one.
+      prefix: which positions attend in both directions, and biases of keys; None: attention is causal.
+      sinks: [H] float32, the sinks of query heads; None: there are none.
       tiles: tiles of the splash kernel.
 
     Returns:
       [B, T, H, K].
 
     Raises:
-      UserError: the positions of a chip do not fill the tiles of the kernel, cuDNN was asked for and cannot compute
-        it, or there can be no prefix.
+      UserError: positions of a chip do not fill the kernel's tiles, cuDNN cannot compute this, or a prefix is not
+        possible.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
@@ -106,7 +105,7 @@ def attend(
 def _computed(
     choice: str, operands: tuple[Any, ...], scores: Scores, *, order: np.ndarray | None, tiles: Tiles
 ) -> jax.Array:
-    """Computes attention by the implementation that was chosen; by the one of the platform for "auto"."""
+    """Computes attention with the chosen implementation, or that of the platform for "auto"."""
     q, *_, prefix, sinks = operands
     by_products = functools.partial(plain, scores=scores, order=order)
     by_kernel = functools.partial(splash_attention, scores=scores, order=order, tiles=tiles)
@@ -134,12 +133,13 @@ def on_gpus(
     *,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
-    """Runs cuDNN's kernel on each device's rows and heads; shapes as in `attend`, each device with whole rows.
+    """Runs cuDNN's kernel on the rows and heads of each device, which has whole rows; shapes as in `attend`.
 
     Args:
       q, k, v: queries [B, T, H, K], keys and values [B, S, N, K].
-      segment_ids, kv_segment_ids: [B, T] and [B, S].
-      prefix, sinks: what attends both ways; JAX gives cuDNN no sinks.
+      segment_ids, kv_segment_ids: segments of queries [B, T] and of keys [B, S].
+      prefix: as in `attend`.
+      sinks: None, because JAX passes no sinks to cuDNN.
       scores: how scores are scaled and bounded.
       implementation: the implementation of `jax.nn.dot_product_attention`.
     """
@@ -160,7 +160,7 @@ def on_gpus(
 
 
 def _gathered_from_ring(x: jax.Array) -> jax.Array:
-    """Returns keys, values or segments [B, T, ...] of whole rows, in the order of the row."""
+    """Gathers keys, values or segments [B, T, ...] to whole rows, in the order of the row."""
     names = ("batch", None, "kv_heads", "head_dim")[: x.ndim]
     return ring_attention.arrange(logical.constrain(x, *names), *names, back=True)
 
@@ -177,13 +177,13 @@ def _around_ring(
     tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention of rows in the order of the ring; arguments as in `attend`."""
-    ring_attention.order(q.shape[1])  # refuses positions that do not divide
+    """Computes attention of rows whose positions are in the order of the ring; arguments as in `attend`."""
+    ring_attention.order(q.shape[1])  # raises UserError if positions do not divide
     q = scaled(q, scores.factor(q.shape[-1]))
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length")
     axes = tuple(logical.mesh_axes(kv_spec[1]))
     by_products = ring_attention.Pairs(axes, MIXED, scores.softcap)
-    of_pairs = dataclasses.replace(tiles, fused_backward=False)  # gradients of pairs are computed by both kernels
+    of_pairs = dataclasses.replace(tiles, fused_backward=False)  # pairs of chunks use separate kernels for gradients
     by_kernel = dataclasses.replace(by_products, tiles=of_pairs, interpret=interpret)
 
     def form(pairs: ring_attention.Pairs) -> Callable[..., jax.Array]:
@@ -217,7 +217,7 @@ def plain(
     Args:
       q, k, v, segment_ids, prefix, sinks, scores: as in `attend`.
       kv_segment_ids: segment ids of the keys; None: those of the queries.
-      order: the positions of the queries, if they are not in the order of the row as the keys are.
+      order: the positions of the queries if they, unlike the keys, are not in the order of the row.
 
     Returns:
       [B, T, H, K].
@@ -241,7 +241,7 @@ def plain(
 
 
 def _computed_scores(q: jax.Array, k: jax.Array, scores: Scores) -> jax.Array:
-    """Returns the scores of queries [B, T, H, K] and keys [B, S, N, K]: [B, N, G, T, S], float32."""
+    """Returns the scores [B, N, G, T, S] float32 of queries [B, T, H, K] and keys [B, S, N, K]."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)  # [B, T, N, G, K]
     found = jnp.einsum("btngk,bsnk->bngts", grouped, k, preferred_element_type=jnp.float32)
@@ -249,7 +249,7 @@ def _computed_scores(q: jax.Array, k: jax.Array, scores: Scores) -> jax.Array:
 
 
 def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Returns the means [B, T, H, K] of values [B, S, N, K] by the softmax of scores where visible [B, T, S]."""
+    """Returns the means [B, T, H, K] of values [B, S, N, K] by the softmax of scores where `visible` [B, T, S]."""
     scores = jnp.where(visible[:, None, None], scores, -1e30)
     if sinks is not None:
         scores = jnp.concatenate([scores, _as_scores(sinks, scores)], axis=-1)
@@ -259,7 +259,7 @@ def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array, sinks: jax.Array
 
 
 def _as_scores(sinks: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns sinks [H] as the scores of one key, [B, N, G, T, 1], for scores [B, N, G, T, S]."""
+    """Returns sinks [H] as scores of one more key, [B, N, G, T, 1], for scores like `like` [B, N, G, T, S]."""
     batch, groups, each, length, _ = like.shape
     return jnp.broadcast_to(sinks.reshape(1, groups, each, 1, 1), (batch, groups, each, length, 1))
 
@@ -276,18 +276,18 @@ def cached(
     choice: str = "auto",
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KeysAndValues]:
-    """Computes causal attention of the ids in slots from `start` on to themselves and to those in earlier slots.
+    """Computes causal attention of new ids, in slots from `start` on, to themselves and to earlier slots of a KV cache.
 
-    A cache of R entries holds slot s in entry s mod R. Without a window it has an entry for every slot; with one, R may
-    be as small as the window, and the oldest entries are replaced.
+    A cache of R entries has slot s in entry s mod R. Without a window it has an entry for every slot. With a window, R
+    may be as small as the window, and new entries replace the oldest.
 
     Args:
       q, k, v: queries [B, T, H, K], and keys and values [B, T, N, K], of T new slots.
-      before: keys and values of the slots before `start`, [B, N, R, K] each.
-      start: slot of the first new id, [], int32.
-      padding: [B], int32; the first slots of a row, so many of them, are empty.
+      before: keys and values of the slots before `start`, each [B, N, R, K].
+      start: the slot of the first new id, [] int32.
+      padding: [B] int32, the number of empty slots at the beginning of each row.
       scores: as in `attend`.
-      choice: "none" for no mixing over positions; all others are computed alike.
+      choice: "none": positions are not mixed; all other choices give the same computation.
       sinks: as in `attend`.
 
     Returns:
@@ -296,11 +296,11 @@ def cached(
     new, entries = KeysAndValues(*(jnp.swapaxes(a, 1, 2) for a in (k, v))), before.keys.shape[2]
     if choice == "none":
         return _repeat_heads(v, q.shape[2]), before
-    if scores.window is not None and entries < scores.window:  # there are fewer slots than the window has
+    if scores.window is not None and entries < scores.window:  # the row is shorter than the window
         scores = dataclasses.replace(scores, window=None)
     pairs, wraps = list(zip(before, new, strict=True)), scores.window is not None
     after = KeysAndValues(*(_stored(*pair, start, wraps=wraps) for pair in pairs))
-    if scores.window is None or q.shape[1] == 1:  # no entry that a query needs has been replaced
+    if scores.window is None or q.shape[1] == 1:  # the new entries have not replaced any that a query needs
         seen, slots = after, _held(entries, start + q.shape[1])
     else:
         seen = KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs))
@@ -329,12 +329,12 @@ def _mixed_at_once(
     *,
     scores: Scores,
 ) -> jax.Array:
-    """Computes the attention of slots from `start` on to the entries of a cache.
+    """Computes the attention of slots from `start` on to the entries of a cache, with all scores at once.
 
     Args:
       q: [B, T, H, K].
-      seen: the entries, [B, N, S, K] each.
-      slots: slot of each entry, [S]; negative if it is empty.
+      seen: the entries, each [B, N, S, K].
+      slots: the slot of each entry, [S]; negative if the entry is empty.
       start, padding, sinks, scores: as in `cached`.
 
     Returns:
@@ -355,21 +355,21 @@ def _mixed_by_blocks(
     *,
     scores: Scores,
 ) -> jax.Array:
-    """Computes the same block by block, and leaves out blocks that are empty.
+    """Computes the same as `_mixed_at_once` block by block, and skips empty blocks.
 
-    The sums of a query are relative to its largest score so far, and are scaled down when a block has a larger one
-    (Dao et al. 2022, FlashAttention, algorithm 1). On a CPU, long prompts take less time than with all scores at once.
-    The compiler's estimate for TPUs says the opposite.
+    The sums of a query are relative to its largest score so far, and are scaled down when a block has a larger one (Dao
+    et al. 2022, FlashAttention, algorithm 1). On CPUs this is faster for long prompts; for TPUs the compiler estimates
+    the opposite.
     """
     (batch, length, heads, head_dim), (_, groups, entries, _) = q.shape, seen.keys.shape
     block = min(BLOCK, entries)
-    # Empty entries are the last ones; in a window there are few.
+    # Without a window, empty entries are the last ones; with a window they are few.
     filled = entries if scores.window is not None else start + length
     queries = jnp.transpose(q.reshape(batch, length, groups, heads // groups, head_dim), (0, 2, 3, 1, 4))
 
     def add_block(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, mixed = sums  # [B, N, G, T, 1], [B, N, G, T, 1], [B, N, G, T, K], float32
-        first = jnp.minimum(i * block, entries - block)  # the last block may overlap with the one before
+        first = jnp.minimum(i * block, entries - block)  # the last block may overlap the previous one
         keys, values = (jax.lax.dynamic_slice_in_dim(a, first, block, axis=2) for a in seen)
         found = jnp.einsum("bngtk,bnsk->bngts", queries, keys, preferred_element_type=jnp.float32)
         found = scores.bounded(found * scores.factor(head_dim))
@@ -387,7 +387,7 @@ def _mixed_by_blocks(
 
     rows = queries.shape[:-1]
     nothing = jnp.full((*rows, 1), -1e30), jnp.zeros((*rows, 1)), jnp.zeros((*rows, head_dim))
-    if sinks is not None:  # of weight 1, relative to itself
+    if sinks is not None:  # a sink has weight 1 relative to itself
         nothing = _as_scores(sinks, queries), jnp.ones((*rows, 1)), nothing[2]
     _, total, mixed = jax.lax.fori_loop(0, (filled + block - 1) // block, add_block, nothing)
     mixed = jnp.transpose(mixed / total, (0, 3, 1, 2, 4))  # [B, T, N, G, K]
@@ -395,7 +395,7 @@ def _mixed_by_blocks(
 
 
 def _held(entries: int, end: jax.Array) -> jax.Array:
-    """Returns the slot in each entry after the slots before `end` were stored, [R]; negative in an empty entry."""
+    """Returns the slot in each entry, [R], once all slots before `end` are stored; negative for empty entries."""
     return end - 1 - (end - 1 - jnp.arange(entries)) % entries
 
 
@@ -404,14 +404,14 @@ def _stored(before: jax.Array, new: jax.Array, start: jax.Array, *, wraps: bool)
 
     Args:
       before: the cache.
-      new: the entries.
-      start: the first slot, [].
-      wraps: whether the new slots may continue at the first entry.
+      new: the new keys or values.
+      start: the first new slot, [].
+      wraps: whether the new slots may wrap around to the first entry.
     """
     entries, length = before.shape[2], new.shape[2]
     if not wraps or length == 1:
         return jax.lax.dynamic_update_slice_in_dim(before, new, start % entries, axis=2)
-    index = _held(entries, start + length) - start  # in the new slots; negative: the entry is not replaced
+    index = _held(entries, start + length) - start  # index into the new slots; negative: keep the entry
     return jnp.where(index[:, None] >= 0, jnp.take(new, jnp.maximum(index, 0), axis=2), before)
 
 
@@ -430,14 +430,14 @@ def splash_attention(
     tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
-    """Runs the splash kernel on each chip's rows, heads and query positions; shapes as in `attend`.
+    """Runs the splash kernel on the rows, heads and query positions of each chip; shapes as in `attend`.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, prefix, sinks, scores, order: as in `plain`; a chip needs all positions of
-        its keys and values.
-      masks: a mask for every head, in place of the causal one or of a window.
-      tiles: the largest tiles.
-      interpret: run the kernel in Pallas's interpreter, on any device.
+      q, k, v, segment_ids, kv_segment_ids, prefix, sinks, scores, order: as in `plain`; each chip has keys and values
+        of all positions.
+      masks: a mask for every head, instead of the causal or window mask.
+      tiles: upper limits of the tiles.
+      interpret: whether to run the kernel in Pallas's interpreter, on any device.
     """
     q = scaled(q, scores.factor(q.shape[-1]))
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
@@ -462,7 +462,7 @@ def splash_attention(
     mesh = jax.sharding.get_abstract_mesh()
     length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
     kernel = make(length_shards=length_shards, head_shards=head_shards)
-    # Used only to compute the spec: inside a pipeline, axes of `mesh` may be manual.
+    # This mesh only serves to compute the spec, because inside a pipeline, axes of `mesh` may be manual.
     free = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(free, PartitionSpec(q_spec[2], q_spec[1])))
     rows, of_kv = PartitionSpec(*q_spec[:2]), PartitionSpec(*kv_spec[:2])
@@ -472,22 +472,22 @@ def splash_attention(
         in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, rows, of_kv, *others),
         out_specs=q_spec,
         axis_names=logical.automatic_axes(),
-        check_vma=False,  # the kernel's custom gradient does not declare how its results vary over the mesh
+        check_vma=False,  # the kernel's gradient does not declare how its results vary over the mesh
     )(kernel, q, k, v, segment_ids, of_keys, queries, sinks)
 
 
 def _matching_heads(
     q: jax.Array, k: jax.Array, v: jax.Array, *, positions: str | None
 ) -> tuple[jax.Array, jax.Array, tuple[PartitionSpec, PartitionSpec]]:
-    """Returns keys, values and the specs of q and of both, with a key head on the chip of every query head.
+    """Returns keys and values such that every query head has its key head on its chip, and the specs of q and of both.
 
-    `positions` is the logical axis of the positions of keys.
+    `positions` is the logical axis of the keys' positions.
     """
     q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
     kv_spec = logical.activation_spec("batch", positions, "kv_heads", "head_dim")
     assert q_spec is not None
     assert kv_spec is not None
-    if kv_spec[2] != q_spec[2]:  # key heads are sharded differently from query heads: repeat them for every query head
+    if kv_spec[2] != q_spec[2]:  # sharded differently from query heads: repeat key heads for each
         k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
         kv_spec = PartitionSpec(*kv_spec[:2], *q_spec[2:])
     return k, v, (q_spec, kv_spec)
@@ -506,7 +506,7 @@ def _kernel(
     length_shards: int = 1,
     head_shards: int = 1,
 ):
-    """Returns the kernel for all positions; over chips it is sharded like its queries."""
+    """Returns the kernel for all positions, which is sharded over chips like its queries."""
     shape = (length, length)
     mask: Any
     if prefix:
@@ -580,8 +580,8 @@ def fits_tiles(length: int) -> bool:
 
 
 def _tile_unit() -> int:
-    """Returns the number of which the length of a row is a multiple if the kernel's tiles fit."""
-    chunks = 2 if ring_attention.shards() > 1 else 1  # of each chip
+    """Returns the number that must divide the length of a row for the kernel's tiles to fit."""
+    chunks = 2 if ring_attention.shards() > 1 else 1  # chunks of a row on each chip
     return ring_attention.length_shards() * chunks * LANES
 
 

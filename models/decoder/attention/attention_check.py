@@ -1,6 +1,6 @@
 """Compares the attention kernel with the plain implementation, forward and backward, on the first chip of this host.
 
-On other devices the kernel runs in Pallas's interpreter, which tests its definition but not its compilation for TPUs.
+If that is not a TPU, the kernel runs in Pallas's interpreter, which tests its definition but not its compilation.
 """
 
 import functools
@@ -13,7 +13,8 @@ from models.decoder.attention import attention
 
 HEADS, KEY_HEADS, HEAD_DIM = 2, 1, 128
 LENGTH, INTERPRETED_LENGTH = 512, 128
-# Of the largest element. A bfloat16 has 8 bits, and sums are of hundreds; a TPU multiplies float32 in bfloat16 parts.
+# Relative to the largest element. bfloat16 has 8 bits, and sums have hundreds of terms; a TPU multiplies float32 in
+# # bfloat16 parts.
 TOLERANCE = {"bfloat16": 0.04, "float32": 0.02}
 INTERPRETED = {"bfloat16": 0.04, "float32": 2e-5}
 
@@ -41,7 +42,8 @@ def look() -> dict[str, Any]:
     """Compares the splash kernel with plain attention in float32 and bfloat16.
 
     Returns:
-      {platform, kernel, compared, ok}: where and how the kernel ran, the differences, and whether all are tolerated.
+      {platform, kernel, compared, ok}: where and how the kernel ran, the differences, and whether all are within
+        tolerance.
     """
     device = jax.local_devices()[0]
     interpret = device.platform != "tpu"

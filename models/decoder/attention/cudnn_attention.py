@@ -1,9 +1,9 @@
-"""Flash attention of cuDNN, for GPUs of NVIDIA, through `jax.nn.dot_product_attention`. No GPU has run it yet.
+"""cuDNN's flash attention for NVIDIA GPUs, through `jax.nn.dot_product_attention`. No GPU has run it yet.
 
-Causal attention and windows are flags of cuDNN's kernel, which then skips what no query sees. Segments and prefixes
-are a mask, which JAX passes as a bias [B, 1, T, T] in the dtype of the queries: it needs T^2 entries per row, but not
-for every head as plain scores do. What the kernel cannot compute is left to plain products, for the reason that
-`problem` returns.
+Causal attention and windows are flags of cuDNN's kernel, which then skips keys that no query sees. Segments and
+prefixes become a mask, which JAX passes as a bias [B, 1, T, T] in the dtype of the queries: it needs T^2 entries per
+row, but not per head as plain scores do. If the kernel cannot compute an attention (`problem` says why), plain products
+are used.
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ from models.decoder.attention import ring_attention
 from models.decoder.attention.scores import Scores
 from models.decoder.prefix import Prefix
 
-MOST_HEAD_DIM = 128  # cuDNN allows 256 from Hopper on
+MOST_HEAD_DIM = 128  # from Hopper on, cuDNN allows 256
 
 
 def problem(
@@ -31,10 +31,10 @@ def problem(
     prefix: Prefix | None = None,
     has_sinks: bool = False,
 ) -> str:
-    """Returns why cuDNN cannot compute an attention under the current tables; "" if it can.
+    """Returns why cuDNN cannot compute an attention with the strategy's sharding tables; "" if it can.
 
     Args:
-      length: positions of a row.
+      length: positions per row.
       head_dim, dtype: width and dtype of queries, keys and values.
       softcap, prefix: as in `models.decoder.attention.attention.attend`.
       has_sinks: whether there are sinks.
@@ -67,13 +67,13 @@ def check(
     prefix: Prefix | None,
     has_sinks: bool = False,
 ) -> None:
-    """Checks that cuDNN can compute an attention under the current tables.
+    """Checks that cuDNN can compute an attention with the strategy's sharding tables.
 
     Args:
       length, head_dim, dtype, softcap, prefix, has_sinks: as in `problem`.
 
     Raises:
-      UserError: it cannot; gives the reason.
+      UserError: it cannot; the message has the reason.
     """
     if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix, has_sinks=has_sinks):
         raise UserError(f"attention = 'cudnn': {reason}; attention = 'auto' uses plain products where cuDNN cannot")
@@ -93,15 +93,15 @@ def attend(
     """Computes attention of whole rows; arguments and result as in `models.decoder.attention.attention.plain`.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, scores: as there.
-      until: [B, T], of a prefix (`models.decoder.prefix.Prefix`).
+      q, k, v, segment_ids, kv_segment_ids, scores: as in `plain`.
+      until: [B, T], the field of a prefix (`models.decoder.prefix.Prefix`); None: attention is causal.
       implementation: "xla" computes the same call without cuDNN, on any device.
     """
     seen = segment_ids[:, :, None] == kv_segment_ids[:, None, :]  # [B, T, S]
     if until is not None:
         seen &= prefixes.visible(until, window=scores.window)
     width = v.shape[-1]
-    if width < k.shape[-1]:  # JAX's function needs values as wide as keys
+    if width < k.shape[-1]:  # JAX's function needs keys and values of the same width
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - width)))
     local = (scores.window - 1, 0) if scores.window is not None and scores.window < q.shape[1] else None
     mixed = jax.nn.dot_product_attention(

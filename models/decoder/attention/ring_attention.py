@@ -1,25 +1,25 @@
-"""Causal attention with keys and values that travel around a ring of chips, which share the positions of a row.
+"""Causal attention in which keys and values travel around a ring of chips that share the positions of a row.
 
-Ring attention (Liu et al. 2023) with positions in zig-zag order: a row is divided into 2 S chunks for S chips, and chip
-i has the chunks i and 2 S - 1 - i, its early and its late one. In the order of the row, the last chip would have nearly
+This is ring attention (Liu et al. 2023) with positions in zig-zag order: a row is divided into 2 S chunks for S chips,
+and chip i has an early chunk i and a late chunk 2 S - 1 - i. In the order of the row, the last chip would have nearly
 twice the mean work, because its queries attend to all positions, and the others would wait for it.
 
     chip:    0    1    2    3        S = 4
     chunks:  0 7  1 6  2 5  3 4
 
-First every chip attends to its own chunks, causally. Then keys and values move to the next chip, S - 1 times. Of the
-two chunks that arrive from chip j, all of the early one is before the late chunk of queries. Of the other three pairs
-of chunks exactly one is visible: if j < i the early queries and the early keys, otherwise the late ones. So in each
-step every chip computes two full pairs of chunks, masked by segments alone.
+First, every chip attends causally to its own chunks. Then keys and values move to the next chip, S - 1 times. When
+chip i receives the two chunks of chip j, the early keys are all before its late queries. Of the other three pairs of
+chunks exactly one is visible: early queries with early keys if j < i, otherwise late queries with late keys. So in each
+step every chip computes two full pairs of chunks, masked only by segments.
 
-A pair gives a mean of values and the log of its normalizer, and means are added with weights from these logs (Dao et
-al. 2022, FlashAttention). In the backward pass keys and values move around the ring again, followed by their gradients,
+A pair gives a mean of values and the log of its normalizer; means are added with weights from these logs (Dao et al.
+2022, FlashAttention). In the backward pass keys and values move around the ring again together with their gradients,
 which a last move returns to their chips. Sinks are added at the end, as a pair whose value is 0. Pairs are computed by
 the splash kernel or by plain products.
 
 Inside the ring arrays have heads before positions, as the kernel needs them.
 
-B batch, H query heads, N key/value heads, G = H / N, T positions, of a row, a chip or a chunk, S positions of keys, K
+B batch, H query heads, N key/value heads, G = H / N, T positions (of a row, a chip or a chunk), S positions of keys, K
 head_dim.
 """
 
@@ -44,22 +44,22 @@ _HIDDEN = -1e30
 
 
 def shards() -> int:
-    """Returns S: the number of chips over which keys and values are sharded by position; 1 without a ring."""
+    """Returns the number of chips over which keys and values are sharded by position; 1 without a ring."""
     spec = logical.activation_spec("kv_length")
     return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
 
 
 def length_shards() -> int:
-    """Returns the number of chips over which the positions of queries are sharded."""
+    """Returns the number of chips over which queries are sharded by position."""
     spec = logical.activation_spec("length")
     return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
 
 
 def order(length: int) -> np.ndarray:
-    """Returns the positions of a row in the order in which chips have them, [T].
+    """Returns the positions [T] of a row in the order in which the chips have them.
 
     Raises:
-      UserError: they do not divide into 2 S chunks, or positions of queries are sharded in another way.
+      UserError: they do not divide into two chunks per chip, or the positions of queries are sharded differently.
     """
     count = shards()
     if length % (2 * count):
@@ -79,7 +79,7 @@ def order(length: int) -> np.ndarray:
 
 
 def _chunks(count: int) -> list[int]:
-    """Returns the chunks of a row in the order in which chips have them."""
+    """Returns the chunks of a row in the order in which the chips have them."""
     return [chunk for i in range(count) for chunk in (i, 2 * count - 1 - i)]
 
 
@@ -89,19 +89,19 @@ def arrange(x: jax.Array, *names: str | None, back: bool = False) -> jax.Array:
     Args:
       x: the array.
       *names: its logical axes.
-      back: from the order of the ring to that of the row.
+      back: whether to change from the order of the ring to that of the row instead.
     """
     count = shards()
     if count == 1:
         return x
     order(x.shape[1])  # refuses positions that do not divide
-    chunks = jnp.split(x, 2 * count, axis=1)  # slices, whose gradients are no sums by index
+    chunks = jnp.split(x, 2 * count, axis=1)  # slices, because their gradients are no scatter-adds
     moved = np.argsort(_chunks(count)) if back else _chunks(count)
     return logical.constrain(jnp.concatenate([chunks[i] for i in moved], axis=1), *names)
 
 
 class Keys(NamedTuple):
-    """Keys and values of some positions, [B, N, S, K] each, and their segments, [B, 1, S]."""
+    """Keys and values, each [B, N, S, K], and their segments [B, 1, S]."""
 
     keys: jax.Array
     values: jax.Array
@@ -116,7 +116,7 @@ class Queries(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """Means of values [B, H, T, K], and the logs of the normalizers of their weights, [B, H, T] float32."""
+    """Means of values [B, H, T, K], and the logs [B, H, T] float32 of the normalizers of their weights."""
 
     means: jax.Array
     log_total: jax.Array
@@ -124,14 +124,14 @@ class Mixed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Attention between two chunks on one chip.
+    """Computes attention between two chunks on one chip.
 
     Attributes:
       axes: mesh axes of the ring.
       name: checkpoint name of the result.
-      softcap: as in `attention.attend`.
+      softcap: as in `scores.Scores`.
       tiles: tiles of the kernel; None: plain products.
-      interpret: run the kernel in Pallas's interpreter.
+      interpret: whether to run the kernel in Pallas's interpreter.
     """
 
     axes: tuple[str, ...]
@@ -141,7 +141,7 @@ class Pairs:
     interpret: bool = False
 
     def forward(self, q: Queries, kv: Keys, *, causal: bool = False) -> Mixed:
-        """Computes the attention of queries to keys; `causal`: up to their own index, otherwise to all."""
+        """Computes the attention of queries to all keys or, if `causal`, to keys up to the query's own index."""
         if self.tiles is None:
             scores = self._scores(q, kv, causal=causal)(q.queries, kv.keys)
             log_total = jax.nn.logsumexp(scores, axis=-1)  # [B, N, G, T]
@@ -153,11 +153,11 @@ class Pairs:
         return Mixed(means.astype(jnp.float32), log_total)
 
     def backward(self, q: Queries, kv: Keys, of: Mixed, d_means: jax.Array, *, causal: bool = False) -> tuple:
-        """Returns the gradients with respect to queries, keys and values, through these pairs.
+        """Returns the gradients with respect to queries, keys and values that pass through this pair.
 
         Args:
           q, kv, causal: as in `forward`.
-          of: attention of these queries to all keys, of this chunk and of others.
+          of: the attention of these queries to all keys, including those of other chunks.
           d_means: the gradient of `of.means`.
         """
         if self.tiles is None:
@@ -168,7 +168,7 @@ class Pairs:
                 weights = jnp.exp(found - of.log_total.reshape(*found.shape[:4], 1))
                 return _weighted(weights, values), jnp.sum(weights, axis=-1).reshape(of.log_total.shape)
 
-            # The normalizer is constant here; its gradient is that of the sum of weights, times this.
+            # The normalizer is a constant here; its gradient is that of the sum of weights, times this factor.
             d_total = -jnp.sum(of.means.astype(jnp.float32) * d_means.astype(jnp.float32), axis=-1)
             return jax.vjp(weighted, q.queries, *kv[:2])[1]((d_means, d_total))
         kernel = self._kernel(q.queries, causal=causal, save_residuals=False)
@@ -177,7 +177,7 @@ class Pairs:
             return jax.vmap(of_row)(q.queries, *kv[:2], _segments(q, kv), *of, d_means)
 
     def _scores(self, q: Queries, kv: Keys, *, causal: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """Returns the function of queries and keys that gives their scores, [B, N, G, T, S] float32."""
+        """Returns a function that maps queries and keys to their scores [B, N, G, T, S] float32."""
         visible = q.segments[..., None] == kv.segments[:, :, None]  # [B, 1, T, S]
         if causal:
             visible &= jnp.tril(jnp.ones(visible.shape[2:], bool))
@@ -207,12 +207,12 @@ class Pairs:
 
 
 def _scope(*, causal: bool) -> str:
-    """Returns the name by which `parallel.planning.cost` recognizes kernels that compute all scores."""
+    """Returns a name by which `parallel.planning.cost` recognizes whether kernels compute all scores."""
     return "causal_pair" if causal else "full_pair"
 
 
 def _weighted(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns the sums [B, H, T, K] of values [B, N, S, K] with weights [B, N, G, T, S]."""
+    """Returns the sums [B, H, T, K] of values [B, N, S, K], weighted by [B, N, G, T, S]."""
     found = jnp.einsum("bngts,bnsk->bngtk", weights.astype(values.dtype), values)
     return found.reshape(found.shape[0], -1, *found.shape[3:])
 
@@ -231,15 +231,15 @@ def attend(
     pairs: Pairs,
     specs: tuple[PartitionSpec, ...],
 ) -> jax.Array:
-    """Computes attention of rows in the order of the ring; splits the positions of a chip into its two chunks.
+    """Computes attention of rows whose positions are in the order of the ring, two chunks on each chip.
 
     Args:
-      q: [B, T, H, K], scaled.
-      k, v: [B, T, N, K].
+      q: scaled queries [B, T, H, K].
+      k, v: keys and values [B, T, N, K].
       segment_ids: [B, T].
-      sinks: [H], float32, or None.
-      pairs: how pairs of chunks are computed.
-      specs: specs of q, of k and v, and of segment_ids, over automatic mesh axes.
+      sinks: [H] float32, or None.
+      pairs: computes pairs of chunks.
+      specs: specs, over automatic mesh axes, of q, of k and v, and of segment_ids.
 
     Returns:
       [B, T, H, K].
@@ -284,7 +284,7 @@ def _forward(
 
     def step(carry: tuple[Keys, tuple[Mixed, Mixed]], number: jax.Array) -> tuple[tuple, None]:
         keys, found = carry
-        return (_sent(pairs, keys), add(found, keys, number)), None  # the next keys are sent meanwhile
+        return (_sent(pairs, keys), add(found, keys, number)), None  # the next keys are sent during this
 
     moves = jax.lax.axis_size(pairs.axes) - 1
     carry = (_sent(pairs, own_keys), _halves(pairs.forward(own, own_keys, causal=True)))
@@ -332,7 +332,7 @@ _around.defvjp(_forward, _backward)
 
 
 def _of_sinks(sinks: jax.Array | None, mixed: Mixed, d_means: jax.Array) -> jax.Array | None:
-    """Returns the gradient of sinks [H]: what they take from the means, by their share of each normalizer."""
+    """Returns the gradient of sinks [H], which take a share of each normalizer from the means."""
     if sinks is None:
         return None
     along = jnp.sum(mixed.means.astype(jnp.float32) * d_means.astype(jnp.float32), axis=-1)  # [B, H, T]
@@ -340,7 +340,7 @@ def _of_sinks(sinks: jax.Array | None, mixed: Mixed, d_means: jax.Array) -> jax.
 
 
 def _is_early(pairs: Pairs, step: jax.Array | int) -> jax.Array:
-    """Returns whether the keys that arrive in this step come from an earlier chip, so that early queries see them."""
+    """Returns whether this step's keys come from an earlier chip, so that early queries see early keys."""
     return jax.lax.axis_index(pairs.axes) >= step
 
 
@@ -362,7 +362,7 @@ def _joined(early: Any, late: Any) -> Any:
 
 
 def _two_pairs(is_early: jax.Array, q: tuple[Queries, Queries], kv: tuple[Keys, Keys]) -> tuple[Queries, Keys]:
-    """Returns the two visible pairs of chunks, as rows: late queries and early keys, then both early or both late."""
+    """Returns the two visible pairs of chunks as rows: late queries with early keys; both early or both late."""
     return _of_queries(is_early, q), _stacked(kv[0], _where(is_early, *kv))
 
 
@@ -385,7 +385,7 @@ def _rows_apart(tree: Any) -> tuple[Any, Any]:
 
 
 def _only(is_early: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns x for the early chunk or for the late one, and 0 for the other."""
+    """Returns (x, 0) if the early chunk is meant, otherwise (0, x) for the late one."""
     return jnp.where(is_early, x, 0), jnp.where(is_early, 0, x)
 
 
@@ -394,7 +394,7 @@ def _plus(arrived: jax.Array, more: jax.Array) -> jax.Array:
 
 
 def _added(one: Mixed, other: Mixed) -> Mixed:
-    """Returns the attention of the same queries to the keys of both."""
+    """Combines the attention of the same queries to two sets of keys."""
     total = jnp.logaddexp(one.log_total, other.log_total)
     parts = (each.means * jnp.exp(each.log_total - total)[..., None] for each in (one, other))
     return Mixed(sum(parts), total)  # type: ignore[arg-type]  # a sum that starts at 0

@@ -1,4 +1,4 @@
-"""How attention scores are computed, and which positions a query attends to: one value for all implementations."""
+"""`Scores` says, for all implementations, how attention scores are computed and which window a query attends to."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """The scores of a layer's attention, and its window.
+    """How a layer computes attention scores, and its window.
 
     Attributes:
-      scale: factor of the products of queries and keys; None: 1 / sqrt(K).
+      scale: factor that multiplies the products of queries and keys; None: 1 / sqrt(K).
       softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
-      window: a query attends to this many positions, its own being the last; None: to all positions up to its own.
+      window: number of positions that a query attends to, its own being the last; None: all positions up to its own.
     """
 
     scale: float | None = None
@@ -22,11 +22,11 @@ class Scores:
     window: int | None = None
 
     def factor(self, head_dim: int) -> float:
-        """Returns the factor of the products of queries and keys of K = `head_dim`."""
+        """Returns the factor for queries and keys with K = `head_dim`."""
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
 
     def bounded(self, scores: jax.Array) -> jax.Array:
-        """Returns scores, bounded by `softcap` if there is one."""
+        """Returns the scores, bounded by `softcap` if there is one."""
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
 

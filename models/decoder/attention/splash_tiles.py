@@ -1,4 +1,4 @@
-"""Sizes of the tiles in which the splash kernel computes attention; they change speed and memory, never results."""
+"""Sizes of the tiles in which the splash kernel computes attention, which change speed and memory but not results."""
 
 import dataclasses
 from typing import Any
@@ -7,23 +7,24 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from core.errors import UserError, check_integer
 
-LANES = 128  # a TPU vector register is 128 wide; tiles are multiples of it
+LANES = 128  # tiles are multiples of 128, the width of a TPU vector register
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """The largest tiles; each row takes the largest multiples of 128 up to them that divide its positions on a chip.
+    """Upper limits of the splash kernel's tiles.
 
-    Larger tiles need more of a chip's vector memory (VMEM), and fewer reads of keys and values from HBM.
+    The largest multiples of 128 up to these limits that divide a row's positions on a chip are used. Larger tiles need
+    more of a chip's vector memory (VMEM), and fewer reads of keys and values from HBM.
 
     Attributes:
-      queries: positions of queries in a tile.
-      keys: positions of keys and values in a tile.
+      queries: number of query positions per tile.
+      keys: number of key and value positions per tile.
       fused_backward: whether one kernel computes the gradients of queries, keys and values. It computes scores once
-        in place of twice, and adds up partial gradients of queries, one for each tile of keys, in HBM.
+        instead of twice, but stores partial gradients of queries, one per tile of keys, in HBM.
 
     Raises:
-      UserError: a size that is no multiple of 128.
+      UserError: a size is not a multiple of 128.
     """
 
     queries: int = 512
@@ -37,7 +38,7 @@ class Tiles:
                 raise UserError(f"Tiles.{name} = {size}: expected a multiple of {LANES}")
 
     def block_sizes(self, length: int) -> splash.BlockSizes:
-        """Returns the tiles for queries and keys of `length` positions, a multiple of 128."""
+        """Returns the tile sizes for `length` positions (a multiple of 128) of queries and keys on a chip."""
         q, kv = (largest(most, length) for most in (self.queries, self.keys))
         own: dict[str, Any] = {} if self.fused_backward else {"block_q_dq": q, "block_kv_dq": kv}
         return splash.BlockSizes(

@@ -1,4 +1,4 @@
-"""Describes a family of published models; has the functions that families like Llama share.
+"""Describes families of published models, and has the functions that families like Llama share.
 
 A family is a module in `models/families/` with `FAMILIES`: a `Family` for each of its `model_type`s. `families` finds
 the modules by their files, so a family is added without changing another file.
@@ -38,7 +38,7 @@ _ACTIVATIONS = {
 
 
 class Check(NamedTuple):
-    """A test of the value of a key, and the value that it expects, for messages."""
+    """A test of a key's value in `config.json`, and a description of the values that pass it, for messages."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -57,30 +57,32 @@ _BY_DEFAULT = {  # of keys, by the type of the value that transformers gives abs
 
 
 class Family(NamedTuple):
-    """A family of configurations.
+    """A family of published models: how their `config.json` and tensors correspond to the decoder.
 
     Attributes:
-      title: its name for people.
-      differs: how it differs from Llama, in a few words.
-      architecture: the class of transformers that loads an export.
-      read: returns the fields of the decoder.
-      write: returns the keys of `config.json`; None: an export has another `model_type`.
+      title: its name in tables and messages.
+      differs: how its models differ from Llama, in a few words.
+      architecture: the class of the library transformers that loads an export.
+      read: returns the fields of the decoder, given the configuration with the values of absent keys.
+      write: returns the entries of `config.json` for a decoder; None: such decoders are exported as another
+        `model_type`.
       sources: returns the source of each parameter by its path, without the prefix of tensor names.
-      keys: that are read, with the values that transformers gives absent ones; `...` if the key must be there. An
-        absent `max_position_embeddings` is None, because rotary embeddings do not limit positions.
+      keys: the keys that are read, with the values that transformers gives absent ones; `...` if the key is required.
+        An absent `max_position_embeddings` is None, because rotary embeddings do not limit positions.
       nullable: keys that may be null.
-      others: keys that are read if they are there, or that transformers does not read in this family.
+      others: further known keys: read if present, or not read by transformers in this family.
       aliases: other names of keys; the value under the other name wins.
       prefixes: prefixes of tensor names; exports have the first.
-      inside: the `model_type` of the configuration of the language model, if it is inside of another, `text_config`.
-      around: the other keys of the configuration around it.
-      quantized: what reads quantized weights, by the method that `quantization_config` names. They are dequantized;
-        exports are in bfloat16 or float32.
-      ignored: returns patterns of names of tensors that hold no parameter of a model with this configuration, which
-        has the values of absent keys.
-      ties_inside: whether `tie_word_embeddings` of the language model is read, if it has one, and not the other.
-      checks: checks of the values of keys. Those of other keys follow from the type of their default, which is a whole
-        number if there is none.
+      inside: the `model_type` of the language model's configuration, if this is the entry `text_config` of another;
+        else "".
+      around: the other known keys of the surrounding configuration.
+      quantized: sources that dequantize weights, by the method that `quantization_config` names. Exports are in
+        bfloat16 or float32.
+      ignored: returns patterns of names of tensors that hold no parameter of the decoder, given the configuration with
+        the values of absent keys.
+      ties_inside: whether the `tie_word_embeddings` of `text_config` is read, if it is there, instead of the outer one.
+      checks: checks of values, by key. The check of any other key follows from the type of its value in `keys`; a key
+        without such a value must be a whole number.
     """
 
     title: str
@@ -102,7 +104,7 @@ class Family(NamedTuple):
     checks: Mapping[str, Check] = MappingProxyType({})
 
     def problem(self, key: str, value: Any) -> str:
-        """Returns what is wrong with the value of a key, `...` for an absent one; "" if nothing is."""
+        """Returns what is wrong with the value of a key of `keys` (`...`: the key is absent); "" if nothing is."""
         if value is ...:
             return f"{key} is missing"
         check = self.checks.get(key) or _BY_DEFAULT.get(type(self.keys[key]), _WHOLE)
@@ -128,14 +130,14 @@ WINDOWS_OF_QWEN = frozenset({"sliding_window", "max_window_layers"})  # of no us
 
 
 def known_activation(name: str) -> str:
-    """Returns our name of an activation of transformers. Raises UserError if it is not known."""
+    """Returns the decoder's name of an activation of transformers. Raises UserError if it is not known."""
     if name not in _ACTIVATIONS:
         raise UserError(f"activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def published_activation(activation: str) -> str:
-    """Returns the name of an activation in transformers."""
+    """Returns the name in transformers of one of the decoder's activations."""
     names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "gelu_sigmoid": "quick_gelu"}
     return names[activation]
 
@@ -143,12 +145,12 @@ def published_activation(activation: str) -> str:
 def llama(
     config: Config, *, rope: rope_settings.Rope | None = None, activation: str = "hidden_act", **other: Any
 ) -> dict[str, Any]:
-    """Returns the fields that the keys of Llama describe, and others.
+    """Returns the fields of a decoder that the keys of Llama describe, and `other`.
 
     Args:
       config: the configuration, with the values of absent keys.
-      rope: the rotary embedding; None: that of all layers.
-      activation: the key of the activation.
+      rope: the rotary embedding; None: the one that the configuration describes for all layers.
+      activation: the key that names the activation.
       **other: other fields.
     """
     theta, scaling = rope or rope_settings.of_all_layers(config)
@@ -172,7 +174,7 @@ def llama(
 
 
 def _check_heads(config: Config) -> None:
-    """Checks the sizes of heads against one another, under their names in the file."""
+    """Raises UserError if the sizes of heads do not fit together; messages have the names of the keys in the file."""
     heads, kv_heads, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % (kv_heads or heads):
         raise UserError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
@@ -184,14 +186,14 @@ def _check_heads(config: Config) -> None:
 
 
 def without_windows(config: Config, **other: Any) -> dict[str, Any]:
-    """Reads a family whose windows, if it has any, do not follow `layer_types`."""
+    """Returns the fields as `llama` does, for a family whose windows, if any, do not follow `layer_types`."""
     if SLIDING in (layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return llama(config, **other)
 
 
 def layer_types(config: Config, known: Sequence[str] = LAYER_TYPES) -> list[str] | None:
-    """Returns the type of each layer by `layer_types`, which are known ones; None if the file leaves it out."""
+    """Returns the type of each layer, as `layer_types` has it; None if the file leaves it out."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if types is None:
         return None
@@ -207,13 +209,14 @@ def layer_types(config: Config, known: Sequence[str] = LAYER_TYPES) -> list[str]
 def attention_of_types(
     config: Config, types: list[str], *, usual: Attention | None = None, local_theta: float | None = None
 ) -> Attention | tuple[Attention, ...]:
-    """Returns the mixers of layers of these types.
+    """Returns the attention of each layer, as a pattern that repeats, given the types of the layers.
 
     Args:
       config: the configuration, for the window.
-      types: kinds of the layers.
-      usual: the attention of layers without a window, from which that with one differs; None: the default one.
-      local_theta: rotary base of layers with a window; None: that of the others.
+      types: types of the layers, in order, such as "sliding_attention".
+      usual: the attention of layers without a window; layers with one differ from it only by the window and its rotary
+        base. None: the default attention.
+      local_theta: rotary base of layers with a window; None: the same as without.
     """
     usual = usual or Attention()
     if SLIDING not in types:
@@ -225,7 +228,7 @@ def attention_of_types(
 
 
 def shortest(parts: Sequence[Any]) -> Any:
-    """Returns the shortest pattern whose repetition gives these parts of layers, or the one part of all layers.
+    """Returns the shortest pattern whose repetition gives these parts, one per layer; the part itself if all are equal.
 
     The last repetition may be incomplete.
     """
@@ -234,22 +237,22 @@ def shortest(parts: Sequence[Any]) -> Any:
 
 
 def repeated(parts: Sequence[Any]) -> Any:
-    """Returns as `shortest`, but a pattern whose repetitions are complete: for layers with different parameters."""
+    """As `shortest`, but the last repetition is complete, too: for layers whose parameters differ."""
     length = period(list(parts))
     return tuple(parts[:length]) if length > 1 else parts[0]
 
 
 def are_layers(value: Any) -> bool:
-    """Returns whether a value is a list of numbers of layers."""
+    """Returns whether a value is a list of layer numbers: whole numbers from 0."""
     return isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)
 
 
 def choices(config: Config, number: str) -> int:
-    """Returns `num_experts_per_tok`, the number of experts of a token.
+    """Returns `num_experts_per_tok`, the number of experts that a token passes through.
 
     Args:
       config: the configuration.
-      number: the key of the number of all experts.
+      number: the key with the number of experts of a layer.
 
     Raises:
       UserError: a token would have more experts than there are.
@@ -260,9 +263,10 @@ def choices(config: Config, number: str) -> int:
 
 
 def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
-    """Returns the keys of Llama, and others.
+    """Returns the entries of a `config.json` as Llama has it, and `others`.
 
-    Families in which transformers has a `pad_token_id` of its own, which may be beyond the vocabulary, write null.
+    A family for which transformers has a default `pad_token_id`, which may be outside the vocabulary, writes null for
+    it.
     """
     found = {
         "num_hidden_layers": model.num_layers,
@@ -283,7 +287,10 @@ def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
 
 
 def experts_to_write(model: DecoderConfig) -> tuple[Experts, dict[str, Any]]:
-    """Returns the experts of a decoder, and the keys that all families with experts have; raises UserError without."""
+    """Returns the experts of a decoder, and the entries that all families with experts have in `config.json`.
+
+    Raises UserError if the decoder has no experts.
+    """
     if (experts := experts_of(model)) is None:
         raise UserError("the decoder has no experts")
     return experts, {
@@ -294,12 +301,12 @@ def experts_to_write(model: DecoderConfig) -> tuple[Experts, dict[str, Any]]:
 
 
 def attention_of(model: DecoderConfig) -> Attention:
-    """Returns the first attention of a decoder; the default one if it has none."""
+    """Returns the attention of the first layer that has one; the default attention if none does."""
     return next(_attentions(model), Attention())
 
 
 def windowed(model: DecoderConfig) -> Attention | None:
-    """Returns the first attention with a window."""
+    """Returns the attention of the first layer that has one with a window; None if none does."""
     return next((part for part in _attentions(model) if part.window is not None), None)
 
 
@@ -308,18 +315,18 @@ def _attentions(model: DecoderConfig) -> Iterator[Attention]:
 
 
 def attentions(model: DecoderConfig) -> list[Attention]:
-    """Returns the attention of each layer; the default one for layers without."""
+    """Returns the attention of each layer; the default attention for layers with another mixer."""
     kinds = map(model.layer_kind, range(model.num_layers))
     return [next((part for part in kind.mixers if isinstance(part, Attention)), Attention()) for kind in kinds]
 
 
 def types_of_layers(model: DecoderConfig) -> list[str]:
-    """Returns the `layer_types` of a decoder."""
+    """Returns the value of `layer_types` for a decoder, one type per layer."""
     return [FULL if part.window is None else SLIDING for part in attentions(model)]
 
 
 def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
-    """Returns the sources of separate matrices of attention, with the biases and norms of the layer."""
+    """Returns the sources of attention whose queries, keys and values have a matrix each; also of biases and norms."""
     found: Sources = {}
     for ours, rows in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
         found[ours] = Source(f"layers.{{}}.self_attn.{ours[0]}_proj.weight", f"({rows} head_dim) embed")
@@ -338,13 +345,13 @@ def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
 def mlp_sources(
     part: Part | None, *, layer: str = "mlp", names: Mapping[str, str] = MappingProxyType({}), of_experts: str = ""
 ) -> Sources:
-    """Returns the sources of a feed-forward layer, or of experts.
+    """Returns the sources of a dense feed-forward, or of experts.
 
     Args:
-      part: the feed-forward.
-      layer: name of the module of a dense layer.
-      names: names of the matrices `gate`, `up` and `down`, where they are not as Llama's.
-      of_experts: name of the module of experts; "": as `layer`.
+      part: the feed-forward, dense or with experts.
+      layer: name of the module of a dense feed-forward in tensor names.
+      names: published names of the matrices `gate`, `up` and `down`, where they differ from Llama's.
+      of_experts: name of the module of experts in tensor names; "": as `layer`.
     """
     has_experts = isinstance(part, Experts)
     layer = of_experts or layer if has_experts else layer
@@ -368,7 +375,7 @@ def llama_sources(
 
     Args:
       model: the decoder.
-      norms: maps our names of the norms of a layer to theirs.
+      norms: published names of the norms of a layer, by the decoder's names.
       attention: returns the sources of the attention of a layer.
       feed_forward: returns the sources of the feed-forward of a layer.
     """

@@ -34,7 +34,7 @@ def sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
 
     Args:
       model: the decoder.
-      kind: the `model_type` of the folder; "": the one that an export has.
+      kind: the `model_type` in the folder's `config.json`; "": the one that an export of the decoder has.
     """
     return families.known()[kind or families.family(model)].sources(model)
 
@@ -50,8 +50,8 @@ def merged(read: Read, model: DecoderConfig) -> Read:
     """Returns a function that reads a parameter with its low-rank adapter added, if it has one.
 
     Args:
-      read: returns a parameter by its path; of one layer, if a number is given.
-      model: the decoder with adapters, or without.
+      read: returns a parameter, given its path and a layer's number; None as the number: of all layers.
+      model: the decoder, with or without adapters.
     """
 
     def read_merged(path: str, layer: int | None) -> np.ndarray:
@@ -68,7 +68,7 @@ def adapter_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
 
     Args:
       model: the decoder with adapters.
-      kind: the `model_type` of the base; "": the one that an export has.
+      kind: the `model_type` of the base's `config.json`; "": the one that an export of the decoder has.
 
     Raises:
       UserError: an adapter belongs to a part of a matrix (GPT-2's queries, keys and values), which PEFT cannot express.
@@ -94,7 +94,7 @@ def adapter_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
 
 
 def adapter_config(model: DecoderConfig, base: str, kind: str = "") -> dict[str, Any]:
-    """Returns the contents of PEFT's `ADAPTER_CONFIG`.
+    """Returns the contents of PEFT's file `ADAPTER_CONFIG`.
 
     Args:
       model: the decoder with adapters.
@@ -120,13 +120,16 @@ def adapter_config(model: DecoderConfig, base: str, kind: str = "") -> dict[str,
 
 
 def _module(tensor: str) -> str:
-    """Returns the module of an adapter's tensor: `q_proj`; `attn.c_proj` where a layer has two of a name."""
+    """Returns the module name of an adapter's tensor: `q_proj`; `attn.c_proj` where two modules have the last name."""
     parts = tensor.split(".")[:-2]
     return parts[-1] if parts[-1] != "c_proj" else ".".join(parts[-2:])
 
 
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
-    """Returns the parameters of a decoder in the folder of a published model; reads its `config.json` and headers."""
+    """Returns access to a decoder's parameters in the folder of a published model.
+
+    Reads only its `config.json` and the headers of its tensor files.
+    """
     found = published_files.small_files(folder)
     name = published_files.described(folder)
     config, where = families.read_config(found), f"{name}/{published_files.CONFIG}"
@@ -153,7 +156,7 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
 
 
 def _copies(decoder: DecoderConfig, otherwise: str, *, is_tied: bool) -> list[Copy]:
-    """Returns the heads that repeat a tied embedding, or the other name of a head of its own."""
+    """Returns head tensors that may repeat another parameter: a tied embedding, or the head under its other name."""
     if is_tied:
         return [Copy(head, "embedding", otherwise) for head in HEADS]
     return [] if decoder.tied else [Copy(HEADS[1], "unembedding", "remove one of the two")]

@@ -1,4 +1,4 @@
-"""Keys of `config.json` that no field of the decoder comes from: those without effect, and those with one valid value.
+"""Keys of `config.json` that set no field of the decoder: keys without effect, and keys with one supported value.
 
 A key that is in neither table, and that the family does not read, is an error: it may change what the model computes.
 """
@@ -77,12 +77,12 @@ _NOT_NULL = ("is_causal",)  # transformers takes null for false
 
 
 def problems(config: Mapping[str, Any], read: Collection[str], quantized: Collection[str] = ()) -> list[str]:
-    """Returns a line for each key that is not supported, or not known.
+    """Returns a line for each entry that is unknown, or has an unsupported value.
 
     Args:
-      config: the content of the file, or of its language model.
-      read: keys that the family reads, or that it is known to ignore.
-      quantized: methods of quantization that it reads.
+      config: the contents of `config.json`, or of its `text_config`.
+      read: keys that the family reads, or knowingly ignores.
+      quantized: names of the quantization methods that the family reads.
     """
     lines = []
     for key, value in config.items():
@@ -100,7 +100,7 @@ def problems(config: Mapping[str, Any], read: Collection[str], quantized: Collec
 
 
 def method(value: Any) -> str:
-    """Returns the name of the method in a description of quantized weights."""
+    """Returns the name of the method in the value of a `quantization_config`."""
     return str(value.get("quant_method") or "an unnamed method") if isinstance(value, Mapping) else "an unnamed method"
 
 

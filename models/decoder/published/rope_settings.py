@@ -44,8 +44,8 @@ def is_positive(value: Any) -> bool:
 def of_all_layers(config: Config) -> Rope:
     """Returns the rotary embedding of a family that has one for all layers, with the keys of transformers 5 or 4.
 
-    An object `rope_scaling` replaces `rope_parameters`. Outside of them stand a base for settings that name none, and
-    a length before the extension that replaces theirs.
+    An object `rope_scaling` replaces `rope_parameters`. At the top level of the configuration, `rope_theta` is the base
+    if these settings name none, and `original_max_position_embeddings` replaces theirs.
     """
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     outside = {key: config[key] for key in (ORIGINAL,) if key in config}
@@ -55,7 +55,7 @@ def of_all_layers(config: Config) -> Rope:
 
 
 def of_scores(config: Config) -> float:
-    """Returns `mscale_all_dim` of a scaling, by which latent attention sharpens its scores; 0 without."""
+    """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none."""
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     rope = scaling or parameters
     found = rope.get("mscale_all_dim") or 0.0
@@ -68,12 +68,12 @@ def of_scores(config: Config) -> float:
 
 
 def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple[float, Config]:
-    """Returns the part of a head that is rotated, and the configuration without it.
+    """Returns the fraction of a head's dimensions that is rotated, and the configuration without this setting.
 
     Args:
       config: the configuration.
-      usual: the part if the settings of the rotary embedding name none.
-      others: keys of these settings that are left out, too.
+      usual: the fraction if the settings of the rotary embedding have none.
+      others: further keys of these settings to leave out.
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
     fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)
@@ -114,7 +114,7 @@ def of_each_type(config: Config) -> tuple[Rope, float]:
 
 
 def _settings(config: Config, key: str, within: str = "") -> Mapping[str, Any]:
-    """Returns an object in a configuration; {} if it is absent or null."""
+    """Returns the object that a configuration has for a key; {} if it is absent or null."""
     found = config.get(key)
     if not isinstance(found, Mapping | None):
         raise UserError(f"{within}{key} = {json.dumps(found)}: expected an object or null")
@@ -122,11 +122,11 @@ def _settings(config: Config, key: str, within: str = "") -> Mapping[str, Any]:
 
 
 def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
-    """Returns what settings describe.
+    """Returns the rotary embedding that settings describe.
 
     Args:
-      rope: base and scaling.
-      max_positions: the length before an extension that names none.
+      rope: the settings: base and scaling.
+      max_positions: context length before the extension, for a scaling that does not name it.
     """
     if unknown := sorted(rope.keys() - _KEYS):
         listed = ", ".join(f"{key} = {json.dumps(rope[key])}" for key in unknown)
@@ -196,7 +196,7 @@ def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
 
 
 def _sharpening(rope: Mapping[str, Any]) -> float | None:
-    """Returns the factor of cosines and sines that YaRN's settings give; None if they leave it to `factor`."""
+    """Returns the factor of cosines and sines that YaRN's settings give; None if it follows from their `factor`."""
     given, scale, of_all = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None or not scale or not of_all:
         return given
