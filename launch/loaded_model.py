@@ -10,8 +10,9 @@ simulated.
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 
@@ -20,17 +21,18 @@ from core.checkpoints import published_files, reading, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.warm_start import Origin, SavedParameters
 from core.errors import UserError
+from core.files import paths
 from core.types import FramesTexts, Generates, Model, can, missing
-from launch import terminal
+from launch import environment, terminal
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.experiments import saved_run
 from launch.hosts import tpu_host
 from launch.runs import warm_start
-from models.decoder.transformer import Transformer
+from models.decoder.published import families
 from parallel import strategies
 from parallel.generation import generating
-from parallel.generation.generating import Generator
+from parallel.generation.generating import Generator, Vectors
 from parallel.generation.sampling import GREEDY, Sampling
 from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
@@ -52,15 +54,36 @@ class Text(NamedTuple):
     ended: bool
 
 
+Images = Sequence[str]  # files of a prompt, in the order of their tokens
+
+
+class Sight(Protocol):
+    """What a model of images and text has beside its decoder; `launch.images` makes it."""
+
+    @property
+    def params(self) -> Any:
+        """The parameters of what turns images into vectors; None before they are read."""
+
+    def expanded(self, text: str, images: Images) -> str:
+        """Returns a prompt with as many image tokens as its images have vectors."""
+
+    def check(self, ids: Sequence[int], images: Images) -> None:
+        """Raises UserError if the ids have another number of image tokens than the images have vectors."""
+
+    def vectors(self, ids: Sequence[int], images: Images) -> Vectors | None:
+        """Returns the vectors of the images of a prompt; None without images."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model with its parameters on devices."""
+    """A model with its parameters on devices; of a model of images and text, the decoder and its `sight`."""
 
     program: Program  # the model and its layout
     params: Any  # `Params`, laid out as `program.abstract_state.params`; None before they are read
     vocabulary: Any  # vocabulary of the run or folder; None for data that is not text
     where: str  # one line that says what was loaded
     begins_with_bos: bool = True  # whether the model's texts begin with the begin-of-text id
+    sight: Sight | None = None  # None: a model of text
 
     @property
     def model(self) -> Model:
@@ -72,44 +95,76 @@ class LoadedModel:
         """The generator, created at first use."""
         return Generator(self.program, self.params)
 
-    def encoded(self, text: str, *, is_chat: bool = False) -> list[int]:
+    def encoded(self, text: str, *, is_chat: bool = False, images: Images = ()) -> list[int]:
         """Converts a prompt to ids, with the begin-of-text id (once) if the model's texts begin with one.
 
         Args:
           text: the prompt.
           is_chat: whether to format the prompt by the chat template, as a user's first message.
+          images: files, for the image tokens of the prompt in their order; of a message, before its text.
         """
         if is_chat:
-            return self.chat_ids([{"role": "user", "content": text}])
+            return self.chat_ids([{"role": "user", "content": text}], images=images)
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: give ids (--prompt-ids)")
+        if self.sight is not None:
+            text = self.sight.expanded(text, images)
         ids = self.vocabulary.encode(text)
         return with_bos(ids, self.vocabulary) if self.begins_with_bos or not ids else ids
 
-    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Formats a conversation by the chat template, up to the beginning of the answer, and converts it to ids."""
+    def chat_ids(self, messages: Sequence[Mapping[str, str]], *, images: Images = ()) -> list[int]:
+        """Formats a conversation by the chat template, up to the beginning of the answer, and converts it to ids.
+
+        Args:
+          messages: the conversation.
+          images: files of images, which come before the text of the first message.
+        """
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
         if not isinstance(self.vocabulary, FolderTokenizer):
             raise UserError(f"{self.where} has no chat template: only folders of published models have one")
-        return self.vocabulary.encode(self.vocabulary.chat(messages))
+        if self.sight is None:
+            return self.vocabulary.encode(self.vocabulary.chat(messages))
+        parts = [[{"type": "text", "text": message["content"]}] for message in messages]
+        parts[0] = [{"type": "image"}] * len(images) + parts[0]
+        written = [{**message, "content": content} for message, content in zip(messages, parts, strict=True)]
+        return self.vocabulary.encode(self.sight.expanded(self.vocabulary.chat(written), images))
 
     @property
     def _lacks(self) -> str:
         return published_files.TOKENIZER if published_files.is_published(self.where) else "vocabulary"
 
-    def checked(self, prompts: Sequence[str | Sequence[int]], *, max_tokens: int, is_chat: bool) -> list[list[int]]:
+    def checked(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_tokens: int,
+        is_chat: bool,
+        images: Sequence[Images] = (),
+    ) -> list[list[int]]:
         """Converts prompts, given as text or as ids, to ids, and checks them; needs no parameters.
 
+        Args:
+          prompts, max_tokens, is_chat, images: see `batches`.
+
         Raises:
-          UserError: the model cannot continue them (`check_prompts`), or lacks a vocabulary or a
-            chat template.
+          UserError: the model cannot continue them (`check_prompts`), lacks a vocabulary or a chat template, or reads
+            no images.
         """
         if not can(self.model, Generates):
             lacks = ", ".join(missing(self.model, Generates))
             raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
-        ids = [self.encoded(p, is_chat=is_chat) if isinstance(p, str) else list(p) for p in prompts]
+        if any(images) and self.sight is None:
+            raise UserError(f"{self.where} reads no images: it is a model of text; leave --image out")
+        of_each = [*images] or [()] * len(prompts)
+        ids = [
+            self.encoded(p, is_chat=is_chat, images=own) if isinstance(p, str) else list(p)
+            for p, own in zip(prompts, of_each, strict=True)
+        ]
         generating.check_prompts(self.program, ids, max_tokens=max_tokens)
+        if self.sight is not None:
+            for each, own in zip(ids, of_each, strict=True):
+                self.sight.check(each, own)
         return ids
 
     @property
@@ -132,6 +187,7 @@ class LoadedModel:
         seed: int = 0,
         is_chat: bool = False,
         slots: int | None = None,
+        images: Sequence[Images] = (),
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> Iterator[list[Text]]:
         """Continues prompts in batches, which change results only by rounding; yields the continuations of each batch.
@@ -141,11 +197,14 @@ class LoadedModel:
           rows: number of prompts per batch.
           skip: the number of prompts to skip at the beginning.
           is_chat: see `encoded`.
+          images: files of the images of each prompt, for its image tokens in their order; empty: none has any.
           max_tokens, sampling, seed, slots, on_tokens: see `parallel.generation.generating.Generator.generate`.
         """
-        ids, generator = self.checked(prompts, max_tokens=max_tokens, is_chat=is_chat), self.generator
+        ids = self.checked(prompts, max_tokens=max_tokens, is_chat=is_chat, images=images)
+        generator, sight = self.generator, self.sight
         num_ids = self.vocabulary.size if self.vocabulary is not None else None
         for first in range(skip, len(ids), rows):
+            of_prompts = zip(ids[first : first + rows], [*images[first : first + rows]] or [()] * rows, strict=False)
             found = generator.generate(
                 ids[first : first + rows],
                 max_tokens=max_tokens,
@@ -155,6 +214,7 @@ class LoadedModel:
                 first_row=first,
                 stop_ids=self.stop_ids,
                 num_ids=num_ids,
+                vectors=() if sight is None else [sight.vectors(*each) for each in of_prompts],
                 on_tokens=on_tokens,
             )
             batch = zip(ids[first : first + rows], found, strict=True)
@@ -165,6 +225,14 @@ class LoadedModel:
         if self.vocabulary is None:
             return " ".join(map(str, ids))
         return decode_continuation(self.vocabulary, after, ids)
+
+
+def image_content(file: str) -> bytes:
+    """Returns the content of a file, local or in a bucket. Raises UserError if it cannot be read."""
+    try:
+        return paths.resolve(file).read_bytes()
+    except OSError as error:
+        raise UserError(f"the image {file} cannot be read: {error}") from error
 
 
 def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
@@ -204,6 +272,12 @@ def load(
     """
     published_files.use_copies(None)
     if published_files.is_published(text):
+        kind = families.read_config(published_files.small_files(text)).get("model_type")
+        for module, kinds in environment.declared("FOLDERS").items():
+            if kind in kinds:
+                return importlib.import_module(module).load(
+                    text, slice_name, bindings, dtype, strategy, check, check_model
+                )
         return _published(text, slice_name, bindings, dtype, strategy, check, check_model)
     if not steps.has_folder(text):
         raise UserError(published_files.unknown(text))
@@ -239,7 +313,7 @@ def load_step(
     chosen = strategy or (experiment.strategy if slice_name else None)
     spec = experiment.task.spec(experiment.batch_size)
     stored = {"frozen": experiment.frozen, "frozen_dtype": experiment.frozen_dtype}
-    program = _bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
+    program = bound(experiment.model, chosen, slice_name, spec, optimizer=experiment.optimizer, **stored)
     where = f"step {folder.name} of {run_dir}"
     task = experiment.task
     begins_with_bos = task.begins_with_bos() if can(task, FramesTexts) else True
@@ -262,7 +336,7 @@ def load_step(
 class Choice:
     """The settings of a published model that `--gin` can change; the defaults are in gin/generation/folder.gin."""
 
-    model: Transformer  # the model of the folder
+    model: Any  # the model of the folder: a `Transformer` or a `VisionLanguageModel`
     strategy: Strategy  # the strategy that lays it out
 
 
@@ -275,19 +349,10 @@ def _published(
     check: Callable[[], object],
     check_model: Callable[[LoadedModel], object],
 ) -> LoadedModel:
-    on_cpu = jax.devices()[0].platform == "cpu"
-    given = f"FOLDER = {folder!r}\nCOMPUTE_DTYPE = {dtype or ('float32' if on_cpu else 'bfloat16')!r}\n"
-    root = f"{Choice.__module__}.{Choice.__name__}"
-    config = loader.load(_GIN, bindings=bindings, root=root, defaults=_GIN, between={"the command": given})
-    check()
-    choice: Choice = config.build()
-    model = choice.model
-    vocabulary: Any = None
-    if (published_files.small_files(folder) / published_files.TOKENIZER).exists():
-        vocabulary = vocabularies.tokenizer(folder)
-        vocabularies.check_fits(vocabulary, vocab_size=model.vocab_size)
+    choice = chosen(_GIN, folder, bindings, dtype, check)
+    model, vocabulary = choice.model, vocabulary_of(folder, vocab_size=choice.model.vocab_size)
     rows = slices.get(slice_name or ONE_CHIP).devices
-    program = _bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(rows, length=32))
+    program = bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(rows, length=32))
     begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
     found = LoadedModel(program, None, vocabulary, folder, begins_with_bos)
     check_model(found)
@@ -307,9 +372,43 @@ def in_compute_dtype(program: Program) -> Any:
     )
 
 
-def _bound(
+def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, check: Callable[[], object]) -> Choice:
+    """Returns the settings of a published model.
+
+    Args:
+      gin: the file with the defaults.
+      folder, bindings, dtype, check: as in `load`.
+    """
+    on_cpu = jax.devices()[0].platform == "cpu"
+    given = f"FOLDER = {folder!r}\nCOMPUTE_DTYPE = {dtype or ('float32' if on_cpu else 'bfloat16')!r}\n"
+    root = f"{Choice.__module__}.{Choice.__name__}"
+    config = loader.load(gin, bindings=bindings, root=root, defaults=gin, between={"the command": given})
+    check()
+    return config.build()
+
+
+def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
+    """Returns the tokenizer of a published model with so many ids; None if the folder has none."""
+    if not (published_files.small_files(folder) / published_files.TOKENIZER).exists():
+        return None
+    vocabulary = vocabularies.tokenizer(folder)
+    vocabularies.check_fits(vocabulary, vocab_size=vocab_size)
+    return vocabulary
+
+
+def bound(
     model: Any, strategy: Strategy | None, slice_name: str | None, spec: Any, *, optimizer: Any = None, **stored: Any
 ) -> Program:
+    """Returns a model with its layout.
+
+    Args:
+      model: the model.
+      strategy: None: every chip has all parameters.
+      slice_name: the slice; None: one chip.
+      spec: of the batches of the program.
+      optimizer: None: one without state, for a model that is not trained.
+      **stored: `frozen` and `frozen_dtype` of `Partitioner.program`.
+    """
     slice_ = slices.get(slice_name or ONE_CHIP)
     devices = jax.devices()[: slice_.devices]
     if len(devices) < slice_.devices:

@@ -21,6 +21,8 @@ from core.files import foreign_json, paths
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"  # of models that read images
+CHAT_TEMPLATE = "chat_template.json"  # of their older folders
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -33,7 +35,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-SMALL_FILES = (CONFIG, *TOKENIZER_FILES)
+PROCESSOR_FILES = (PROCESSOR, PREPROCESSOR, CHAT_TEMPLATE)
+SMALL_FILES = (CONFIG, *TOKENIZER_FILES, *PROCESSOR_FILES)
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of the library PEFT
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")

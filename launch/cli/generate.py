@@ -23,6 +23,7 @@ HELP = "continue prompts with the model of a run, or with a published one"
 EXAMPLE = """launch/run generate runs/quickstart-v4-16 --prompt "import "
   launch/run generate smollm2 --prompt "Name three primary colors." --chat --greedy
   launch/run generate smollm2 --chat
+  launch/run generate llava-1.5-7b-hf --image photo.png --prompt "What is this?" --chat --greedy
   launch/run generate runs/first@1000 --file prompts.jsonl --out answers.jsonl --max-tokens 200
   launch/run generate runs/first --prompt-ids 0,5,7 --slice v4-8 --simulate --gin "STRATEGY = @strategies.fsdp()" """
 
@@ -41,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-ids", metavar="N,N", help="ids to continue, separated by commas")
     prompt.add_argument("--file", metavar="FILE", help='JSON lines, each {"prompt": "…"} or {"ids": [0, 5]}')
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="an image for a model that reads images; once for each image token of the prompt, in their order",
+    )
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -81,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.out:
         raise UserError("--json prints the lines that --out writes to a file: give one of them")
     is_conversation = args.prompt is args.prompt_ids is args.file is None
+    if args.image and (is_conversation or args.file is not None):
+        raise UserError("--image belongs to one prompt: give --prompt or --prompt-ids")
     prompts = [] if is_conversation else _prompts(args)
+    images = [args.image] if args.image else []
     if is_conversation:
         _check_conversation(args)
     compilation.use_cache_of_user()
@@ -93,11 +104,12 @@ def run(args: argparse.Namespace) -> int:
         if is_conversation:  # with a short message, which finds a model without a template
             model.checked(["Hello"], max_tokens=1, is_chat=True)
         else:
-            ids.extend(model.checked(prompts, max_tokens=max_tokens, is_chat=args.chat))
+            ids.extend(model.checked(prompts, max_tokens=max_tokens, is_chat=args.chat, images=images))
 
     model = loaded_model.load(args.model, slice_name=args.slice, bindings=args.gin, check_model=check)
     sampling = GREEDY if args.greedy else Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    options = {"max_tokens": max_tokens, "sampling": sampling, "seed": args.seed}
+    options: dict[str, Any] = {"max_tokens": max_tokens, "sampling": sampling, "seed": args.seed}
+    options |= {"images": images} if images else {}
     if is_conversation:
         conversation.run(Conversation(model, **options))
         return 0
@@ -204,7 +216,11 @@ def _shortened(prompt: str | list[int]) -> str:
 def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], options: Mapping[str, Any]) -> Any:
     """Returns everything that the answers depend on; they do not depend on the layout."""
     vocabulary = None if model.vocabulary is None else model.vocabulary.size
-    numbers = reading.fingerprints(reading.by_name(model.params))
+    params = model.params if model.sight is None else (model.params, model.sight.params)
+    numbers = reading.fingerprints(reading.by_name(params))
+    if "images" in options:
+        contents = [hashlib.sha256(loaded_model.image_content(file)).hexdigest() for file in options["images"][0]]
+        options = {**options, "images": contents}
     return model.model, numbers, model.stop_ids, vocabulary, ids, options
 
 

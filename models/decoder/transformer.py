@@ -48,12 +48,12 @@ class Inserted(NamedTuple):
     Attributes:
       values: [B, T, D].
       places: [B, T], bool: the positions whose embedded tokens they replace.
-      prefix: the positions that attend to one another in both directions.
+      prefix: the positions that attend to one another in both directions; None: attention is causal.
     """
 
     values: jax.Array
     places: jax.Array
-    prefix: Prefix
+    prefix: Prefix | None = None
 
 
 class Head(NamedTuple):
@@ -270,9 +270,7 @@ class Transformer(DecoderConfig):
         side = self._side(batch, rows=rows)
         x = self._embedded(embedding, batch)
         if inserted is not None:
-            x = jnp.where(inserted.places[:, :, None], inserted.values.astype(x.dtype), x)
-            x = logical.constrain(x, "batch", "residual_length", "embed")
-            side = side._replace(prefix=inserted.prefix)
+            x, side = _inserted(x, inserted), side._replace(prefix=inserted.prefix)
         if self.planner is not None:
             x += self._planner(x, batch["segment_ids"])
         summed = {name: part for name, part in self._parts.items() if jax.tree.leaves(part.empty_sums())}
@@ -324,7 +322,13 @@ class Transformer(DecoderConfig):
         return (*layers, {"planner": chunk_planner.empty_state(self.planner, rows, length, self.embed_dim)})
 
     def extend(
-        self, params: Params, cache: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
+        self,
+        params: Params,
+        cache: Cache,
+        ids: jax.Array,
+        start: jax.Array,
+        padding: jax.Array,
+        inserted: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Runs the decoder on T new ids of each row, and adds their states to the cache.
 
@@ -334,34 +338,48 @@ class Transformer(DecoderConfig):
           ids: [B, T], int32.
           start: slot of the first new id, [], int32.
           padding: [B], int32, number of empty slots at the start of each row; the slot after them is its position 0.
+          inserted: vectors in place of embedded ids [B, T, D], and where they are [B, T], bool.
 
         Returns:
           Logits after the last id, [B, vocab_size], float32, and the cache.
         """
-        x, side, others = self.before_layers(params, cache[self.num_layers :], ids, start, padding)
+        x, side, others = self.before_layers(params, cache[self.num_layers :], ids, start, padding, inserted)
         kinds = tuple(map(self.layer_kind, range(self.num_layers)))
         x, states = self.extend_layers(params, x, side, cache[: self.num_layers], start, kinds=kinds)
         return self.after_layers(params, x), (*states, *others)
 
     def before_layers(
-        self, params: Params, others: Cache, ids: jax.Array, start: jax.Array, padding: jax.Array
+        self,
+        params: Params,
+        others: Cache,
+        ids: jax.Array,
+        start: jax.Array,
+        padding: jax.Array,
+        inserted: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, Side, Cache]:
         """Returns the input of the first layer, the arrays that all layers read, and the new states of `others`.
 
         Args:
           params: the parameters; those of layers may be absent.
           others: the part of the cache after the states of the layers.
-          ids, start, padding: as in `extend`.
+          ids, start, padding, inserted: as in `extend`.
         """
         positions = jnp.maximum(start + jnp.arange(ids.shape[1]) - padding[:, None], 0)
         batch = {"inputs": ids, "positions": positions, "segment_ids": jnp.ones_like(ids)}
-        return hk.transform(self._before_layers).apply(params, None, batch, others, start, padding)
+        return hk.transform(self._before_layers).apply(params, None, batch, others, start, padding, inserted)
 
     def _before_layers(
-        self, batch: Batch, others: Cache, start: jax.Array, padding: jax.Array
+        self,
+        batch: Batch,
+        others: Cache,
+        start: jax.Array,
+        padding: jax.Array,
+        inserted: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, Side, Cache]:
         side = self._side(batch, padding=padding)
         x = self._embedded(self._embedding(), batch)
+        if inserted is not None:
+            x = _inserted(x, Inserted(*inserted))
         if self.planner is not None:
             places = start + jnp.arange(x.shape[1]) - padding[:, None]
             added, state = self._planner.extended(x, others[0]["planner"], places)
@@ -514,6 +532,11 @@ class Transformer(DecoderConfig):
 
     def _head(self, head: Head, x: jax.Array) -> jax.Array:
         return self.unembedded(head.unembed, layers.normalize(self, x, *head.norm))
+
+
+def _inserted(x: jax.Array, inserted: Inserted) -> jax.Array:
+    x = jnp.where(inserted.places[:, :, None], inserted.values.astype(x.dtype), x)
+    return logical.constrain(x, "batch", "residual_length", "embed")
 
 
 def preset(name: str, **changes) -> Transformer:

@@ -1,4 +1,7 @@
-"""Published vision towers: the `config.json` of SigLIP and CLIP, and the names and layouts of their tensors."""
+"""Published vision towers: the `config.json` of SigLIP and CLIP, and the names and layouts of their tensors.
+
+`models.vision.published` reads the models that have one of them inside.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from models.decoder.published import families, family
 from models.vision.tower import NAME, VisionTower
 
 FAMILIES = ("siglip", "siglip_vision_model", "clip", "clip_vision_model")
+INSIDE = ("clip_vision_model", "siglip_vision_model", "idefics3_vision", "smolvlm_vision")  # of other models
 _PREFIXES = ("vision_model.", "model.vision_tower.vision_model.", "vision_tower.vision_model.", "")
 # Tensors that hold no parameter of the tower: the text model, and what turns features into one vector for an image.
 _IGNORED = (
@@ -36,6 +40,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 _SIGLIP = {**_DEFAULTS, "patch_size": 16, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 _CLIP = {**_DEFAULTS, "patch_size": 32, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
+_IDEFICS3 = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 _CLIP_COLORS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 
 
@@ -46,7 +51,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
       UserError: an unknown `model_type`, or a value that the tower cannot express.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in FAMILIES and kind not in INSIDE:
         raise UserError(
             f"{where}: model_type = {kind!r} is not a supported vision model; supported: {', '.join(FAMILIES)}"
         )
@@ -54,7 +59,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
     inner = config.get("vision_config", config)
     if not isinstance(inner, Mapping):
         raise UserError(f"{where}: vision_config = {inner!r}: expected the configuration of the vision model")
-    found = {**(_CLIP if is_clip else _SIGLIP), **inner}
+    found = {**(_CLIP if is_clip else _IDEFICS3 if kind in INSIDE[2:] else _SIGLIP), **inner}
     for name in _DEFAULTS.keys() | {"patch_size"}:
         check_integer(found[name], where=f"{where}: {name}", least=1)
     check_number(found["layer_norm_eps"], where=f"{where}: layer_norm_eps", is_positive=True)
@@ -90,6 +95,11 @@ def pretrained(folder: str, **changes: Any) -> VisionTower:
     found = published_files.small_files(folder)
     read = fields(families.read_config(found), where=str(found / published_files.CONFIG))
     return VisionTower(**{**read, **changes})
+
+
+def keys(kind: str) -> frozenset[str]:
+    """Returns the keys that `fields` reads in the configuration of a kind of tower."""
+    return frozenset(_CLIP if kind.startswith("clip") else _SIGLIP)
 
 
 def sources(tower: VisionTower) -> dict[str, Source]:

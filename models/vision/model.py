@@ -4,6 +4,8 @@
 
 The row of a batch has slots for the patches of its images, then a question, then the answer. Patches and question
 attend to one another both ways, the answer causally, and packed segments to themselves alone (`models.decoder.prefix`).
+With `causal`, every position attends to those before it, and slots may be anywhere, as in LLaVA and SmolVLM
+(`models.vision.published`).
 
 B batch, T length, I images of a row, S slots of an image, N patches, D embed, V width of the vision tower.
 """
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 
 from core import identity, logical, parameters, random_bits
 from core.checkpoints import published_files
-from core.errors import UserError
+from core.errors import UserError, check_integer
 from core.types import Batch, Carry, LossOutput, Params, WeightedSum
 from models import derivatives, losses
 from models.decoder.config import parts_of
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 _CONNECTOR = "connector"
 PARTS = (towers.NAME, _CONNECTOR, selecting.NAME, "decoder")  # the decoder has all parameters without these names
+_OF_CONNECTOR = ("connector_activation", "connector_bias", "connector_square", "causal")  # of published models
 _ALL = Selector(num_chosen=1, method="all")
 
 
@@ -59,12 +62,17 @@ class VisionLanguageModel:
       selector: chooses patches; None: all patches.
       vision_folder: folder of a published tower, which is read beside the decoder's folder, INIT_FROM.
       connector_dim: width of the hidden layer of the connector; None: one matrix.
+      connector_activation: of the hidden layer, one of `models.derivatives.ACTIVATIONS`.
+      connector_bias: whether the matrices of the connector have biases.
+      connector_square: rows and columns of patches whose features the connector joins to one vector.
+      causal: whether images and questions attend causally.
       freeze: parts that are not trained, some of `PARTS`.
       frozen_dtype: in which these are stored.
       kinds: names of the kinds of questions.
 
     Raises:
-      UserError: an unknown part, or a decoder with layers that cannot attend both ways to a prefix.
+      UserError: an unknown part, a square that does not divide the image, or a decoder with layers that cannot attend
+        both ways to a prefix.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -74,6 +82,10 @@ class VisionLanguageModel:
     selector: Selector | None = None
     vision_folder: str = dataclasses.field(default="", metadata=identity.NOT_IDENTITY)
     connector_dim: int | None = None
+    connector_activation: str = "gelu"
+    connector_bias: bool = True
+    connector_square: int = 1
+    causal: bool = False
     freeze: tuple[str, ...] = ()
     frozen_dtype: str = "bfloat16"
     kinds: tuple[str, ...] = ()
@@ -83,12 +95,28 @@ class VisionLanguageModel:
             raise UserError(f"VisionLanguageModel.freeze: {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
         if self.frozen_dtype not in ("bfloat16", "float32"):
             raise UserError(f"VisionLanguageModel.frozen_dtype = {self.frozen_dtype!r}: expected bfloat16 or float32")
-        parts = {part for kind in self.decoder.layer_kinds for part in parts_of(kind).values()}
-        causal = {part.name for part in parts if not part.sees_prefix}
-        causal |= {"planner"} if self.decoder.planner is not None else set()
-        if causal:
+        if self.connector_activation not in derivatives.ACTIVATIONS:
+            expected = ", ".join(derivatives.ACTIVATIONS)
             raise UserError(
-                f"VisionLanguageModel.decoder has {', '.join(sorted(causal))}: only attention can attend both ways to "
+                f"VisionLanguageModel.connector_activation = {self.connector_activation!r}: expected one of {expected}"
+            )
+        check_integer(self.connector_square, where="VisionLanguageModel.connector_square", least=1)
+        if self.vision.side % self.connector_square:
+            raise UserError(
+                f"VisionLanguageModel.connector_square = {self.connector_square} does not divide {self.vision.side}, "
+                "the patches along the side of an image"
+            )
+        if self.connector_square > 1 and self.selector is not None:
+            raise UserError(
+                f"VisionLanguageModel.connector_square = {self.connector_square} joins squares of patches, of which a "
+                "selector would take parts: set selector = None"
+            )
+        parts = {part for kind in self.decoder.layer_kinds for part in parts_of(kind).values()}
+        blind = {part.name for part in parts if not part.sees_prefix}
+        blind |= {"planner"} if self.decoder.planner is not None else set()
+        if blind:
+            raise UserError(
+                f"VisionLanguageModel.decoder has {', '.join(sorted(blind))}: only attention can attend both ways to "
                 "images and questions and hide patches; expected the default mixer, a feed_forward without states, and "
                 "planner = None"
             )
@@ -199,7 +227,7 @@ class VisionLanguageModel:
         images = images.reshape(-1, *images.shape[-3:])  # [B I, H, W, 3]
         number = len(images) // rows
         slots = batch["slots"].reshape(rows, number, -1)  # [B, I, S]
-        selector, n, s = self._selector, self.vision.num_patches, slots.shape[-1]
+        selector, n, s = self._selector, self.image_tokens, slots.shape[-1]
         selector.check(num_patches=n, slots=s)
         self._check_positions(batch["inputs"].shape[1] + n - s)
         at = Placed.of(batch, slots)
@@ -219,12 +247,39 @@ class VisionLanguageModel:
             step=step,
             is_training=is_training,
         )
-        features = self.vision.encoded(patches, self.decoder)
+        features = self._joined(self.vision.encoded(patches, self.decoder))
         if s < n:  # a product with ones and zeros is exact, and every strategy can partition it
             taken = jax.nn.one_hot(chosen.indices, n, dtype=features.dtype)
             features = jnp.einsum("bsn,bnv->bsv", taken, features)
         visual = self._connected(features).reshape(rows, number * s, -1)
-        return *at.decoded(batch, visual, chosen, shift=n - s), guesses
+        return *at.decoded(batch, visual, chosen, shift=n - s, causal=self.causal), guesses
+
+    @property
+    def image_tokens(self) -> int:
+        """The number of vectors of an image before a selector: of patches, or of squares of patches."""
+        return self.vision.num_patches // self.connector_square**2
+
+    def image_vectors(self, params: Params, images: jax.Array) -> jax.Array:
+        """Returns what takes the place of the embeddings of image tokens, [I, `image_tokens`, D].
+
+        Args:
+          params: the parameters; those of the decoder may be absent.
+          images: [I, H, W, 3], uint8.
+        """
+
+        def run(images: jax.Array) -> jax.Array:
+            patches = self.vision.embedded(images, dtype=self.decoder.dtype)
+            return self._connected(self._joined(self.vision.encoded(patches, self.decoder)))
+
+        return hk.transform(run).apply(params, None, images)
+
+    def _joined(self, x: jax.Array) -> jax.Array:
+        """Joins the features of squares of patches, row by row, [B, N, V] -> [B, N / square^2, V square^2]."""
+        square, side = self.connector_square, self.vision.side // self.connector_square
+        if square == 1:
+            return x
+        x = x.reshape(len(x), side, square, side, square, -1).transpose(0, 1, 3, 2, 4, 5)
+        return x.reshape(len(x), side * side, -1)
 
     def _guessed(self, batch: Batch, at: Placed, seen: jax.Array) -> LossOutput:
         """Returns the sums of the reader's guesses at the first token of each answer, from what it saw [B I, W]."""
@@ -248,7 +303,7 @@ class VisionLanguageModel:
         width, d = x.shape[-1], self.decoder.embed_dim
         if self.connector_dim is not None:
             hidden = self._matrix("up", x, (width, self.connector_dim), (None, "mlp"))
-            x = derivatives.activated(hidden, "gelu")
+            x = derivatives.activated(hidden, self.connector_activation)
             width = self.connector_dim
         x = self._matrix("down", x, (width, d), ("mlp" if self.connector_dim is not None else None, "embed"))
         return logical.constrain(x, "batch", "residual_length", "embed")
@@ -257,16 +312,19 @@ class VisionLanguageModel:
         init = hk.initializers.TruncatedNormal(shape[0] ** -0.5)
         how: dict[str, Any] = {"compute_dtype": self.decoder.dtype}
         y = x @ logical.param(f"{_CONNECTOR}_{name}", shape, axes, init, **how)
+        if not self.connector_bias:
+            return y
         bias = logical.param(f"{_CONNECTOR}_{name}_bias", shape[1:], ("norm",), jnp.zeros, kind="bias", **how)
         return y + bias
 
     def published(self, folder: str) -> PublishedFolder | TwoFolders:
-        """Returns the parameters of the vision tower or of the decoder, whichever the folder has; reads headers only.
+        """Returns the parameters of the model, its vision tower or its decoder, whichever the folder has.
 
-        With `vision_folder`, the folder is that of the decoder, and both are read. Otherwise the other part is not
-        there: INIT_PATTERNS = ('vision_*',) takes the tower alone.
+        Reads headers only. With `vision_folder`, the folder is that of the decoder, and both are read. Otherwise the
+        other part of a folder that has one is not there: INIT_PATTERNS = ('vision_*',) takes the tower alone.
         """
         from models.vision import families as vision_families  # imported only when parameters are read from a folder
+        from models.vision import published
 
         def tower(of: str) -> PublishedFolder:
             config = families.read_config(published_files.small_files(of))
@@ -274,7 +332,9 @@ class VisionLanguageModel:
 
         if self.vision_folder:
             return vision_families.TwoFolders(tower(self.vision_folder), self.decoder.published(folder))
-        kind = families.read_config(published_files.small_files(folder)).get("model_type")
+        config = families.read_config(published_files.small_files(folder))
+        if (kind := config.get("model_type")) in published.FAMILIES:
+            return published.published_folder(self, folder, config)
         return tower(folder) if kind in vision_families.FAMILIES else self.decoder.published(folder)
 
     @property
@@ -285,7 +345,9 @@ class VisionLanguageModel:
     def settings(self) -> dict[str, Any]:
         """Returns the settings on which numbers depend, by name."""
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
-        return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim}
+        own = {field.name: field for field in dataclasses.fields(self) if field.name in _OF_CONNECTOR}
+        changed = {name: getattr(self, name) for name, f in own.items() if getattr(self, name) != f.default}
+        return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim, **changed}
 
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per position of rows with one image; frozen parts have no gradients of matrices.
@@ -338,18 +400,23 @@ class Placed:
         question = own & (place <= last) & ~is_slot[:, None]
         return Placed(at.reshape(rows, number * size, -1), question.astype(jnp.float32), own)
 
-    def decoded(self, batch: Batch, visual: jax.Array, chosen: Chosen, *, shift: int) -> tuple[Batch, Inserted, Chosen]:
+    def decoded(
+        self, batch: Batch, visual: jax.Array, chosen: Chosen, *, shift: int, causal: bool
+    ) -> tuple[Batch, Inserted, Chosen]:
         """Returns what the decoder reads.
 
         A patch has the position of its place in the image, and text follows as if all patches were there: a choice does
-        not move what remains.
+        not move what remains. Where attention is causal, images may follow text, and places count from their first.
 
         Args:
           batch: the batch.
           visual: the chosen patches, [B, I S, D].
           chosen: their places in the image.
           shift: by how many positions text is moved.
+          causal: whether attention is causal.
         """
+        if causal:
+            return self._decoded_causally(batch, visual, chosen, shift)
         rows = len(visual)
         index = chosen.indices.reshape(rows, -1).astype(jnp.float32)
         patch = jnp.einsum("bst,bs->bt", self.slots, index).astype(jnp.int32)
@@ -361,3 +428,23 @@ class Placed:
         values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
         read = {**batch, "positions": jnp.where(is_slot, patch, text)}
         return read, Inserted(values, is_slot, Prefix(batch["until"], bias)), chosen
+
+    def _decoded_causally(
+        self, batch: Batch, visual: jax.Array, chosen: Chosen, shift: int
+    ) -> tuple[Batch, Inserted, Chosen]:
+        rows, number = self.image.shape[:2]
+        slots = self.slots.reshape(rows, number, -1, self.slots.shape[-1])
+        places, positions = jnp.arange(slots.shape[-1]), batch["positions"].astype(jnp.float32)
+        is_slot, prefix = jnp.sum(self.slots, axis=1) > 0, None
+        if shift:
+            first = jnp.einsum("bit,bt->bi", slots[:, :, 0], positions)
+            index = chosen.indices.reshape(rows, number, -1) + first[:, :, None]
+            of_patches = jnp.einsum("bist,bis->bt", slots, index)
+            start = jnp.einsum("bit,t->bi", slots[:, :, 0], places.astype(jnp.float32))
+            after = self.image & (places > start[:, :, None])
+            positions = jnp.where(is_slot, of_patches, positions + shift * jnp.sum(after, axis=1))
+        if chosen.bias is not None:
+            bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(rows, -1))
+            prefix = Prefix(jnp.broadcast_to(places, is_slot.shape), bias)
+        values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
+        return {**batch, "positions": positions.astype(jnp.int32)}, Inserted(values, is_slot, prefix), chosen

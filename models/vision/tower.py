@@ -57,6 +57,7 @@ class VisionTower:
       class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
       input_norm: whether patches are normalized before the first layer.
       output_norm: whether features are normalized after the last layer.
+      cut: whether rows and columns of pixels after the last whole patch are left out; otherwise there are none.
       mean, std: mean and standard deviation of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
 
     Raises:
@@ -76,6 +77,7 @@ class VisionTower:
     class_token: bool = False
     input_norm: bool = False
     output_norm: bool = True
+    cut: bool = False
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
@@ -86,7 +88,7 @@ class VisionTower:
         if self.activation not in derivatives.ACTIVATIONS:
             expected = ", ".join(derivatives.ACTIVATIONS)
             raise UserError(f"VisionTower.activation = {self.activation!r}: expected one of {expected}")
-        if self.image_size % self.patch_size:
+        if self.image_size % self.patch_size and not (self.cut and self.image_size > self.patch_size):
             below = self.image_size // self.patch_size * self.patch_size or self.patch_size
             raise UserError(
                 f"VisionTower: image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}; "
@@ -129,6 +131,8 @@ class VisionTower:
         """Returns the patches of images [B, H, W, 3] uint8 as vectors, before they attend to others, [B, N, D]."""
         self.check(images)
         p, d = self.patch_size, self.embed_dim
+        if self.cut:
+            images = images[:, : self.side * p, : self.side * p]
         pixels = (images.astype(jnp.float32) / 255 - jnp.asarray(self.mean)) / jnp.asarray(self.std)
         x = pixels.astype(dtype).reshape(len(images), self.side, p, self.side, p, CHANNELS)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(len(images), self.num_patches, p, p, CHANNELS)

@@ -136,7 +136,7 @@ class Decoder:
         return jax.jit(self.model.empty_cache, static_argnums=(0, 1))
 
     def prefill(
-        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
+        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array, *inserted: Any
     ) -> tuple[jax.Array, Any]:
         """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
 
@@ -146,9 +146,10 @@ class Decoder:
           ids: [B, T] int32: the ids of the chunk.
           start: scalar: the slot of its first id.
           padding: [B]: the number of empty slots at the left of each row.
+          *inserted: nothing, or what `extend` of `models.decoder.transformer.Transformer` takes.
         """
         with self.tracing():
-            return self._prefill(params, cache, ids, start, padding)
+            return self._prefill(params, cache, ids, start, padding, *inserted)
 
     def abstract(self, rows: int, slots: int) -> tuple[Params, Any]:
         """Returns shapes and shardings of the parameters, as `laid_out` returns them, and of a cache."""
@@ -191,9 +192,9 @@ class Decoder:
         return [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in shapes]
 
     def _prefill_chunk(
-        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
+        self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array, *inserted: Any
     ) -> tuple[jax.Array, Any]:
-        return self.model.extend(self._stacked(params), cache, ids, start, padding)
+        return self.model.extend(self._stacked(params), cache, ids, start, padding, *inserted)
 
     def decode(self, params: Params, state: State, key: jax.Array, rows: jax.Array, count: jax.Array, **static: Any):
         """Adds up to `count` tokens to every row, fewer if all rows end; the state is donated.

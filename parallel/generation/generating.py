@@ -43,6 +43,18 @@ class Continuation(NamedTuple):
     ended: bool
 
 
+class Vectors(NamedTuple):
+    """Vectors that take the place of embedded ids in a prompt, such as those of an image.
+
+    Attributes:
+      places: [N], int, positions in the prompt.
+      values: [N, D].
+    """
+
+    places: np.ndarray
+    values: np.ndarray
+
+
 class Generator:
     """Continues prompts with a model; its programs are compiled once for each shape."""
 
@@ -74,6 +86,7 @@ class Generator:
         stop_ids: Sequence[int] = (),
         num_ids: int | None = None,
         slots: int | None = None,
+        vectors: Sequence[Vectors | None] = (),
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> list[Continuation]:
         """Continues every prompt; the result is the same on all hosts.
@@ -87,6 +100,8 @@ class Generator:
           stop_ids: ids that end a row.
           num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
           slots: number of slots of the cache, if more than needed: calls of different lengths then share programs.
+          vectors: what takes the place of embedded ids in each prompt; empty: nothing, as for a model whose `extend`
+            does not take them.
           on_tokens: called for each position with the new id of every row, None for rows that have ended. If it returns
             True, only the tokens that are already being generated follow.
 
@@ -95,7 +110,7 @@ class Generator:
         """
         self.check(prompts, max_tokens=max_tokens)
         static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
-        state = self._after_prompts(prompts, max_tokens=max_tokens, slots=slots)
+        state = self._after_prompts(prompts, max_tokens=max_tokens, slots=slots, vectors=vectors)
         rows = first_row + jnp.arange(state.ended.shape[0])
         found = [Continuation([], [], False) for _ in prompts]
         key, waiting = jax.random.key(seed), []
@@ -118,7 +133,14 @@ class Generator:
         """The largest number of positions of a prompt and its continuation; None: no limit."""
         return max_positions(self._program)
 
-    def _after_prompts(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, slots: int | None = None) -> State:
+    def _after_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        slots: int | None = None,
+        vectors: Sequence[Vectors | None] = (),
+    ) -> State:
         """Processes the prompts in chunks, padded at their beginnings to one length."""
         rows = self._program.partitioner.row_shards
         rows *= -(-len(prompts) // rows)
@@ -135,9 +157,25 @@ class Generator:
         cache = self._decoder.empty_cache(rows, slots)
         for start in range(0, ids.shape[1], chunk):
             part = jnp.asarray(ids[:, start : start + chunk])
-            logits, cache = self._decoder.prefill(self._params, cache, part, jnp.int32(start), padding)
+            inserted = _inserted(vectors, np.asarray(padding), start, chunk)
+            logits, cache = self._decoder.prefill(self._params, cache, part, jnp.int32(start), padding, *inserted)
         ended = np.arange(rows) >= len(prompts)
         return State(cache, logits, *_laid_out(logits.sharding, np.int32(ids.shape[1]), np.asarray(padding), ended))
+
+
+def _inserted(
+    vectors: Sequence[Vectors | None], padding: np.ndarray, start: int, chunk: int
+) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Returns what takes the place of embedded ids in a chunk: their vectors [B, C, D], and where they are [B, C]."""
+    if not (width := next((one.values.shape[1] for one in vectors if one is not None), 0)):
+        return ()
+    values, places = np.zeros((len(padding), chunk, width), np.float32), np.zeros((len(padding), chunk), bool)
+    for row, one in enumerate(vectors):
+        if one is not None:
+            at = one.places + padding[row] - start
+            here = (at >= 0) & (at < chunk)
+            values[row, at[here]], places[row, at[here]] = one.values[here], True
+    return ((jnp.asarray(values), jnp.asarray(places)),)
 
 
 def _laid_out(rows: jax.sharding.Sharding, *arrays: np.ndarray | np.int32) -> list[jax.Array]:

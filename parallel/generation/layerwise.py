@@ -93,7 +93,7 @@ class LayerwiseDecoder:
             return self.model.empty_cache(rows, slots)
 
     def prefill(
-        self, params: Held, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array
+        self, params: Held, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array, *inserted: Any
     ) -> tuple[jax.Array, Any]:
         """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
 
@@ -103,9 +103,10 @@ class LayerwiseDecoder:
           ids: [B, T] int32: the ids of the chunk.
           start: scalar: the slot of its first id.
           padding: [B]: the number of empty slots at the left of each row.
+          *inserted: nothing, or what `extend` of `models.decoder.transformer.Transformer` takes.
         """
         with self.tracing():
-            before = self._before(params.others, cache[self.model.num_layers :], ids, start, padding)
+            before = self._before(params.others, cache[self.model.num_layers :], ids, start, padding, *inserted)
             return self._through_layers(params, cache, start, *before)
 
     def decode(

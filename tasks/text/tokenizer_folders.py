@@ -276,8 +276,10 @@ class FolderTokenizer(ChatVocabulary):
     @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
     def _template(self, name: str | None) -> TemplateProcess:
         """Returns the compiled chat template called `name`, or else the default one."""
-        file = self.folder / "chat_template.jinja"
+        file, older = self.folder / "chat_template.jinja", self.folder / published_files.CHAT_TEMPLATE
         source = _read_text(file) if file.exists() else self._template_setting(name)
+        if not file.exists() and older.exists():
+            source = published_files.read_object(older).get("chat_template", source)
         if source is None:
             raise UserError(f"{self.path} has no chat template: it is not a model for chats; leave --chat out")
         try:

@@ -19,6 +19,16 @@ class UnreadableImage(ValueError):
 
 def decode(content: bytes, *, size: int) -> np.ndarray:
     """Decodes an image to [size, size, 3] uint8, without keeping its aspect ratio. Raises UnreadableImage."""
+    from PIL import Image
+
+    image = opened(content)
+    if image.size != (size, size):
+        image = image.resize((size, size), Image.Resampling.BICUBIC)
+    return np.array(image, np.uint8)
+
+
+def opened(content: bytes) -> Any:
+    """Returns an image of Pillow in three colors. Raises UnreadableImage."""
     from PIL import Image, ImageOps
 
     try:
@@ -31,10 +41,7 @@ def decode(content: bytes, *, size: int) -> np.ndarray:
                 image = Image.alpha_composite(white, image)
             if image.mode.startswith("I;16"):  # a plain conversion would clip 16 bits at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            image = image.convert("RGB")
-            if image.size != (size, size):
-                image = image.resize((size, size), Image.Resampling.BICUBIC)
-            return np.array(image, np.uint8)
+            return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # of broken files of all formats
         raise UnreadableImage(str(error)) from error
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from core import slices, types, units
 from core.hosts import exit_codes
@@ -273,10 +274,25 @@ def _families() -> Iterator[str]:
     rows = [[title, ", ".join(names), differs[title]] for title, names in kinds.items()]
     yield from _table(["family", "`model_type`", "differs from Llama by"], rows)
     yield from ["", *_ABOUT_FAMILIES.splitlines(), ""]
+    for module in environment.declared("FOLDERS"):  # of an optional part
+        yield from _families_of_images(importlib.import_module(module).published)
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
     yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, gpt-oss, Qwen3-Next, Qwen3.5"
     yield "and DeepSeek-V3 have none: their sizes are read from a folder. The names:"
     yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
+
+
+def _families_of_images(published: Any) -> Iterator[str]:
+    rows: dict[str, list[str]] = {}
+    for kind, one in published.FAMILIES.items():
+        rows.setdefault(one.title, [one.title, "", one.differs])[1] += f"`{kind}` "
+    decoders = ", ".join(f"`{kind}`" for kind in published.DECODERS)
+    yield from ["**Images and text.** `launch/run generate FOLDER --image FILE` reads these whole:", ""]
+    yield from _table(
+        ["family", "`model_type`", "before the decoder"], [[a, b.strip(), c] for a, b, c in rows.values()]
+    )
+    yield from ["", f"The decoder inside is one of {decoders}. Logits and gradients of tiny random models are within"]
+    yield from ["5e-5 of transformers', relative to the largest entry. Attention is causal.", ""]
 
 
 _ABOUT_FAMILIES = """

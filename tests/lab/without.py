@@ -24,6 +24,7 @@ EXAMPLE = """tests/run.sh lab without
 
 PRODUCT = ("core", "parallel", "models", "tasks", "launch", "renga")
 _CHOICES = tuple(f"launch/experiments/{name}.py" for name in ("asked", "pictures", "relevance"))  # of patches
+_IMAGES = ("launch/images/*", "gin/generation/images.gin")
 PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file of two parts needs both
     "s5": (
         "models/mixers/s5.py",
@@ -42,9 +43,10 @@ PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file 
     "trm": ("models/trm/*", "gin/optimizers/trm.gin", "gin/models/trm*.gin", "gin/trm/*"),
     "puzzles": ("tasks/puzzles/*", "launch/cli/build_puzzles.py", "gin/tasks/[ams]*.gin", "gin/trm/*"),
     "code": ("tasks/code/*", "launch/cli/cache_hidden_states.py", "launch/experiments/humaneval.py", "gin/ponder/*"),
-    "vision_models": ("models/vision/*", *_CHOICES, "gin/arrcoc/*"),
+    "vision_models": ("models/vision/*", *_CHOICES, *_IMAGES, "gin/arrcoc/*"),
     "vision_tasks": (
         "tasks/vision/*",
+        *_IMAGES,
         "launch/cli/build_questions.py",
         *_CHOICES,
         "gin/arrcoc/*",

@@ -90,7 +90,7 @@ FOLDERS = {
 FOLDERS |= {("results", "--out")}  # the folder of a suite, which grows with its runs
 OTHERS = {("generate", "--json")}  # a switch
 OTHERS |= {(name, "--record") for name in ("agreement", "bisect")}  # folders of a command's own processes
-READS = {("generate", "--file"), ("humaneval", "--humaneval"), ("gates", "--against")}
+READS = {("generate", "--file"), ("generate", "--image"), ("humaneval", "--humaneval"), ("gates", "--against")}
 
 
 def named_files():

@@ -1,0 +1,1 @@
+"""Published models of images and text in commands."""

@@ -1,0 +1,182 @@
+"""Loads published models of images and text: the decoder, which generates, and what makes vectors of images."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from core import slices, stack, units
+from core.checkpoints import image_processor, published_files
+from core.checkpoints.image_processor import ImageProcessor
+from core.errors import UserError
+from launch import loaded_model, terminal
+from launch.loaded_model import Images, LoadedModel
+from models.decoder.published import families
+from models.vision import published
+from models.vision.model import VisionLanguageModel, part_of
+from parallel.generation.generating import Vectors
+from parallel.partitioner import Program
+from parallel.strategy import Strategy
+from tasks import streams
+from tasks.vision import image_questions, prepared
+from tasks.vision.images import UnreadableImage
+from tasks.vision.prepared import Frames
+
+FOLDERS = ("idefics3", "llava", "smolvlm")  # `model_type` of folders that `load` loads
+_GIN = "gin/generation/images.gin"
+_DECODER = "decoder"
+_MULTIPLE = 32  # of positions, in batches that only give the parameters their shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderSight:
+    """Makes vectors of images with the tower and the connector of a published model.
+
+    Attributes:
+      program: model and layout.
+      params: of the tower and the connector; None before they are read.
+      processor: how images are prepared.
+      token_id, token: the image token; "" without a tokenizer.
+      has_frames: whether a prompt says which frame of an image follows, as those of SmolVLM do.
+    """
+
+    program: Program
+    params: Any
+    processor: ImageProcessor
+    token_id: int
+    token: str
+    has_frames: bool
+
+    @property
+    def _model(self) -> VisionLanguageModel:
+        model: Any = self.program.model
+        return model
+
+    def expanded(self, text: str, images: Images) -> str:
+        """Returns a prompt with as many image tokens as its images have vectors.
+
+        Raises:
+          UserError: the prompt has another number of image tokens than there are images, or an image cannot be read.
+        """
+        parts = text.split(self.token) if self.token else [text]
+        if len(parts) - 1 != len(images):
+            has, given = units.counted(len(parts) - 1, "image token"), units.counted(len(images), "image")
+            raise UserError(
+                f"the prompt has {has} {self.token}, and {given} {'is' if len(images) == 1 else 'are'} given: expected "
+                f"one {self.token} for each --image, as in --prompt 'USER: {self.token} What? ASSISTANT:'. With "
+                "--chat they are written"
+            )
+        found = [self._tokens(frames) for frames in self._prepared(images)]
+        return "".join(a + b for a, b in zip(parts, [*found, ""], strict=True))
+
+    def _tokens(self, frames: Frames) -> str:
+        """Returns the text in place of an image."""
+        tokens = self.token * self._model.image_tokens
+        if not self.has_frames:
+            return tokens
+        around, whole = "<fake_token_around_image>", "<global-img>"
+        text = ""
+        for row in range(1, frames.rows + 1):
+            for column in range(1, frames.columns + 1):
+                text += f"{around}<row_{row}_col_{column}>{tokens}"
+            text += "\n"
+        return f"{text}{chr(10) if text else ''}{around}{whole}{tokens}{around}"
+
+    def check(self, ids: Sequence[int], images: Images) -> None:
+        """Raises UserError if the ids have another number of image tokens than the images have vectors."""
+        have = list(ids).count(self.token_id)
+        need = sum(len(frames.pixels) for frames in self._prepared(images)) * self._model.image_tokens
+        if have != need:
+            raise UserError(
+                f"the prompt has the id {self.token_id} of an image token {have} times, and the "
+                f"{units.counted(len(images), 'image')} given {'needs' if len(images) == 1 else 'need'} {need} of them"
+            )
+
+    def vectors(self, ids: Sequence[int], images: Images) -> Vectors | None:
+        """Returns the vectors of the images of a prompt; None without images."""
+        if not images:
+            return None
+        frames = np.concatenate([each.pixels for each in self._prepared(images)])
+        shards = self.program.partitioner.row_shards
+        padded = np.concatenate([frames, np.repeat(frames[:1], -len(frames) % shards, axis=0)])
+        with self.program.partitioner.tracing(), stack.use_runner(stack.scan_runner):
+            found = np.asarray(jax.device_get(self._compiled(self.params, padded)), np.float32)
+        return Vectors(
+            np.flatnonzero(np.asarray(ids) == self.token_id), found[: len(frames)].reshape(-1, found.shape[-1])
+        )
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._model.image_vectors)
+
+    def _prepared(self, images: Images) -> list[Frames]:
+        return [_prepared(file, loaded_model.image_content(file), self.processor) for file in images]
+
+
+@functools.lru_cache(maxsize=32)  # a prompt is expanded, checked and run
+def _prepared(file: str, content: bytes, processor: ImageProcessor) -> Frames:
+    try:
+        return prepared.prepare(content, processor)
+    except UnreadableImage as error:
+        raise UserError(f"{file} is not an image that can be read ({error}): expected such as PNG or JPEG") from error
+
+
+def load(
+    folder: str,
+    slice_name: str | None,
+    bindings: Sequence[str],
+    dtype: str | None,
+    strategy: Strategy | None,
+    check: Callable[[], object],
+    check_model: Callable[[LoadedModel], object],
+) -> LoadedModel:
+    """Loads a published model of images and text.
+
+    Args:
+      folder: of the model.
+      slice_name, bindings, dtype, strategy, check, check_model: as in `launch.loaded_model.load`.
+
+    Raises:
+      UserError: a file is missing, or describes a model that is not supported.
+    """
+    choice = loaded_model.chosen(_GIN, folder, bindings, dtype, check)
+    model: VisionLanguageModel = choice.model
+    vocabulary = loaded_model.vocabulary_of(folder, vocab_size=model.decoder.vocab_size)
+    rows, layout = slices.get(slice_name or loaded_model.ONE_CHIP).devices, strategy or choice.strategy
+    sizes = {"image_size": model.vision.image_size, "image_tokens": model.image_tokens}
+    length = -(-model.image_tokens // _MULTIPLE) * _MULTIPLE
+    spec = image_questions.batch_spec(rows, length=length, has_kinds=False, **sizes)
+    whole = loaded_model.bound(model, layout, slice_name, spec)
+    text = loaded_model.bound(model.decoder, layout, slice_name, streams.batch_spec(rows, length=length))
+    files = published_files.small_files(folder)
+    config = families.read_config(files)
+    token_id = published.image_token(config)
+    sight = FolderSight(
+        whole,
+        None,
+        image_processor.read(files, config["model_type"]),
+        token_id,
+        "" if vocabulary is None else vocabulary.token_of(token_id),
+        config["model_type"] != "llava",
+    )
+    begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
+    found = LoadedModel(text, None, vocabulary, folder, begins_with_bos, sight)
+    check_model(found)
+    source = model.published(folder)
+    progress = terminal.progress(f"parameters of {folder}")
+    params = source.load(loaded_model.in_compute_dtype(whole), whole.param_specs, progress=progress)
+    of_text, of_sight = _of(params, of_decoder=True), _of(params, of_decoder=False)
+    return dataclasses.replace(found, params=of_text, sight=dataclasses.replace(sight, params=of_sight))
+
+
+def _of(params: Any, *, of_decoder: bool) -> Any:
+    """Returns the parameters of the decoder, or all others."""
+    found: dict[str, dict[str, Any]] = {}
+    for module, leaves in params.items():
+        for name, leaf in leaves.items():
+            if (part_of(f"{module}/{name}".replace("~/", "")) == _DECODER) is of_decoder:
+                found.setdefault(module, {})[name] = leaf
+    return found

@@ -1,0 +1,46 @@
+"""Builds models of images and text from the folders of published models.
+
+model = pretrained.model("hf://llava-hf/llava-1.5-7b-hf")    # from its config.json and its image processor
+folder = model.published("hf://llava-hf/llava-1.5-7b-hf")    # its parameters
+"""
+
+from typing import Any
+
+from core.checkpoints import image_processor, published_files
+from core.checkpoints.image_processor import ImageProcessor
+from core.errors import UserError
+from models.decoder.published import families
+from models.decoder.transformer import Transformer
+from models.vision.model import VisionLanguageModel
+from models.vision.published import fields
+from models.vision.tower import VisionTower
+
+
+def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLanguageModel:
+    """Returns the model that a folder describes, with fields replaced by `changes`.
+
+    Args:
+      folder: local, gs:// or hf://OWNER/NAME.
+      dtype: compute dtype, `bfloat16` or `float32`.
+      **changes: fields of `VisionLanguageModel`, such as `freeze` or `selector`.
+
+    Raises:
+      UserError: a file is missing, or describes a model that is not supported.
+    """
+    files = published_files.small_files(folder)
+    config, where = families.read_config(files), str(files / published_files.CONFIG)
+    found = fields(config, where=where)
+    processor = image_processor.read(files, config["model_type"])
+    _check_size(processor, found["vision"]["image_size"], where)
+    tower = VisionTower(**{**found["vision"], "mean": processor.mean, "std": processor.std})
+    decoder = Transformer(**found["decoder"], dtype=dtype)
+    return VisionLanguageModel(**{**found, "vision": tower, "decoder": decoder, **changes})
+
+
+def _check_size(processor: ImageProcessor, size: int, where: str) -> None:
+    if processor.prepared_size != (size, size):
+        prepared = "x".join(map(str, processor.prepared_size)) if processor.prepared_size else "several sizes"
+        raise UserError(
+            f"{where}: vision_config.image_size = {size}, and the image processor of the folder prepares images of "
+            f"{prepared}; expected {size}x{size}"
+        )

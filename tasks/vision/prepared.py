@@ -1,0 +1,102 @@
+"""Prepares images as the processor of a published model does, on the host, up to uint8.
+
+A processor with frames, as that of SmolVLM, resizes an image so that its longest edge has a given length, then to whole
+frames, and splits it into them. The image itself, as one frame, follows.
+
+F frames, H rows and W columns of pixels.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from core.checkpoints.image_processor import ImageProcessor
+from tasks.vision import images
+
+_MOST = 4096  # pixels of an edge, in processors with frames
+
+
+class Frames(NamedTuple):
+    """A prepared image.
+
+    Attributes:
+      pixels: [F, H, W, 3], uint8.
+      rows, columns: of the frames that it was split into, before the last one; 0 if it was not.
+    """
+
+    pixels: np.ndarray
+    rows: int = 0
+    columns: int = 0
+
+
+def prepare(content: bytes, processor: ImageProcessor) -> Frames:
+    """Returns an image as a model reads it.
+
+    Args:
+      content: of an image file.
+      processor: how it is prepared.
+
+    Raises:
+      UnreadableImage: it is no image.
+    """
+    image = images.opened(content)
+    if processor.frame is not None:
+        return _frames(image, processor, processor.frame)
+    image = _resized(image, processor.size or _by_shortest(image, processor.shortest_edge), processor)
+    if processor.crop is not None:
+        rows, columns = processor.crop
+        left, top = (image.width - columns) // 2, (image.height - rows) // 2
+        image = image.crop((left, top, left + columns, top + rows))
+    return Frames(_stacked([image]))
+
+
+def _frames(image: Any, processor: ImageProcessor, side: int) -> Frames:
+    image = _resized(image, _by_longest(image, processor.longest_edge), processor)
+    rows, columns = _whole_frames(image, side) if processor.splits else (1, 1)
+    image = _resized(image, (rows * side, columns * side), processor)
+    if rows == columns == 1:
+        return Frames(_stacked([image]))
+    corners = [(column * side, row * side) for row in range(rows) for column in range(columns)]
+    parts = [image.crop((left, top, left + side, top + side)) for left, top in corners]
+    return Frames(_stacked([*parts, _resized(image, (side, side), processor)]), rows, columns)
+
+
+def _whole_frames(image: Any, side: int) -> tuple[int, int]:
+    """Returns rows and columns of frames that cover an image, whose shorter edge follows from the longer one."""
+    ratio = image.width / image.height
+    if image.width >= image.height:
+        columns = math.ceil(image.width / side)
+        return math.ceil(int(columns * side / ratio) / side), columns
+    rows = math.ceil(image.height / side)
+    return rows, math.ceil(int(rows * side * ratio) / side)
+
+
+def _by_shortest(image: Any, edge: int | None) -> tuple[int, int]:
+    assert edge is not None
+    longest = int(edge * max(image.size) / min(image.size))
+    return (longest, edge) if image.width <= image.height else (edge, longest)
+
+
+def _by_longest(image: Any, edge: int | None) -> tuple[int, int]:
+    """Returns rows and columns with a longest edge, and an even number of the others, within `_MOST`."""
+    assert edge is not None
+    ratio = image.width / image.height
+    shorter = int(edge / ratio) if ratio >= 1 else int(edge * ratio)
+    shorter = max(shorter + shorter % 2, 1)
+    rows, columns = (shorter, edge) if ratio >= 1 else (edge, shorter)
+    if max(rows, columns) <= _MOST:
+        return rows, columns
+    ratio = columns / rows
+    return (max(int(_MOST / ratio), 1), _MOST) if ratio >= 1 else (_MOST, max(int(_MOST * ratio), 1))
+
+
+def _resized(image: Any, size: tuple[int, int], processor: ImageProcessor) -> Any:
+    rows, columns = size
+    if (image.width, image.height) == (columns, rows):
+        return image
+    return image.resize((columns, rows), processor.resample)
+
+
+def _stacked(parts: list[Any]) -> np.ndarray:
+    return np.stack([np.asarray(part, np.uint8) for part in parts])

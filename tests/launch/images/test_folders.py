@@ -1,0 +1,83 @@
+"""Published models of images and text continue prompts with images as transformers; wrong input is an error."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from core.checkpoints import published_files
+from launch import loaded_model
+from launch.__main__ import main
+from launch.images import folders
+from models.vision import published
+
+HERE = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "images"
+TEXT = HERE.parent / "families" / "llama2"
+PHOTO = str(HERE / "photo.png")
+FOLDERS, QUICK = ("llava", "llava_siglip", "smolvlm", "idefics3"), ("llava", "smolvlm")
+PROMPT = "USER: <image> what? A:"
+
+
+def test_every_family_is_loaded():
+    assert set(folders.FOLDERS) == set(published.FAMILIES)
+
+
+@pytest.mark.parametrize("name", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FOLDERS])
+def test_ids_of_the_prompt_and_greedy_ids_equal_transformers(name):
+    reference = np.load(HERE / name / "reference.npz")
+    model = loaded_model.load(str(HERE / name))
+    ids = model.checked([PROMPT], max_tokens=8, is_chat=False, images=[[PHOTO]])
+    assert ids == [reference["ids"].tolist()]
+    found = model.continued([PROMPT], max_tokens=8, images=[[PHOTO]])
+    assert ids[0] + found[0].ids == reference["greedy"].tolist()
+    # A prompt without an image in the same batch changes nothing, and needs none.
+    both = model.continued(["A: no image", PROMPT], max_tokens=8, images=[[], [PHOTO]])
+    assert [each.ids for each in both] == [model.continued(["A: no image"], max_tokens=8)[0].ids, found[0].ids]
+
+
+def test_a_message_has_its_images_before_its_text():
+    model = loaded_model.load(str(HERE / "llava"))
+    reference = np.load(HERE / "llava" / "reference.npz")["ids"].tolist()
+    assert model.encoded("what?", is_chat=True, images=[PHOTO]) == reference[1:]  # the template has no begin-of-text
+    assert model.vocabulary.decode(model.encoded("what?", is_chat=True)) == "USER: what? A:"
+
+
+def refused(capsys, *args):
+    assert main(["generate", *map(str, args), "--greedy"]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--prompt", "USER: what?", "--image", PHOTO], "the prompt has 0 image tokens <image>, and 1 image is given"),
+        (["--prompt", PROMPT, "--image", PHOTO, "--image", PHOTO], "1 image token <image>, and 2 images are given"),
+        (["--prompt", PROMPT], "1 image token <image>, and 0 images are given"),
+        (["--prompt-ids", "5,258,7", "--image", PHOTO], "has the id 258 of an image token 1 times"),
+        (["--prompt", PROMPT, "--image", str(HERE / "make.py")], "make.py is not an image that can be read"),
+        (["--prompt", PROMPT, "--image", "absent.png"], "absent.png cannot be read"),
+        (["--chat", "--image", PHOTO], "--image belongs to one prompt"),
+    ],
+)
+def test_wrong_images_are_refused_before_weights_are_read(args, says, capsys, monkeypatch):
+    monkeypatch.setattr(published_files, "weights", lambda text: pytest.fail("weights were read"))
+    assert says in refused(capsys, HERE / "llava", *args)
+
+
+def test_an_image_for_a_model_of_text_is_refused(capsys):
+    assert "reads no images" in refused(capsys, TEXT, "--prompt-ids", "5", "--image", PHOTO)
+
+
+def test_a_folder_without_its_image_processor_is_refused(tmp_path, capsys):
+    folder = shutil.copytree(HERE / "llava", tmp_path / "llava")
+    (folder / "preprocessor_config.json").unlink()
+    said = refused(capsys, folder, "--prompt", PROMPT, "--image", PHOTO)
+    assert "has no preprocessor_config.json, nor processor_config.json" in said
+
+
+def test_a_family_that_is_not_supported_is_named(tmp_path, capsys):
+    config = {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "model_type = 'qwen2_vl' is not known" in refused(capsys, tmp_path, "--prompt", "hi")
