@@ -39,7 +39,7 @@ NAMES = frozenset(
 )
 COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # besides the configuration, these change a compiled program
 # Set for processes that train on CPUs, unless the user sets it. XLA maps its temporary buffers anew in every step; with
-# # large pages the kernel clears and maps them in fewer parts. The C library reads it when a process starts.
+# large pages the kernel clears and maps them in fewer parts. The C library reads it when a process starts.
 ON_CPUS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 JOIN_SECONDS = 300
 SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts

@@ -272,7 +272,7 @@ class Health(_Group):
         )
 
 
-GROUPS: Mapping[str, type] = {  # by field of `Experiment`
+GROUPS: Mapping[str, type] = {  # classes of settings, by field of `Experiment`
     "initialization": Initialization,
     "logging": Logging,
     "evaluation": Evaluation,

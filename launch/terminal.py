@@ -50,7 +50,7 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
         highlight=False,
         **options,
     )
-    found.on_broken_pipe = _reraise  # type: ignore[method-assign]  # of rich, which would end the process
+    found.on_broken_pipe = _reraise  # type: ignore[method-assign]  # rich's own would end the process
     return found
 
 

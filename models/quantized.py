@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from core import extras, logical
 
 CHOICES = ("none", "int8", "fp8")
-_TYPES = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}  # of values, of gradients
+_TYPES = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}  # type of values, type of gradients
 
 
 def check(choice: str) -> None:

@@ -286,6 +286,6 @@ def where_it_failed(error: Exception) -> str:
     """Returns the error with its file and line: `NameError: name 'x' is not defined (my_strategy.py:3)`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     file, line = frames[-1].filename, frames[-1].lineno
-    if isinstance(error, SyntaxError) and error.filename:  # of a file, unless code raised it itself
+    if isinstance(error, SyntaxError) and error.filename:  # in a file, unless code raised it itself
         file, line = error.filename, error.lineno
     return f"{type(error).__name__}: {error} ({Path(file).name}:{line})"

@@ -35,8 +35,8 @@ _NAMES = {
 _FIELDS = {"experts": ("experts",), "block_sparse": ("block_sparse",), "s5": ("s5",), "ttt": ("ttt_linear", "ttt_mlp")}
 
 # Gets a binding with an old name or value, and all bindings in order. Returns the statements that replace the binding,
-# # first the one with its new value (an empty list removes the binding); None if it is current; or a problem if nothing
-# # can replace it.
+# first the one with its new value (an empty list removes the binding); None if it is current; or a problem if nothing
+# can replace it.
 Rewrite = Callable[[Binding, Sequence[Binding]], Sequence[str] | ConfigProblem | None]
 
 

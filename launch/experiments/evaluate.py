@@ -48,7 +48,7 @@ EXAMPLE = """launch/run evaluate runs/trm/sudoku4-v4-8
   launch/run evaluate runs/trm/arc1-v4-64 --all-steps --submission submission.json --simulate --slice v4-8
   launch/run evaluate runs/quickstart-v4-16 --num-examples all --gin "STRATEGY = @strategies.data_parallel()\""""
 # Other evaluations are modules of this folder with `EVALUATION` (on one line: the flags that ask for it, each with the
-# # flags that it alone uses), `EXAMPLE`, `add_arguments(parser)` and `run(args)`.
+# flags that it alone uses), `EXAMPLE`, `add_arguments(parser)` and `run(args)`.
 _OTHERS = {importlib.import_module(module): flags_ for module, flags_ in environment.declared("EVALUATION").items()}
 EXAMPLE = "\n  ".join([EXAMPLE, *(other.EXAMPLE for other in _OTHERS)])
 

@@ -20,8 +20,8 @@ from models.decoder.planner_config import Planner
 from models.lora import Lora
 
 # Checkpoint names of the arrays that each choice saves for the backward pass of a layer, in addition to its input. The
-# # comments give, for the 7B model, the MiB saved per layer and row of 2048 tokens, including the input, and the
-# fraction # of the layer's matrix products that is recomputed.
+# comments give, for the 7B model, the MiB saved per layer and row of 2048 tokens, including the input, and the
+# fraction of the layer's matrix products that is recomputed.
 _ATTENTION = ("norm", "query", "key", "value", attention.MIXED)
 REMAT: Mapping[str, Remat] = {
     "none": "none",  # saves whatever derivatives need, with weights as stored

@@ -306,7 +306,7 @@ def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) 
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
     if weights.biases is not None:
         logits += weights.biases[0]
-    # By logits if they alone decide, because the scores of large logits are equal.
+    # Experts are ranked by logits if these alone decide: the scores of large logits can be equal.
     by_logits = weights.correction is None and settings.num_groups == 1
     chosen = _largest(jax.lax.stop_gradient(logits), settings.top_k) if by_logits else None
     scores = jax.nn.softmax(logits, axis=-1) if settings.scores == "softmax" else jax.nn.sigmoid(logits)
@@ -424,7 +424,7 @@ def _with_capacity(
     slots, fits = _capacity_slots(chosen, settings.num_experts, settings.slots(t), own, at)
     dropped = jnp.sum((chosen < settings.num_experts) & ~fits, axis=(1, 2)).astype(jnp.float32)
     rows = _taken(x.reshape(1, b * t, d), slots)
-    rows = rows.reshape(-1, own, b * settings.slots(t), d)  # by chip
+    rows = rows.reshape(-1, own, b * settings.slots(t), d)  # grouped by the chip of the experts
     if at.exchanged:  # this chip's rows for all experts -> rows of all chips for this chip's experts
         rows = jax.lax.all_to_all(rows, at.exchanged, split_axis=0, concat_axis=0, tiled=True)
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from core.checkpoints.published import PublishedFolder
 
 
-Cache = tuple[block.State, ...]  # of every layer
+Cache = tuple[block.State, ...]  # a state for each layer
 Carried = Any  # states of parts by name, leaves [B, L, ...]; () without
-_FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # of a batch, [B, T] each
+_FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # fields of a batch, [B, T] each
 
 
 class Inserted(NamedTuple):
@@ -154,7 +154,7 @@ class Transformer(DecoderConfig):
 
     def published(self, folder: str) -> PublishedFolder:
         """Returns access to this decoder's parameters in the folder of a published model; reads no tensor yet."""
-        from models.decoder.published import family_tensors  # of no use to a run that starts from its seed
+        from models.decoder.published import family_tensors  # a run that starts from its seed does not need it
 
         return family_tensors.published_folder(self, folder)
 
@@ -317,7 +317,7 @@ class Transformer(DecoderConfig):
         layers = self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
         if self.planner is None:
             return layers
-        from models.decoder import chunk_planner  # of no use to other models
+        from models.decoder import chunk_planner  # only models with a planner need it
 
         return (*layers, {"planner": chunk_planner.empty_state(self.planner, rows, length, self.embed_dim)})
 
@@ -437,7 +437,7 @@ class Transformer(DecoderConfig):
 
     @property
     def _planner(self) -> Any:
-        from models.decoder import chunk_planner  # of no use to other models
+        from models.decoder import chunk_planner  # only models with a planner need it
 
         assert self.planner is not None
         return chunk_planner.Plans(self, self.planner)
@@ -478,7 +478,7 @@ class Transformer(DecoderConfig):
         found = (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
         if self.planner is None:
             return found
-        from models.decoder import chunk_planner  # of no use to other models
+        from models.decoder import chunk_planner  # only models with a planner need it
 
         return found + chunk_planner.flops_per_token(self.planner, self)
 
@@ -509,7 +509,7 @@ class Transformer(DecoderConfig):
         return jax.tree.map(lambda table: logical.constrain(table, "batch", "length", None, None), tables)
 
     def _embedding(self) -> jax.Array:
-        # As the output matrix it has columns of about unit length, so that initial logits are of order 1.
+        # If it is also the output matrix, its columns have about unit length, so that initial logits are of order 1.
         stddev = 1.0 / math.sqrt(self.embed_dim) if self.tied else 1.0
 
         def init(shape, dtype):

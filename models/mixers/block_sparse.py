@@ -36,7 +36,7 @@ from models.decoder.attention.splash_tiles import LANES, Tiles, largest
 from models.decoder.layers import Heads
 from models.decoder.parts import Call, Decoder, Work
 
-_SCALAR_BYTES = 2**20 - 2**14  # of scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
+_SCALAR_BYTES = 2**20 - 2**14  # scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def table(settings: BlockSparse, heads: int, count: int) -> Table:
     for i in range(settings.global_blocks + settings.window + 1, count):
         others = i - settings.window - settings.global_blocks
         for head in range(heads if settings.random else 0):
-            # Of keys (seed, head, i) alone; the key 0 of a Philox stream is the head and the block.
+            # Draws depend on (seed, head, i) alone: the second number of a Philox key is made of head and block.
             rng = np.random.Generator(np.random.Philox(key=[settings.seed, head * 2**32 + i]))
             some = rng.choice(others, min(settings.random, others), replace=False) + settings.global_blocks
             drawn[head, i, : len(some)], is_drawn[head, i, : len(some)] = np.sort(some), True

@@ -34,7 +34,7 @@ from models.decoder.attention.splash_tiles import Tiles
 from models.decoder.layers import Matrices
 from models.decoder.parts import Call, Decoder, Part, Result, Work
 
-_EPS = 1e-6  # of the norms of the short vectors, whatever that of the decoder is
+_EPS = 1e-6  # epsilon of the short vectors' norms, whatever the decoder's is
 _LATENT = "latent"
 _UP = ((_LATENT,), ("heads", "head_dim"))
 _DOWN = (("embed",), (None,))

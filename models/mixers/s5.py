@@ -345,7 +345,7 @@ def _scan_on_chip(
     own, (firsts, lasts, is_whole) = jax.lax.all_gather((own, ends), axes)  # leaves [chips, ...]
     power = _power(system.decay, segment_ids.shape[1])
     chips, place = firsts.shape[0], jax.lax.axis_index(axes)
-    before, first_continues = state, continues  # of the first chip
+    before, first_continues = state, continues  # as on the first chip
     for chip in range(chips):
         joins = firsts[chip] == lasts[chip - 1] if chip else continues
         before = Complex(*(jnp.where(place == chip, new, old) for new, old in zip(state, before, strict=True)))

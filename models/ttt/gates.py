@@ -23,7 +23,7 @@ import numpy as np
 
 from core.errors import UserError, check_integer, check_number
 
-SKIP_COST, UPDATE_COST = 1.0, 3.0  # of a chunk, in the units of the paper
+SKIP_COST, UPDATE_COST = 1.0, 3.0  # cost of a chunk, in the units of the paper
 State = Any  # tuple of scalars; a carry may hold those
 
 

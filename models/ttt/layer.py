@@ -23,7 +23,7 @@ from models.ttt import inner_loop
 from models.ttt.config import TTTConfig
 from models.ttt.inner_loop import Fast, Learned, Linear, Memory, Norm, Tokens
 
-_STDDEV = 0.02  # of the initial weights of inner models and of learning rates
+_STDDEV = 0.02  # initial weights of inner models and of the projection to learning rates
 
 
 class Weights(NamedTuple):
@@ -128,7 +128,7 @@ def make(config: TTTConfig, embed_dim: int, *, dtype: str, output_init: hk.initi
 
 def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
     """Returns the multiplications per token: with the matrices of the layer, and in the inner loop."""
-    products = sum(a * b for a, b in zip(config.sizes, config.sizes[1:], strict=False))  # of the weights of one head
+    products = sum(a * b for a, b in zip(config.sizes, config.sizes[1:], strict=False))  # number of weights of one head
     through = products - config.sizes[0] * config.sizes[1]  # gradients of hidden units
     mixed = config.mini_batch * (sum(config.sizes[:-1]) + sum(config.sizes[1:]))  # (X X_k') G
     inner = config.num_heads * (3 * products + through + mixed)  # keys, queries and gradients of weights

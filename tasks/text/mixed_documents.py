@@ -86,7 +86,7 @@ class MixtureStream(Stream):
     def __init__(self, streams: Sequence[packing.PackedStream], weights: Sequence[float], spec: StreamSpec) -> None:
         self._streams, self._weights, self._spec = streams, tuple(map(Fraction, weights)), spec
         self._batch = 0
-        self._left, self._row = list(range(len(streams))), 0  # of a stream that reads every source once
+        self._left, self._row = list(range(len(streams))), 0  # sources left for a stream that reads every source once
 
     def __next__(self) -> Mapping[str, np.ndarray]:
         if self._spec.once:
@@ -135,7 +135,7 @@ class MixedChunks(Chunks):
         self._sources, self._spec = sources, spec
         self._weights = [int(weight * scale) for weight in exact]  # integer arithmetic is faster
         self._number = 0  # number of the next chunk of this stream
-        self._left = list(range(len(sources)))  # of a stream that reads every source once
+        self._left = list(range(len(sources)))  # sources left for a stream that reads every source once
 
     def position(self) -> dict[str, Any]:
         return {"number": self._number, "left": self._left, "sources": [each.position() for each in self._sources]}

@@ -14,7 +14,7 @@ from models.decoder.attention import attention
 HEADS, KEY_HEADS, HEAD_DIM = 2, 1, 128
 LENGTH, INTERPRETED_LENGTH = 512, 128
 # Relative to the largest element. bfloat16 has 8 bits, and sums have hundreds of terms; a TPU multiplies float32 in
-# # bfloat16 parts.
+# bfloat16 parts.
 TOLERANCE = {"bfloat16": 0.04, "float32": 0.02}
 INTERPRETED = {"bfloat16": 0.04, "float32": 2e-5}
 

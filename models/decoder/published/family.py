@@ -24,7 +24,7 @@ from models.decoder.published.rope_settings import FULL, LAYER_TYPES, SLIDING
 Config = Mapping[str, Any]
 Sources = dict[str, Source]
 Dequantized = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Mapping[str, Stored]]  # of `quantization_config`
-# Names as they are exported, of the models with images that hold them, and of models saved without a head.
+# Prefixes of tensor names: of exports, of language models inside models with images, and of models without a head.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 _ACTIVATIONS = {
     "silu": "silu",
@@ -49,7 +49,7 @@ _WHOLE = Check(
     lambda value: rope_settings.is_positive(value) and isinstance(value, int) and value < 2**31,
     "a whole number above 0",
 )
-_BY_DEFAULT = {  # of keys, by the type of the value that transformers gives absent ones
+_BY_DEFAULT = {  # checks of keys, by the type of the value that transformers gives absent ones
     bool: Check(lambda value: isinstance(value, bool), "true or false"),
     str: Check(lambda value: isinstance(value, str), "the name of an activation"),
     float: NUMBER,
@@ -126,7 +126,7 @@ LLAMA: Mapping[str, Any] = {
 }
 NULLABLE = frozenset({"num_key_value_heads", "head_dim", "max_position_embeddings"})
 ROPE = frozenset({"rope_parameters", "rope_scaling", "original_max_position_embeddings", "layer_types"})
-WINDOWS_OF_QWEN = frozenset({"sliding_window", "max_window_layers"})  # of no use without `use_sliding_window`
+WINDOWS_OF_QWEN = frozenset({"sliding_window", "max_window_layers"})  # without effect unless `use_sliding_window`
 
 
 def known_activation(name: str) -> str:

@@ -17,7 +17,7 @@ from models.decoder.published import families, published_keys
 Read = Callable[[str, int | None], np.ndarray]
 ADAPTER_CONFIG = published_files.ADAPTER_CONFIG
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-# Tensors that hold no parameter of the language model: buffers, vision parts, and heads for tokens further ahead.
+# Tensors that hold no parameter of the language model: buffers, vision parts, and heads that predict later tokens.
 NOT_PARAMETERS = (
     "*.attn.bias",
     "*.attn.masked_bias",

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# What these keys are for is said in front of each group; none of them changes the logits of a model in evaluation.
+# A comment before each group says what its keys are for; no key changes the logits of a model in evaluation.
 _GROUPS = (
     # where the file comes from, and which classes load it
     "model_type architectures auto_map transformers_version torch_dtype dtype name_or_path _name_or_path _commit_hash"
@@ -41,8 +41,8 @@ _GROUPS = (
     " force_words_ids penalty_alpha renormalize_logits guidance_scale max_time stop_strings",
 )
 WITHOUT_EFFECT = frozenset(" ".join(_GROUPS).split())
-_PREFIXES = ("unsloth_",)  # of what one tool for fine-tuning writes about itself
-ONLY: Mapping[str, Any] = {  # with the only supported value
+_PREFIXES = ("unsloth_",)  # keys that one tool for fine-tuning writes about itself
+ONLY: Mapping[str, Any] = {  # keys with their only supported value
     "attention_bias": False,
     "mlp_bias": False,
     "lm_head_bias": False,

@@ -12,7 +12,7 @@ Config = Mapping[str, Any]
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 ORIGINAL = "original_max_position_embeddings"  # the context length before an extension
 PARTIAL = "partial_rotary_factor"
-_SCALINGS = {  # with the keys that they need
+_SCALINGS = {  # kinds of scalings, with the keys that they need
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
@@ -23,7 +23,7 @@ _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor"),
 }
-# Known keys, of which a scaling reads its own; the others, in the last line, are of scalings that are not supported.
+# Known keys; each scaling reads some of them. Keys in the last line belong to scalings that are not supported.
 _KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "truncate", "finetuned"}
 _KEYS |= {key for keys in (*_SCALINGS.values(), *_OPTIONAL.values()) for key in keys}
 _KEYS |= {"short_factor", "long_factor", "mrope_section"}
