@@ -1,6 +1,6 @@
 """Finds where in an image a question points, in a few glimpses at a coarse view of the image.
 
-    content of a block = mean over its patches of MLP(patch);   block = content + place
+    content of a block = maximum over its patches of MLP(patch);   block = content + place
     question = words, read with the state;   a = softmax(key(block) . query(question, state));   state += a value(block)
 
 A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are, so the second
@@ -11,6 +11,8 @@ of a block.
 A choice of patches teaches little about where the others would have led. So the reader also answers the question from
 what its last glimpse saw (`Glimpsed.seen`), and the model adds that loss to its own. The decoder does
 not see the glimpses, only the chosen patches.
+With `points`, the reader has to answer from its last glimpse, so that one looks at what the question asks for.
+Otherwise an earlier glimpse can find the answer, and the last one, which is the relevance, may look elsewhere.
 
 B images, N patches, D width of patches, M blocks, T words, E width of words, W width of the reader.
 """
@@ -37,12 +39,19 @@ class Glimpsed(NamedTuple):
     """The result of a reader: the relevance of every patch, and what it saw.
 
     Attributes:
-      relevance: [B, N], float32, of the patches.
+      block: [B, N], float32: the logit of each patch's block in the last glimpse.
+      within: [B, N], float32: the relevance of each patch beside that of its block.
       seen: [B, W], float32: the question, and what the last glimpse saw.
     """
 
-    relevance: jax.Array
+    block: jax.Array
+    within: jax.Array
     seen: jax.Array
+
+    @property
+    def relevance(self) -> jax.Array:
+        """The relevance of patches, [B, N]."""
+        return self.within + self.block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,9 @@ class Reader:
       glimpses: how often blocks are looked at.
       width: W, even.
       answers: weight of the loss of the reader's own answers; 0: it does not answer.
+      points: whether patches are chosen where the last glimpse looks: their scores are `pointed`, and the reader
+        answers from that glimpse and the words, without what earlier glimpses saw. Where it looks is learned from its
+        own answers alone.
 
     Raises:
       UserError: a number out of range.
@@ -63,11 +75,17 @@ class Reader:
     glimpses: int = 2
     width: int = 64
     answers: float = 1.0
+    points: bool = False
 
     def __post_init__(self):
         for name in ("block", "glimpses", "width"):
             check_integer(getattr(self, name), where=f"Reader.{name}", least=1)
         check_number(self.answers, where="Reader.answers", least=0)
+        if self.points and not self.answers:
+            raise UserError(
+                "Reader.points = True and answers = 0: where it looks is learned from its own answers; "
+                "expected answers above 0"
+            )
         if self.width % 2:
             raise UserError(f"Reader.width = {self.width}: expected an even number")
 
@@ -106,9 +124,25 @@ class Reader:
             logits = jnp.einsum("bmw,bw->bm", keys, query) / math.sqrt(wide)
             seen = jnp.einsum("bm,bmw->bw", jax.nn.softmax(logits, axis=-1), dense(f"{name}_value", blocks, wide))
             state = unit(state + seen)
-        seen = dense("reader_seen", jnp.concatenate([seen, known], axis=-1), wide, "gelu")
+        told = mean if self.points else known  # which words were looked at tells what earlier glimpses saw
+        seen = dense("reader_seen", jnp.concatenate([seen, told], axis=-1), wide, "gelu")
         own = dense("reader_own", known, wide)[:, None] + dense("reader_own_block", blocks, wide)
-        return Glimpsed(self._of_patches(fine, own, logits, across), seen)
+        by_block = logits.reshape(len(fine), across, 1, across, 1)
+        return Glimpsed(self._of_patches(by_block), self._within(fine, own, across), seen)
+
+    def pointed(self, block: jax.Array, within: jax.Array) -> jax.Array:
+        """Returns log p(block) + log p(patch | block) of every patch, [B, N]; the sum of p over N is 1.
+
+        Blocks get no gradient: where the reader looks is learned from its own answers alone.
+
+        Args:
+          block: [B, N], the logit of each patch's block.
+          within: [B, N], logits of patches among those of their block.
+        """
+        side = math.isqrt(block.shape[1])
+        blocks = (len(block), side // self.block, self.block, side // self.block, self.block)
+        share = jax.nn.log_softmax(within.reshape(blocks), axis=(2, 4)).reshape(block.shape)
+        return jax.nn.log_softmax(jax.lax.stop_gradient(block), axis=-1) + 2 * math.log(self.block) + share
 
     def _places(self, across: int) -> jax.Array:
         """Returns a learned vector for each block, the sum of one for its row and one for its column."""
@@ -118,13 +152,17 @@ class Reader:
         ]
         return tables[0][:, None] + tables[1]
 
-    def _of_patches(self, fine: jax.Array, own: jax.Array, logits: jax.Array, across: int) -> jax.Array:
-        """Returns the relevance of patches, from queries [B, M, W] and logits [B, M] of their blocks."""
+    def _of_patches(self, x: jax.Array) -> jax.Array:
+        """Returns numbers of patches [B, N], from those that broadcast to rows and columns of blocks and of patches."""
+        rows, across, _, _, _ = x.shape
+        return jnp.broadcast_to(x, (rows, across, self.block, across, self.block)).reshape(rows, -1)
+
+    def _within(self, fine: jax.Array, own: jax.Array, across: int) -> jax.Array:
+        """Returns the product of each patch with the query of its block, [B, N]; queries are [B, M, W]."""
         rows = len(fine)
         fine = fine.reshape(rows, across, self.block, across, self.block, self.width)
         own = own.reshape(rows, across, across, self.width)
-        within = jnp.einsum("byrxcw,byxw->byrxc", fine, own) / math.sqrt(self.width)
-        return (within + logits.reshape(rows, across, 1, across, 1)).reshape(rows, -1)
+        return self._of_patches(jnp.einsum("byrxcw,byxw->byrxc", fine, own) / math.sqrt(self.width))
 
 
 def _sinusoids(order: jax.Array, width: int) -> jax.Array:

@@ -5,7 +5,8 @@
 z subtracts the mean over the patches of one image and divides by their standard deviation, so that no image depends on
 the rest of the batch. Entropy is that of a softmax over the channels of a patch; edges are the magnitude of Sobel's
 filters; relevance is a learned product of patch and question. Patches are scored before they attend to one another,
-because a patch that has seen the others can stand for all of them.
+because a patch that has seen the others can stand for all of them. A reader with `points` makes the score
+log p(block) + log p(patch | block), with this sum of maps as the logits of patches within a block.
 
 A hard choice of K patches has no gradient. Three estimators give one:
 
@@ -142,17 +143,21 @@ class Selector:
         question = question.reshape(len(images), -1)
         if not self.reads_question:
             is_word, question = jnp.zeros_like(is_word), jnp.zeros_like(question)
-        raw, seen = texture_maps(images, side), None
+        raw, glimpsed = texture_maps(images, side), None
         if self.reader is None:
             found = self._relevance(patches, question)
         else:
             words = jnp.repeat(words, is_word.shape[1], axis=0)
-            found, seen = self.reader.glimpsed(patches, words, is_word.reshape(len(images), -1))
+            glimpsed = self.reader.glimpsed(patches, words, is_word.reshape(len(images), -1))
+            found = glimpsed.within if self.reader.points else glimpsed.relevance
         raw = [*raw, found]
         maps = jnp.stack([standardized(a) for a in raw], axis=1)  # [B, 3, N]
         weights = self._weights(jnp.stack(raw, axis=1), question)
         gain = jnp.exp(logical.param(f"{NAME}_gain", (1,), (None,), jnp.zeros, kind="bias"))
-        return gain * jnp.einsum("bm,bmn->bn", weights, maps), seen
+        found = gain * jnp.einsum("bm,bmn->bn", weights, maps)
+        if self.reader is None or glimpsed is None:
+            return found, None
+        return (self.reader.pointed(glimpsed.block, found) if self.reader.points else found), glimpsed.seen
 
     def _relevance(self, patches: jax.Array, question: jax.Array) -> jax.Array:
         x = dense("patch_hidden", unit(patches), self.width, "gelu")

@@ -39,9 +39,10 @@ def test_relevance_depends_on_the_words_and_their_order_and_on_other_patches_but
     assert differs(moved, words)[:10].any()  # blocks without the patch
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_the_control_without_the_question_chooses_the_same_for_every_question(reads):
-    selector = Selector(num_chosen=4, method="gumbel", reader=READER, reads_question=reads, balancer_width=8)
+@pytest.mark.parametrize(("reads", "points"), [(True, True), (True, False), (False, True), (False, False)])
+def test_the_control_without_the_question_chooses_the_same_for_every_question(reads, points):
+    reader = dataclasses.replace(READER, points=points)
+    selector = Selector(num_chosen=4, method="gumbel", reader=reader, reads_question=reads, balancer_width=8)
     model = dataclasses.replace(subjects.model(), selector=selector)
     batch = subjects.batch(4, rows=2)
     params = jax.jit(model.init)(jax.random.key(0), batch)
@@ -50,17 +51,67 @@ def test_the_control_without_the_question_chooses_the_same_for_every_question(re
     assert (np.asarray(ask(batch)) != np.asarray(ask(others))).any() == reads
 
 
+POINTING = dataclasses.replace(READER, points=True)
+
+
+def test_a_pointed_patch_has_the_probability_of_its_block_times_that_within_the_block():
+    rng = np.random.default_rng(0)
+    block, within = rng.normal(size=(3, 2, 1, 2, 1)), rng.normal(size=(3, 2, 2, 2, 2))
+    inputs = [jnp.asarray(np.broadcast_to(x, within.shape).reshape(3, 16), jnp.float32) for x in (block, within)]
+    found = np.exp(POINTING.pointed(*inputs)).reshape(3, 2, 2, 2, 2)
+    of_block = np.exp(block) / np.exp(block).sum((1, 2, 3, 4), keepdims=True)
+    in_block = np.exp(within) / np.exp(within).sum((2, 4), keepdims=True)
+    np.testing.assert_allclose(found, of_block * in_block, rtol=1e-5)
+    np.testing.assert_allclose(found.sum((1, 2, 3, 4)), 1, rtol=1e-5)
+
+
+def test_the_gradient_of_a_choice_reaches_patches_within_a_block_and_not_where_the_reader_looks():
+    block, within, weights = np.random.default_rng(0).normal(size=(3, 2, 16)).astype(np.float32)
+    grads = jax.grad(lambda *scores: jnp.sum(weights * POINTING.pointed(*scores)), argnums=(0, 1))(block, within)
+    assert not np.abs(grads[0]).max()
+    assert np.abs(grads[1]).min() > 1e-6
+
+
+@pytest.mark.parametrize("points", [True, False])
+def test_a_reader_that_points_answers_only_from_what_its_last_glimpse_sees(points):
+    reader = dataclasses.replace(READER, points=points)
+    rng = np.random.default_rng(0)
+    patches, others = (jnp.asarray(rng.normal(size=(1, 16, 12)), jnp.float32) for _ in range(2))
+    words, is_word = jnp.asarray(rng.normal(size=(1, 5, 6)), jnp.float32), jnp.ones((1, 5))
+    run = hk.transform(lambda seen: reader.glimpsed(seen, words, is_word).seen)
+    params = run.init(jax.random.key(0), patches)
+    hidden = {**params["~"], "selector_reader_1_value": jnp.zeros((8, 8))}  # the last glimpse sees nothing
+    first, second = (np.asarray(run.apply({"~": hidden}, None, seen)) for seen in (patches, others))
+    assert (np.abs(first - second).max() < 1e-6) == points
+
+
+def test_blocks_that_a_reader_points_at_have_the_chosen_patches():
+    selector = Selector(num_chosen=4, reader=POINTING, balancer_width=8)
+    rng = np.random.default_rng(0)
+    images = jnp.asarray(rng.integers(0, 256, (6, 16, 16, 3), dtype=np.uint8))
+    patches, words = jnp.asarray(rng.normal(size=(6, 16, 12)), jnp.float32), jnp.zeros((6, 3, 6))
+    run = hk.transform(lambda: selector.scores(images, patches, words, jnp.ones((6, 1, 3)))[0])
+    params = run.init(jax.random.key(0))["~"]
+    sure = {**params, "selector_reader_1_query": 1e3 * params["selector_reader_1_query"]}
+    scores = np.asarray(run.apply({"~": sure}, None))
+    best = np.sort(np.argsort(scores)[:, -4:])
+    blocks = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    assert all(row.tolist() in blocks for row in best)
+
+
 @pytest.mark.slow  # about 10 CPU seconds
-def test_every_parameter_of_the_reader_has_a_gradient_under_a_frozen_decoder():
-    selector = Selector(num_chosen=4, method="gumbel", reader=READER, balancer_width=8)
+@pytest.mark.parametrize("points", [True, False])
+def test_every_parameter_of_the_reader_has_a_gradient_under_a_frozen_decoder(points):
+    reader = dataclasses.replace(READER, points=points)
+    selector = Selector(num_chosen=4, method="gumbel", reader=reader, balancer_width=8)
     model = dataclasses.replace(subjects.model(freeze=("vision", "decoder")), selector=selector)
     batch = subjects.batch(4, rows=2)
     params = jax.jit(model.init)(jax.random.key(0), batch)
     names = [name for name in params["~"] if name.startswith("selector_reader")]
 
     def unreached(answers):
-        reader = dataclasses.replace(READER, answers=answers)
-        asked = dataclasses.replace(model, selector=dataclasses.replace(selector, reader=reader))
+        answering = dataclasses.replace(reader, answers=answers)
+        asked = dataclasses.replace(model, selector=dataclasses.replace(selector, reader=answering))
 
         def loss(own):
             whole = {**params, "~": {**params["~"], **own}}
@@ -70,6 +121,8 @@ def test_every_parameter_of_the_reader_has_a_gradient_under_a_frozen_decoder():
         return {name for name, g in grads.items() if not np.abs(g).max() > 1e-9 and not name.endswith("_bias")}
 
     assert unreached(1.0) == set()
+    if points:
+        return
     own_answers = {f"selector_reader_{name}" for name in ("1_value", "seen", "answer")}
     assert unreached(0.0) == own_answers  # all else learns from the decoder's answers
 
@@ -80,6 +133,7 @@ def test_every_parameter_of_the_reader_has_a_gradient_under_a_frozen_decoder():
         ({"block": 0}, "Reader.block = 0: expected an integer of at least 1"),
         ({"width": 7}, "Reader.width = 7: expected an even number"),
         ({"answers": -1.0}, r"Reader.answers = -1.0"),
+        ({"answers": 0.0, "points": True}, r"Reader.points = True and answers = 0: .* expected answers above 0"),
     ],
 )
 def test_wrong_settings_are_errors(changes, said):
