@@ -1,4 +1,4 @@
-"""Published models of images and text: their `config.json`, and the names of their tensors.
+"""Published models of images and text: reads their `config.json`, and names their tensors.
 
     LLaVA                a layer of the tower -> two matrices -> decoder
     Idefics3, SmolVLM    the tower -> squares of patches as one vector -> one matrix -> decoder
@@ -48,7 +48,7 @@ _HEAD = "/lm_head.weight"
 
 
 class Names(NamedTuple):
-    """The names of tensors: possible prefixes of each part, of which exports have the first, and the connector's.
+    """The names of tensors: possible prefixes of each part, and the connector's matrices.
 
     Attributes:
       vision, text, connector: prefixes.
@@ -69,9 +69,7 @@ class Family(NamedTuple):
     Attributes:
       title: its name for people.
       differs: what is between tower and decoder, in a few words.
-      architecture: the class of transformers that loads an export.
       read: returns fields of the model, given the configuration, the tower's fields and the decoder's `embed_dim`.
-      write: returns the keys of `config.json` beside those of all families.
       towers: kinds of towers; the first is that of a configuration that names none.
       keys: that are read, with the values that transformers gives absent ones.
       names: of its tensors.
@@ -81,9 +79,7 @@ class Family(NamedTuple):
 
     title: str
     differs: str
-    architecture: str
     read: Callable[[Config, Config, int], dict[str, Any]]
-    write: Callable[[Model], dict[str, Any]]
     towers: Sequence[str]
     keys: Config
     names: Names
@@ -105,16 +101,6 @@ def _llava(config: Config, tower: Config, width: int) -> dict[str, Any]:
         "connector_dim": width,
         "connector_activation": family.known_activation(config["projector_hidden_act"]),
         "connector_bias": config["multimodal_projector_bias"],
-    }
-
-
-def _llava_config(model: Model) -> dict[str, Any]:
-    return {
-        "vision_feature_layer": -1,  # layers after it are not part of the model
-        "vision_feature_select_strategy": "default" if model.vision.class_token else "full",
-        "projector_hidden_act": family.published_activation(model.connector_activation),
-        "multimodal_projector_bias": model.connector_bias,
-        "image_seq_length": model.image_tokens,
     }
 
 
@@ -144,10 +130,6 @@ def _rounded_places(side: int, block: int) -> np.ndarray:
     return np.searchsorted(edges, np.minimum(fractions, np.float32(1 - 1e-6)), side="right")
 
 
-def _idefics3_config(model: Model) -> dict[str, Any]:
-    return {"scale_factor": model.connector_square}
-
-
 def _require(config: Config, key: str, expected: Any) -> None:
     if config[key] != expected:
         raise UserError(f"{key} = {json.dumps(config[key])} is not supported (expected {json.dumps(expected)})")
@@ -156,9 +138,7 @@ def _require(config: Config, key: str, expected: Any) -> None:
 _LLAVA = Family(
     title="LLaVA 1.5",
     differs="CLIP or SigLIP, two matrices",
-    architecture="LlavaForConditionalGeneration",
     read=_llava,
-    write=_llava_config,
     towers=("clip_vision_model", "siglip_vision_model"),
     keys={
         "vision_feature_layer": -2,
@@ -181,9 +161,7 @@ _LLAVA = Family(
 _IDEFICS3 = Family(
     title="Idefics3, SmolVLM",
     differs="SigLIP, squares of patches joined, a matrix",
-    architecture="Idefics3ForConditionalGeneration",
     read=_idefics3,
-    write=_idefics3_config,
     towers=("idefics3_vision",),
     keys={"scale_factor": 2, "image_token_id": 128257},
     names=Names(
@@ -197,9 +175,7 @@ _IDEFICS3 = Family(
 FAMILIES: Mapping[str, Family] = {
     "llava": _LLAVA,
     "idefics3": _IDEFICS3,
-    "smolvlm": _IDEFICS3._replace(
-        architecture="SmolVLMForConditionalGeneration", towers=("smolvlm_vision", "idefics3_vision")
-    ),
+    "smolvlm": _IDEFICS3._replace(towers=("smolvlm_vision", "idefics3_vision")),
 }
 
 
@@ -267,13 +243,13 @@ def image_token(config: Config) -> int:
     return config.get("image_token_id", config.get("image_token_index", usual))
 
 
-def sources(model: Model, names: Names, decoder_kind: str = "") -> dict[str, Source]:
+def sources(model: Model, names: Names, decoder_kind: str) -> dict[str, Source]:
     """Returns the source of each parameter by its path, with complete names of tensors.
 
     Args:
       model: the model.
       names: of tensors, of which the first of each part are used.
-      decoder_kind: the `model_type` of the decoder in the folder; "": the one that an export has.
+      decoder_kind: the `model_type` of the decoder in the folder.
     """
     found = {path: source.prefixed(names.vision[0]) for path, source in towers.sources(model.vision).items()}
     for path, source in family_tensors.sources(model.decoder, decoder_kind).items():
@@ -321,7 +297,7 @@ def published_folder(model: Model, folder: str, config: Config) -> PublishedFold
 
 
 def names_in(names: Names, tensors: Collection[str]) -> Names:
-    """Returns the names that a folder with these tensors has; of each part, those of exports if it has none."""
+    """Returns the names that a folder with these tensors has; of each part, the first if it has none."""
 
     def there(prefixes: Sequence[str], after: str) -> tuple[str, ...]:
         return (next((prefix for prefix in prefixes if prefix + after in tensors), prefixes[0]),)
@@ -341,35 +317,3 @@ def _layers_after(model: Model, names: Names, tensors: Collection[str]) -> list[
     numbers = {name.removeprefix(start).partition(".")[0] for name in fnmatch.filter(tensors, f"{start}*")}
     after = sorted(int(number) for number in numbers if number.isdecimal() and int(number) >= model.vision.num_layers)
     return [f"{start}{number}.*" for number in after]
-
-
-def config(model: Model, kind: str, image_token_id: int) -> dict[str, Any]:
-    """Returns the `config.json` of a model.
-
-    Args:
-      model: the model.
-      kind: its `model_type`.
-      image_token_id: the id in whose place the vectors of an image are.
-    """
-    one, tower = FAMILIES[kind], model.vision
-    is_clip = tower.class_token
-    key = next(key for key in one.keys if key.startswith("image_token"))
-    return {
-        "model_type": kind,
-        "architectures": [one.architecture],
-        key: image_token_id,
-        "tie_word_embeddings": model.decoder.tied,
-        "text_config": families.config(model.decoder, families.family(model.decoder)),
-        "vision_config": {
-            "model_type": one.towers[0] if is_clip or len(one.towers) == 1 else one.towers[kind == "llava"],
-            "image_size": tower.image_size,
-            "patch_size": tower.patch_size,
-            "num_hidden_layers": tower.num_layers,
-            "hidden_size": tower.embed_dim,
-            "intermediate_size": tower.mlp_dim,
-            "num_attention_heads": tower.num_heads,
-            "layer_norm_eps": tower.norm_eps,
-            "hidden_act": family.published_activation(tower.activation),
-        },
-        **one.write(model),
-    }
