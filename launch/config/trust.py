@@ -30,7 +30,7 @@ _NAMES = {
     "models.decoder.parts": "Sum",
     "models.decoder.planner_config": "Planner",
     "models.pretrained": "model",
-    "models.decoder.rotary": "Linear Llama3 Yarn",
+    "models.decoder.rotary": "Linear Llama3 Proportional Yarn",
     "models.mixers.gated_delta": "GatedDelta",
     "models.mixers.latent_attention": "LatentAttention",
     "models.mixers.s5": "S5",

@@ -57,6 +57,9 @@ class Block(hk.Module):
                 added *= jnp.asarray(self.config.residual_scale, added.dtype)
             x = logical.constrain(x + added, "batch", "residual_length", "embed")
             x = checkpoint_name(x, "attended") if slot == "mixer" else x
+        if self.config.layer_scale:
+            scale = jax.lax.stop_gradient(logical.param("layer_scale", (1,), (None,), jnp.ones, trainable=False))
+            x = logical.constrain(x * scale.astype(x.dtype), "batch", "residual_length", "embed")
         return x, states, sums
 
 

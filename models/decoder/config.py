@@ -102,6 +102,7 @@ class DecoderConfig(Decoder):
       post_norm: whether to also normalize the output of attention and of the feed-forward layer before it is added;
         "only": normalize the output instead of the input.
       residual_scale: factor that multiplies these outputs.
+      layer_scale: whether a frozen number multiplies the stream after each layer; it is 1 unless weights are read.
       bias: biases: "none"; "qkv": of queries, keys and values; "all": also of the output and the feed-forward layer.
       gated: whether a second projection multiplies the activated one; otherwise there is only one.
       activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
@@ -151,6 +152,7 @@ class DecoderConfig(Decoder):
     norm_eps: float = 1e-5
     post_norm: bool | str = False
     residual_scale: float = 1.0
+    layer_scale: bool = False
     bias: str = "none"
     gated: bool = True
     activation: str = "silu"

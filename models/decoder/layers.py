@@ -6,7 +6,9 @@ B batch, T length, D embed, H query heads, N key/value heads, K head_dim, F mlp.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, Self
 
 import haiku as hk
 import jax
@@ -112,6 +114,9 @@ class Heads(Part):
       softcap: scores x become softcap tanh(x / softcap); None: they are not bounded.
       output_gate: whether the query matrix has twice as many columns, and the sigmoid of the second half multiplies the
         heads' outputs.
+      head_dim, num_kv_heads: size of a head, and number of key/value heads; None: the decoder's.
+      values_are_keys: whether values are the keys before their norm and rotation; there is then no value matrix.
+      value_norm: whether the values of every head are divided by their root mean square.
 
     Raises:
       UserError: a value is out of range.
@@ -121,6 +126,10 @@ class Heads(Part):
     scale: float | None = None
     softcap: float | None = None
     output_gate: bool = False
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    values_are_keys: bool = False
+    value_norm: bool = False
 
     def __post_init__(self):
         if not (isinstance(self.qk_norm, bool) or self.qk_norm == "all_heads"):
@@ -128,51 +137,80 @@ class Heads(Part):
         for field in ("scale", "softcap"):
             if (value := getattr(self, field)) is not None:
                 check_number(value, where=f"{type(self).__name__}.{field}", is_positive=True)
+        for field in ("head_dim", "num_kv_heads"):
+            if (value := getattr(self, field)) is not None:
+                check_integer(value, where=f"{type(self).__name__}.{field}", least=1)
 
     matrices = ("query", "key", "value", "output")
     sinks = False  # whether there are sinks
 
     def with_same_parameters(self) -> Part:
-        return dataclasses.replace(self, scale=None, softcap=None)
+        return dataclasses.replace(self, scale=None, softcap=None, value_norm=False)
 
     def check(self, decoder: Decoder) -> None:
-        if self.output_gate and decoder.bias != "none":
+        name = type(self).__name__
+        for field in ("output_gate", "values_are_keys"):
+            if getattr(self, field) and decoder.bias != "none":
+                raise UserError(f"{name}.{field} = True needs Transformer.bias = 'none', and it is {decoder.bias!r}")
+        if decoder.num_heads % self.kv_heads(decoder):
             raise UserError(
-                f"{type(self).__name__}.output_gate = True needs Transformer.bias = 'none', and it is {decoder.bias!r}"
+                f"{name}.num_kv_heads = {self.num_kv_heads}: Transformer.num_heads = {decoder.num_heads} is not a "
+                "multiple of it"
             )
+        if self.head_dim is not None and self.head_dim % 2 and self.rotation(decoder) is not None:
+            raise UserError(f"{name}.head_dim = {self.head_dim} is odd; rotary embeddings need an even size")
+
+    def width(self, decoder: Decoder) -> int:
+        """Returns K, the size of a head."""
+        return self.head_dim or decoder.head_width
+
+    def kv_heads(self, decoder: Decoder) -> int:
+        """Returns N, the number of key/value heads."""
+        return self.num_kv_heads or decoder.num_kv_heads
 
     def score_scale(self, decoder: Decoder) -> float:
         """Returns the factor that multiplies scores."""
-        return decoder.head_width**-0.5 if self.scale is None else self.scale
+        return self.width(decoder) ** -0.5 if self.scale is None else self.scale
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
         length = self.score_scale(decoder) ** 0.5  # for queries and keys each
-        return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling, length)
+        width = self.width(decoder)
+        own = None if width == decoder.head_width else width
+        return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling, length, own)
 
     def scores(self, decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
         """Returns how scores are computed, with a window if one is given."""
         rotation = self.rotation(decoder) if call.side.turns else None
-        tables_scale = rotation is not None and rotation.width is None
+        tables_scale = rotation is not None and rotation.width in (None, self.width(decoder))
         return Scores(1.0 if tables_scale else self.score_scale(decoder), self.softcap, window)
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        return super().settings(decoder) | {f"{self.name}.scale": self.score_scale(decoder)}
+        own: dict[str, Any] = {"scale": self.score_scale(decoder)}
+        if self.width(decoder) == decoder.head_width:
+            own["head_dim"] = None  # however it is written
+        if self.kv_heads(decoder) == decoder.num_kv_heads:
+            own["num_kv_heads"] = None
+        return super().settings(decoder) | {f"{self.name}.{field}": value for field, value in own.items()}
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
         c, side, of = decoder, call.side, Matrices(decoder)
-        d, h, n, k = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_width
+        d, h, n, k = c.embed_dim, c.num_heads, self.kv_heads(c), self.width(c)
         wq = of.weight("query", (d, h, k * (1 + self.output_gate)), ("embed", "heads", "head_dim"), fan_in=d)
         wk = of.weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
-        wv = of.weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        wv = None
+        if not self.values_are_keys:
+            wv = of.weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
         fan_in = 2 * c.num_layers * h * k
         wo = of.weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
         q = of.product("query", "btd,dhk->bthk", x, wq, side)
         q, gate = (q[..., :k], q[..., k:]) if self.output_gate else (q, None)
         q = self._heads(of, "query", q, call, "heads")
-        key = of.product("key", "btd,dnk->btnk", x, wk, side)
-        key = self._heads(of, "key", key, call, "kv_heads")
-        value = of.product("value", "btd,dnk->btnk", x, wv, side)
+        projected = of.product("key", "btd,dnk->btnk", x, wk, side)
+        key = self._heads(of, "key", projected, call, "kv_heads")
+        value = projected if wv is None else of.product("value", "btd,dnk->btnk", x, wv, side)
         value = of.biased("value", value, ("kv_heads", "head_dim"), among=("qkv", "all"))
+        if self.value_norm:
+            value = derivatives.rms_norm(value, jnp.ones(k), c.norm_eps)
         value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
         q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
         mixed, after = self._mixed(c, q, key, value, call)
@@ -206,13 +244,13 @@ class Heads(Part):
     def work(self, decoder: Decoder, length: int) -> Work:
         """Counts the matrices, and T H K multiplications for causal scores and mixing together."""
         c = decoder
-        inner, kv = c.num_heads * c.head_width, c.num_kv_heads * c.head_width
-        return Work(c.embed_dim * ((2 + self.output_gate) * inner + 2 * kv), length * inner)
+        inner, kv = c.num_heads * self.width(c), (2 - self.values_are_keys) * self.kv_heads(c) * self.width(c)
+        return Work(c.embed_dim * ((2 + self.output_gate) * inner + kv), length * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
         """Returns a KV cache of `length` empty slots."""
         c = decoder
-        return KeysAndValues(*(jnp.zeros((rows, c.num_kv_heads, length, c.head_width), c.dtype) for _ in range(2)))
+        return KeysAndValues(*(jnp.zeros((rows, self.kv_heads(c), length, self.width(c)), c.dtype) for _ in range(2)))
 
     def laid_out(self, state: KeysAndValues) -> KeysAndValues:
         return KeysAndValues(*(logical.constrain(a, "batch", "kv_heads", None, "head_dim") for a in state))
@@ -226,8 +264,15 @@ class Heads(Part):
         if c.attention == "none":
             return "none: attention = 'none' mixes no positions"
         needs: dict[str, Any] = {"softcap": self.softcap, "has_sinks": self.sinks}
-        problem = cudnn_attention.problem(length, c.head_width, c.dtype, **needs)
+        problem = cudnn_attention.problem(length, self.width(c), c.dtype, **needs)
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
+
+    def shrink(self, multiples: Mapping[str, int]) -> Self:
+        """Returns heads of their own size, if they have one, that differs from the decoder's."""
+        heads = self.num_kv_heads and multiples["kv_heads"]
+        return dataclasses.replace(
+            self, num_kv_heads=heads, head_dim=self.head_dim and 2 * math.lcm(8, multiples["head_dim"])
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,14 +308,15 @@ class Attention(Heads):
     sees_prefix = True
 
     def with_same_parameters(self) -> Part:
-        return dataclasses.replace(self, window=None, rope_theta=None, rotary_fraction=1.0, scale=None, softcap=None)
+        own = dataclasses.replace(self, window=None, rope_theta=None, rotary_fraction=1.0)
+        return dataclasses.replace(own, scale=None, softcap=None, value_norm=False)
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
-        width = int(decoder.head_width * self.rotary_fraction)
+        width = int(self.width(decoder) * self.rotary_fraction)
         if 0 < self.rotary_fraction < 1 and (width % 2 or not width):
             raise UserError(
-                f"Attention.rotary_fraction = {self.rotary_fraction}: rotates {width} of {decoder.head_width} "
+                f"Attention.rotary_fraction = {self.rotary_fraction}: rotates {width} of {self.width(decoder)} "
                 "dimensions of a head; expected an even number of at least 2"
             )
 
@@ -281,7 +327,7 @@ class Attention(Heads):
         if self.rope_theta is not None:
             found = dataclasses.replace(found, theta=self.rope_theta, scaling=None)
         if self.rotary_fraction < 1:  # dimensions that are not rotated are not scaled either
-            width = int(decoder.head_width * self.rotary_fraction)
+            width = int(self.width(decoder) * self.rotary_fraction)
             found = dataclasses.replace(found, length=1.0, width=width)
         return found
 
@@ -307,7 +353,7 @@ class Attention(Heads):
 
     def work(self, decoder: Decoder, length: int) -> Work:
         """Counts as without a window, but with min(T, 2 W) instead of T if there is a window of W positions."""
-        inner = decoder.num_heads * decoder.head_width
+        inner = decoder.num_heads * self.width(decoder)
         span = min(length, 2 * (self.window or length))  # twice the mean number of attended positions
         return super().work(decoder, length)._replace(others=span * inner)
 

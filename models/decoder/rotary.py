@@ -137,6 +137,28 @@ class LongRope:
         return frequency / jnp.where(is_long, jnp.asarray(self.long), jnp.asarray(self.short))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proportional:
+    """Rotates a part of the dimensions of a head, with the frequencies of all of them (Gemma 4).
+
+    Dimension i is paired with i + K/2 as without it, and the pairs of the lowest frequencies are not rotated.
+
+    Attributes:
+      fraction: part of the dimensions that is rotated.
+      factor: divides frequencies.
+    """
+
+    fraction: float
+    factor: float = 1.0
+    attention_factor: float = dataclasses.field(default=1.0, init=False)
+
+    def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
+        """Returns the scaled frequencies [K/2]."""
+        del theta, positions
+        turning = int(self.fraction * 2 * len(frequency) // 2)
+        return jnp.where(jnp.arange(len(frequency)) < turning, frequency / self.factor, 0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """A rotary embedding.
@@ -145,7 +167,8 @@ class Rotation:
       theta: base of the geometric series of wavelengths.
       scaling: changes the frequencies.
       length: factor applied to rotated queries and keys; scores get its square.
-      width: number of dimensions of a head that are rotated, the first ones; None: all.
+      width: number of dimensions of a head that are rotated, the first ones; None: as many as
+        the decoder's heads have.
     """
 
     theta: float

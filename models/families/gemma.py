@@ -69,15 +69,14 @@ def _whole(value: float) -> int | float:
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
 
 
-_sources = functools.partial(
-    family.llama_sources,
-    norms={
-        "attention_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    },
-)
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+TOKENS = {f"{token}_token_{kind}" for token in ("boi", "eoi", "image") for kind in ("id", "index")}  # of images
+_sources = functools.partial(family.llama_sources, norms=NORMS)
 _KEYS = {
     **{key: value for key, value in family.LLAMA.items() if key != "hidden_act"},
     "num_key_value_heads": 4,
@@ -121,7 +120,6 @@ _WITH_IMAGES = {
     **dict(zip(family.SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
     "max_position_embeddings": 131072,
 }
-_TOKENS = {f"{token}_token_{kind}" for token in ("boi", "eoi", "image") for kind in ("id", "index")}
 FAMILIES = {
     "gemma2": Family(
         title="Gemma 2",
@@ -141,6 +139,6 @@ FAMILIES = {
         write=None,
         keys=_WITH_IMAGES,
         inside="gemma3_text",
-        around={"vision_config", "mm_tokens_per_image", *_TOKENS},
+        around={"vision_config", "mm_tokens_per_image", *TOKENS},
     ),
 }

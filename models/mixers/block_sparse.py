@@ -86,12 +86,12 @@ class BlockSparse(Heads):
 
     def work(self, decoder: Decoder, length: int) -> Work:
         """Returns the work per token; attended blocks count as whole, though causality hides a part of them."""
-        inner = decoder.num_heads * decoder.head_width
+        inner = decoder.num_heads * self.width(decoder)
         return Work(super().work(decoder, length).matrices, 2 * self.attended(length) * inner)
 
     def shrink(self, multiples: Mapping[str, int]) -> "BlockSparse":
         """Returns a mixer with blocks for the short rows of rehearsals."""
-        return dataclasses.replace(self, block=8)
+        return dataclasses.replace(super().shrink(multiples), block=8)
 
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:
         return super().on_gpus(decoder, length) if decoder.attention == "splash" else "plain products"

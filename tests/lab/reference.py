@@ -277,8 +277,8 @@ def _families() -> Iterator[str]:
     for module in environment.declared("FOLDERS"):  # of an optional part
         yield from _families_of_images(importlib.import_module(module).published)
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
-    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, gpt-oss, Qwen3-Next, Qwen3.5"
-    yield "and DeepSeek-V3 have none: their sizes are read from a folder. The names:"
+    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, gpt-oss, Gemma 4, Qwen3-Next,"
+    yield "Qwen3.5 and DeepSeek-V3 have none: their sizes are read from a folder. The names:"
     yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
 
 
@@ -302,7 +302,7 @@ Qwen3.5, whose layers amplify rounding in transformers, too, logits are within 4
 
 **Configuration.** Missing keys of `config.json` default to transformers' values; sizes are required. Every other key is
 read as transformers reads it, is known to change no logits, or is an error with its name and value. Rotary scalings are
-linear, Llama 3's, YaRN and LongRoPE. LongRoPE takes the factors of a row from its largest position.
+linear, Llama 3's, YaRN, LongRoPE and proportional. LongRoPE takes the factors of a row from its largest position.
 
 **Weights.** Every tensor is read, listed by the run, or an error. A tied model may have `lm_head.weight` alone. If it
 has both tensors, they must be equal. A number that is not finite is an error.
@@ -318,6 +318,10 @@ the model has no embedding, where they occur in a text. Dropout of GPT-2 is not 
 
 **DeepSeek-V3 and Kimi K2.** The correction of routers is frozen, and written in float32. Layers for later tokens are
 listed, not read. Kimi K2 is exported as `deepseek_v3`, whose classes it uses.
+
+**Gemma 4.** Dense models such as 12B and 31B are read; of models with images or sound, the language model. Inputs of
+each layer (`hidden_size_per_layer_input`) and shared keys (`num_kv_shared_layers`), as in E2B and E4B, and experts
+(`enable_moe_block`) are errors. The factor of each layer (`layer_scalar`) is frozen. An export is a `gemma4_text`.
 
 **Granite 4.** Models with attention in all layers and no experts are read. Layers with Mamba-2, and experts, are errors
 that name the key. One with a rotary embedding is exported as `granite`, as Phi-4 is as `llama`: its logits are equal.

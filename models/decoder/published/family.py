@@ -45,7 +45,7 @@ class Check(NamedTuple):
 
 
 NUMBER = Check(rope_settings.is_positive, "a number above 0")
-_WHOLE = Check(
+WHOLE = Check(
     lambda value: rope_settings.is_positive(value) and isinstance(value, int) and value < 2**31,
     "a whole number above 0",
 )
@@ -107,7 +107,7 @@ class Family(NamedTuple):
         """Returns what is wrong with the value of a key of `keys` (`...`: the key is absent); "" if nothing is."""
         if value is ...:
             return f"{key} is missing"
-        check = self.checks.get(key) or _BY_DEFAULT.get(type(self.keys[key]), _WHOLE)
+        check = self.checks.get(key) or _BY_DEFAULT.get(type(self.keys[key]), WHOLE)
         if check.fits(value) or (value is None and key in self.nullable):
             return ""
         return f"{key} = {json.dumps(value)}: expected {check.expected}"
@@ -328,7 +328,10 @@ def types_of_layers(model: DecoderConfig) -> list[str]:
 def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
     """Returns the sources of attention whose queries, keys and values have a matrix each; also of biases and norms."""
     found: Sources = {}
+    without_values = any(part.values_are_keys for part in kind.mixers if isinstance(part, Attention))
     for ours, rows in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
+        if ours == "value" and without_values:
+            continue
         found[ours] = Source(f"layers.{{}}.self_attn.{ours[0]}_proj.weight", f"({rows} head_dim) embed")
         if model.bias != "none":
             found[f"{ours}_bias"] = Source(f"layers.{{}}.self_attn.{ours[0]}_proj.bias", f"({rows} head_dim)")

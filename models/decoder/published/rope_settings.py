@@ -18,10 +18,12 @@ _SCALINGS = {  # kinds of scalings, with the keys that they need
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
     "longrope": (ORIGINAL,),
+    "proportional": (),
 }
 _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor"),
+    "proportional": (PARTIAL, "factor"),
 }
 # Known keys; each scaling reads some of them. Keys in the last line belong to scalings that are not supported.
 _KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "truncate", "finetuned"}
@@ -136,8 +138,9 @@ def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise UserError(f"rope scaling {kind!r} is not known; known are {', '.join(_SCALINGS)}")
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"partial_rotary_factor = {part!r} of the rotary embedding is not supported (expected 1.0)")
+    part = rope.get(PARTIAL, 1.0)
+    if part != 1.0 and kind != "proportional":
+        raise UserError(f"{PARTIAL} = {part!r} of the rotary embedding is not supported (expected 1.0)")
     if max_positions is not None:
         rope = {ORIGINAL: max_positions, **rope}
     optional = [key for key in _OPTIONAL.get(kind, ()) if rope.get(key) is not None]
@@ -156,6 +159,10 @@ def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
 
 
 def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
+    if kind == "proportional":
+        if (part := rope.get(PARTIAL) or 1.0) > 1:
+            raise UserError(f"rope scaling 'proportional' has {PARTIAL} = {part!r}: expected at most 1")
+        return rotary.Proportional(fraction=float(part), factor=rope.get("factor") or 1.0)
     if kind == "linear":
         return rotary.Linear(factor=rope["factor"])
     if kind == "llama3":
@@ -208,6 +215,9 @@ def written(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
     """Returns the `rope_scaling` of a config.json that `scaling` reads as this scaling; None without scaling."""
     if isinstance(scaling, rotary.Linear):
         return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, rotary.Proportional):
+        factor = {} if scaling.factor == 1 else {"factor": scaling.factor}
+        return {"rope_type": "proportional", PARTIAL: scaling.fraction, **factor}
     if isinstance(scaling, rotary.Llama3):
         return {
             "rope_type": "llama3",

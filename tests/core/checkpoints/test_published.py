@@ -382,7 +382,9 @@ def test_a_configuration_that_the_decoder_cannot_follow_is_refused(llama, tmp_pa
             pretrained.model(str(llama))
         return str(caught.value)
 
-    assert "known are deepseek_v3, gemma2, gemma3, gemma3_text, gpt2, gpt_oss, granite" in refused(model_type="bert")
+    assert "known are deepseek_v3, gemma2, gemma3, gemma3_text, gemma4, gemma4_text, gemma4_unified" in refused(
+        model_type="bert"
+    )
     said = refused(attention_bias=True, mlp_bias=True)
     assert "attention_bias = True is not supported (expected False); mlp_bias = True is not" in said
     assert "activation 'relu' is not known" in refused(hidden_act="relu")

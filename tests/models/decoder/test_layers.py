@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core import logical
 from core.errors import UserError
 from models.agreement_subjects import random_batches
-from models.decoder import transformer
+from models.decoder import rotary, transformer
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.parts import Part, Sum
@@ -200,6 +201,7 @@ def test_wrong_patterns_are_refused(changes, says):
         *((Attention, wrong) for wrong in ({"window": 0}, {"window": 2.5}, {"rope_theta": math.inf})),
         *((Attention, wrong) for wrong in ({"rope_theta": "x"}, {"scale": -0.125}, {"scale": math.nan})),
         *((Attention, wrong) for wrong in ({"softcap": 0.0}, {"qk_norm": 1}, {"rotary_fraction": 1.5})),
+        *((Attention, wrong) for wrong in ({"head_dim": 0}, {"head_dim": 8.0}, {"num_kv_heads": 0})),
         *((BlockSparse, wrong) for wrong in ({"softcap": 0.0}, {"qk_norm": "layer"}, {"block": 0}, {"seed": -1})),
     ],
 )
@@ -234,6 +236,94 @@ def test_attention_without_rotary_embedding_does_not_depend_on_positions():
         model = dataclasses.replace(PLAIN, mixer=Attention(rotary_fraction=fraction))
         moved = np.abs(model.logits(params, later) - model.logits(params, BATCH)).max()
         assert (moved > 1e-3) == depends, fraction
+
+
+LOCAL = Attention(window=8, rope_theta=100.0, qk_norm=True, value_norm=True)
+OWN = Attention(head_dim=12, num_kv_heads=1, values_are_keys=True, qk_norm=True, value_norm=True)
+TWO_SIZES = dataclasses.replace(
+    PLAIN, mixer=(LOCAL, OWN), layer_scale=True, rope_scaling=rotary.Proportional(fraction=0.5)
+)
+
+
+def test_layers_with_heads_of_another_size_generate_what_the_full_pass_says():
+    params = params_of(TWO_SIZES)
+    assert params["layers/block_0"]["value"].shape == (2, 16, 2, 8)
+    assert params["layers/block_1"]["key"].shape == (2, 16, 1, 12)
+    assert "value" not in params["layers/block_1"]
+    for kind in TWO_SIZES.layer_kinds:
+        made = params[f"layers/{kind.module}"]
+        (part,) = kind.mixers
+        assert part.work(TWO_SIZES, 4).matrices == sum(made[name][0].size for name in part.matrices if name in made)
+    check_generation(TWO_SIZES, params)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rotary_fraction": 0.5}, {"window": 8, "softcap": 2.0}, {"scale": 0.7}, {"qk_norm": True}]
+)
+def test_heads_of_a_part_are_computed_as_those_of_the_decoder(settings):
+    theirs = dataclasses.replace(PLAIN, head_dim=12, num_kv_heads=1, mixer=Attention(**settings))
+    ours = dataclasses.replace(PLAIN, mixer=Attention(head_dim=12, num_kv_heads=1, **settings))
+    params = params_of(theirs)
+    np.testing.assert_array_equal(ours.logits(params, BATCH), theirs.logits(params, BATCH))
+    assert ours.flops_per_token(16) == theirs.flops_per_token(16)
+    assert jax.eval_shape(lambda: ours.empty_cache(2, 9)) == jax.eval_shape(lambda: theirs.empty_cache(2, 9))
+    same = dataclasses.replace(theirs, mixer=Attention(head_dim=12, num_kv_heads=1, **settings))
+    assert same.settings() == theirs.settings()
+    assert same.rotations == theirs.rotations
+
+
+def test_normalized_values_do_not_depend_on_their_length():
+    params = params_of(TWO_SIZES)
+    local, own = params["layers/block_0"], params["layers/block_1"]
+    longer = {**params, "layers/block_0": {**local, "value": 3 * local["value"]}}
+    keys = {**params, "layers/block_1": {**own, "key": 3 * own["key"]}}  # which are values, too
+    for changed in (longer, keys):
+        np.testing.assert_allclose(TWO_SIZES.logits(changed, BATCH), TWO_SIZES.logits(params, BATCH), atol=1e-4)
+
+
+def test_a_scale_of_layers_multiplies_the_stream_and_is_frozen():
+    model = dataclasses.replace(PLAIN, num_layers=1, layer_scale=True)
+    params, specs = logical.abstract_init(model.init, jax.random.key(0), BATCH)
+    assert not specs["layers/block"]["layer_scale"].trainable
+    params = params_of(model)
+    scale = params["layers/block"]["layer_scale"]
+    one = {**params, "layers/block": {**params["layers/block"], "layer_scale": jnp.ones_like(scale)}}
+    plain = dataclasses.replace(model, layer_scale=False)
+    np.testing.assert_allclose(model.residual(params, BATCH), scale[0] * plain.residual(one, BATCH), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "changes", "says"),
+    [
+        (Attention(num_kv_heads=3), {}, r"num_kv_heads = 3: Transformer\.num_heads = 2 is not a multiple of it"),
+        (Attention(head_dim=7), {}, r"head_dim = 7 is odd"),
+        (Attention(values_are_keys=True), {"bias": "qkv"}, r"values_are_keys = True needs Transformer\.bias = 'none'"),
+    ],
+)
+def test_heads_of_a_part_must_fit_the_decoder(mixer, changes, says):
+    with pytest.raises(UserError, match=rf"Attention\.{says}"):
+        dataclasses.replace(PLAIN, mixer=(Attention(), mixer), **changes)
+
+
+def test_small_heads_of_a_part_differ_from_those_of_a_small_decoder():
+    small = TWO_SIZES.shrink(dict.fromkeys(("kv_heads", "layers", "embed", "mlp", "heads", "head_dim"), 2))
+    _, own = small.mixer
+    assert (small.head_width, own.head_dim, small.num_kv_heads, own.num_kv_heads) == (8, 16, 2, 2)
+    assert jax.eval_shape(small.init, jax.random.key(0), BATCH)["layers/block_1"]["key"].shape == (2, 16, 2, 16)
+
+
+def test_proportional_rotation_turns_the_first_pairs_with_the_frequencies_of_the_whole_head():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 12))
+    positions = jnp.arange(10).reshape(2, 5)
+    whole = rotary.rotate(x, positions, theta=100.0)
+    part = rotary.apply(x, rotary.tables(positions, 12, theta=100.0, scaling=rotary.Proportional(fraction=0.4)))
+    turned = [0, 1, 6, 7]  # two of six pairs, i and i + 6
+    np.testing.assert_allclose(part[..., turned], whole[..., turned], atol=1e-6)
+    rest = [i for i in range(12) if i not in turned]
+    np.testing.assert_array_equal(part[..., rest], x[..., rest])
+    slower = rotary.tables(positions, 12, theta=100.0, scaling=rotary.Proportional(fraction=1.0, factor=2.0))
+    linear = rotary.tables(positions, 12, theta=100.0, scaling=rotary.Linear(factor=2.0))
+    np.testing.assert_array_equal(slower.sin, linear.sin)
 
 
 @pytest.mark.parametrize("changes", [{"post_norm": "before"}, {"residual_scale": 0.0}, {"logit_scale": -1.0}])

@@ -101,7 +101,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
         dtype=np.float32,
     )
     ours = dict(tensors)
-    for name_ in [tensor for tensor in ours if tensor.endswith("e_score_correction_bias")]:  # frozen
+    for name_ in [tensor for tensor in ours if tensor.endswith(("e_score_correction_bias", "layer_scalar"))]:  # frozen
         assert not np.any(ours.pop(name_))
     assert {f"grad/{tensor}" for tensor in ours} == {key for key in reference if key.startswith("grad/")}
     for tensor, gradient in ours.items():
@@ -110,7 +110,11 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_oss", "granite4_nope", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "granite4"))],
+    [
+        "gpt_oss",
+        "granite4_nope",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gemma4", "granite4")),
+    ],
 )
 def test_packed_documents_do_not_see_one_another(name):
     """Neither through sinks, which have no value, nor through windows, latent attention, experts or no positions."""
@@ -145,6 +149,19 @@ def test_adapters_of_granite_4_are_those_of_attention_and_of_the_last_matrix():
     joined = lora.adapted(model=plain, rank=2)
     with pytest.raises(UserError, match=r"several matrices in one tensor.*give --merge"):
         family_tensors.adapter_sources(joined)
+
+
+def test_adapters_of_gemma_4_are_of_values_where_there_are_matrices_of_values():
+    model = lora.adapted(model=pretrained.model(str(HERE / "gemma4")), rank=2)
+    names = {source.tensor((i,)) for source in family_tensors.adapter_sources(model).values() for i in (0, 1)}
+    of_attention = {name.partition("self_attn.")[2] for name in names if "self_attn" in name}
+    assert {name.split(".")[0] for name in of_attention} == {f"{name}_proj" for name in "qkvo"}
+    with_values = {name.split(".")[4] for name in names if "v_proj" in name}
+    assert with_values == {"0", "2"}  # with a window
+    shapes = jax.eval_shape(model.init, jax.random.key(0), batch_of(np.zeros((1, 2))))
+    assert {path for path in family_tensors.adapter_sources(model)} == {
+        f"{module}/{name}" for module, made in shapes.items() for name in made if "_lora_" in name
+    }
 
 
 def test_adapters_of_deepseek_are_those_of_latent_attention_with_the_names_of_peft():
@@ -260,6 +277,26 @@ MUTATIONS["gpt_oss"] = [
     {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.3, limit=1.5), has_biases=False), "bias": "qkv"},
     {"feed_forward": _experts(clamped_gate=ClampedGate(slope=1.3, limit=1.5), top_k=2)},
 ]
+_gemma4 = functools.partial(Attention, scale=1.0, qk_norm=True, value_norm=True)
+_local4 = functools.partial(_gemma4, window=5, rope_theta=100.0)
+_full4 = functools.partial(_gemma4, head_dim=10, num_kv_heads=2, values_are_keys=True)
+MUTATIONS |= {
+    "gemma4": [
+        {"layer_scale": False},
+        {"rope_scaling": None},
+        {"rope_scaling": rotary.Proportional(fraction=0.6)},
+        {"rope_theta": 100.0},
+        {"norm": "rms_offset"},
+        {"logit_softcap": None},
+        {"mixer": (_local4(window=6), _full4())},
+        {"mixer": (_local4(scale=None), _full4())},
+        {"mixer": (_local4(), _full4(scale=None))},
+        {"mixer": (_local4(value_norm=False), _full4())},
+        {"mixer": (_local4(), _full4(value_norm=False))},
+        {"mixer": (_local4(rope_theta=None), _full4())},
+    ],
+    "gemma4_unified": [{"rope_scaling": rotary.Proportional(fraction=0.5)}, {"activation": "silu"}],
+}
 _delta = functools.partial(GatedDelta, key_heads=2, value_heads=6, key_dim=12, value_dim=10)
 _gated = functools.partial(Attention, qk_norm=True, output_gate=True, rotary_fraction=0.5)
 MUTATIONS |= {
@@ -432,6 +469,7 @@ def test_a_configuration_is_written_as_it_was_read(name):
     model = pretrained.model(str(HERE / name), vocab_multiple=8)
     kind = families.family(model)
     same = {"phi4": "llama", "granite4": "granite"}  # matrices that are not joined
+    same["gemma4_unified"] = "gemma4_text"  # the same without images
     assert kind == same.get(name, json.loads((HERE / name / "config.json").read_text())["model_type"])
     again = transformer.Transformer(**families.fields(families.config(model, kind)), vocab_multiple=8)
     assert dataclasses.replace(again, head_dim=again.head_width) == dataclasses.replace(

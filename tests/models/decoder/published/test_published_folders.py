@@ -50,7 +50,7 @@ def batch():
 
 def expected(config, model, shapes, specs):
     """Yields the names of the tensors that we expect in a folder, with zeros of their shapes."""
-    special = {"gpt2": "transformer.", "gemma3": "model.language_model."}
+    special = dict.fromkeys(("gemma3", "gemma4", "gemma4_unified"), "model.language_model.") | {"gpt2": "transformer."}
     prefix = special.get(config["model_type"], "model.")
     by_path = {parameters.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
     yield from published.tensors_of(
@@ -143,6 +143,9 @@ JUSTIFIED = {
     "return_dict": "the form of what is returned",
     "use_cache": "how generation computes",
     "is_encoder_decoder": "an error",
+    "enable_moe_block": "an error unless it is false",
+    "hidden_size_per_layer_input": "an error unless it is 0",
+    "num_kv_shared_layers": "an error unless it is 0",
     "num_local_experts": "an error unless it is 0; of other families among the cases",
     "summary_activation": "of heads for classification",
     "summary_proj_to_labels": "of heads for classification",
@@ -285,6 +288,68 @@ def refusal(config):
             'position_embedding_type = "alibi": expected "rope"',
         ),
         ("granitemoehybrid", {"normalization_function": "layernorm"}, 'normalization_function = "layernorm": expected'),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input = 256: expected 0 (an absent",
+        ),
+        ("gemma4_text", {"hidden_size_per_layer_input": cases.ABSENT}, "hidden_size_per_layer_input = 256: expected 0"),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 2},
+            "num_kv_shared_layers = 2: expected 0; keys and values that layers",
+        ),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block = true: expected false; experts, as in 26B-A4B,"),
+        (
+            "gemma4_text",
+            {"use_bidirectional_attention": "all"},
+            'use_bidirectional_attention = "all": expected "vision"',
+        ),
+        (
+            "gemma4_text",
+            {"global_head_dim": 7},
+            "have 1 key/value heads of 7 (num_global_key_value_heads, global_head_",
+        ),
+        (
+            "gemma4_text",
+            {"num_global_key_value_heads": 3},
+            "expected a divisor of num_attention_heads = 4, and an even",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"1": {"head_dim": 12}}},
+            "expected the same for all layers with full_atte",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"0": {"head_dim": 12}}},
+            "(1, 3, counted from 0), and nothing for others",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"1": {"skip": ["mlp"]}}},
+            "expected numbers of layers, each with head_dim",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": [1]},
+            "per_layer_config = [1]: expected numbers of layers, each with head",
+        ),
+        ("gemma4_text", {"rope_parameters": [1]}, "rope_parameters = [1]: expected an object or null"),
+        ("gemma4_text", {"rope_parameters": {cases.FULL: cases.ROPE}}, "rope_theta = null: expected a number above 0"),
+        (
+            "gemma4_text",
+            {
+                "rope_parameters": {
+                    cases.FULL: {**cases.PROPORTIONAL, "partial_rotary_factor": 1.5},
+                    "sliding_attention": cases.ROPE,
+                }
+            },
+            "rope scaling 'proportional' has partial_rotary_factor = 1.5: expected at most 1",
+        ),
+        ("gemma4_text", {"rope_theta": 1e4}, "rope_theta = 10000.0 is not known for this family"),
+        ("gemma4_unified_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8: expected 0"),
+        ("gemma4", {"text_config": {"enable_moe_block": True}}, "enable_moe_block = true: expected false"),
         ("granitemoehybrid", {"head_dim": 7}, "head_dim = 7: rotary embeddings need an even size"),
         ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads = 1: expected num_attention_heads = 2"),
         ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3: rotary embeddings need an even size"),

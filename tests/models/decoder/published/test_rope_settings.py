@@ -31,6 +31,7 @@ EVERY = {  # each field with a value that is not its default
         "original_length": 24,
         "sharpening": 1.7,
     },
+    rotary.Proportional: {"fraction": 0.3, "factor": 2.0},
 }
 
 
