@@ -31,7 +31,10 @@ def per_token(
 
 
 def _products(model: Model, batch: Mapping[str, jax.ShapeDtypeStruct], frozen: Sequence[str]) -> Iterator[int]:
-    """Yields the sizes of the frozen matrices by which every token is multiplied; experts are left out."""
+    """Yields the sizes of the matrices that multiply every token and that `frozen` freezes in addition to the model.
+
+    Experts are left out.
+    """
     shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch)
     chosen = parameters.matches(specs, frozen, where="frozen")
     has_output = any(spec.axes[-1:] == ("vocab",) for spec in jax.tree.leaves(specs))

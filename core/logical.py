@@ -292,7 +292,7 @@ def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes:
 
 
 def nearest_multiples(size: int, unit: int) -> list[int]:
-    """Returns the multiples of `unit` just below and above `size`, at least `unit` itself."""
+    """Returns the largest multiple of `unit` up to `size` (at least `unit`) and the next one above `size`."""
     return sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
 
 

@@ -262,7 +262,7 @@ _OF_LAYERS = re.compile(r"inner_states/(whole|\d+ \w+( x \d+ \w+)*)/inner_state/
 
 
 def outside_layers(name: str) -> str:
-    """Returns the name that a leaf of the state of `by_layer` has if the same rule is applied without it."""
+    """Returns a leaf's name in the optimizer state without `by_layer`, given its name with `by_layer`."""
     return _OF_LAYERS.sub("", name)
 
 

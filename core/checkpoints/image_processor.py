@@ -86,7 +86,8 @@ def read(folder: paths.Path, family: str) -> ImageProcessor:
       family: its `model_type`.
 
     Raises:
-      UserError: both files are missing, or a value is not supported; all of them at once.
+      UserError: preprocessor_config.json, and processor_config.json with `image_processor`, are both missing; or values
+        are not supported (the message lists all of them).
     """
     found = {name: published_files.read_object(folder / name) for name in FILES if (folder / name).exists()}
     inside = found.get(published_files.PROCESSOR, {}).get("image_processor")

@@ -244,7 +244,10 @@ def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
 
 
 def _name_and_revision(text: str) -> tuple[str, str | None]:
-    """Returns OWNER/NAME and the revision to read: that of this process's first download, or the one in the text."""
+    """Returns OWNER/NAME and the revision to read.
+
+    It is the commit at which this process first read this model; else the one in the text; else None.
+    """
     name, _, revision = text.removeprefix(HUB).strip("/").partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"the path {text!r} names no model; expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION")

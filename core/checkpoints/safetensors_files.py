@@ -103,7 +103,10 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
 
 
 def _indexed(folder: paths.Path) -> dict[str, Tensor]:
-    """Returns the tensors of the files that an index names; of a tensor in several files, the one that it names."""
+    """Returns the tensors of the files that an index names.
+
+    If several files have a tensor, it is the one from the file that the index gives for it.
+    """
     try:
         weight_map = foreign_json.load_object((folder / INDEX).read_bytes(), {"weight_map": dict})["weight_map"]
         if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:

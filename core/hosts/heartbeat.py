@@ -1,7 +1,7 @@
 """The heartbeat between the hosts of a run: they monitor one another, and all stop when one fails, naming the cause.
 
     host 1 ──┐  every second, and at a new step (at most four        ┌── host 0: its own state;
-    host 2 ──┼─ times a second): step, activity, seconds in it; ────────┤   the verdict, to all
+    host 2 ──┼─ times a second): step, activity, seconds in it; ─────┤   the verdict, to all
     host 3 ──┘  immediately: the error that ends it                  └── (core.hosts.failure_diagnosis)
 
 It uses the open connections of `rendezvous`. The connection of a killed process closes at once; a frozen process
@@ -292,7 +292,10 @@ class _Watch(threading.Thread):
         return next(filter(None, verdicts), None)
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
-        """Collects the stacks of the blamed hosts if the verdict needs them."""
+        """Collects the thread stacks of the blamed hosts in `_stacks` if the verdict needs them.
+
+        Returns the verdict unchanged.
+        """
         if not verdict.wants_stacks:
             return verdict
         if self._index in verdict.hosts:

@@ -110,7 +110,8 @@ def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Sched
       boundaries: the steps of the run after which the second schedule, the third, … begin.
 
     Raises:
-      UserError: there is not one boundary fewer than schedules, or boundaries are not in ascending order.
+      UserError: the number of boundaries is not the number of schedules minus one, or the boundaries are not positive
+        and ascending.
     """
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted({step for step in boundaries if step > 0}):
         raise UserError(

@@ -208,7 +208,7 @@ def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """Returns when the training loop began each step, and when it last finished waiting for one."""
+    """Returns, by step, when the loop began it, and a common end: when the loop last finished a step or a wait."""
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 

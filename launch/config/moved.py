@@ -259,7 +259,10 @@ def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
 def _rewritten(
     of: Binding, rewrite: Rewrite, bindings: Sequence[Binding], now: Binding
 ) -> Sequence[str] | ConfigProblem | None:
-    """Calls `rewrite` with `now`: the binding `of` or the macro that is its value, renamed to the parameter."""
+    """Calls `rewrite` with `now`, which is `of` itself or the macro that `of` refers to.
+
+    A macro is first given the name of `of`.
+    """
     if now.is_macro:
         now = dataclasses.replace(now, scope=of.scope, selector=of.selector, parameter=of.parameter)
     return rewrite(now, bindings)

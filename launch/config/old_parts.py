@@ -113,7 +113,7 @@ def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding])
 
 
 class _Decoder:
-    """The bindings of a decoder that apply where one old binding of it stands."""
+    """Rewrites one old binding of a decoder, given the decoder's other bindings that apply in its scope."""
 
     def __init__(self, old: Binding, bindings: Sequence[Binding]):
         self._old, self._all = old, bindings
@@ -144,7 +144,11 @@ class _Decoder:
         return [f"{old.selector}.{old.parameter} = ({written})", *dict.fromkeys(added)]
 
     def settings(self) -> Sequence[str] | ConfigProblem:
-        """Removes settings whose name is in use. It is a mistake if none is, or if None is set for a part in use."""
+        """Removes an old binding of a part's settings, such as `s5 = …`, if `mixer` or `feed_forward` names the part.
+
+        `named` writes the settings there. Returns a problem if neither names the part, or if the binding is None but
+        the part is used.
+        """
         old, names = self._old, _FIELDS[self._old.parameter]
         if self._value(old) is not None:
             return [] if self._is_named(names) else self._without_effect()

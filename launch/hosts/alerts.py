@@ -76,7 +76,10 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int
 
 
 def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
-    """Context for a process of a run; notes the exception or verdict that ends it for the process that sends alerts."""
+    """Context for a process of a run.
+
+    If an exception or verdict ends the process, notes it for the process that sends alerts.
+    """
     folder = environment.read("RENGA_NOTES")
     return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()
 

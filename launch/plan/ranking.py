@@ -143,8 +143,8 @@ def against_pipelines(best: Option, options: Sequence[Option]) -> list[str]:
       best: the winner.
       options: all candidates, from the fastest by the analytical estimate.
 
-      Returns:
-        The lines; [] if there is no such layout.
+    Returns:
+      The lines; [] if there is no such layout, or no estimate of the winner.
     """
     is_pipeline = _is_pipeline(best)
     other = next((one for one in options if not one.reason and _is_pipeline(one) != is_pipeline), None)

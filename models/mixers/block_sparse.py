@@ -1,7 +1,8 @@
-"""Block-sparse attention: global blocks, a window of blocks and random blocks, at a cost that grows with length.
+"""Block-sparse attention: global blocks, a window of blocks and random blocks.
 
-Zaheer et al. 2020, "Big Bird", causal. A row is divided into blocks of c positions. A query in block i attends, within
-its segment and up to its own position, to the keys of blocks j with
+Zaheer et al. 2020, "Big Bird", causal. The cost grows linearly with length, not with its square. A row is divided into
+blocks of c positions. A query in block i attends, within its segment and up to its own position, to the keys of blocks
+j with
 
     j < global_blocks   or   i - window <= j <= i   or   j one of `random` blocks that head h drew for block i.
 
@@ -120,7 +121,10 @@ class Table(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def table(settings: BlockSparse, heads: int, count: int) -> Table:
-    """Returns the blocks of keys for `count` blocks of queries; every block is in at most one entry."""
+    """Returns, for each head and each of `count` query blocks, the key blocks it attends to.
+
+    No key block is listed twice for the same query block.
+    """
     row = np.arange(count)[:, None]
     first = np.broadcast_to(np.arange(settings.global_blocks), (count, settings.global_blocks))
     near = row - np.arange(settings.window, -1, -1)

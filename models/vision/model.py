@@ -140,7 +140,7 @@ class VisionLanguageModel:
         return logical.frozen(params, chosen, self.frozen_dtype) if chosen else params
 
     def init_carry(self, batch: Batch) -> Carry:
-        """Returns the number of steps, if the temperature of the selector depends on it."""
+        """Returns a step counter at 0 if the selector's temperature depends on it, else ()."""
         del batch
         return {"step": jnp.zeros((), jnp.int32)} if self._selector.is_learned else ()
 
@@ -403,10 +403,11 @@ class Placed:
     def decoded(
         self, batch: Batch, visual: jax.Array, chosen: Chosen, *, shift: int, causal: bool
     ) -> tuple[Batch, Inserted, Chosen]:
-        """Returns what the decoder reads.
+        """Returns the decoder's batch, the vectors to insert, and the chosen patches.
 
         A patch has the position of its place in the image, and text follows as if all patches were there: a choice does
-        not move what remains. Where attention is causal, images may follow text, and places count from their first.
+        not move what remains. Where attention is causal, text may come before an image; the positions of its patches
+        then count from the image's first position.
 
         Args:
           batch: the batch.

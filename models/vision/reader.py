@@ -3,10 +3,10 @@
     content of a block = maximum over its patches of MLP(patch);   block = content + place
     question = words, read with the state;   a = softmax(key(block) . query(question, state));   state += a value(block)
 
-A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are, so the second
-one can go from the circle to what is left of it. The relevance of a patch is the last glimpse at its block, plus a
-score of its own: the patch's key times a query made from the block and the question. It finds the most telling patches
-of a block.
+A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are, so for "what is
+left of the circle?" the first glimpse can find the circle, and the second its neighbor. The relevance of a patch is the
+last glimpse at its block, plus a score of its own: the patch's key times a query made from the block and the question.
+This score picks the most telling patches within a block.
 
 A choice of patches teaches little about where the others would have led. So the reader also answers the question from
 what its last glimpse saw (`Glimpsed.seen`), and the model adds that loss to its own. The decoder does

@@ -115,7 +115,7 @@ class Work(NamedTuple):
 
     @property
     def of_loops(self) -> list[Kept]:
-        """The arrays of rows that loops save."""
+        """The arrays with a batch dimension that loops over layers keep for the backward pass."""
         return [kept for kept in self.kept if kept.copies > 1 and kept.has_rows]
 
 
@@ -431,7 +431,10 @@ class _Sizes:
 
 
 def _preference(of: tuple[int, str | None]) -> tuple[int, str]:
-    """Sort key of (size, axis): a size that several axes share is taken for the last, which strategies shard."""
+    """Sort key of (size, axis).
+
+    If several axes have the same size, the one that sorts last is assumed: the axes that strategies shard sort last.
+    """
     order = (None, "norm", "head_dim", "vocab", "embed", "kv_heads", "heads", "mlp")
     return (order.index(of[1]) if of[1] in order else 0, str(of[1]))
 

@@ -19,7 +19,7 @@ class RandomGrids:
     num_test: int = 8
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters as JSON."""
+        """Returns the kind and the fields of this dataset, as a dict of JSON values."""
         return {"kind": "random grids", **dataclasses.asdict(self)}
 
     def build(self, directory: str) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
 """Reads documents from files: the user's text, and Python's standard library.
 
-A .txt file is one document and one part. A .jsonl file has a document on each line, a .parquet file one in each row. If
-there are fewer files than streams, files are divided into ranges of lines, or into row groups; compressed files are not
-divided.
+A .txt file is one document and one part (a `Part`, a share of the documents that streams open). A .jsonl file has a
+document on each line, a .parquet file one in each row. If there are fewer files than streams, files are divided into
+ranges of lines, or into row groups; compressed files are not divided.
 """
 
 import dataclasses

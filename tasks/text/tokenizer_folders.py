@@ -251,7 +251,7 @@ class FolderTokenizer(ChatVocabulary):
           The text, and the ranges of characters within `{% generation %}` tags; None if the template has no such tags.
 
         Raises:
-          UserError: as `chat`, or where a tag is in the text is unknown.
+          UserError: as `chat`; or the position of a tag in the text cannot be determined.
         """
         template = self._template("tool_use" if tools is not None else None)
         if not template.marks_answers:

@@ -369,7 +369,10 @@ _signs: bool  # whether to compute signatures
 
 
 def _open(vocabulary: str, excluded: Excluded | None, signs: bool) -> None:
-    """Prepares a converting process: it ignores Ctrl-C, which its parent handles, and ends with its parent."""
+    """Initializes a converting process: loads the vocabulary and keeps the exclusions.
+
+    The process ignores Ctrl-C, which its parent handles, and ends with its parent.
+    """
     global _vocabulary, _excluded, _signs
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -22,7 +22,7 @@ class Frames(NamedTuple):
 
     Attributes:
       pixels: [F, H, W, 3], uint8.
-      rows, columns: of the frames that it was split into, before the last one; 0 if it was not.
+      rows, columns: of the grid of frames; the last frame is the whole image, reduced. 0 if it was not split.
     """
 
     pixels: np.ndarray

@@ -155,7 +155,11 @@ class TripCounts:
 
 
 def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | None:
-    """Returns a sum or difference with at most one element of the state, which must not be subtracted."""
+    """Returns left + right, or left - right.
+
+    It is None if one of them is unknown, if both contain an element of the loop's state, or if an element would be
+    subtracted.
+    """
     if left is None or right is None:
         return None
     if right.element is not None and (opcode == "subtract" or left.element is not None):
