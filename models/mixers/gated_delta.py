@@ -137,7 +137,7 @@ class GatedDelta(Part):
         return logical.constrain(jnp.einsum("btd,dnk->btnk", x, weight), *_ROW, axis)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token: the projections, the convolution, and three products with each value head's memory."""
+        """Returns the work per token: projections, convolution, and three products with each value head's memory."""
         inner, convolved = self.value_heads * self.value_dim, self.key_heads * sum(self._widths)
         matrices = decoder.embed_dim * (convolved + 2 * (inner + self.value_heads))
         return Work(matrices, 3 * self.key_dim * inner + self.kernel * convolved)
