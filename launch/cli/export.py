@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.push:
         published_files.check_name(args.push)
     out = _free_folder(args.out)
-    step = steps.find(args.run)
+    step = _step(args.run)
     run_dir = str(step.parent.parent)
     experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build()
     model: Any = experiment.model
@@ -114,6 +114,12 @@ def run(args: argparse.Namespace) -> int:
     if args.push:
         print(f"uploaded to {published_files.push(out, args.push)}")
     return 0
+
+
+def _step(text: str) -> paths.Path:
+    """Returns the folder of a step of a run. Raises UserError for a published model, which is exported already."""
+    saved_run.refuse_published(text)
+    return steps.find(text)
 
 
 def _require_base_of_peft(run: str, experiment: Experiment) -> None:

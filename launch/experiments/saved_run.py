@@ -17,6 +17,7 @@ from launch.config import LoadedConfig, differences, loader
 from launch.config.trust import Trust
 from launch.experiment import Experiment
 from launch.settings import GROUPS
+from models.decoder.published import families
 
 CONFIG = "config.gin"
 _OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot build it again."
@@ -49,11 +50,7 @@ def read(
     folder = paths.resolve("." if is_of_hub else run_dir)
     text = None if is_of_hub else (step and _text_of_step(step)) or config(run_dir)
     if text is None:
-        if is_of_hub or (folder / published_files.CONFIG).exists():
-            raise UserError(
-                f"{run_dir!r} is a published model, not a run. launch/run generate takes it, and launch/run evaluate "
-                "with --lm-eval, --humaneval or --task"
-            )
+        refuse_published(run_dir)
         if run_dir.endswith(".gin"):
             own = environment.run_directory(run_dir, "SLICE")
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
@@ -68,6 +65,17 @@ def read(
     name = f"{folder}/{CONFIG}" if step is None else f"the configuration of step {step.name} of {folder}"
     loaded = loader.load(name, text=text, bindings=bindings, slice_name=slice_name, of_environment=True, trust=Trust())
     return SavedRun(str(folder), loaded, int(step.name) if step is not None else None)
+
+
+def refuse_published(text: str) -> None:
+    """Raises UserError if a text names a published model, which is not a run; nothing is downloaded."""
+    is_of_hub = text.startswith(published_files.HUB)
+    if is_of_hub or (paths.resolve(text) / published_files.CONFIG).exists():
+        said = "" if is_of_hub else families.of_images(families.read_config(paths.resolve(text)))
+        raise UserError(
+            f"{text!r} is a published model, not a run. launch/run generate takes it, and launch/run evaluate "
+            f"with --lm-eval, --humaneval or --task{said and f'. It {said}'}"
+        )
 
 
 def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:

@@ -22,6 +22,8 @@ from models.decoder.config import DecoderConfig
 from models.decoder.published import published_keys, rope_settings
 from models.decoder.published.family import Config, Family
 
+WITH_IMAGES = ("idefics3", "llava", "smolvlm")  # `model_type` of the models that `models.vision.published` reads
+
 
 @functools.cache
 def known() -> Mapping[str, Family]:
@@ -46,6 +48,8 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
         not have; all of them at once.
     """
     kind = config.get("model_type")
+    if said := of_images(config):
+        raise UserError(f"{where}: model_type = {kind!r} {said}")
     if not isinstance(kind, str) or kind not in known():
         listed = ", ".join(sorted(known()))
         raise UserError(f"{where}: model_type = {kind!r} is not known; known are {listed}{_hint(config)}")
@@ -75,6 +79,19 @@ def values(family: Family, config: Config) -> dict[str, Any]:
     """Returns the keys of a configuration under their usual names, with the values of absent ones."""
     aliases = {name: config[alias] for alias, name in family.aliases.items() if config.get(alias) is not None}
     return {**family.keys, **config, **aliases}
+
+
+def of_images(config: Config) -> str:
+    """Returns a predicate that says what reads a vision-language model; "" for other models.
+
+    It also says what is needed where only a decoder is read.
+    """
+    if config.get("model_type") not in WITH_IMAGES:
+        return ""
+    return (
+        "is a vision-language model, which launch/run generate FOLDER --image FILE reads. launch/run describe, "
+        f"fine-tuning and export need a language model{_hint(config)}"
+    )
 
 
 def _hint(config: Config) -> str:

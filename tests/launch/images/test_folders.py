@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from core.checkpoints import published_files
+from core.errors import UserError
 from launch import loaded_model
 from launch.__main__ import main
 from launch.images import folders
+from models import pretrained
+from models.decoder.published import families
 from models.vision import published
 
 HERE = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "images"
@@ -21,7 +24,7 @@ PROMPT = "USER: <image> what? A:"
 
 
 def test_every_family_is_loaded():
-    assert set(folders.FOLDERS) == set(published.FAMILIES)
+    assert set(folders.FOLDERS) == set(published.FAMILIES) == set(families.WITH_IMAGES)
 
 
 @pytest.mark.parametrize("name", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FOLDERS])
@@ -81,3 +84,38 @@ def test_a_family_that_is_not_supported_is_named(tmp_path, capsys):
     config = {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "model_type = 'qwen2_vl' is not known" in refused(capsys, tmp_path, "--prompt", "hi")
+
+
+def says_what_reads_it(text):
+    said = " ".join(text.split())
+    assert "is a vision-language model, which launch/run generate FOLDER --image FILE reads" in said
+    assert "need a language model. Its text_config is a llama" in said
+    assert "not known" not in said
+    return said
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_decoder_is_not_read_from_a_vision_language_model(name):
+    with pytest.raises(UserError) as caught:
+        pretrained.model(str(HERE / name))
+    assert f"{name}/config.json: model_type = '{name}' is" in says_what_reads_it(str(caught.value))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_describe_says_what_reads_a_vision_language_model(name, capsys):
+    assert main(["describe", str(HERE / name)]) == 2
+    says_what_reads_it(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_export_refuses_a_vision_language_model_as_no_run(name, tmp_path, capsys):
+    assert main(["export", str(HERE / name), "--out", str(tmp_path / "out")]) == 2
+    assert "is a published model, not a run" in says_what_reads_it(capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_refuses_a_published_model_of_text(tmp_path, capsys):
+    assert main(["export", str(TEXT), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "is a published model, not a run" in said
+    assert "vision" not in said
