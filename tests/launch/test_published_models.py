@@ -254,7 +254,7 @@ def test_answers_are_continued_only_with_equal_parameters_fields_and_options(tmp
         return generate._Answers(tmp_path / "out", 1, generate._inputs(model, ids, {**options, **others}))._partial
 
     def changed(**fields):
-        names = ("model", "params", "vocabulary", "stop_ids")
+        names = ("model", "params", "vocabulary", "stop_ids", "sight")
         return types.SimpleNamespace(**{**{name: getattr(model, name) for name in names}, **fields})
 
     assert digest(elsewhere) == digest(model)
@@ -263,6 +263,7 @@ def test_answers_are_continued_only_with_equal_parameters_fields_and_options(tmp
         digest(narrow),
         digest(changed(model=dataclasses.replace(model.model, rope_theta=5.0))),
         digest(changed(params=jax.tree.map(lambda a: 2 * a, model.params))),
+        digest(changed(sight=types.SimpleNamespace(params=model.params))),
         digest(model, ids=((3, 8),)),
         digest(model, max_tokens=5),
         digest(model, sampling=Sampling(top_k=3)),
