@@ -383,6 +383,7 @@ class _Sizes:
         self._before = {size: "expert" for size, name in sizes if name == "expert"}
         self._params = {(leaf.shape, leaf.dtype) for leaf, _ in pairs}
         self._weights = {leaf.shape: of for leaf, of in pairs}
+        self._of_some_layers = {leaf.shape[1:]: of for leaf, of in pairs if logical.is_stacked(of.names)}
         self._length = row_length(spec)
         taken = {size for size, _ in sizes} | {size for field in spec.values() for size in field.shape[1:]}
         self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n or size == 0 for size in taken))
@@ -400,6 +401,8 @@ class _Sizes:
             return None
         if leaf.shape in self._weights:
             axes = self._weights[leaf.shape]
+        elif leaf.shape[1:] in self._of_some_layers:  # of one kind of layers
+            axes = self._of_some_layers[leaf.shape[1:]]
         elif any(size % self.rows == 0 for size in leaf.shape):  # joined with other dimensions, or alone
             axes = self._of_rows(leaf.shape)
         else:

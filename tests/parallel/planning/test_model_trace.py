@@ -74,6 +74,22 @@ def test_kernels_of_layers_with_a_window_are_short():
     assert flops[0].kernel_flops / flops[0].forward_kernel_flops == pytest.approx(9 / 2)
 
 
+def test_weights_of_one_kind_of_layers_have_the_axes_of_the_stack():
+    """Layers of two kinds save their cast weights apart: half of the stack each, sharded as the stack is."""
+    sizes = {"num_layers": 4, "embed_dim": 128, "mlp_dim": 384, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
+    model = transformer.Transformer(**sizes, mixer=(Attention(window=32), Attention()))
+    known = model_trace.trace(
+        model,
+        optimizers.adamw(learning_rate=optimizers.constant(1e-3)),
+        streams.batch_spec(8, length=96),
+        slice=slices.get("v4-8"),
+        remats=["none"],
+    )
+    weights = [k for k in known.works["none"].kept if not k.has_rows and k.elements == 2 * 128 * 384]
+    assert {k.copies for k in weights} == {2}
+    assert {k.axes.names for k in weights} <= {("layers", "embed", "mlp"), ("layers", "mlp", "embed")}
+
+
 def test_slots_of_experts_belong_to_rows_though_one_dimension_has_the_slots_of_all_rows():
     sizes = {"num_layers": 2, "embed_dim": 128, "mlp_dim": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
     model = transformer.Transformer(**sizes, feed_forward=experts.Experts(num_experts=8, top_k=2, capacity_factor=1.0))
