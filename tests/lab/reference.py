@@ -277,8 +277,8 @@ def _families() -> Iterator[str]:
     for module in environment.declared("FOLDERS"):  # of an optional part
         yield from _families_of_images(importlib.import_module(module).published)
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
-    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, gpt-oss, Gemma 4, Qwen3-Next,"
-    yield "Qwen3.5 and DeepSeek-V3 have none: their sizes are read from a folder. The names:"
+    yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, Gemma 4, Qwen3-Next and"
+    yield "Qwen3.5 have none: their sizes are read from a folder. The names:"
     yield ", ".join(f"`{name}`" for name in presets.FIELDS) + "."
 
 

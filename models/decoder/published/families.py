@@ -30,7 +30,8 @@ def known() -> Mapping[str, Family]:
     """Returns the families by `model_type`."""
     package = __package__.removesuffix(".decoder.published")
     files = sorted((Path(__file__).parents[2] / "families").glob("[!_]*.py"))
-    modules = [importlib.import_module(f"{package}.families.{file.stem}") for file in files]
+    names = [file.stem for file in files if not file.stem.startswith("preset_")]
+    modules = [importlib.import_module(f"{package}.families.{name}") for name in names]
     return {kind: family for module in modules for kind, family in module.FAMILIES.items()}
 
 

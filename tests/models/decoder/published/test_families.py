@@ -395,6 +395,17 @@ def test_presets_have_the_published_numbers_of_parameters():
     assert set(COUNTS) | {"tiny", "125m", "1b", "7b"} == published
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [("gpt-oss-120b", "gpt_oss", 116_829_156_672), ("deepseek-v3", "deepseek_v3", 671_026_419_200)],
+)
+def test_presets_of_whole_configurations_have_the_published_numbers_of_parameters(name, kind, count):
+    model = transformer.preset(name, vocab_multiple=1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), batch_of(np.zeros((1, 2), np.int32)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count
+    assert families.family(model) == kind
+
+
 # Of the published `config.json`: model_type, positions, rope_theta, eps, tied, sliding_window.
 PUBLISHED = {
     "gpt2": ("gpt2", 1024, None, 1e-5, True, None),
