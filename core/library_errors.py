@@ -56,7 +56,7 @@ def is_not_found(error: BaseException) -> bool:
 
 
 def is_unconnected(error: BaseException) -> bool:
-    """Returns whether simulated hosts did not connect for a collective within Gloo's time limit."""
+    """Returns whether an error says that simulated hosts did not connect for a collective (Gloo)."""
     return "Gloo context initialization failed" in str(error)
 
 

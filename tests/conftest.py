@@ -38,6 +38,11 @@ def pytest_collection_modifyitems(config, items):
     """`tests/run.sh lab without` leaves out the tests that need a part which it deleted."""
     gone = {*os.environ.get("WITHOUT_PARTS", "").split()}
     needs = {item: {name for mark in item.iter_markers("part") for name in mark.args} for item in items}
+    if any(needs.values()):
+        from tests.lab import without
+
+        if unknown := set().union(*needs.values()) - {"all", *without.PARTS}:
+            raise pytest.UsageError(f"pytest.mark.part names {sorted(unknown)}; parts: all, {', '.join(without.PARTS)}")
     left_out = [item for item in items if gone and needs[item] & {*gone, "all"}]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

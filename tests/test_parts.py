@@ -75,5 +75,10 @@ def test_tests_go_with_the_part_that_they_import_or_whose_files_they_name(blue):
         "tests/d.py": "CODE = 'import models.blue; print()'",
         "tests/e.py": "transformer.preset('sky-blue')",
         "tests/f.py": "from models import bluer",
+        "tests/g/conftest.py": "import models.blue\n@pytest.fixture(scope='x')\ndef sky(): ...\ndef sea(): ...",
+        "tests/g/h.py": "def test_a(tmp_path, sky): ...",
+        "tests/g/i.py": "def test_a(sea): ...",
+        "tests/j.py": "def test_a(sky): ...",
     }
-    assert without.tests_of(own, tests) == [f"tests/{name}.py" for name in "abcde"]
+    gone = ["a.py", "b.py", "c.py", "d.py", "e.py", "g/conftest.py", "g/h.py"]
+    assert without.tests_of(own, tests) == [f"tests/{name}" for name in gone]

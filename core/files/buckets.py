@@ -24,7 +24,10 @@ _failed: dict[str, tuple[float, str]] = {}  # when an address was last tried, an
 
 
 class Buckets(gcsfs.GCSFileSystem):
-    """A gcsfs file system whose constructor raises `UnreachableError` if the service cannot be reached."""
+    """A gcsfs file system whose constructor raises `UnreachableError` if the service cannot be reached.
+
+    Behind a proxy it does not check this.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         if not (kwargs.get("session_kwargs") or {}).get("trust_env"):  # then requests go through a proxy

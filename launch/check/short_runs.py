@@ -32,7 +32,8 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
     """Runs all parts in turn; host 0 writes their report to RUN/check.json.
 
     Returns:
-      The findings, and whether to print them here: on host 0, and on a host that could not join the others.
+      The findings, and whether to print them here: on host 0, and on a host that has findings and does not know
+        its index.
     """
     started, run_dir = time.time(), f"{args.run_dir}/run"
     of_hosts, all_hosts = _check(args, ALL_HOSTS, "--level", "hosts", run_dir=run_dir)

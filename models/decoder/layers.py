@@ -144,7 +144,7 @@ class Heads(Part):
     matrices = ("query", "key", "value", "output")
     sinks = False  # whether there are sinks
 
-    def with_same_parameters(self) -> Part:
+    def with_same_parameters(self) -> Self:
         return dataclasses.replace(self, scale=None, softcap=None, value_norm=False)
 
     def check(self, decoder: Decoder) -> None:
@@ -307,9 +307,8 @@ class Attention(Heads):
     norm = "attention"
     sees_prefix = True
 
-    def with_same_parameters(self) -> Part:
-        own = dataclasses.replace(self, window=None, rope_theta=None, rotary_fraction=1.0)
-        return dataclasses.replace(own, scale=None, softcap=None, value_norm=False)
+    def with_same_parameters(self) -> Self:
+        return dataclasses.replace(super().with_same_parameters(), window=None, rope_theta=None, rotary_fraction=1.0)
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
@@ -417,7 +416,7 @@ def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side
 
 
 def products_per_input(decoder: Decoder, width: int) -> int:
-    """Returns the multiplications per input of a feed-forward layer with `width` hidden units."""
+    """Returns a feed-forward layer's multiplications per token and entry of its input, of `width` hidden units."""
     return (3 if decoder.gated else 2) * width
 
 

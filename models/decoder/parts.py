@@ -195,7 +195,7 @@ class Part:
         return ()
 
     def laid_out(self, state: Any) -> Any:
-        """Constrains the sharding of a state by the activation table."""
+        """Constrains the sharding of a state by the activation table; by default, not at all."""
         return state
 
     def empty_sums(self) -> Any:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from core.errors import UserError, check_number
+
 
 class Scaling(Protocol):
     """Interface of scalings, which change the frequencies of a rotary embedding."""
@@ -36,6 +38,9 @@ class Linear:
     factor: float
     attention_factor: float = dataclasses.field(default=1.0, init=False)
 
+    def __post_init__(self):
+        check_number(self.factor, where="Linear.factor", is_positive=True)
+
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
         """Returns the scaled frequencies [K/2]."""
         del theta, positions
@@ -57,6 +62,15 @@ class Llama3:
     high_frequency_factor: float = 4.0
     original_length: int = 8192
     attention_factor: float = dataclasses.field(default=1.0, init=False)
+
+    def __post_init__(self):
+        for name in ("factor", "low_frequency_factor", "high_frequency_factor", "original_length"):
+            check_number(getattr(self, name), where=f"Llama3.{name}", is_positive=True)
+        if self.low_frequency_factor == self.high_frequency_factor:
+            raise UserError(
+                f"Llama3.low_frequency_factor = {self.low_frequency_factor}: expected another number than that of "
+                "high_frequency_factor"
+            )
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
         """Returns the scaled frequencies [K/2]."""
@@ -87,6 +101,10 @@ class Yarn:
     beta_slow: float = 1.0
     sharpening: float | None = None
     truncate: bool = True
+
+    def __post_init__(self):
+        for name in ("factor", "original_length", "beta_fast", "beta_slow"):
+            check_number(getattr(self, name), where=f"Yarn.{name}", is_positive=True)
 
     @property
     def attention_factor(self) -> float:
@@ -151,6 +169,10 @@ class Proportional:
     fraction: float
     factor: float = 1.0
     attention_factor: float = dataclasses.field(default=1.0, init=False)
+
+    def __post_init__(self):
+        check_number(self.fraction, where="Proportional.fraction", least=0, most=1)
+        check_number(self.factor, where="Proportional.factor", is_positive=True)
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
         """Returns the scaled frequencies [K/2]."""

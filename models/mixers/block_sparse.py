@@ -71,6 +71,7 @@ class BlockSparse(Heads):
     name = "block_sparse"
 
     def check(self, decoder: Decoder) -> None:
+        super().check(decoder)
         if decoder.attention == "none":
             raise UserError("Transformer.attention = 'none' mixes no positions: expected another with 'block_sparse'")
         if decoder.attention == "cudnn":

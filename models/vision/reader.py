@@ -64,8 +64,8 @@ class Reader:
       width: W, even.
       answers: weight of the loss of the reader's own answers; 0: it does not answer.
       points: whether patches are chosen where the last glimpse looks: their scores are `pointed`, and the reader
-        answers from that glimpse and the words, without what earlier glimpses saw. Where it looks is learned from its
-        own answers alone.
+        answers from that glimpse and the words, without what earlier glimpses saw. The logits of the last
+        glimpse, which say where it looks, get a gradient from the reader's own answers and none from choices.
 
     Raises:
       UserError: a number out of range.
@@ -83,8 +83,8 @@ class Reader:
         check_number(self.answers, where="Reader.answers", least=0)
         if self.points and not self.answers:
             raise UserError(
-                "Reader.points = True and answers = 0: where it looks is learned from its own answers; "
-                "expected answers above 0"
+                "Reader.points = True and answers = 0: the last glimpse learns where to look from the reader's own "
+                "answers; expected answers above 0"
             )
         if self.width % 2:
             raise UserError(f"Reader.width = {self.width}: expected an even number")
@@ -133,7 +133,7 @@ class Reader:
     def pointed(self, block: jax.Array, within: jax.Array) -> jax.Array:
         """Returns log p(block) + log p(patch | block) of every patch, [B, N]; the sum of p over N is 1.
 
-        Blocks get no gradient: where the reader looks is learned from its own answers alone.
+        Blocks get no gradient: the last glimpse learns where to look from the reader's own answers.
 
         Args:
           block: [B, N], the logit of each patch's block.

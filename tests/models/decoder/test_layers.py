@@ -292,17 +292,18 @@ def test_a_scale_of_layers_multiplies_the_stream_and_is_frozen():
     np.testing.assert_allclose(model.residual(params, BATCH), scale[0] * plain.residual(one, BATCH), rtol=1e-5)
 
 
+@pytest.mark.parametrize("part", [Attention, BlockSparse])
 @pytest.mark.parametrize(
-    ("mixer", "changes", "says"),
+    ("settings", "changes", "says"),
     [
-        (Attention(num_kv_heads=3), {}, r"num_kv_heads = 3: Transformer\.num_heads = 2 is not a multiple of it"),
-        (Attention(head_dim=7), {}, r"head_dim = 7 is odd"),
-        (Attention(values_are_keys=True), {"bias": "qkv"}, r"values_are_keys = True needs Transformer\.bias = 'none'"),
+        ({"num_kv_heads": 3}, {}, r"num_kv_heads = 3: Transformer\.num_heads = 2 is not a multiple of it"),
+        ({"head_dim": 7}, {}, r"head_dim = 7 is odd"),
+        ({"values_are_keys": True}, {"bias": "qkv"}, r"values_are_keys = True needs Transformer\.bias = 'none'"),
     ],
 )
-def test_heads_of_a_part_must_fit_the_decoder(mixer, changes, says):
-    with pytest.raises(UserError, match=rf"Attention\.{says}"):
-        dataclasses.replace(PLAIN, mixer=(Attention(), mixer), **changes)
+def test_heads_of_a_part_must_fit_the_decoder(part, settings, changes, says):
+    with pytest.raises(UserError, match=rf"{part.__name__}\.{says}"):
+        dataclasses.replace(PLAIN, mixer=(Attention(), part(**settings)), **changes)
 
 
 def test_small_heads_of_a_part_differ_from_those_of_a_small_decoder():

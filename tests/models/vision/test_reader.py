@@ -73,6 +73,21 @@ def test_the_gradient_of_a_choice_reaches_patches_within_a_block_and_not_where_t
 
 
 @pytest.mark.parametrize("points", [True, False])
+def test_choices_train_where_the_last_glimpse_looks_unless_the_reader_points(points):
+    """They train what the earlier glimpses tell in both cases: it decides which patches of a block are chosen."""
+    selector = Selector(num_chosen=4, reader=dataclasses.replace(READER, points=points), balancer_width=8)
+    rng = np.random.default_rng(0)
+    images = jnp.asarray(rng.integers(0, 256, (2, 16, 16, 3), dtype=np.uint8))
+    patches, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 16, 12), (2, 16)))
+    words = jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32)
+    run = hk.transform(lambda: selector.scores(images, patches, words, jnp.ones((2, 1, 3)))[0])
+    params = run.init(jax.random.key(0))
+    grads = jax.grad(lambda p: jnp.sum(weights * run.apply(p, None)))(params)["~"]
+    assert (np.abs(grads["selector_reader_1_query"]).max() == 0) == points
+    assert np.abs(grads["selector_reader_0_query"]).max() > 0
+
+
+@pytest.mark.parametrize("points", [True, False])
 def test_a_reader_that_points_answers_only_from_what_its_last_glimpse_sees(points):
     reader = dataclasses.replace(READER, points=points)
     rng = np.random.default_rng(0)
