@@ -535,6 +535,11 @@ class Transformer(DecoderConfig):
 
 
 def _inserted(x: jax.Array, inserted: Inserted) -> jax.Array:
+    if ring_attention.shards() > 1:
+        raise UserError(
+            "inserted vectors, such as those of images, have no place in rows whose keys travel around a ring, which "
+            "are in another order: choose a strategy whose activation table has kv_length = None"
+        )
     x = jnp.where(inserted.places[:, :, None], inserted.values.astype(x.dtype), x)
     return logical.constrain(x, "batch", "residual_length", "embed")
 

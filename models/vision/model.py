@@ -235,7 +235,7 @@ class VisionLanguageModel:
         scores, guesses = None, None
         if selector.is_learned:
             words = self.decoder.token_embeddings(batch["inputs"]).astype(jnp.float32)
-            scores, seen = selector.scores(images, patches, words, at.question)
+            scores, seen = selector.scores(self.vision.whole_patches(images), patches, words, at.question)
             if self._answers and seen is not None:
                 guesses = self._guessed(batch, at, seen)
         ids = random_bits.row_ids(batch)[:, None] * number + jnp.arange(number)
@@ -333,7 +333,7 @@ class VisionLanguageModel:
         if self.vision_folder:
             return vision_families.TwoFolders(tower(self.vision_folder), self.decoder.published(folder))
         config = families.read_config(published_files.small_files(folder))
-        if (kind := config.get("model_type")) in published.FAMILIES:
+        if (kind := str(config.get("model_type"))) in published.FAMILIES:
             return published.published_folder(self, folder, config)
         return tower(folder) if kind in vision_families.FAMILIES else self.decoder.published(folder)
 
@@ -438,12 +438,12 @@ class Placed:
         places, positions = jnp.arange(slots.shape[-1]), batch["positions"].astype(jnp.float32)
         is_slot, prefix = jnp.sum(self.slots, axis=1) > 0, None
         if shift:
-            first = jnp.einsum("bit,bt->bi", slots[:, :, 0], positions)
-            index = chosen.indices.reshape(rows, number, -1) + first[:, :, None]
-            of_patches = jnp.einsum("bist,bis->bt", slots, index)
             start = jnp.einsum("bit,t->bi", slots[:, :, 0], places.astype(jnp.float32))
             after = self.image & (places > start[:, :, None])
-            positions = jnp.where(is_slot, of_patches, positions + shift * jnp.sum(after, axis=1))
+            positions += shift * jnp.sum(after, axis=1)  # by all earlier images of the segment
+            first = jnp.einsum("bit,bt->bi", slots[:, :, 0], positions)
+            index = chosen.indices.reshape(rows, number, -1) + first[:, :, None]
+            positions = jnp.where(is_slot, jnp.einsum("bist,bis->bt", slots, index), positions)
         if chosen.bias is not None:
             bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(rows, -1))
             prefix = Prefix(jnp.broadcast_to(places, is_slot.shape), bias)

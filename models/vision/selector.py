@@ -132,7 +132,7 @@ class Selector:
         """Returns the score of every patch, [R I, N], float32, for R rows of I images, and what the reader saw.
 
         Args:
-          images: [R I, H, W, 3], uint8.
+          images: [R I, H, W, 3], uint8, whole patches.
           patches: [R I, N, D], before they attend to one another.
           words: [R, T, E], float32, the embeddings of a row.
           is_word: [R, I, T], float32, 1 at the words of the question about each image.

@@ -127,12 +127,16 @@ class VisionTower:
                 f"{'x'.join(map(str, size))} uint8: set the task's image_size = {self.image_size}, to which it resizes"
             )
 
+    def whole_patches(self, images: jax.Array) -> jax.Array:
+        """Returns images [B, H, W, 3] without the rows and columns after the last whole patch."""
+        size = self.side * self.patch_size
+        return images[:, :size, :size] if self.cut else images
+
     def embedded(self, images: jax.Array, *, dtype: str) -> jax.Array:
         """Returns the patches of images [B, H, W, 3] uint8 as vectors, before they attend to others, [B, N, D]."""
         self.check(images)
         p, d = self.patch_size, self.embed_dim
-        if self.cut:
-            images = images[:, : self.side * p, : self.side * p]
+        images = self.whole_patches(images)
         pixels = (images.astype(jnp.float32) / 255 - jnp.asarray(self.mean)) / jnp.asarray(self.std)
         x = pixels.astype(dtype).reshape(len(images), self.side, p, self.side, p, CHANNELS)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(len(images), self.num_patches, p, p, CHANNELS)

@@ -559,8 +559,8 @@ def _check(choice: str, q: jax.Array, prefix: Prefix | None, *, softcap: float |
         return
     if ring_attention.shards() > 1:
         raise UserError(
-            "this model attends both ways to images and questions, and keys that travel around a ring can only be "
-            "attended to causally: choose a strategy whose activation table has kv_length = None"
+            "keys that travel around a ring can only be attended to causally, and here positions attend both ways or "
+            "are hidden, such as the patches of an image: choose a strategy whose activation table has kv_length = None"
         )
     if softcap is not None and prefix.key_bias is not None:
         raise UserError(

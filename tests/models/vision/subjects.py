@@ -8,6 +8,7 @@ from models.vision.selector import Selector
 from models.vision.tower import VisionTower
 
 ROWS, QUESTION, ANSWER = 16, 3, 1
+BEFORE = 2  # words before each image of `asked`
 VOCAB, PATCHES, CHOSEN = 203, 16, 4
 DECODER = transformer.Transformer(
     vocab_size=VOCAB, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=4, dtype="float32"
@@ -51,6 +52,32 @@ def batch(slots=PATCHES, *, rows=ROWS, seed=0):
         "positions": rowwise(inside),
         "until": rowwise(until),
     }
+
+
+def asked(slots=PATCHES, *, images=1, rows=4, seed=0):
+    """Rows of two segments: words and an image, so many times, a question and an answer; also where words are."""
+    rng = np.random.default_rng(seed)
+    segment = np.array(([0] * BEFORE + [1] * slots) * images + [0] * (QUESTION + ANSWER))
+    is_slot, size = np.tile(segment, 2) > 0, len(segment)
+    place = np.arange(2 * size)
+    inside = place % size
+    last = size - ANSWER - 1  # of the question
+    inputs = np.zeros((rows, 2 * size), np.int32)
+    inputs[:, ~is_slot] = rng.integers(0, VOCAB, (rows, 2 * (images * BEFORE + QUESTION + ANSWER)))
+
+    def rowwise(a, dtype=np.int32):
+        return np.broadcast_to(a, (rows, *a.shape)).astype(dtype)
+
+    return {
+        "images": rng.integers(0, 256, (rows, 2 * images, 16, 16, 3), dtype=np.uint8),
+        "slots": rowwise(np.flatnonzero(is_slot)),
+        "inputs": inputs,
+        "targets": np.roll(inputs, -1, axis=1),
+        "weights": rowwise(inside == last, np.float32),
+        "segment_ids": rowwise(1 + place // size),
+        "positions": rowwise(inside),
+        "until": rowwise(np.where(inside <= last, place - inside + last, place)),
+    }, ~is_slot
 
 
 def with_slots(wide):

@@ -17,8 +17,8 @@ from models.mixers.block_sparse import BlockSparse
 from models.mixers.s5 import S5
 from models.ttt import TTTConfig
 from models.ttt.mixer import TTTMixer
-from models.vision.model import PARTS, VisionLanguageModel, part_of
-from models.vision.selector import METHODS
+from models.vision.model import PARTS, Placed, VisionLanguageModel, part_of
+from models.vision.selector import METHODS, Chosen
 from parallel.verify import agreement
 from tests.models.vision import subjects
 
@@ -49,6 +49,28 @@ def test_hidden_patches_count_for_nothing(soft):
     np.testing.assert_allclose(found.loss_sum, want.loss_sum, rtol=2e-6)
     assert (found.extras["chosen"] == want.extras["chosen"]).all()
     assert found.extras["chosen"].reshape(4, 2, -1).sum(-1).tolist() == [[subjects.CHOSEN] * 2] * 4
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_hidden_patches_count_for_nothing_where_attention_is_causal(images):
+    """Words come before each image; the logits of words are those with slots for all patches."""
+    model = subjects.model("soft", causal=True)
+    wide, narrow = (subjects.asked(slots, images=images) for slots in (subjects.PATCHES, subjects.CHOSEN))
+    params = jax.jit(model.init)(jax.random.key(0), wide[0])
+    found, want = (np.asarray(jax.jit(model.logits)(params, batch))[:, words] for batch, words in (narrow, wide))
+    np.testing.assert_allclose(found, want, atol=2e-6 * np.abs(want).max())
+    chosen = [evaluation(model)(params, batch).extras["chosen"] for batch, _ in (narrow, wide)]
+    assert (chosen[0] == chosen[1]).all()
+
+
+def test_a_patch_has_the_position_of_its_place_after_all_patches_of_earlier_images():
+    batch, _ = subjects.asked(subjects.CHOSEN, images=2, rows=1)
+    slots = batch["slots"].reshape(1, 4, subjects.CHOSEN)
+    chosen = Chosen(jax.numpy.array([[0, 1, 2, 3], [2, 6, 9, 10]] * 2), None, jax.numpy.zeros(()))
+    visual = jax.numpy.zeros((1, 16, 1))
+    read, *_ = Placed.of(batch, slots).decoded(batch, visual, chosen, shift=12, causal=True)
+    own = [0, 1, 2, 3, 4, 5, 18, 19, 22, 26, 29, 30, 36, 37, 38, 39]
+    assert read["positions"].tolist() == [own + own]
 
 
 def test_a_row_and_its_segments_depend_on_nothing_else(soft):
@@ -115,6 +137,16 @@ def test_layouts_agree_or_are_refused(name):
     # The second moment of the gain is the square of one sum over all patches, which cancels: 342 ulp measured.
     assert set(agreement.exceeding(name, found)) <= {"opt_state"}
     assert found["opt_state"].ulp < 1000
+
+
+def test_inserted_vectors_are_refused_around_a_ring():
+    """A tower without layers attends to nothing."""
+    tower = dataclasses.replace(subjects.TOWER, num_layers=0, embed_dim=32)
+    model = subjects.model("center", vision=tower, causal=True)
+    with pytest.raises(UserError, match="inserted vectors, such as those of images, have no place in rows whose keys"):
+        agreement.bind(
+            model, OPTIMIZER, agreement.EXAMPLES["context_ring"], subjects.batch(subjects.CHOSEN), axes=subjects.AXES
+        )
 
 
 @pytest.mark.slow  # `soft` is in the quick tests above
