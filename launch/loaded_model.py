@@ -128,7 +128,8 @@ class LoadedModel:
         parts = [[{"type": "text", "text": message["content"]}] for message in messages]
         parts[0] = [{"type": "image"}] * len(images) + parts[0]
         written = [{**message, "content": content} for message, content in zip(messages, parts, strict=True)]
-        return self.vocabulary.encode(self.sight.expanded(self.vocabulary.chat(written), images))
+        ids = self.vocabulary.encode(self.sight.expanded(self.vocabulary.chat(written), images))
+        return with_bos(ids, self.vocabulary) if self.begins_with_bos else ids  # as processors do
 
     @property
     def _lacks(self) -> str:
@@ -155,7 +156,14 @@ class LoadedModel:
             lacks = ", ".join(missing(self.model, Generates))
             raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
         if any(images) and self.sight is None:
-            raise UserError(f"{self.where} reads no images: it is a model of text; leave --image out")
+            is_run = not published_files.is_published(self.where)
+            why = (
+                "a run continues text only, also one of a vision-language model" if is_run else "it is a model of text"
+            )
+            raise UserError(
+                f"{self.where} reads no images: {why}; leave --image out, or give the folder of a published "
+                "vision-language model"
+            )
         of_each = [*images] or [()] * len(prompts)
         ids = [
             self.encoded(p, is_chat=is_chat, images=own) if isinstance(p, str) else list(p)

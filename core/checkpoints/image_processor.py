@@ -31,11 +31,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Idefics3ImageProcessor": {**_ALL, **_HALF, **_SPLIT, "resample": 1},
     "SmolVLMImageProcessor": {**_ALL, **_HALF, **_SPLIT, "resample": 1},
 }
-_OF_FAMILY = {
-    "llava": "LlavaImageProcessor",
-    "idefics3": "Idefics3ImageProcessor",
-    "smolvlm": "SmolVLMImageProcessor",
-}
 # Keys that change no pixel of an image in three colors: who reads the file, how it computes, and what it returns.
 _WITHOUT_EFFECT = {
     *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "do_convert_rgb", "data_format"),
@@ -78,12 +73,12 @@ class ImageProcessor:
         return self.crop or self.size
 
 
-def read(folder: paths.Path, family: str) -> ImageProcessor:
+def read(folder: paths.Path, usual: str) -> ImageProcessor:
     """Reads the image processor of a folder.
 
     Args:
       folder: with the small files of a published model.
-      family: its `model_type`.
+      usual: the `image_processor_type` of a folder that names none.
 
     Raises:
       UserError: preprocessor_config.json, and processor_config.json with `image_processor`, are both missing; or values
@@ -96,13 +91,13 @@ def read(folder: paths.Path, family: str) -> ImageProcessor:
         name, given = published_files.PREPROCESSOR, found.get(published_files.PREPROCESSOR)
     if given is None:
         raise UserError(
-            f"{folder} has no {published_files.PREPROCESSOR}, nor {published_files.PROCESSOR} with image_processor: a "
-            f"{family} needs one of them, which says how images are prepared; download the whole folder"
+            f"{folder} has no {published_files.PREPROCESSOR}, nor {published_files.PROCESSOR} with image_processor: "
+            "one of them is needed, which says how images are prepared; download the whole folder"
         )
     where = f"{folder / name}"
     if not isinstance(given, Mapping):
         raise UserError(f"{where}: image_processor = {json.dumps(given)}: expected an object")
-    kind = str(given.get("image_processor_type") or given.get("feature_extractor_type") or _OF_FAMILY[family])
+    kind = str(given.get("image_processor_type") or given.get("feature_extractor_type") or usual)
     kind = kind.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     if kind not in _DEFAULTS:
         raise UserError(
@@ -113,7 +108,8 @@ def read(folder: paths.Path, family: str) -> ImageProcessor:
     problems = _problems(values, defaults)
     if not problems:
         processor = _of(values)
-        if processor.crop and processor.shortest_edge and processor.shortest_edge < max(processor.crop):
+        edge = processor.shortest_edge or 0
+        if processor.crop and any(a < b for a, b in zip(processor.size or (edge, edge), processor.crop, strict=True)):
             problems = [f"size = {json.dumps(values['size'])} is below crop_size = {json.dumps(values['crop_size'])}"]
     if problems:
         raise UserError(f"{where}: {'; '.join(problems)}")

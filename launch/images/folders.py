@@ -12,6 +12,7 @@ from core import slices, stack, units
 from core.checkpoints import image_processor, published_files
 from core.checkpoints.image_processor import ImageProcessor
 from core.errors import UserError
+from core.files import paths
 from launch import loaded_model, terminal
 from launch.loaded_model import Images, LoadedModel
 from models.decoder.published import families
@@ -62,8 +63,13 @@ class FolderSight:
           UserError: the prompt has another number of image tokens than there are images, or an image cannot be read.
         """
         parts = text.split(self.token) if self.token else [text]
+        has, given = units.counted(len(parts) - 1, "image token"), units.counted(len(images), "image")
+        if len(parts) > 1 and not images:
+            raise UserError(
+                f"the prompt has {has} {self.token}, and no image is given: leave {self.token} out, or give --image "
+                "FILE for each of them beside --prompt; conversations take no images"
+            )
         if len(parts) - 1 != len(images):
-            has, given = units.counted(len(parts) - 1, "image token"), units.counted(len(images), "image")
             raise UserError(
                 f"the prompt has {has} {self.token}, and {given} {'is' if len(images) == 1 else 'are'} given: expected "
                 f"one {self.token} for each --image, as in --prompt 'USER: {self.token} What? ASSISTANT:'. With "
@@ -153,14 +159,14 @@ def load(
     text = loaded_model.bound(model.decoder, layout, slice_name, streams.batch_spec(rows, length=length))
     files = published_files.small_files(folder)
     config = families.read_config(files)
-    token_id = published.image_token(config)
+    family, token_id = published.FAMILIES[config["model_type"]], _image_token(config, model, files)
     sight = FolderSight(
         whole,
         None,
-        image_processor.read(files, config["model_type"]),
+        image_processor.read(files, family.processor),
         token_id,
         "" if vocabulary is None else vocabulary.token_of(token_id),
-        config["model_type"] != "llava",
+        family.has_frames,
     )
     begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
     found = LoadedModel(text, None, vocabulary, folder, begins_with_bos, sight)
@@ -170,6 +176,16 @@ def load(
     params = source.load(loaded_model.in_compute_dtype(whole), whole.param_specs, progress=progress)
     of_text, of_sight = _of(params, of_decoder=True), _of(params, of_decoder=False)
     return dataclasses.replace(found, params=of_text, sight=dataclasses.replace(sight, params=of_sight))
+
+
+def _image_token(config: families.Config, model: VisionLanguageModel, files: paths.Path) -> int:
+    found = published.image_token(config)
+    if found >= model.decoder.vocab_size:
+        raise UserError(
+            f"{files / published_files.CONFIG}: the image token has the id {found}, and the decoder has "
+            f"{model.decoder.vocab_size} ids (vocab_size): download the file again"
+        )
+    return found
 
 
 def _of(params: Any, *, of_decoder: bool) -> Any:

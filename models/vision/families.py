@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from core.checkpoints import published_files
+from core.checkpoints.image_processor import CLIP_COLORS
 from core.checkpoints.published import PublishedFolder
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError, check_integer, check_number
@@ -41,7 +42,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _SIGLIP = {**_DEFAULTS, "patch_size": 16, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 _CLIP = {**_DEFAULTS, "patch_size": 32, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
 _IDEFICS3 = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
-_CLIP_COLORS = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+_CLIP_COLORS = {name.removeprefix("image_"): tuple(colors) for name, colors in CLIP_COLORS.items()}
 
 
 def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
         "mlp_dim": found["intermediate_size"],
         "num_heads": found["num_attention_heads"],
         "norm_eps": found["layer_norm_eps"],
-        "activation": family.known_activation(found["hidden_act"]),
+        "activation": family.known_activation(str(found["hidden_act"])),
         "patch_bias": not is_clip,
         "class_token": is_clip,
         "input_norm": is_clip,

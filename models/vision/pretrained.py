@@ -12,7 +12,7 @@ from core.errors import UserError
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
 from models.vision.model import VisionLanguageModel
-from models.vision.published import fields
+from models.vision.published import FAMILIES, fields
 from models.vision.tower import VisionTower
 
 
@@ -30,7 +30,7 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
     files = published_files.small_files(folder)
     config, where = families.read_config(files), str(files / published_files.CONFIG)
     found = fields(config, where=where)
-    processor = image_processor.read(files, config["model_type"])
+    processor = image_processor.read(files, FAMILIES[config["model_type"]].processor)
     _check_size(processor, found["vision"]["image_size"], where)
     tower = VisionTower(**{**found["vision"], "mean": processor.mean, "std": processor.std})
     decoder = Transformer(**found["decoder"], dtype=dtype)

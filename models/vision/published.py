@@ -37,6 +37,7 @@ DECODERS: Mapping[str, Config] = {
     "qwen2": {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016},
 }
 _INNER = ("vision_config", "text_config")
+_IMAGE_TOKEN = ("image_token_id", "image_token_index")  # keys of its id, of which a family has one by default
 # Keys beside those that a family reads. They say who wrote the file, or what a processor or a loss does.
 AROUND = {"image_seq_length", "ignore_index", "vocab_size", "_pad_token_id", "use_reentrant_checkpointing"}
 OF_TOWER = {  # weights that are not read, sizes of processors, training
@@ -71,20 +72,24 @@ class Family(NamedTuple):
       differs: what is between tower and decoder, in a few words.
       read: returns fields of the model, given the configuration, the tower's fields and the decoder's `embed_dim`.
       towers: kinds of towers; the first is that of a configuration that names none.
+      processor: the `image_processor_type` of a folder that names none.
       keys: that are read, with the values that transformers gives absent ones.
       names: of its tensors.
       ignored: patterns of names of tensors that are not read.
       ties_inside: whether the decoder is also tied if its own configuration says so.
+      has_frames: whether a prompt says which frame of an image follows.
     """
 
     title: str
     differs: str
     read: Callable[[Config, Config, int], dict[str, Any]]
     towers: Sequence[str]
+    processor: str
     keys: Config
     names: Names
     ignored: Sequence[str] = ()
     ties_inside: bool = False
+    has_frames: bool = False
 
 
 def _llava(config: Config, tower: Config, width: int) -> dict[str, Any]:
@@ -140,6 +145,7 @@ _LLAVA = Family(
     differs="CLIP or SigLIP, two matrices",
     read=_llava,
     towers=("clip_vision_model", "siglip_vision_model"),
+    processor="LlavaImageProcessor",
     keys={
         "vision_feature_layer": -2,
         "vision_feature_select_strategy": "default",
@@ -163,6 +169,7 @@ _IDEFICS3 = Family(
     differs="SigLIP, squares of patches joined, a matrix",
     read=_idefics3,
     towers=("idefics3_vision",),
+    processor="Idefics3ImageProcessor",
     keys={"scale_factor": 2, "image_token_id": 128257},
     names=Names(
         vision=("model.vision_model.",),
@@ -171,11 +178,12 @@ _IDEFICS3 = Family(
         heads=("lm_head.weight",),
         matrices={"down": "proj"},
     ),
+    has_frames=True,
 )
 FAMILIES: Mapping[str, Family] = {
     "llava": _LLAVA,
     "idefics3": _IDEFICS3,
-    "smolvlm": _IDEFICS3._replace(towers=("smolvlm_vision", "idefics3_vision")),
+    "smolvlm": _IDEFICS3._replace(towers=("smolvlm_vision", "idefics3_vision"), processor="SmolVLMImageProcessor"),
 }
 
 
@@ -197,9 +205,9 @@ def fields(config: Config, *, where: str = published_files.CONFIG) -> dict[str, 
         )
     one = FAMILIES[kind]
     problems = published_keys.problems(config, {*_INNER, "tie_word_embeddings", "image_token_id", *one.keys, *AROUND})
+    token = image_token(config, where=where)
     found = {**one.keys, "tie_word_embeddings": False, **config}
-    if "image_token_index" in one.keys and "image_token_id" in config:
-        found["image_token_index"] = config["image_token_id"]
+    found |= {key: token for key in _IMAGE_TOKEN if key in one.keys}
     for key, usual in {**one.keys, "tie_word_embeddings": False}.items():
         is_count = type(usual) is int and key != "vision_feature_layer"
         if type(found[key]) is not type(usual) or (is_count and found[key] < 1):
@@ -229,18 +237,30 @@ def _tower(one: Family, config: Config, where: str) -> dict[str, Any]:
 
 def _decoder(one: Family, outer: Config, config: Config, where: str) -> dict[str, Any]:
     kind = config.get("model_type", "llama")
-    if kind not in DECODERS:
+    if not isinstance(kind, str) or kind not in DECODERS:
         raise UserError(f"{where}: model_type = {kind!r} is not supported; supported are {', '.join(DECODERS)}")
     tied = outer["tie_word_embeddings"] or (one.ties_inside and config.get("tie_word_embeddings", False))
     kept = {key: value for key, value in config.items() if key not in _OF_TEXT}
     return families.fields({**DECODERS[kind], **kept, "model_type": kind, "tie_word_embeddings": tied}, where=where)
 
 
-def image_token(config: Config) -> int:
-    """Returns the id in whose place the vectors of an image are."""
-    keys = FAMILIES[config["model_type"]].keys
-    usual = keys.get("image_token_index", keys.get("image_token_id"))
-    return config.get("image_token_id", config.get("image_token_index", usual))
+def image_token(config: Config, *, where: str = published_files.CONFIG) -> int:
+    """Returns the id in whose place the vectors of an image are.
+
+    Args:
+      config: the content of a `config.json`.
+      where: the file, for messages.
+
+    Raises:
+      UserError: the file has two ids for it.
+    """
+    usual = FAMILIES[config["model_type"]].keys
+    given = {key: config[key] for key in _IMAGE_TOKEN if key in config}
+    found = list((given or {key: usual[key] for key in _IMAGE_TOKEN if key in usual}).values())
+    if any(each != found[0] for each in found):
+        said = " and ".join(f"{key} = {json.dumps(value)}" for key, value in given.items())
+        raise UserError(f"{where}: {said}, which both name the image token: expected the same id, or one of the keys")
+    return found[0]
 
 
 def sources(model: Model, names: Names, decoder_kind: str) -> dict[str, Source]:

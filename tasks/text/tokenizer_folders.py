@@ -161,7 +161,12 @@ class FolderTokenizer(ChatVocabulary):
         return chat_answers.turn_ends(self)
 
     def token_of(self, token_id: int) -> str:
-        return str(self._tokenizer.id_to_token(token_id))
+        found = self._tokenizer.id_to_token(token_id)
+        if found is None:
+            raise UserError(
+                f"{self.path}/{TOKENIZER} has no token with the id {token_id}: download the whole folder again"
+            )
+        return str(found)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

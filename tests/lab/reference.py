@@ -291,8 +291,8 @@ def _families_of_images(published: Any) -> Iterator[str]:
     yield from _table(
         ["family", "`model_type`", "before the decoder"], [[a, b.strip(), c] for a, b, c in rows.values()]
     )
-    yield from ["", f"The decoder inside is one of {decoders}. Logits and gradients of tiny random models are within"]
-    yield from ["5e-5 of transformers', relative to the largest entry. Attention is causal.", ""]
+    yield from ["", f"The decoder inside is one of {decoders}. Logits of tiny random models are within 5e-6"]
+    yield from ["of transformers', relative to the largest entry, and gradients within 2e-5. Attention is causal.", ""]
 
 
 _ABOUT_FAMILIES = """

@@ -90,8 +90,9 @@ def of_images(config: Config) -> str:
     if config.get("model_type") not in WITH_IMAGES:
         return ""
     return (
-        "is a vision-language model, which launch/run generate FOLDER --image FILE reads. launch/run describe, "
-        f"fine-tuning and export need a language model{_hint(config)}"
+        "is a vision-language model, which launch/run generate FOLDER --image FILE reads, and "
+        "models.vision.pretrained.model for fine-tuning. launch/run describe and export need a language model"
+        f"{_hint(config)}"
     )
 
 

@@ -14,9 +14,9 @@ CLIP = {"image_processor_type": "CLIPImageProcessor"}
 SPLIT = {"image_processor_type": "SmolVLMImageProcessor"}
 
 
-def read(tmp_path, given, family="llava", name="preprocessor_config.json"):
+def read(tmp_path, given, usual="LlavaImageProcessor", name="preprocessor_config.json"):
     (tmp_path / name).write_text(json.dumps(given))
-    return image_processor.read(paths.resolve(tmp_path), family)
+    return image_processor.read(paths.resolve(tmp_path), usual)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,7 @@ def test_the_processor_of_newer_folders_is_read_first(tmp_path):
         ({**SPLIT, "size": 9}, "size = 9: expected longest_edge"),
         ({**CLIP, "crop_size": {"height": 0, "width": 9}}, "expected a whole number, or height and width"),
         ({**CLIP, "size": 20, "crop_size": 30}, "size = 20 is below crop_size = 30"),
+        ({**CLIP, "size": {"height": 30, "width": 20}, "crop_size": 25}, '"width": 20} is below crop_size = 25'),
         ({**CLIP, "resample": 9}, "resample = 9: expected a filter of Pillow"),
         ({**CLIP, "image_mean": [0.5]}, "image_mean = [0.5]: expected three numbers"),
         ({**CLIP, "image_std": [0.5, 0, 1]}, "image_std = [0.5, 0, 1]: expected three numbers"),
@@ -88,7 +89,7 @@ def test_other_values_are_refused_by_name(tmp_path, given, says):
 
 def test_a_folder_without_both_files_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no preprocessor_config\.json, nor processor_config\.json"):
-        image_processor.read(paths.resolve(tmp_path), "llava")
+        image_processor.read(paths.resolve(tmp_path), "LlavaImageProcessor")
 
 
 def test_images_of_one_size_are_known():

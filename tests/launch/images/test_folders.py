@@ -15,6 +15,9 @@ from launch.images import folders
 from models import pretrained
 from models.decoder.published import families
 from models.vision import published
+from parallel.generation import generating
+from tasks.vision import image_questions
+from tests.models.vision import subjects
 
 HERE = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "images"
 TEXT = HERE.parent / "families" / "llama2"
@@ -43,8 +46,24 @@ def test_ids_of_the_prompt_and_greedy_ids_equal_transformers(name):
 def test_a_message_has_its_images_before_its_text():
     model = loaded_model.load(str(HERE / "llava"))
     reference = np.load(HERE / "llava" / "reference.npz")["ids"].tolist()
-    assert model.encoded("what?", is_chat=True, images=[PHOTO]) == reference[1:]  # the template has no begin-of-text
+    assert model.encoded("what?", is_chat=True, images=[PHOTO]) == reference  # the template has no begin-of-text
     assert model.vocabulary.decode(model.encoded("what?", is_chat=True)) == "USER: what? A:"
+
+
+def test_an_image_may_be_longer_than_a_chunk_of_the_prompt(monkeypatch):
+    monkeypatch.setattr(generating, "CHUNK", 8)
+    reference, model = np.load(HERE / "llava" / "reference.npz"), loaded_model.load(str(HERE / "llava"))
+    [found] = model.continued([PROMPT], max_tokens=8, images=[[PHOTO]])
+    assert reference["ids"].tolist() + found.ids == reference["greedy"].tolist()
+
+
+def test_several_devices_make_vectors_of_an_image():
+    reference = np.load(HERE / "llava" / "reference.npz")
+    model = loaded_model.load(str(HERE / "llava"), slice_name="v5e-4")
+    assert len(model.sight.params["~"]["connector_down"].sharding.device_set) == 4
+    assert not model.sight.params["~"]["connector_down"].is_fully_replicated
+    [found] = model.continued([PROMPT], max_tokens=8, images=[[PHOTO]])
+    assert reference["ids"].tolist() + found.ids == reference["greedy"].tolist()
 
 
 def refused(capsys, *args):
@@ -57,7 +76,8 @@ def refused(capsys, *args):
     [
         (["--prompt", "USER: what?", "--image", PHOTO], "the prompt has 0 image tokens <image>, and 1 image is given"),
         (["--prompt", PROMPT, "--image", PHOTO, "--image", PHOTO], "1 image token <image>, and 2 images are given"),
-        (["--prompt", PROMPT], "1 image token <image>, and 0 images are given"),
+        (["--prompt", PROMPT], "1 image token <image>, and no image is given: leave <image> out, or give --image FILE"),
+        (["--prompt", "an <image>", "--chat"], "beside --prompt; conversations take no images"),
         (["--prompt-ids", "5,258,7", "--image", PHOTO], "has the id 258 of an image token 1 times"),
         (["--prompt", PROMPT, "--image", str(HERE / "make.py")], "make.py is not an image that can be read"),
         (["--prompt", PROMPT, "--image", "absent.png"], "absent.png cannot be read"),
@@ -71,6 +91,32 @@ def test_wrong_images_are_refused_before_weights_are_read(args, says, capsys, mo
 
 def test_an_image_for_a_model_of_text_is_refused(capsys):
     assert "reads no images" in refused(capsys, TEXT, "--prompt-ids", "5", "--image", PHOTO)
+
+
+def test_an_image_for_a_run_is_refused():
+    model = subjects.model("center")
+    spec = image_questions.batch_spec(1, length=32, image_size=16, image_tokens=subjects.CHOSEN, has_kinds=False)
+    program = loaded_model.bound(model, None, None, spec)
+    run = loaded_model.LoadedModel(program, None, None, "step 3 of runs/seeing")
+    with pytest.raises(
+        UserError, match="a run continues text only, also one of a vision-language model; leave --image"
+    ):
+        run.checked([[5]], max_tokens=1, is_chat=False, images=[[PHOTO]])
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        (280, "config.json: the image token has the id 280, and the decoder has 280 ids"),
+        (279, "no token with the id 279"),
+    ],
+)
+def test_an_image_token_that_a_model_does_not_have_is_refused(token, says, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(HERE / "llava", tmp_path / "llava")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "image_token_index": token}))
+    monkeypatch.setattr(published_files, "weights", lambda text: pytest.fail("weights were read"))
+    assert says in refused(capsys, folder, "--prompt", PROMPT, "--image", PHOTO)
 
 
 def test_a_folder_without_its_image_processor_is_refused(tmp_path, capsys):
@@ -89,7 +135,8 @@ def test_a_family_that_is_not_supported_is_named(tmp_path, capsys):
 def says_what_reads_it(text):
     said = " ".join(text.split())
     assert "is a vision-language model, which launch/run generate FOLDER --image FILE reads" in said
-    assert "need a language model. Its text_config is a llama" in said
+    assert "and models.vision.pretrained.model for fine-tuning" in said
+    assert "describe and export need a language model. Its text_config is a llama" in said
     assert "not known" not in said
     return said
 

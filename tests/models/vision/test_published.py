@@ -15,6 +15,7 @@ from core.checkpoints import published as core_published
 from core.errors import UserError
 from models.decoder.published import published_keys
 from models.vision import families, pretrained, published
+from models.vision.selector import Selector
 
 HERE = pathlib.Path(__file__).parents[1] / "fixtures" / "images"
 FOLDERS = ("llava", "llava_siglip", "smolvlm", "idefics3")
@@ -78,7 +79,7 @@ def test_logits_and_gradients_equal_transformers(name):
         return out.loss_sum / out.weight_sum
 
     logits = jax.jit(model.logits)(params, data)[0]
-    assert np.abs(logits - want["logits"]).max() <= 5e-5 * np.abs(want["logits"]).max()
+    assert np.abs(logits - want["logits"]).max() <= 5e-6 * np.abs(want["logits"]).max()
     value, grads = jax.jit(jax.value_and_grad(loss))(params)
     np.testing.assert_allclose(value, want["loss"], rtol=2e-6)
     theirs = {key.removeprefix("grad/"): grad for key, grad in want.items() if key.startswith("grad/")}
@@ -98,7 +99,23 @@ def test_logits_and_gradients_equal_transformers(name):
         if "vision" in tensor and tensor.endswith("k_proj.bias"):  # the same for all keys: softmax does not change
             assert max(np.abs(gradient).max(), np.abs(theirs[tensor]).max()) < 1e-6 * want["loss"], tensor
             continue
-        assert np.abs(gradient - theirs[tensor]).max() <= 5e-5 * np.abs(theirs[tensor]).max(), tensor
+        assert np.abs(gradient - theirs[tensor]).max() <= 2e-5 * np.abs(theirs[tensor]).max(), tensor
+
+
+def test_a_selector_reads_whole_patches_of_the_image():
+    """The tower of `llava_siglip` leaves out two rows and columns of pixels."""
+    folder, want = HERE / "llava_siglip", reference("llava_siglip")
+    model = pretrained.model(str(folder), dtype="float32", selector=Selector(num_chosen=4))
+    frames = pixels_of(model, want["pixels"])
+    data = batch(model, CONFIGS["llava_siglip"], want["ids"], frames)
+    other = {**data, "images": data["images"].copy()}
+    other["images"][:, :, 12:], other["images"][:, :, :, 12:] = 7, 200
+    params = jax.jit(model.init)(jax.random.key(0), data)
+    evaluated = jax.jit(lambda batch: model.evaluate(params, jax.random.key(0), batch))
+    found, again = evaluated(data), evaluated(other)
+    assert found.extras["chosen"].sum() == 4
+    assert (found.extras["chosen"] == again.extras["chosen"]).all()
+    np.testing.assert_array_equal(found.loss_sum, again.loss_sum)
 
 
 @pytest.mark.covers("C16")
@@ -126,7 +143,7 @@ def test_every_change_of_a_key_has_the_logits_of_transformers(case, tmp_path):
     params = source.load(jax.tree.map(lambda leaf: leaf.update(sharding=one), shapes), specs)
     want = np.load(HERE / "changes.npz")[case]
     found = jax.jit(model.logits)(params, data)[0, -len(want) :]
-    assert np.abs(found - want).max() <= 5e-5 * np.abs(want).max()
+    assert np.abs(found - want).max() <= 5e-6 * np.abs(want).max()
 
 
 # Names of tensors as transformers has them in memory, which newer folders of LLaVA may have.
@@ -168,8 +185,11 @@ def test_every_key_of_transformers_is_known():
         ("llava", "", "quantization_config", {"quant_method": "awq"}, "quantized (awq)"),
         ("llava", "", "text_config", None, "text_config = None: expected an object"),
         ("llava", "text_config", "model_type", "phi3", "text_config: model_type = 'phi3' is not supported"),
+        ("llava", "text_config", "model_type", ["llama"], "text_config: model_type = ['llama'] is not supported"),
+        ("llava", "", "image_token_id", 5, "image_token_id = 5 and image_token_index = 258, which both name the image"),
         ("llava", "text_config", "attention_bias", True, "attention_bias = True is not supported"),
         ("llava", "vision_config", "model_type", "dinov2", "vision_config: model_type = 'dinov2' is not supported"),
+        ("llava", "vision_config", "hidden_act", ["gelu"], "['gelu']"),
         ("llava", "vision_config", "window_size", 7, "window_size = 7 is not known"),
         ("llava", "vision_config", "image_size", [12, 12], "image_size"),
         ("smolvlm", "", "scale_factor", 0, "scale_factor = 0"),
