@@ -123,13 +123,13 @@ def _step(what: str, arguments: Sequence[str], folder: str, parts: Sequence[str]
             "PYTHONPATH": folder,
             "JAX_PLATFORMS": "cpu",
             "WITHOUT_PARTS": " ".join(parts),
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('QUICK_XLA_FLAGS', '')}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('QUICK_XLA_FLAGS', '')}".strip(),
         },
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = ended.stdout.rstrip().splitlines()
+    lines = f"{ended.stderr if ended.returncode else ''}{ended.stdout}".rstrip().splitlines()
     print("\n".join([f"  {what}: {'no' if ended.returncode else 'yes'}", *lines[-30 if ended.returncode else -1 :]]))
     return int(ended.returncode != 0)
 
