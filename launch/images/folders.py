@@ -84,12 +84,12 @@ class FolderSight:
         if not self.has_frames:
             return tokens
         around, whole = "<fake_token_around_image>", "<global-img>"
-        text = ""
+        parts = []
         for row in range(1, frames.rows + 1):
-            for column in range(1, frames.columns + 1):
-                text += f"{around}<row_{row}_col_{column}>{tokens}"
-            text += "\n"
-        return f"{text}{chr(10) if text else ''}{around}{whole}{tokens}{around}"
+            parts += [f"{around}<row_{row}_col_{column}>{tokens}" for column in range(1, frames.columns + 1)] + ["\n"]
+        if parts:
+            parts.append("\n")  # an empty line before the whole image
+        return "".join([*parts, f"{around}{whole}{tokens}{around}"])
 
     def check(self, ids: Sequence[int], images: Images) -> None:
         """Raises UserError if the ids have another number of image tokens than the images have vectors."""
@@ -127,7 +127,9 @@ def _prepared(file: str, content: bytes, processor: ImageProcessor) -> Frames:
     try:
         return prepared.prepare(content, processor)
     except UnreadableImage as error:
-        raise UserError(f"{file} is not an image that can be read ({error}): expected such as PNG or JPEG") from error
+        raise UserError(
+            f"{file} is not an image that can be read ({error}): expected a PNG or JPEG, for example"
+        ) from error
 
 
 def load(

@@ -42,6 +42,8 @@ def opened(content: bytes) -> Any:
             if image.mode.startswith("I;16"):  # a plain conversion would clip 16 bits at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert("RGB")
+    except Image.UnidentifiedImageError as error:  # it names the object that was read
+        raise UnreadableImage("Pillow knows no such format") from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # of broken files of all formats
         raise UnreadableImage(str(error)) from error
 

@@ -79,7 +79,10 @@ def refused(capsys, *args):
         (["--prompt", PROMPT], "1 image token <image>, and no image is given: leave <image> out, or give --image FILE"),
         (["--prompt", "an <image>", "--chat"], "beside --prompt; conversations take no images"),
         (["--prompt-ids", "5,258,7", "--image", PHOTO], "has the id 258 of an image token 1 times"),
-        (["--prompt", PROMPT, "--image", str(HERE / "make.py")], "make.py is not an image that can be read"),
+        (
+            ["--prompt", PROMPT, "--image", str(HERE / "make.py")],
+            "make.py is not an image that can be read (Pillow knows no such format)",
+        ),
         (["--prompt", PROMPT, "--image", "absent.png"], "absent.png cannot be read"),
         (["--chat", "--image", PHOTO], "--image belongs to one prompt"),
     ],

@@ -16,6 +16,12 @@ def sizes():
     return transformer.preset("7b")
 
 
+def work_of(model, *, length):
+    """What a step without rematerialization computes and saves."""
+    optimizer, spec = optimizers.adamw(learning_rate=optimizers.constant(1e-3)), streams.batch_spec(8, length=length)
+    return model_trace.trace(model, optimizer, spec, slice=slices.get("v4-8"), remats=["none"]).works["none"]
+
+
 def test_products_of_a_forward_pass(seven_b, sizes):
     d, f, v, layers, length = 4096, 11008, 32000, 32, 2048
     by_hand = 2 * length * (layers * (4 * d * d + 3 * d * f) + d * v)
@@ -54,18 +60,8 @@ def test_kernels_of_layers_with_a_window_are_short():
     """Of three layers two attend to 512 of 4,096 positions, in blocks of 512."""
     sizes = {"num_layers": 3, "embed_dim": 256, "mlp_dim": 512, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 512}
     model = transformer.Transformer(**sizes, mixer=(*[Attention(window=512)] * 2, Attention()), attention="splash")
-    spec = streams.batch_spec(8, length=4096)
     without = dataclasses.replace(model, mixer=Attention())
-    flops = [
-        model_trace.trace(
-            one,
-            optimizers.adamw(learning_rate=optimizers.constant(1e-3)),
-            spec,
-            slice=slices.get("v4-8"),
-            remats=["none"],
-        ).works["none"]
-        for one in (model, without)
-    ]
+    flops = [work_of(one, length=4096) for one in (model, without)]
     product = 2 * 4096 * 256  # of all queries with one key
     assert [work.forward_kernel_flops for work in flops] == [
         2 * product * (2 * 512 + 4096 / 2),
@@ -78,14 +74,7 @@ def test_weights_of_one_kind_of_layers_have_the_axes_of_the_stack():
     """Layers of two kinds save their cast weights apart: half of the stack each, sharded as the stack is."""
     sizes = {"num_layers": 4, "embed_dim": 128, "mlp_dim": 384, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
     model = transformer.Transformer(**sizes, mixer=(Attention(window=32), Attention()))
-    known = model_trace.trace(
-        model,
-        optimizers.adamw(learning_rate=optimizers.constant(1e-3)),
-        streams.batch_spec(8, length=96),
-        slice=slices.get("v4-8"),
-        remats=["none"],
-    )
-    weights = [k for k in known.works["none"].kept if not k.has_rows and k.elements == 2 * 128 * 384]
+    weights = [k for k in work_of(model, length=96).kept if not k.has_rows and k.elements == 2 * 128 * 384]
     assert {k.copies for k in weights} == {2}
     assert {k.axes.names for k in weights} <= {("layers", "embed", "mlp"), ("layers", "mlp", "embed")}
 
@@ -93,14 +82,7 @@ def test_weights_of_one_kind_of_layers_have_the_axes_of_the_stack():
 def test_slots_of_experts_belong_to_rows_though_one_dimension_has_the_slots_of_all_rows():
     sizes = {"num_layers": 2, "embed_dim": 128, "mlp_dim": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
     model = transformer.Transformer(**sizes, feed_forward=experts.Experts(num_experts=8, top_k=2, capacity_factor=1.0))
-    known = model_trace.trace(
-        model,
-        optimizers.adamw(learning_rate=optimizers.constant(1e-3)),
-        streams.batch_spec(8, length=96),
-        slice=slices.get("v4-8"),
-        remats=["none"],
-    )
-    slots = [k for k in known.works["none"].kept if k.axes.names[2:4] == ("expert", "batch")]
+    slots = [k for k in work_of(model, length=96).kept if k.axes.names[2:4] == ("expert", "batch")]
     hidden = [k for k in slots if k.axes.names[-1] == "mlp"]
     assert len(hidden) == 3  # gate, up and their product
     assert {k.elements for k in hidden} == {2 * 2 * 96 * 256}  # of a row: layers, choices, tokens, width
