@@ -59,7 +59,7 @@ class Field:
 
 
 class KnowsShare(Protocol):
-    """Batches, or a stream of batches, that report how much of a finite dataset was read."""
+    """Interface of batches, or of a stream of batches, that can tell how much of a finite dataset was read."""
 
     def share(self) -> float | None:
         """Returns the approximate fraction of the data that was read, 0 to 1; None if it is unknown."""
@@ -87,7 +87,7 @@ def has_tokens(spec: BatchSpec) -> bool:
 
 
 def has_ids(spec: BatchSpec) -> bool:
-    """Returns whether a field has the axis `length` and integers of more than a byte, such as token ids."""
+    """Returns whether a field has the axis `length` and an integer dtype of more than one byte, as token ids have."""
     wide = [
         field for field in spec.values() if np.dtype(field.dtype).kind in "iu" and np.dtype(field.dtype).itemsize > 1
     ]
@@ -127,7 +127,12 @@ _CONTENT = " content="
 
 
 def fingerprint_of(listing: str, content: str) -> str:
-    """Joins a hash of the data's names, sizes and settings with a hash of their content, `KIND:HASH`."""
+    """Returns a fingerprint of data.
+
+    Args:
+      listing: a hash of the data's names, sizes and settings.
+      content: a hash of its content, as `KIND:HASH`.
+    """
     return f"{listing}{_CONTENT}{content}"
 
 

@@ -72,6 +72,7 @@ def named_model(model: Any, spec: Mapping[str, Any]) -> Iterator[None]:
     """Context for tracing a model with batches of `spec`; converts its exceptions to UserError.
 
     Args:
+      model: the model; errors give its type.
       spec: fields of a batch, each with `shape` and `dtype`.
 
     Raises:
@@ -107,7 +108,7 @@ def check_integer(value: Any, *, where: str, least: int) -> None:
 def check_number(
     value: Any, *, where: str, least: float = -math.inf, most: float = math.inf, is_positive: bool = False
 ) -> None:
-    """Raises UserError unless `value` is a finite number (not a bool) from `least` to `most`, and above 0 if asked.
+    """Raises UserError unless `value` is a finite number (not a bool) within the given range.
 
     Args:
       value: what a user gave.

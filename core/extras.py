@@ -8,7 +8,7 @@ from core.errors import Problem, UserError
 
 
 def missing(package: str, *, extra: str, what: str) -> Problem | None:
-    """Returns a finding if a package is not installed, with the command that installs its extra.
+    """Returns a problem, with the command that installs the extra, if a package is not installed; None if it is.
 
     Args:
       package: name that Python imports.
@@ -21,7 +21,7 @@ def missing(package: str, *, extra: str, what: str) -> Problem | None:
 
 
 def require(package: str, *, extra: str, what: str) -> None:
-    """Raises UserError, with the arguments of `missing`, if a package is not installed."""
+    """Raises UserError if a package is not installed; arguments as for `missing`."""
     if problem := missing(package, extra=extra, what=what):
         raise UserError(problem)
 

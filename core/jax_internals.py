@@ -58,7 +58,7 @@ def source_of(equation: JaxprEqn) -> str:
 
 
 def run_equation(equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation of a trace on values, and returns its results; they keep their names in the program."""
+    """Runs one equation of a trace on values, and returns its results, with the equation's source line and names."""
     parameters = equation.primitive.get_bind_params(equation.params)
     name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     context = source_info_util.user_context(equation.source_info.traceback, name_stack=name_stack)
@@ -103,15 +103,16 @@ def splash_gradients(
     """Returns the gradients of a splash kernel with respect to queries, keys and values.
 
     The kernel's public derivative uses the normalizers of its own keys only; in a ring they are those of all keys.
+    Shapes: H query heads, N key heads, T queries, S keys, K entries per head.
 
     Args:
       kernel: a `SplashAttentionKernel`.
       q: queries, [H, T, K].
       k, v: keys and values, [N, S, K].
       segments: `SegmentIds` of queries and keys.
-      means: means of values over all keys, [H, T, K].
+      means: outputs of attention over all keys of the ring, [H, T, K].
       log_total: logs of their normalizers, [H, T].
-      d_means: gradient with respect to `means`.
+      d_means: gradient with respect to `means`, [H, T, K].
 
     Raises:
       RuntimeError: this version of JAX has no such derivative, or one with other parameters.

@@ -60,7 +60,7 @@ EXPERT_BATCH = "expert_batch"
 
 
 class _Declared(NamedTuple):
-    """An axis that tables may leave out: its meaning, and what shards it there (see `declare`)."""
+    """An axis for which tables need no row, with the arguments of `declare`."""
 
     meaning: str
     mesh_axis: str | None = None
@@ -256,7 +256,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     still automatic are used.
 
     Raises:
-      UserError: the number of names is not the rank of x, a name is unknown, or a dimension does not divide evenly.
+      UserError: the number of names is not the rank of x, a name is unknown, the table gives two dimensions one mesh
+        axis, or a dimension does not divide evenly.
     """
     if len(names) != x.ndim:
         raise UserError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
@@ -452,7 +453,7 @@ def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -
 
 
 def named_within(fn: Callable, name: str) -> Callable:
-    """Returns a Haiku function that uses the names of the function that is being traced, if `named` gave it any.
+    """Returns `fn` with the table that `named` gave to the Haiku function that is being traced, if it gave one.
 
     Args:
       fn: a function that is passed to its own `hk.transform`.
@@ -545,7 +546,7 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
 
 
 def frozen(params: Params, patterns: Sequence[str], dtype: str | None = None) -> Params:
-    """Returns frozen parameters, at the end of a model's `init`: training leaves their bits unchanged.
+    """Freezes parameters, at the end of a model's `init`, and returns all: training leaves frozen bits unchanged.
 
     Args:
       params: what `init` created.

@@ -9,7 +9,7 @@ from core.types import ChoosesDtype, ChoosesKernels, ChoosesRemat, ListsSettings
 
 
 def differing_settings(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns both values of every setting that two models share and in which they differ.
+    """Returns `{setting: (their value, our value)}` for the settings that both models have and in which they differ.
 
     The settings of a dataclass without the ability `ListsSettings` are its fields, except those that describe how a run
     computes: the dtype, the kind of rematerialization and of attention, and chunks of the loss.

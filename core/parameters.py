@@ -97,7 +97,7 @@ class ParamSpec:
         return "embedding" if "vocab" in own else "matrix"
 
     def in_stack(self, *layers: str) -> ParamSpec:
-        """Returns the spec of the stacked parameter, which has leading dimensions for the layers of a stack."""
+        """Returns the spec of the stacked parameter, which gains a leading dimension for each of these logical axes."""
         return dataclasses.replace(self, axes=(*layers, *self.axes), stacked=self.stacked + len(layers))
 
     def frozen(self, dtype: str) -> ParamSpec:
@@ -105,7 +105,7 @@ class ParamSpec:
         return dataclasses.replace(self, trainable=False, dtype=dtype)
 
     def sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the rows and columns of a matrix with this shape [inputs ..., outputs ...], one layer of a stack."""
+        """Returns the numbers of rows and columns of one layer's matrix, given its shape [inputs ..., outputs ...]."""
         return math.prod(shape[: self.in_dims]), math.prod(shape[self.in_dims :])
 
 
@@ -292,7 +292,7 @@ def as_matrices(rule: optax.GradientTransformation, specs: Specs) -> optax.Gradi
 
 
 def dimension_numbers(specs: Specs) -> Callable[[Params], Any]:
-    """Returns a function from matrices (within `by_layer`) to the dimensions of their rows and columns."""
+    """Returns a function from matrices, as `by_layer` passes them, to a tree of their `MuonDimensionNumbers`."""
     spec_at = lookup(specs)
 
     def of(path, p: jax.Array) -> MuonDimensionNumbers:
@@ -303,7 +303,10 @@ def dimension_numbers(specs: Specs) -> Callable[[Params], Any]:
 
 
 def scale_to_rms(rms: float, specs: Specs) -> optax.GradientTransformation:
-    """Scales orthogonal updates, within `by_layer`, so that their entries have root mean square `rms` in any shape."""
+    """Returns a transformation that scales orthogonal updates to a root mean square of `rms`, whatever their shape.
+
+    For use within `by_layer`.
+    """
     spec_at = lookup(specs)
 
     def scaled(path, update: jax.Array) -> jax.Array:

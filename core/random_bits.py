@@ -117,7 +117,7 @@ class Uses(NamedTuple):
 
     Attributes:
       init: whether initial parameters depend on the rng.
-      training, evaluation: whether the loss draws random bits.
+      training, evaluation: whether the loss draws random bits in training, and in evaluation.
     """
 
     init: bool

@@ -12,7 +12,7 @@ from core.errors import UserError
 
 
 def _all_but_layouts(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Saves everything that derivatives need, except arrays that differ from a saved one by their layout alone."""
+    """Policy that saves all that derivatives need, except arrays that differ from a saved one by their layout alone."""
     return primitive is not sharding_constraint_p
 
 
@@ -32,6 +32,9 @@ class OnHost:
       on_host: arrays that are sent to the memory of the host in the forward pass and back in the backward pass; "input"
         is the input of the layer, which otherwise stays on the device.
       on_device: arrays that stay on the device.
+
+    Raises:
+      UserError: a field is not a tuple of names, or a name is in both.
     """
 
     on_host: tuple[str, ...]

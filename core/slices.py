@@ -362,10 +362,10 @@ def _cpu(devices: int) -> Chip:
 
 
 def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
-    """Returns the slice whose devices JAX gives this `device_kind`.
+    """Returns a slice of GPUs or CPU devices: those that JAX gives this `device_kind`, `per_host` on each of `hosts`.
 
     Raises:
-      UserError: the tables have no such device.
+      UserError: no GPU of the tables has this kind, and it is not "cpu".
     """
     found = next((name for name, chip in GPUS.items() if kind in chip.kinds), kind if kind == "cpu" else None)
     if found is None:

@@ -69,8 +69,9 @@ class Outputs(NamedTuple):
     """The outputs of one layer, or of a whole stack, besides the residual stream x.
 
     Attributes:
-      summed: tree of sums over rows, [...], float32; for a stack, also summed over layers. None at stacked outputs.
-      stacked: tree of arrays [...]; for a stack, [L, ...]. None at summed outputs.
+      summed: tree of sums over rows, [...], float32; for a stack, also summed over layers. None in place of stacked
+          outputs.
+      stacked: tree of arrays [...]; for a stack, [L, ...]. None in place of summed outputs.
     """
 
     summed: Any = ()
@@ -522,7 +523,7 @@ def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) 
 
 
 def _split(out: Any, outputs: Any) -> tuple[Stream, Outputs]:
-    """Splits the result of a block with outputs."""
+    """Splits the result `(x, results)` of a block into x and its `Outputs`, by the words of `outputs`."""
     x, results = stack_checks.pair(out, outputs)
 
     def parts(wanted: str) -> Any:
@@ -572,7 +573,10 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
 def _trace(
     fn: Callable, layer: Layer, x: Stream, side: Side, kinds: Sequence[Kind]
 ) -> tuple[list[ClosedJaxpr], Outputs]:
-    """Traces one layer of each kind; refuses a block that a runner could not split or repeat."""
+    """Traces one layer of each kind; returns the traces, and the shapes of one layer's outputs.
+
+    Raises UserError for a block that a runner could not split or repeat.
+    """
     traced, results = [], []
     for kind in dict.fromkeys(kinds):
         one, (after, out) = jax.make_jaxpr(lambda *args, k=kind: fn(*args, k), return_shape=True)(layer, x, side)

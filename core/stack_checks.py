@@ -36,7 +36,7 @@ def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collecti
 
 
 def check_groups(num_layers: int, group: int) -> None:
-    """Checks that the layers divide into groups of `group` successive layers."""
+    """Raises UserError unless the layers divide into groups of `group` successive layers."""
     check_integer(group, where="layer_stack: group", least=1)
     if num_layers % group:
         raise UserError(
@@ -47,7 +47,16 @@ def check_groups(num_layers: int, group: int) -> None:
 
 
 def check_first(num_layers: int, first: int, *, has_pattern: bool) -> None:
-    """Checks that there are both first layers and layers after them, and that a pattern gives the latter's kinds."""
+    """Checks the argument `first` of `core.stack.layer_stack`.
+
+    Args:
+      num_layers: number of all layers.
+      first: number of first layers.
+      has_pattern: whether a pattern gives the kinds of the layers after them.
+
+    Raises:
+      UserError: there are no first layers, no layers after them, or no pattern.
+    """
     if not 0 < first < num_layers:
         raise UserError(
             f"layer_stack: first has {units.counted(first, 'layer')}, and num_layers = {num_layers} with these: "
@@ -58,7 +67,10 @@ def check_first(num_layers: int, first: int, *, has_pattern: bool) -> None:
 
 
 def joined(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the parameters of all layers of a group, by module; checks that names of modules differ."""
+    """Returns the parameters of all layers of a group, by module.
+
+    Raises UserError if two layers have a module of the same name.
+    """
     result: dict[str, Any] = {}
     for one in params:
         if both := sorted(set(result) & set(one)):
@@ -103,7 +115,11 @@ def check_shapes(x: Any, side: Any, layer_in: Any, num_layers: int) -> None:
 
 
 def pair(out: Any, outputs: Any) -> tuple[Any, Any]:
-    """Splits the result of a block into x and its outputs, and checks them against the declared `outputs`."""
+    """Splits the result of a block into x and its outputs.
+
+    Raises:
+      UserError: the result is not a pair, or its outputs do not have the declared structure `outputs`.
+    """
     if not isinstance(out, tuple) or len(out) != 2:
         raise UserError(
             f"layer_stack: the block returns {shapes(out)}; with outputs = {outputs!r} a block returns a pair, x of "
@@ -119,7 +135,7 @@ def pair(out: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 def check_stream(x: Any, after: Any) -> None:
-    """Checks that a block returns an x of the same structure, shapes and dtypes as its input."""
+    """Raises UserError unless a block returns an x of the same structure, shapes and dtypes as its input."""
     before: Any = jax.tree.structure(x)
     if jax.tree.structure(after) != before:
         raise UserError(
@@ -150,7 +166,7 @@ def check_equal_outputs(outputs: Sequence[Any]) -> None:
 
 
 def check_equal_parameters(params: Mapping[Any, Any]) -> None:
-    """Checks that layers of all kinds have the same parameters; `params` gives their shapes by kind."""
+    """Raises UserError unless layers of all kinds have the same parameters; `params` gives their shapes by kind."""
     (first, wanted), *others = params.items()
     for kind, found in others:
         if found != wanted:
@@ -162,7 +178,13 @@ def check_equal_parameters(params: Mapping[Any, Any]) -> None:
 
 
 def refuse_closure(traced: ClosedJaxpr, what: str, allowed: str) -> None:
-    """Refuses a block or a tail that uses arrays that are not its arguments."""
+    """Raises UserError for a block or a tail that uses arrays that are not its arguments.
+
+    Args:
+      traced: its trace.
+      what: `block` or `tail`, for the message.
+      allowed: the arguments that it may use, for the message.
+    """
     foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
     if foreign:
         found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)

@@ -33,7 +33,7 @@ class UpdateStatistics:
     """Root mean squares of parameters, gradients and updates, by group of parameters.
 
     Attributes:
-      rms: [3, number of groups], float32.
+      rms: [3, number of groups], float32: of parameters, of gradients, of updates.
       groups: names of the groups: paths of the trained parameters with `*` for every number, so that the layers of a
         model are one group, however they are stored.
     """
@@ -61,9 +61,9 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: [], int32, number of steps done; in a tree of shapes or shardings, its shape or sharding.
-      params: float32 parameters.
+      params: the parameters, in the dtypes in which they are stored.
       opt_state: state of the optimizer.
-      carry: state of the model, `()` for a language model.
+      carry: what the model passes from step to step; `()` for a language model.
     """
 
     step: Any
@@ -283,7 +283,7 @@ def refuse_coupled_rows(model: Any, division: str) -> None:
 def rows_are_coupled(
     model: Model, params: Params, batch: Batch, *, compiler_options: Any = None
 ) -> tuple[float, float] | None:
-    """Returns the mean loss of a batch, and that of its halves together, if they differ; None if they are equal.
+    """Returns the mean loss of a batch, and that of its halves together; None if they agree within 0.1%.
 
     Args:
       model: without a carry.

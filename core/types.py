@@ -74,7 +74,7 @@ class Model(Protocol):
     """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns float32 parameters for batches of this shape."""
+        """Returns the initial parameters for batches of this shape, usually in float32."""
 
     def init_carry(self, batch: Batch) -> Carry:
         """Returns the initial carry: state that is passed from step to step; `()` for a language model."""
@@ -298,7 +298,7 @@ class CountsFlops(Protocol):
     """
 
     def flops_per_token(self, length: int) -> float:
-        """Returns the training FLOPs per token, without recomputation."""
+        """Returns the training FLOPs per token in rows of `length` tokens, without recomputation."""
 
 
 class HasVocabulary(Protocol):
@@ -472,7 +472,7 @@ class DefinesMetrics(Protocol):
 
 
 class SplitsRows(Protocol):
-    """A task whose batches hold successive chunks of longer rows.
+    """A task whose batches hold successive chunks of longer rows, those of the task `whole`.
 
     Enables: truncated backpropagation, by models that carry state from step to step.
     """

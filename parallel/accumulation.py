@@ -43,7 +43,7 @@ def _stored(tables: Strategy) -> set[str]:
 
 
 def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.SumGradients:
-    """Returns `core.step.sum_gradients` with one reduction over the manual axes.
+    """Returns a function like `core.step.sum_gradients` that reduces only once over the manual axes.
 
     Args:
       manual: the result of `manual_axes`.
@@ -85,7 +85,7 @@ def _sharded_dimensions(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]
 
 
 def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers the shards of an array over manual axes."""
+    """Gathers the shards of an array along the dimensions that `spec` shards over manual axes."""
     for dimension, axes in _sharded_dimensions(spec):
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x

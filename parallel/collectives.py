@@ -24,7 +24,13 @@ REPEATS = 3
 
 
 class Trip(NamedTuple):
-    """The result of one collective on one axis."""
+    """The result of one collective on one axis.
+
+    Attributes:
+      collective, axis: its name; the mesh axis.
+      is_right: whether this host's chips got what they should.
+      bytes_per_second: the fewest bytes that each chip must send, divided by the time of the fastest repeat.
+    """
 
     collective: str
     axis: str

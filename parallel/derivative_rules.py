@@ -57,7 +57,12 @@ class Trained:
 
 
 def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer]:
-    """Returns a `LayerFn` whose parameters are `Weights`, the weights of all layers, and their other inputs."""
+    """Separates the floating-point inputs of layers, which have gradients, from the others.
+
+    Returns:
+      A `LayerFn` whose parameters are `Weights`; the `Weights` of all layers; and a `Layer` with their keys and other
+      inputs.
+    """
     leaves, structure = jax.tree.flatten(stacked.inputs)
     is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
     floats, others = ([a for a, yes in zip(leaves, is_float, strict=True) if yes == which] for which in (True, False))
@@ -88,7 +93,7 @@ def trained(weights: Any) -> Trained:
 
 
 def values(args: tuple, *, what: str) -> tuple:
-    """Returns the arguments of a derivative rule of a runner, `what` in errors, as arrays.
+    """Returns the arguments of a runner's derivative rule as arrays; `what` names the runner in errors.
 
     Raises:
       UserError: the side, which is the last argument, depends on parameters.

@@ -220,7 +220,7 @@ class _Passes:
 
     @staticmethod
     def _scattered(grads: list[jax.Array], specs: list[P]) -> list[jax.Array]:
-        """Sums gradients over the axes that shard them; every second array goes the other way around."""
+        """Sums gradients over the axes that shard them; every second array goes around the rings the other way."""
         found = []
         for number, (g, spec) in enumerate(zip(grads, specs, strict=True)):
             for dimension, entry in enumerate(spec):
@@ -240,7 +240,7 @@ class _Passes:
 
 
 def _differentiable(passes: _Passes) -> Any:
-    """Returns the layers as a function of (weights, x, fixed, side) with the backward pass above."""
+    """Returns the layers as a function of (weights, x, fixed, side), differentiated by `passes.backward`."""
 
     @jax.custom_vjp
     def call(weights: Weights, x: Stream, fixed: Layer, side: Side) -> tuple[Stream, Any]:

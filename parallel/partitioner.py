@@ -61,7 +61,10 @@ class Partitioner:
             yield
 
     def platform_context(self) -> contextlib.AbstractContextManager:
-        """Context in which a slice of CPUs traces only implementations for CPUs, and any other, even simulated, all."""
+        """Context in which only implementations for CPUs are traced on a slice of CPUs, and all on any other slice.
+
+        A simulated TPU slice counts as a TPU slice.
+        """
         return platforms.use("cpu" if self.slice.generation == "cpu" else None)
 
     @functools.cached_property
@@ -106,7 +109,16 @@ class Partitioner:
         return mesh.data_layout(self.batch_shardings(rows)["rows"], batch_size)
 
     def check_streams(self, batch_size: int, *, num_streams: int, accum_steps: int) -> None:
-        """Checks that a batch divides over streams and over chips; the error suggests sizes that fit both."""
+        """Checks that a batch divides over streams and over chips.
+
+        Args:
+          batch_size: rows of a global batch.
+          num_streams: number of data streams of the task.
+          accum_steps: microbatches per step.
+
+        Raises:
+          UserError: it does not divide; suggests sizes that fit both.
+        """
         cuts = accum_steps * (self.pipeline.num_microbatches if self.pipeline else 1)
         groups = self.row_shards * cuts
         fits_streams, fits_chips = batch_size % num_streams == 0, batch_size % groups == 0
@@ -272,7 +284,7 @@ class Program:
         return self.optimizer.bound(self.param_specs)
 
     def _check_products(self) -> None:
-        """Checks that the chip multiplies in FP8 if the model does; others would convert the operands to bfloat16."""
+        """Raises UserError if the model multiplies in FP8 and the chip would convert the operands to bfloat16."""
         choice = getattr(wrappers.field_owner(self.model, "quantization"), "quantization", "none")
         slice_ = self.partitioner.slice
         if choice == "fp8" and not slice_.chip.has_fp8 and slice_.chip.platform != "cpu":
@@ -283,7 +295,7 @@ class Program:
             )
 
     def _check_state(self) -> None:
-        """Checks that pipeline and tables fit the model; the pipeline first, because its message is more specific."""
+        """Raises UserError unless pipeline and tables fit the model; a misfit of the pipeline is reported first."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
@@ -459,12 +471,12 @@ class Program:
         return jax.jit(fn, in_shardings=inputs, compiler_options=self.compiler_options, **options)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, step.Metrics]:
-        """Runs one training step; `state` is donated."""
+        """Runs one training step; returns the new state and the step's metrics. `state` is donated."""
         with self.partitioner.tracing():
             return self.jitted_train_step(state, batch)
 
     def statistics_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, step.Metrics]:
-        """Runs one training step that also computes `core.step.UpdateStatistics`; `state` is donated."""
+        """Runs one training step whose metrics contain `core.step.UpdateStatistics`; otherwise as `train_step`."""
         with self.partitioner.tracing():
             return self.jitted_statistics_step(state, batch)
 

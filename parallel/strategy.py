@@ -428,7 +428,7 @@ def _fix(name: str, size: int, entry: str | tuple[str, ...], mesh_shape: Mapping
 
 
 def shardings(spec_tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Binds each spec to the mesh."""
+    """Returns the tree with a `NamedSharding` over the mesh in place of each spec."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), spec_tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 

@@ -170,6 +170,9 @@ class Trainer:
         """Returns the model with the parameters of the checkpoint of `step`, or of the newest one.
 
         The trainer keeps this model until it loads another one or trains.
+
+        Raises:
+          UserError: there is no such checkpoint, or it does not fit.
         """
         place = self.run_dir if step is None else f"{self.run_dir}@{step}"
         folder = str(steps.find(place))

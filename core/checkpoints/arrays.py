@@ -5,7 +5,7 @@ model: a block is the shard that one device wrote; only a few are in memory at a
 the machine's memory. It uses no accelerator, so a step can be read while a job runs.
 
 Both read the same files and no others, so that they agree on whether a step is intact. Orbax's metadata of the tree and
-of shardings is not needed, because the checksummed description contains it; it may be damaged or missing.
+of shardings may be damaged or missing: the metadata of the step, which has a checksum, says the same.
 """
 
 import collections
@@ -43,7 +43,10 @@ class Block(NamedTuple):
 
 
 class Arrays:
-    """The arrays of one saved step, named as by `reading.by_name`."""
+    """The arrays of one saved step, named as by `reading.by_name`.
+
+    Methods raise FileNotFoundError if the step has no array with a name.
+    """
 
     def __init__(self, step_folder: paths.Path):
         """Lists the arrays in the folder of a step. Damaged files cause exceptions of many types."""
@@ -69,7 +72,7 @@ class Arrays:
         return f"{opened.dtype.name}{list(opened.shape)}"
 
     def number(self, name: str) -> int:
-        """Returns the fingerprint of the array, equal to that of `reading.fingerprints`."""
+        """Returns the array's fingerprint, the same 32-bit integer as `reading.fingerprints` returns."""
         shape = self._open(name).shape
         numbers = (
             reading.fingerprint_of_block(block.values, origin=block.origin, shape=shape) for block in self.blocks(name)
@@ -103,6 +106,9 @@ class Arrays:
 
         Args:
           wanted: jax.ShapeDtypeStruct by name, each with the sharding that decides which shards this host reads.
+
+        Raises:
+          DamagedError: a stored array has another shape.
         """
         opening = {name: self._opening(name) for name in wanted}
         begun = {name: _Shards(name, opening[name].result(), leaf) for name, leaf in wanted.items()}
@@ -126,7 +132,11 @@ class Arrays:
 
 
 class _Shards:
-    """Starts to read this host's shards of an array; called with an index of the array, returns that shard."""
+    """Starts to read this host's shards of an array. Called with the index of a shard, waits for it and returns it.
+
+    Raises:
+      DamagedError: the stored array has another shape than `leaf`.
+    """
 
     def __init__(self, name: str, opened: Any, leaf: Any):
         if opened.shape != leaf.shape:

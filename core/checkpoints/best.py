@@ -37,7 +37,11 @@ class Metric(NamedTuple):
 
 
 def parse(text: str) -> Metric:
-    """Parses `validation/loss` (the lowest is the best) or `max:validation/accuracy`. Raises UserError."""
+    """Parses `validation/loss` (lowest is best) or `max:validation/accuracy` (highest is best).
+
+    Raises:
+      UserError: the text has neither form.
+    """
     name = text.removeprefix(_HIGHEST)
     if not name.removeprefix(_PREFIX) or not name.startswith(_PREFIX):
         raise UserError(
@@ -63,7 +67,7 @@ def values(described: Mapping[int, Mapping[str, Any]], metric: Metric) -> dict[i
 
 
 def asked(described: Mapping[int, Mapping[str, Any]]) -> Metric | None:
-    """Returns the metric that the newest step with a metric requested, given the metadata by step; None if none did."""
+    """Returns the requested metric of the newest step that has one, given the metadata by step; None if none has."""
     found = [meta[_KEEP_BEST] for _, meta in sorted(described.items()) if _KEEP_BEST in meta]
     return parse(found[-1]) if found else None
 

@@ -23,7 +23,7 @@ class ArrayDifference(NamedTuple):
 
     Attributes:
       name: name of the array.
-      relative: ||a - b|| / ||a|| over the elements that are finite in both arrays.
+      relative: ||a - b|| / ||a|| over the elements that are finite in both arrays; inf if only `a` is zero there.
       largest: the largest |a - b| over the same elements.
       elements: how many elements differ; NaN equals NaN.
       not_finite: how many of the differing elements are NaN or infinite in at least one array.

@@ -77,7 +77,7 @@ def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
 
 
 def check_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks that `place` can hold the copies of a local run, and has none of another run; writes nothing.
+    """Checks that `place` can hold the copies of a local run, and contains none of another run; writes nothing.
 
     Raises:
       UserError: there are several hosts, the run directory is remote or the same as the place, or the place is not
@@ -119,7 +119,10 @@ def _identity(folder: paths.Path) -> str:
 
 
 def fetch_newest(run_dir: str, place: str) -> int | None:
-    """Copies the newest step back if it is newer than those in the run directory; returns its number, or None."""
+    """Copies the newest step from `place` to the run directory; returns its number.
+
+    Returns None, and copies nothing, if the run directory has this step or a newer one.
+    """
     own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
     newest = max(steps.complete(there), default=0)
     if newest <= max(steps.complete(own), default=0):

@@ -25,7 +25,13 @@ _SCALES = "_scale_inv"
 
 
 class Matrix(NamedTuple):
-    """A matrix that is stored in blocks of `block` rows and columns."""
+    """An FP8 matrix with a scale for each block; its readers return float32.
+
+    Attributes:
+      weight: the numbers before scaling, [rows, columns] in `E4M3`.
+      scales: the factor of each block, [blocks of rows, blocks of columns].
+      block: rows and columns of a block.
+    """
 
     weight: Tensor
     scales: Tensor
@@ -33,21 +39,21 @@ class Matrix(NamedTuple):
 
     @property
     def file(self) -> paths.Path:
-        """The file of the numbers."""
+        """The file that contains `weight`."""
         return self.weight.file
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the numbers that are read."""
+        """float32, the dtype that readers return."""
         return np.dtype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
+        """Rows and columns of the matrix."""
         return self.weight.shape
 
     def reader(self, parts: Sequence[Slices]) -> _Reader:
-        """Returns a function that reads one of these parts."""
+        """Returns a function that is called with one of `parts` and returns it, dequantized."""
         return _Reader(self, parts)
 
 
@@ -63,7 +69,7 @@ class _Reader:
         return tuple(slice(s.start // size, -(-s.stop // size)) for s, size in zip(part, self._block, strict=True))
 
     def __call__(self, part: Slices) -> np.ndarray:
-        """Returns one of the parts."""
+        """Returns one of the parts in float32."""
         where = self._of_scales(part)
         scales = self._scales(where)
         for axis, (own, of_scales, size) in enumerate(zip(part, where, self._block, strict=True)):
@@ -80,7 +86,8 @@ def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> d
       settings: `quantization_config` of the folder's config.json.
 
     Raises:
-      UserError: the size of blocks is missing or malformed, or an FP8 tensor has no scales, or scales that do not fit.
+      UserError: the size of blocks is missing or malformed, or an FP8 tensor is not a matrix, has no scales, or has
+        scales of another shape or dtype.
     """
     block = settings.get(SIZE)
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):

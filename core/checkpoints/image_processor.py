@@ -46,13 +46,14 @@ class ImageProcessor:
     """How the processor of a published model prepares an image.
 
     Attributes:
-      size: rows and columns that an image is resized to, or `shortest_edge`, or `longest_edge`, of which one is None.
-      shortest_edge, longest_edge: length of this edge after resizing; the other keeps the proportions.
-      crop: rows and columns that are cut out of the center; None: nothing is cut off.
-      frame: rows and columns of a frame, into which an image is split that is larger, if it `splits`; None: no frames.
-      splits: whether larger images are split into frames; otherwise they are resized to one.
+      size: rows and columns in pixels to which an image is resized. One of `size`, `shortest_edge` and `longest_edge`
+        is given; the others are None.
+      shortest_edge, longest_edge: length of this edge in pixels after resizing; the other keeps the proportions.
+      crop: rows and columns that are cut out of the center after resizing; None: nothing is cut off.
+      frame: edge in pixels of the square frames of a processor that can split images; None: it has no frames.
+      splits: whether an image larger than a frame is split into frames; otherwise it is resized to one frame.
       resample: the filter, a number of Pillow.
-      mean, std: a model reads (pixel / 255 - mean) / std.
+      mean, std: three numbers, one per color; a model reads (pixel / 255 - mean) / std.
     """
 
     size: tuple[int, int] | None = None
@@ -153,12 +154,12 @@ _EXPECTED = {
 
 
 def _shape(values: Mapping[str, Any]) -> str:
-    """Returns how a processor reads `size`, a key of `_EXPECTED`."""
+    """Returns the form that `size` must have, a key of `_EXPECTED`, for a processor with these default values."""
     return "frame" if "max_image_size" in values else "shortest"
 
 
 def _edges(value: Any, shape: str) -> dict[str, int] | None:
-    """Returns the edges that a size names; None if it is malformed."""
+    """Returns `{edge: pixels}` from a size of the form `shape` (a key of `_EXPECTED`); None if it is malformed."""
     if isinstance(value, int) and not isinstance(value, bool) and shape != "frame":
         value = {"shortest_edge": value} if shape == "shortest" else {"height": value, "width": value}
     if not isinstance(value, Mapping) or not all(type(edge) is int and 0 < edge < 2**15 for edge in value.values()):

@@ -32,8 +32,8 @@ _UNSEALED = "saved by an earlier revision: its data positions are not tied to th
 def table(directory: paths.Path) -> list[tuple[str, ...]]:
     """Returns a table with the columns HEADER: a row for every complete step, ascending, then for every other folder.
 
-    The last cell is `complete` if the metadata is intact, otherwise it says what is wrong. `config` is the beginning of
-    a hash of the configuration. No array is read.
+    The last cell begins with `complete` if the metadata is intact; otherwise it says what is wrong. `config` is the
+    beginning of a hash of the configuration. No array is read.
     """
     sizes: dict[str, int] = {}
     for file, size_bytes in paths.sizes(directory).items():
@@ -66,8 +66,8 @@ class Verification(NamedTuple):
     Attributes:
       step: number of the step.
       damaged: one line for each part that differs from what was saved; empty if the step is intact.
-      arrays: number of arrays.
-      read_bytes: size of the arrays in memory.
+      arrays: number of arrays that the step contains; 0 if its metadata is damaged.
+      read_bytes: size of these arrays in memory, in bytes.
       seconds: how long reading took.
       note: what could not be checked; "" if nothing.
     """
@@ -116,7 +116,7 @@ def require_intact_parameters(step_folder: paths.Path) -> None:
     """Verifies the metadata and the parameters that a step contains.
 
     Raises:
-      UserError: lists the parameters that are damaged.
+      UserError: the metadata is damaged, or parameters are; names up to three of them.
     """
     with reading.refusing_damage(step_folder):
         saved = steps.read(step_folder).saved
@@ -166,7 +166,7 @@ def plan_pruning(
       folder: the folder of checkpoints.
       keep: how many of the latest steps to keep, at least 1.
       set_aside: whether to delete also the folders that a run renamed to damaged-* or incomplete-*.
-      say: receives one line for each step that was verified.
+      say: receives the result of each verified step as text.
 
     Raises:
       UserError: steps would be deleted and none is intact.

@@ -36,10 +36,11 @@ class LayerSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LayerMap:
-    """The source layer of each layer of a model; without arguments, each layer starts from the one of its number.
+    """The source layer of each layer of a model. `LayerMap()` maps nothing: parameters are read as they are.
 
     Attributes:
-      layers: by path of each mapped parameter: for each of its layers the layer of the source; None: initialize it.
+      layers: by path of each mapped parameter: for each of its layers, the layer of the source, or None to initialize
+          it.
       depths: by path of each mapped parameter: its number of layers in the source.
       notes: a line for each pattern, which lists the layers that are copied, initialized, and not read.
     """
@@ -58,7 +59,10 @@ class LayerMap:
         return None in self.layers.get(path, ())
 
     def in_source(self, tree: Any) -> Any:
-        """Returns a tree of shapes and shardings with the source's number of layers in place of the model's."""
+        """Returns the shapes and shardings with which to read a source, given those of the model's parameters.
+
+        Mapped parameters get the source's number of layers, and their layers are not sharded.
+        """
 
         def one(path: Sequence[Any], leaf: Any) -> Any:
             if (depth := self.depths.get(parameters.path_name(path))) is None:
@@ -93,7 +97,13 @@ class LayerMap:
 
 
 def _taken(layers: Sequence[int | None], array: jax.Array, fresh: jax.Array | None = None) -> jax.Array:
-    """Returns [layers of the model, ...] from [layers of the source, ...] and the initialized parameter."""
+    """Returns a parameter of the model, whose layer i is layer `layers[i]` of `array`, or layer i of `fresh` for None.
+
+    Args:
+      layers: for each layer of the model, the layer of the source.
+      array: the parameter in the source, [layers of the source, ...].
+      fresh: the initialized parameter, [layers of the model, ...]; None if no layer is initialized.
+    """
     taken = array[np.array([layer or 0 for layer in layers])]
     if fresh is None:
         return taken

@@ -31,7 +31,12 @@ _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]
 
 
 class Matrices(NamedTuple):
-    """The matrices of all experts, [E, C, R], which are stored in blocks of columns."""
+    """The matrices of all experts, [E, C, R]; their readers return bfloat16.
+
+    Attributes:
+      blocks: pairs of 4-bit numbers, [E, R, C / 32, 16] uint8.
+      scales: exponents, one for 32 numbers, [E, R, C / 32] uint8.
+    """
 
     blocks: Tensor
     scales: Tensor
@@ -43,17 +48,17 @@ class Matrices(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the numbers that are read."""
+        """bfloat16, the dtype that readers return."""
         return np.dtype(ml_dtypes.bfloat16)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the numbers that are read."""
+        """The shape [E, C, R] of the dequantized matrices."""
         experts, rows, groups = self.scales.shape
         return experts, groups * BLOCK, rows
 
     def reader(self, parts: Sequence[Slices]) -> _Reader:
-        """Returns a function that reads one of these parts."""
+        """Returns a function that is called with one of `parts` and returns it, dequantized."""
         return _Reader(self, parts)
 
 
@@ -66,7 +71,7 @@ class _Reader:
         self._scales = tensor.scales.reader(stored)
 
     def __call__(self, part: Slices) -> np.ndarray:
-        """Returns one of the parts."""
+        """Returns one of the parts in bfloat16."""
         where = _stored(part)
         blocks, scales = self._blocks((*where, slice(0, BLOCK // 2))), self._scales(where)
         columns = slice(part[1].start - BLOCK * where[2].start, part[1].stop - BLOCK * where[2].start)
@@ -80,7 +85,7 @@ class _Reader:
 
 
 def _stored(part: Slices) -> Slices:
-    """Returns the scales of a part of the matrices."""
+    """Returns the slices of `Matrices.scales` that a part of the matrices needs."""
     experts, columns, rows = part
     return experts, rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 

@@ -116,6 +116,9 @@ class PublishedFolder:
           dequantized: returns tensors of floating-point numbers in place of quantized ones; None: there are none.
           differences: lines for `notes`: how the folder's configuration differs from the model's.
           name: name of the folder in messages; "": its path.
+
+        Raises:
+          UserError: as `safetensors_files.tensors`, or `dequantized` rejects the tensors.
         """
         self.folder, self._name = folder, name or str(folder)
         self._unprefixed, self._prefixes = dict(sources), tuple(prefixes)
@@ -187,7 +190,10 @@ class PublishedFolder:
         return sum(1 for _ in numbers) or None
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns the differences between the folder and a model: missing, unused and differently shaped tensors.
+        """Returns a line for each difference between the folder and a model.
+
+        A tensor is missing or left over, has another shape or dtype, or differs from the parameter that it should
+        repeat.
 
         Args:
           shapes, specs: shapes and specs of the model's parameters, trees of one structure.
@@ -259,7 +265,11 @@ class PublishedFolder:
         return jax.tree.unflatten(structure, [arrays[path] for path in described])
 
     def _fill(self, group: Sequence[_Own], name: str, place: tuple[int, ...]) -> None:
-        """Reads the tensor `name`, of which the parameters are parts."""
+        """Reads the tensor `name` at the index `place`, and fills the parts of `group` that it contains.
+
+        Raises:
+          UserError: a number is not finite.
+        """
         wanted = [(own.parameter, into, wanted) for own in group for into, wanted in own.at(place)]
         wanted = [one for one in wanted if one[1].size]
         if not wanted:
@@ -293,7 +303,7 @@ class _Own(NamedTuple):
       parameter: where it is in the folder.
       leaf: its shape, dtype and sharding.
       blocks: an array for each different part, by its ranges; 0 where the folder has no entries.
-      devices: those that hold the part.
+      devices: the devices that hold each part, by its ranges.
     """
 
     path: str
@@ -312,7 +322,7 @@ class _Own(NamedTuple):
         return cls(path, parameter, leaf, {}, devices)
 
     def at(self, place: tuple[int, ...]) -> Iterator[tuple[np.ndarray, dict[str, slice]]]:
-        """Yields, for each part with entries of the tensor at `place`, the array to fill and its range of each axis."""
+        """Yields, for each part with entries of the tensor at `place`, the array to fill and the range of each axis."""
         sizes, depth = self.parameter.sizes, len(place)
         for ranges in self.devices:
             if ranges not in self.blocks:
@@ -429,7 +439,7 @@ def write(
 def _write_shards(
     folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: float
 ) -> tuple[list[list[str]], int]:
-    """Writes files with temporary names; returns the names of the tensors in each, and the bytes of all."""
+    """Writes files with temporary names; returns the names of the tensors in each, and the total size in bytes."""
     from safetensors.numpy import save_file
 
     shards: list[list[str]] = []

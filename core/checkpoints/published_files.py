@@ -206,7 +206,7 @@ def use_copies(run_dir: str | None) -> None:
 
 @contextlib.contextmanager
 def copies_of(run_dir: str) -> Iterator[None]:
-    """Reads small files from the copies of another run in this context; this process's own stay as they are."""
+    """Context in which small files are read from the copies of another run; afterwards all is as before."""
     own, used = _run_dir, dict(_used)
     use_copies(run_dir)
     try:
@@ -217,7 +217,10 @@ def copies_of(run_dir: str) -> Iterator[None]:
 
 
 def described(text: str) -> str:
-    """Returns where a model is: the absolute path, or hf://OWNER/NAME@COMMIT for one that was downloaded."""
+    """Returns where a model is: its absolute path, or hf://OWNER/NAME@COMMIT.
+
+    If this process has not downloaded the model, the revision of `text` takes the place of COMMIT.
+    """
     if not text.startswith(HUB):
         return str(paths.resolve(text))
     name, revision = _name_and_revision(text)
@@ -246,7 +249,8 @@ def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
 def _name_and_revision(text: str) -> tuple[str, str | None]:
     """Returns OWNER/NAME and the revision to read.
 
-    It is the commit at which this process first read this model; else the one in the text; else None.
+    It is the commit at which this process first read this model; else the one in the text; else None. Raises UserError
+    if the name is malformed.
     """
     name, _, revision = text.removeprefix(HUB).strip("/").partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -255,7 +259,7 @@ def _name_and_revision(text: str) -> tuple[str, str | None]:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError if OWNER/NAME is not the name of a repository of a hub."""
+    """Raises UserError if `name` does not have the form OWNER/NAME; does not ask the hub whether it exists."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name!r} is not the name of a repository on the Hugging Face Hub; expected OWNER/NAME")
 
@@ -273,7 +277,7 @@ def push(folder: paths.Path, name: str) -> str:
       The address of the repository.
 
     Raises:
-      UserError: the hub refuses, or cannot be reached; the folder stays as it is.
+      UserError: the name is malformed, or the hub refuses or cannot be reached; the folder stays as it is.
     """
     check_name(name)
     import huggingface_hub

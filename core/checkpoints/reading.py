@@ -45,7 +45,10 @@ class Misfit(UserError):
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """Returns leaves by name, such as "params/decoder/linear/w", which is equal for a NamedTuple and Orbax's dict."""
+    """Returns leaves by name, such as "params/decoder/linear/w".
+
+    The name of a leaf is the same in a NamedTuple and in the dict that Orbax stores for it.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
@@ -85,7 +88,7 @@ class Unused(Problem):
 
 
 def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "in the checkpoint") -> list[Problem]:
-    """Returns one line for each leaf that is missing, extra, or of another shape or dtype.
+    """Returns a problem for each leaf that is missing, extra, or of another shape or dtype.
 
     Args:
       saved: dtypes and shapes by name, as `kind` formats them.
@@ -100,7 +103,9 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
 
 
 def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
-    """Returns the setting to change, in a list, if `saved` is of an optax transformation applied without `by_layer`.
+    """Returns advice on the setting to change if `saved` has the state of an optax transformation without `by_layer`.
+
+    Returns a list of one line; [] in all other cases.
 
     Args:
       saved: as in `differences`.
@@ -123,7 +128,7 @@ def kind(leaf: Any) -> str:
 
 
 def shape_of(described: str) -> tuple[int, ...]:
-    """Returns the shape in a text of `kind`."""
+    """Returns the shape from a text that `kind` formatted."""
     return tuple(json.loads(described[described.index("[") :]))
 
 
@@ -161,9 +166,9 @@ def checksum(leaves: Mapping[str, jax.Array]) -> int:
 
 
 def fingerprint_of_block(values: np.ndarray, *, origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Returns the contribution of a block to an array's fingerprint: the sum over all blocks modulo 2^32.
+    """Returns the contribution of a block to an array's fingerprint, computed with numpy on the host.
 
-    It is computed with numpy on the host.
+    The fingerprint is the sum of the contributions of all blocks modulo 2^32.
 
     Args:
       values: the block.
@@ -218,7 +223,14 @@ class UnreadableError(RuntimeError):
 
 
 class _Try(NamedTuple):
-    """The result of a read, or its error; `is_lasting` if a retry is pointless."""
+    """The result of a read, or its error.
+
+    Attributes:
+      found: the result; None after an error.
+      says: the error as text; "" without one.
+      is_proof: whether the error proves that the step is damaged.
+      is_lasting: whether a retry is pointless.
+    """
 
     found: Any
     says: str = ""
@@ -235,7 +247,8 @@ def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
       read: reads this host's part; must not wait for other hosts.
 
     Returns:
-      This host's result, and a description of the damage, equal on all hosts; "" if no host found any.
+      This host's result (None if its read failed), and a description of the damage, equal on all hosts; "" if no host
+        found any.
 
     Raises:
       UnreadableError: raised on all hosts if the read failed on any of them for a reason that does not prove damage.

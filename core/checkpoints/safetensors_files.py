@@ -41,25 +41,29 @@ class Stored(Protocol):
 
     @property
     def file(self) -> paths.Path:
-        """The file."""
+        """The file that contains the numbers."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of what is read."""
+        """The dtype that readers return."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is read."""
+        """The shape of the whole array."""
 
     def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
-        """Returns a function that reads one of these parts: a slice with a start and a stop for each dimension."""
+        """Returns a function that is called with one of `parts` and returns it.
+
+        Args:
+          parts: what will be read: a slice with a start and a stop for each dimension.
+        """
 
 
 class Tensor(NamedTuple):
     """The location of a tensor in a file.
 
     Attributes:
-      file: the file.
+      file: the file that contains it.
       dtype: as stored.
       shape: as stored.
       start: offset of its bytes in the file.
@@ -71,7 +75,7 @@ class Tensor(NamedTuple):
     start: int
 
     def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
-        """Returns a function that reads one of these parts."""
+        """Returns a function that is called with one of `parts` and returns it in the stored dtype."""
         return Reader(self, parts)
 
 
@@ -135,7 +139,11 @@ def _indexed(folder: paths.Path) -> dict[str, Tensor]:
 
 
 def _header(file: paths.Path) -> dict[str, Tensor]:
-    """Reads the header of one file, and requires that its tensors fill the file exactly, each byte once."""
+    """Reads the header of one file.
+
+    Raises:
+      UserError: the header is malformed, a dtype is not supported, or the tensors do not fill the file exactly.
+    """
     size = file.stat().length
     try:
         if size < 8:
@@ -174,7 +182,7 @@ class _Entry(NamedTuple):
 
 
 def _entry(name: str, entry: Any) -> _Entry:
-    """Parses what a header says of a tensor. Raises MalformedError."""
+    """Parses what a header says of a tensor. Raises MalformedError if a part is missing or of a wrong type."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]} if all(
             foreign_json.is_a(number, int) and number >= 0 for number in (*shape, start, end)
@@ -186,7 +194,7 @@ def _entry(name: str, entry: Any) -> _Entry:
 
 
 def _require_gapless(file: paths.Path, entries: Mapping[str, _Entry]) -> None:
-    """Requires that each tensor has the bytes of its shape, and that they follow one another without holes."""
+    """Raises UserError if a tensor's bytes do not have the size of its shape, or if tensors overlap or leave gaps."""
     at = 0
     for name, (dtype, shape, start, end) in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         wanted = math.prod(shape) * _DTYPES[dtype].itemsize
@@ -227,7 +235,7 @@ class Reader:
             self._blocks.append((start, stop, rows))
 
     def __call__(self, part: Slices) -> np.ndarray:
-        """Returns one of the parts; not a copy."""
+        """Returns one of the parts as a view, not a copy."""
         if not part:
             return self._blocks[0][2].reshape(())
         rows = part[0]
@@ -236,7 +244,7 @@ class Reader:
 
 
 def are_equal(one: Stored, other: Stored, rows: int | None = None) -> bool:
-    """Returns whether two tensors of equal shape hold the same numbers, whatever their dtypes; reads block by block.
+    """Returns whether two tensors of equal shape hold the same numbers in float32; reads them block by block.
 
     Args:
       one, other: the tensors.

@@ -110,7 +110,7 @@ def find(text: str) -> paths.Path:
     one by the metric of KEEP_BEST.
 
     Raises:
-      UserError: there is no such run or step; lists the steps that exist.
+      UserError: `text` is malformed, or there is no such run or step; lists the steps that exist.
     """
     run, mark, step = text.rpartition("@")
     if mark and run and step == BEST:
@@ -131,7 +131,7 @@ def find(text: str) -> paths.Path:
 
 
 class Best(NamedTuple):
-    """The best step of a folder by a validation metric, and its value: `validation/loss 1.2345`."""
+    """The best step of a folder, and the metric by which it is the best, with its value: `validation/loss 1.2345`."""
 
     step: int
     value: str
@@ -169,7 +169,7 @@ def best_of(run: str) -> int:
 
 
 def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Returns the steps of the checkpoints to evaluate: the latest, `step`, or all complete ones.
+    """Returns the steps of the checkpoints to evaluate: all complete ones if `every`, else `step`; None: the latest.
 
     Raises:
       UserError: there is no complete checkpoint, or none of `step`.
@@ -253,7 +253,7 @@ class LeftOut(NamedTuple):
 
     Attributes:
       init_from: the folder, as the configuration names it.
-      source: what it named: an absolute path or hf://.
+      source: what `init_from` stood for: an absolute path, or hf://OWNER/NAME@COMMIT.
       renames: patterns of names in the run by patterns of names in the folder (`core.parameters.renamed`).
       arrays: names of the arrays.
     """
@@ -275,8 +275,8 @@ class Description(NamedTuple):
     Attributes:
       meta: the caller's metadata.
       content: dtype, shape and fingerprint of every leaf, `{"params/w": ["float32[8, 6]", 2864434397]}`.
-      streams: the SHA-256 of the data position of each stream, of all hosts. None in checkpoints of earlier revisions,
-        which recorded only the names.
+      streams: by name, the SHA-256 of the data position of each stream of all hosts. Checkpoints of earlier revisions
+        recorded only the names; there the values are None.
       left_out: the arrays of `content` that the step does not contain; None if it contains all.
     """
 
@@ -334,7 +334,7 @@ def sealed(
       meta: the caller's metadata.
       step: the step of the checkpoint.
       content: dtype, shape and fingerprint of each of its arrays, as in `Description`.
-      streams: the SHA-256 of the data position of each stream.
+      streams: the SHA-256 of the data position of each stream, by name.
       left_out: the frozen arrays that the step does not contain.
     """
     own = {_STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}

@@ -41,7 +41,7 @@ REMOVAL_SECONDS = 10.0  # a step that is being removed may look complete for thi
 
 
 class Checkpoints:
-    """The checkpoints of one run. Methods are collective unless they say otherwise: all hosts call them in order.
+    """The checkpoints of one run. All hosts must call its methods, in the same order, except those that say otherwise.
 
     Attributes:
       left_out: arrays that saves leave out; None: none. A restore sets it to those of the restored step.
@@ -127,7 +127,7 @@ class Checkpoints:
     def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:
         """Starts an asynchronous save of parameters alone; otherwise like `save`.
 
-        Saved parameters of this step and later ones are removed: a resumed run repeats these steps.
+        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps.
         """
         assert self._params_kept is not None, "opened without keep_params"
         self.wait()
@@ -207,6 +207,7 @@ class Checkpoints:
 
         Raises:
           Misfit: the step does not fit `abstract_state`.
+          UserError: arrays that the step leaves out are no longer in their source, or differ there.
           UnreadableError: a step could not be read, for a reason that does not prove damage; nothing is renamed.
           RuntimeError: there are steps, but none can be restored; nothing is renamed.
         """
@@ -295,10 +296,12 @@ class Checkpoints:
             ) from error
 
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
-        """Restores a step for evaluation; returns None on every host if a running job has removed the step.
+        """Restores a step for evaluation, as `restore` does.
+
+        Returns None on every host if there is no such step: a running job may have removed it, even while it was read.
 
         Raises:
-          UserError: there is no such step, or it does not fit, as `restore` says; or it is damaged.
+          UserError: the step does not fit, as `restore` says, or is damaged.
           UnreadableError: the step could not be read, for a reason that does not prove damage.
         """
         if not self._is_there(step):

@@ -101,7 +101,11 @@ def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> di
 def require_left_out(
     source: ParameterSource, described: Description, wanted: Mapping[str, tuple[Any, ParamSpec]]
 ) -> None:
-    """Checks that a source has arrays that a step leaves out, by their headers; arguments as for `read_left_out`."""
+    """Checks by its headers that a source has the arrays that a step leaves out; arguments as for `read_left_out`.
+
+    Raises:
+      UserError: the source lacks some of them; lists them.
+    """
     assert described.left_out is not None
     problems = [one for one in source.problems(*_trees(wanted)) if not isinstance(one, reading.Unused)]
     if problems:
@@ -162,7 +166,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _trees(wanted: Mapping[str, tuple[Any, ParamSpec]]) -> tuple[Any, Any]:
-    """Returns the shapes and specs of arrays, by name, as trees of modules."""
+    """Returns `wanted`, which is by name, as two trees `{module: {entry: …}}`: one of shapes and one of specs."""
     shapes: dict[str, dict[str, Any]] = {}
     specs: dict[str, dict[str, ParamSpec]] = {}
     for name, (shape, spec) in wanted.items():
@@ -195,6 +199,9 @@ class SavedParameters(ParameterSource):
           renames: renames of its paths, as in `core.parameters.renamed`.
           notes: see `ParameterSource`.
           open_source: opens the source of parameters that the step leaves out; None: such a step cannot be read.
+
+        Raises:
+          UserError: the metadata is damaged, or the renames do not fit its paths.
         """
         self.folder, self.notes, self._open_source = folder, tuple(notes), open_source
         with reading.refusing_damage(folder):
@@ -231,7 +238,7 @@ class SavedParameters(ParameterSource):
 
     @property
     def left_out(self) -> LeftOut | None:
-        """The parameters that the step leaves out."""
+        """The parameters that the step leaves out; None if it contains all."""
         return self._described.left_out
 
     def require_source(self, shapes: Any, specs: Specs) -> None:
@@ -502,6 +509,12 @@ def load(
       optional: wildcards over paths of parameters, such as adapters, that are initialized where the source lacks them.
       layers: the layers of the source that the parameters start from; None: the same ones.
       progress: called before a parameter is read.
+
+    Returns:
+      The arrays of all parameters, a tree like `abstract`.
+
+    Raises:
+      UserError: as `load` of the source.
     """
     wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (abstract, specs))
     is_whole = len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)) and not (layers and layers.initializes)

@@ -152,7 +152,11 @@ class Writing:
         return Cost(self.step, self._blocked_seconds, self._write_seconds, self._size_bytes)
 
     def is_done(self) -> bool:
-        """Returns True if the save is complete; does not wait. Raises WriteFailedError if a host has failed."""
+        """Returns whether the save is complete; does not wait.
+
+        Raises:
+          WriteFailedError: a host has failed, or the save exceeds its time limit.
+        """
         self._raise_own()
         if not self._thread.is_alive():
             return True
@@ -163,7 +167,11 @@ class Writing:
         return False
 
     def wait(self) -> None:
-        """Waits until all hosts have written their parts. Raises WriteFailedError as soon as a host has failed."""
+        """Waits until all hosts have written their parts.
+
+        Raises:
+          WriteFailedError: a host has failed, or the save exceeds its time limit; raised as soon as this is known.
+        """
         began = time.monotonic()
         with activity.enter(activity.SAVING, limit_seconds=self._limit_seconds):
             while self._thread.is_alive() and self._error is None:

@@ -71,7 +71,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
-    """Creates a folder if necessary, and checks that it can be written by writing and removing a small file.
+    """Creates a folder if necessary, checks that a small file can be written there, and returns its absolute path.
 
     Raises:
       UserError: the folder cannot be written; gives the reason.
@@ -87,7 +87,9 @@ def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
-    """Checks that a folder can be written without creating it: tries its nearest existing parent instead.
+    """Checks that a folder could be written, without creating it, and returns its absolute path.
+
+    If it does not exist, a small file is written and removed in its nearest existing parent.
 
     Raises:
       UserError: the folder cannot be written; gives the reason.
@@ -256,7 +258,7 @@ def sizes(folder: epath.Path) -> dict[str, int]:
 
 
 def kvstore(folder: epath.Path) -> dict[str, str]:
-    """Returns the spec of the TensorStore key-value store that is a folder."""
+    """Returns the TensorStore spec that opens a folder as a key-value store."""
     if not is_remote(folder):
         return {"driver": "file", "path": f"{folder}/"}
     bucket, name = _bucket_and_key(folder)
@@ -303,7 +305,7 @@ def matching(pattern: str) -> dict[str, int]:
 
 
 def copy_between(source: epath.Path, target: epath.Path) -> None:
-    """Copies a file between a disk and a bucket, in either direction, and creates its folder if necessary."""
+    """Copies a file from a disk or bucket to a disk or bucket, and creates the target's folder if necessary."""
     if is_remote(source):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
@@ -312,7 +314,7 @@ def copy_between(source: epath.Path, target: epath.Path) -> None:
 
 
 def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
-    """Copies a local file atomically to a path on a disk or in a bucket, and creates its folder if necessary."""
+    """Copies a local file atomically to a disk or bucket, creates its folder if necessary, and returns `to`."""
     to.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(to):
         to.write_bytes(pathlib.Path(local).read_bytes())

@@ -65,12 +65,12 @@ def place() -> Place:
 
 
 def at(activity: str, *, step: int | None = None, limit_seconds: float = 0.0, part: str = "") -> None:
-    """Records the start of an activity or a part of it, with its step (None: unchanged) and its own limit (0: none).
+    """Records that this process begins an activity, or a part of one.
 
     Args:
       activity: what this host does.
-      step: the step of it; None leaves it unchanged.
-      limit_seconds: how long it may take; 0: it has no limit of its own.
+      step: number of the current step; None: as before.
+      limit_seconds: time limit that the work itself enforces; 0: it has none.
       part: a part of the activity, for messages.
     """
     global _now

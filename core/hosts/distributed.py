@@ -95,6 +95,9 @@ def initialize(
       before_devices: called once all hosts are connected and have equal descriptions, before JAX's runtime starts and
         any device is initialized; an exception in it ends the start.
 
+    Returns:
+      The cluster that this process has joined.
+
     Raises:
       UserError: the arguments contradict one another, no cluster was detected, a second call differs from the first,
         or the descriptions of the hosts differ.
@@ -166,7 +169,10 @@ def _meet(
     secret: str,
     watch: Limits | None,
 ) -> Cluster:
-    """Waits for all hosts, compares their descriptions, starts monitoring if `watch` is set."""
+    """Waits for all hosts, compares their descriptions, and starts monitoring if `watch` is set.
+
+    Returns the cluster: `wanted`, or the detected one if it is None.
+    """
     if wanted is None:
         wanted = _detected(timeout_seconds)
         found = jax_internals.addresses_of_slice()  # empty for several slices
@@ -334,7 +340,7 @@ def post(name: str, text: str) -> None:
 
 
 def posted(folder: str) -> dict[str, str]:
-    """Returns the texts stored under `folder/`, by their names without it. Does not wait for other hosts."""
+    """Returns the texts that hosts have stored with `post("FOLDER/NAME", text)`, by NAME. Does not wait for hosts."""
     client = jax_internals.coordination_client()
     if client is None:
         found = [(name, text) for name, text in _posted_alone.items() if name.startswith(f"{folder}/")]
@@ -366,7 +372,7 @@ def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
 
 
 def _written(directory, nonce: str) -> str:
-    """Writes a file for the other hosts; returns the error, or nothing."""
+    """Writes the file that the other hosts look for; returns the error as text, "" if there is none."""
     try:
         paths.require_writable(directory)
         paths.write_text_atomically(directory / _NONCE_FILE, nonce)

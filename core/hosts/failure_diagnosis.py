@@ -44,7 +44,7 @@ class Limits(NamedTuple):
     reports_only: bool = False
 
     def apart(self, place: Place) -> float | None:
-        """Returns the time that one host may spend in a collective without the others; None for other activities."""
+        """Returns for how many seconds this activity may last while other hosts wait in a step; None: without limit."""
         if place.activity in (activity.SAVING, activity.RESTORING):
             return self.apart_seconds
         return (
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
         )
 
     def of(self, place: Place) -> float:
-        """Returns the limit of an activity; infinite while data is prepared, which has limits of its own."""
+        """Returns the limit of an activity in seconds; infinite for PREPARING, unless it has a limit of its own."""
         if place.activity in (activity.TRAINING, activity.BETWEEN):
             return self.step_seconds
         if place.activity == activity.JOINING:
@@ -312,7 +312,7 @@ def judge_copies(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
 
 
 def _minority(copies: Mapping[int, Sequence[int | str]]) -> list[int]:
-    """Returns the hosts with a copy that differs from the most frequent one; all hosts if there is a tie."""
+    """Returns the hosts with a copy unlike the most frequent one; all hosts after a tie, none if all are equal."""
     counts = collections.Counter(number for held in copies.values() for number in held)
     if len(counts) < 2:
         return []

@@ -54,7 +54,10 @@ def noting(folder: Path, host: int | None, *, silent: Collection[int] = ()) -> I
 
 
 def collect(folder: Path) -> list[dict[str, Any]]:
-    """Reads and deletes the notes, oldest first; malformed files are skipped."""
+    """Reads and deletes the notes of a folder; returns them, oldest first, with the keys of `_NOTE`.
+
+    Malformed files are deleted, too, but not returned.
+    """
     notes = []
     for file in folder.glob("*.json"):
         with contextlib.suppress(foreign_json.MalformedError):
@@ -64,7 +67,11 @@ def collect(folder: Path) -> list[dict[str, Any]]:
 
 
 def cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Returns the cause: the exception of the host that the verdict names, else the verdict, else the first one."""
+    """Returns the note that names the cause of a failure.
+
+    It is the exception of the host that the verdict names, else the verdict, else the first exception. Without notes,
+    it is one with host None and an empty message.
+    """
     verdicts = [note for note in notes if note["kind"] == "verdict"]
     raised = [note for note in notes if note["kind"] == "raised"]
     named = [note for note in raised if verdicts and note["host"] == verdicts[0]["host"]]

@@ -182,7 +182,10 @@ class _Watch(threading.Thread):
             _hang_up(link)
 
     def _may_go(self) -> bool:
-        """Returns True if monitoring may end: this process has left with an error; on host 0, all others have, too."""
+        """Returns whether monitoring may end: after `stop`, or after this process has left with an error.
+
+        In the second case, host 0 also waits until the connections of all other hosts are closed.
+        """
         own = self._seen[self._index]
         others = [seen for host, seen in self._seen.items() if host != self._index]
         for_a_reason = own.left is not None and own.left[0] != 0

@@ -44,7 +44,7 @@ class Inbox:
         return messages
 
     def missing_bytes(self) -> int:
-        """Returns how many bytes the current message still needs at least."""
+        """Returns how many bytes the current message still needs at least. Raises Stranger if it is too long."""
         if len(self._pending) < _HEAD.size:
             return _HEAD.size - len(self._pending)
         return _HEAD.size + self._length() - len(self._pending)
@@ -108,7 +108,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], key: bytes, *, s
 
 
 def receive(connection: socket.socket, key: bytes, *, seconds: float) -> dict[str, Any] | None:
-    """Receives the next message, reading no bytes beyond it; None if none arrives in time.
+    """Receives the next message, reading no bytes beyond it; None if none arrives in time or the connection is closed.
 
     Raises:
       Stranger: the other side is not of this start.

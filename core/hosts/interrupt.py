@@ -55,7 +55,7 @@ def _has_unsaved_steps() -> bool:
 
 
 class Interrupts:
-    """Context in which Ctrl-C is answered as described above. Does nothing where the process ignores SIGINT."""
+    """Context in which Ctrl-C is answered as this module describes. Does nothing if the process ignores SIGINT."""
 
     def __init__(
         self, save: Callable[[], None] | None, *, end: Callable[[int, str], None], name: Callable[[], str] = lambda: ""

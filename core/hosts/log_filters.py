@@ -68,7 +68,11 @@ _ANY = re.compile(rb"(?:" + rb"|".join(line for line, _ in LINES) + rb")(?:\r?\n
 
 
 class Held:
-    """The output that `holding_stderr` captured; set when it ends."""
+    """The output that `holding_stderr` captured.
+
+    Attributes:
+      content: the captured bytes; empty until the context ends.
+    """
 
     content = b""
 

@@ -100,6 +100,9 @@ def answer(
       addresses: addresses of all hosts by index, if known, to name a missing one.
       secret: known to the hosts of this start alone, and equal on all of them.
 
+    Returns:
+      The hosts, and this host's connections to them.
+
     Raises:
       TimeoutError: some hosts are missing; names them, or host 0's address if host 0 is missing.
       UserError: the port is in use, another process has the same index, this host has another count, or the

@@ -48,7 +48,8 @@ class Optimizer:
       learning_rate: schedule over the number of applied updates, for reporting (`rate`); None if only the
         transformation knows it.
       live: kinds of trained parameters that are not averaged over steps.
-      averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average.
+      averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average; None
+          if the rule does not average.
       specs: specs of the parameters that it is bound to; None before `bound`.
     """
 
@@ -82,7 +83,7 @@ class Optimizer:
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The optax transformation for the bound parameters."""
+        """The optax transformation for the bound parameters. Raises UserError if the optimizer is not bound."""
         return optax.with_extra_args_support(self.rule(self._specs))
 
     def trained(self, params: Params) -> Any:

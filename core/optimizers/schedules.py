@@ -47,13 +47,18 @@ def check_ranges(where: str, **values: float | None) -> None:
 
 
 def constant(value: float) -> Schedule:
-    """Returns a constant learning rate."""
+    """Returns a schedule with the same learning rate at all steps.
+
+    Raises UserError if it is negative or not finite.
+    """
     check_ranges("constant", value=value)
     return lambda step: jnp.full((), value, jnp.float32) + 0 * step
 
 
 def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.0) -> Schedule:
     """Linear warm-up to `peak`, then linear decay to `peak * final_fraction` at the last step.
+
+    Raises UserError if a number is out of range.
 
     Args:
       peak: the highest rate.
@@ -66,6 +71,8 @@ def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fra
 
 def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.1) -> Schedule:
     """Linear warm-up to `peak`, then cosine decay to `peak * final_fraction` (Loshchilov & Hutter 2017, eq. 5).
+
+    Raises UserError if a number is out of range.
 
     Args:
       peak: the highest rate.
@@ -80,7 +87,7 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
     """Linear warm-up to `peak`, then constant or, with a floor below 1, cosine decay to `peak * floor`.
 
     As in the Tiny Recursive Model's reference, the cosine starts at the last step of the warm-up, one step earlier than
-    in `warmup_cosine`, and the run may end during the warm-up.
+    in `warmup_cosine`, and the run may end during the warm-up. Raises UserError if a number is out of range.
 
     Args:
       peak: the highest rate.

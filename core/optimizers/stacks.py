@@ -107,7 +107,10 @@ def _needs_layers(rule: optax.GradientTransformation, specs: Specs, shapes: Para
 
 
 def _check_muon(state: Any, specs: Specs, single: Params) -> None:
-    """Raises UserError if `optax.contrib.muon`, which goes by dimensions, does not use Muon for all matrices alone."""
+    """Raises UserError if `optax.contrib.muon` would use Muon for parameters of other kinds, or Adam for a matrix.
+
+    It takes every array of two dimensions for a matrix. Other transformations pass.
+    """
     states = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.contrib.MuonState))
     chosen = [name for s in states if isinstance(s, optax.contrib.MuonState) for name in parameters.names(s.mu)]
     if not chosen:
@@ -129,7 +132,7 @@ def _check_muon(state: Any, specs: Specs, single: Params) -> None:
 
 
 def _single(params: Params, specs: Specs) -> Params:
-    """Returns the shapes of the parameters of a single layer."""
+    """Returns the shapes of the parameters without their stacked dimensions, as if each had a single layer."""
     spec_at = parameters.lookup(specs)
 
     def layer(path: Sequence[Any], p: Any) -> jax.ShapeDtypeStruct:
@@ -256,7 +259,7 @@ def _results(equation: JaxprEqn, given: Sequence[_Value]) -> list[_Value]:
 
 
 def _reduced(equation: JaxprEqn) -> Any:
-    """Returns the axes of a reduction, counted from the last; "all" for all axes."""
+    """Returns the axes of a reduction, counted from the last; "all" for all axes, () for other operations."""
     axes = equation.params.get("axes")
     if not isinstance(axes, tuple) or not equation.invars:
         return ()

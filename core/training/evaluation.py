@@ -30,8 +30,8 @@ class FirstBatches:
     """The first batches of an evaluation.
 
     Attributes:
-      share: share of the data that was read, known after the last batch: 1.0 if there are no more; None if it is not
-        known.
+      share: share of the data that was read, up to 1.0 if no batch remains; None before all batches were read, and if
+          it is not known.
     """
 
     def __init__(self, batches: HostBatches, most: int | None):
@@ -53,7 +53,7 @@ class Scored(NamedTuple):
     share: float | None  # of the validation data; 1.0 is all; None if it is not known
 
     def describe(self, item: str) -> str:
-        """Returns `301 tokens, all of the validation data`, for the item that is weighted."""
+        """Returns `301 tokens, all of the validation data`, if `item` is "token": what has a weight of 1."""
         if self.share is None:
             part = "a part"
         elif self.share == 1:
@@ -175,7 +175,12 @@ class Evaluate(Hook):
 
 
 def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Separates means by recursion step from the others: `exact_accuracy_step_01`, … go under `exact_accuracy`."""
+    """Separates the means of single recursion steps from the others.
+
+    Returns:
+      The other means, by name; and lists of means by recursion step: `exact_accuracy` has the values of
+      `exact_accuracy_step_01`, `exact_accuracy_step_02`, ….
+    """
     plain = {name: value for name, value in means.items() if not _BY_STEP.search(name)}
     curves: dict[str, list[float]] = {}
     for name, value in sorted(means.items()):

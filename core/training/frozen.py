@@ -17,7 +17,11 @@ class HasSpecs(Protocol):
 
 
 class HasBase(Protocol):
-    """A task whose batches were computed with the frozen parameters of a model."""
+    """Interface of a task whose batches were computed with the frozen parameters of a model.
+
+    Attributes:
+      base_checksum: what `checksum` returned for these parameters.
+    """
 
     base_checksum: int
 

@@ -223,7 +223,12 @@ def hbm_gib() -> dict[str, float]:
 
 
 class HostMetrics:
-    """The measurements of this host and, on host 0, of all hosts."""
+    """The measurements of this host and, on host 0, of all hosts.
+
+    Attributes:
+      slowest: on host 0, the slowest host of the last comparison; None if it costs the others at most WORTH_NAMING of a
+        step.
+    """
 
     def __init__(self, *, hbm: Callable[[], Mapping[str, float]] = hbm_gib):
         """Takes `hbm()`, which returns GiB by chip."""

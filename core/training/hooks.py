@@ -61,7 +61,10 @@ class Log(Hook):
     """
 
     def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
-        """Takes `write(step, values)`: values are metrics, tokens_per_second, and step_seconds with its parts."""
+        """Takes `write(step, values)`: values are metrics, tokens_per_second, and step_seconds with its parts.
+
+        A step has `items_per_step` tokens. `last_step` is written, too; None: only if it is a multiple of `every`.
+        """
         self._write = write
         self._every = every
         self._items_per_step = items_per_step

@@ -355,20 +355,20 @@ class RunMetrics:
         return [(step, values[name]) for step, values in sorted(self.by_step.items()) if name in values]
 
     def last(self, name: str) -> float | None:
-        """Returns the latest value of a metric."""
+        """Returns the latest value of a metric; None if it was never recorded."""
         found = self.curve(name)
         return found[-1][1] if found else None
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Returns the step and value of the maximum; of equal values, the earliest."""
+        """Returns the step and value of the maximum, of equal values the earliest; None if there is no value."""
         return max(self.curve(name), key=lambda point: (point[1], -point[0]), default=None)
 
     def first_at(self, name: str, *, least: float) -> int | None:
-        """Returns the first step at which a metric is at least `least`."""
+        """Returns the first step at which a metric is at least `least`; None if there is none."""
         return next((step for step, value in self.curve(name) if value >= least), None)
 
     def median(self, name: str) -> float | None:
-        """Returns the median over all recorded steps."""
+        """Returns the median of a metric over all recorded steps; None if it was never recorded."""
         values = [value for _, value in self.curve(name)]
         return statistics.median(values) if values else None
 

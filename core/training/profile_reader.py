@@ -28,7 +28,14 @@ _NAME = re.compile(r"%?([\w-]+)")
 
 
 class Operation(NamedTuple):
-    """All executions of the operations with one name, on all chips of a host."""
+    """All executions of the operations with one name, on all chips of a host.
+
+    Attributes:
+      name: name without its number, such as `all-gather`.
+      seconds: their durations, added.
+      count: number of executions.
+      is_collective: whether they communicate between chips.
+    """
 
     name: str
     seconds: float
@@ -45,7 +52,7 @@ class HostProfile(NamedTuple):
       chips: number of chips with a plane, or of CPU devices that ran operations.
       from_chips: whether steps and operations come from planes of chips.
       starts: when each step began, by step number, in seconds since 1970 by this host's clock.
-      input_wait_seconds, hooks_seconds: per step, from the training loop's annotations.
+      input_wait_seconds, hooks_seconds: how long the training loop waited for data, and ran hooks, per step.
       operations: in descending order of time.
       seconds: from the start of the first step to the start of the last; for a single step, to its end.
     """
@@ -67,7 +74,7 @@ class HostProfile(NamedTuple):
 
     @property
     def collectives_share(self) -> float | None:
-        """Share of the operations' time that collectives take, including waiting for other chips."""
+        """Share of the operations' time that collectives take, including waits for chips; None without operations."""
         whole = sum(operation.seconds for operation in self.operations)
         return sum(o.seconds for o in self.operations if o.is_collective) / whole if whole else None
 
@@ -201,14 +208,17 @@ def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
 
 
 def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
-    """Returns start and end of each step on the chip, if recorded."""
+    """Returns start and end of each step on the chip, in ns, by step number; empty if they were not recorded."""
     lines = [line for plane in chips for line in plane.lines if line.name == "Steps"]
     events = [event for line in lines for event in line.events if event.name.isdigit()]
     return {int(event.name): (event.start_ns, event.start_ns + event.duration_ns) for event in events}
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """Returns, by step, when the loop began it, and a common end: when the loop last finished a step or a wait."""
+    """Returns, by step, when the loop began it, in ns.
+
+    The second number is the same for all: when the loop last finished a step or a wait.
+    """
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 
@@ -237,7 +247,7 @@ def _run_by_cpu_devices(hosts: Sequence[Any]) -> Iterator[tuple[str, float, str]
 
 
 def _summed(run: Sequence[tuple[str, float, str]]) -> list[Operation]:
-    """Sums operations by their base name."""
+    """Sums executions (name, nanoseconds, device) by `base_name`, without CONTAINERS; the longest sum comes first."""
     seconds: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     for text, nanoseconds, _ in run:

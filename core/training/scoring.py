@@ -35,7 +35,13 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class HeldOut(NamedTuple):
-    """The rows of an evaluation: a number of batches of a task, or None for all of finite data."""
+    """The held-out rows of an evaluation.
+
+    Attributes:
+      task: the task that has them.
+      batch_size: rows of a batch.
+      batches: how many batches to read; None: all, of a task whose evaluation ends.
+    """
 
     task: Task
     batch_size: int

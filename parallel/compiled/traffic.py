@@ -88,7 +88,15 @@ class Collective(NamedTuple):
 
 
 class TrafficRow(NamedTuple):
-    """The sum of collectives with the same mesh axes and kind; bytes are per step."""
+    """The sum of all collectives that agree in the first six fields.
+
+    Attributes:
+      axes, network, kind, dtype, is_overlapped: as in `Collective`.
+      in_loop: whether loops contain them.
+      count: number of collectives.
+      times: their executions in a step.
+      payload_bytes, wire_bytes: bytes per step.
+    """
 
     axes: tuple[str, ...]
     network: str
@@ -108,7 +116,7 @@ def grid(mesh: jax.sharding.Mesh) -> Grid:
 
 
 def table(collectives: Sequence[Collective]) -> list[TrafficRow]:
-    """Returns rows by mesh axes and kind, sorted by wire bytes."""
+    """Returns a `TrafficRow` for each kind of collective on the same mesh axes; the most wire bytes come first."""
 
     def key(c: Collective) -> tuple:
         return c.axes, c.network, c.kind, c.dtype, bool(c.loops), c.is_overlapped
@@ -254,7 +262,7 @@ _DCN_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
 def _between_slices(at: Instruction) -> str | None:
-    """Returns the kind of collective between slices that a send represents, such as `ALL_REDUCE`; None: of none."""
+    """Returns the kind of collective between slices that a send belongs to, such as `ALL_REDUCE`; None if to none."""
     return at.attribute(_TRANSFER)
 
 

@@ -315,7 +315,10 @@ class Recomputing:
     def extend(
         self, params: Params, cache: jax.Array, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs all ids; rows begin at their first id, because a model need not know of empty positions before it."""
+        """Adds the ids to the cache and runs all of them; returns the logits after the last, [B, V], and the cache.
+
+        For the model, each row begins at its first id: it need not know of empty positions.
+        """
         cache = jax.lax.dynamic_update_slice_in_dim(cache, ids, start, axis=1)
         places = (jnp.arange(cache.shape[1]) + padding[:, None]) % cache.shape[1]
         model: Any = self._program.model
@@ -325,7 +328,7 @@ class Recomputing:
 
 
 def text_batch(spec: BatchSpec, ids: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns a batch of one segment per row; fields other than those of text, such as images, are zero."""
+    """Returns a batch with the inputs `ids`, [B, T], one segment per row; other fields, such as images, are zero."""
     shapes = batch_shapes(spec, rows=ids.shape[0])
     others = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
     text = {

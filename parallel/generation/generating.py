@@ -141,7 +141,7 @@ class Generator:
         slots: int | None = None,
         vectors: Sequence[Vectors | None] = (),
     ) -> State:
-        """Processes the prompts in chunks, padded at their beginnings to one length."""
+        """Processes the prompts in chunks, padded at their beginnings to one length; returns the state after them."""
         rows = self._program.partitioner.row_shards
         rows *= -(-len(prompts) // rows)
         padded = [*prompts, *([prompts[0]] * (rows - len(prompts)))]
@@ -166,7 +166,10 @@ class Generator:
 def _inserted(
     vectors: Sequence[Vectors | None], padding: np.ndarray, start: int, chunk: int
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Returns what takes the place of embedded ids in a chunk: their vectors [B, C, D], and where they are [B, C]."""
+    """Returns the arguments by which `extend` gets the vectors of a chunk; () if there are none in any prompt.
+
+    It is one pair: the vectors [B, C, D], and the booleans [B, C] that say which ids they replace.
+    """
     if not (width := next((one.values.shape[1] for one in vectors if one is not None), 0)):
         return ()
     values, places = np.zeros((len(padding), chunk, width), np.float32), np.zeros((len(padding), chunk), bool)

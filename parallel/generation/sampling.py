@@ -50,7 +50,7 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Arra
 
 
 def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Masks the tokens that may not be drawn; the most likely one always may."""
+    """Returns logits [B, V] with MASKED in place of tokens that may not be drawn; the most likely one always may."""
     if sampling.top_k:
         ordered = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[1]))[0]  # [B, top_k]
         least = ordered[:, -1]

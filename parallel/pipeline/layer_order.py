@@ -119,7 +119,7 @@ def _with_all_layers(a: jax.Array, spec: P) -> tuple[jax.Array, int | None]:
 
 
 def _divisible(a: jax.Array) -> int | None:
-    """Returns the first dimension after the layers that divides over the stages."""
+    """Returns the first dimension after the layers that divides over the stages; None if there is none."""
     return next((i for i in range(1, a.ndim) if a.shape[i] % jax.lax.axis_size(STAGE) == 0), None)
 
 

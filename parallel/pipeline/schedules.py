@@ -94,7 +94,7 @@ class Schedule:
         return {"F": 0, "B": self.ticks(stages)}
 
     def ticks(self, stages: int) -> int:
-        """Returns the number of ticks with forward passes, and of those with backward passes."""
+        """Returns the number of ticks with forward passes; as many have backward passes."""
         return self.turns + stages - 1
 
     def bubble(self, stages: int) -> float:
@@ -166,7 +166,7 @@ class Schedule:
         return (Work(kind, before * group + index, repeat if kind == "F" else self.repeats - 1 - repeat),)
 
     def describe(self, stages: int) -> str:
-        """Returns a one-line description."""
+        """Describes the schedule on this number of stages in one line: ticks, bubble and saved values."""
         rounds = f" x {self.repeats} repeats" if self.repeats > 1 else ""
         saved = "values that each layer saves" if self.save == "layers" else "stage inputs"
         return (
@@ -471,7 +471,7 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
 
 
 def _other_microbatches(schedule: Schedule | None, rows: int, groups: int, *, stages: int) -> str:
-    """Returns a message with the numbers of microbatches that fit these rows."""
+    """Returns the end of a message, with the numbers of microbatches that fit these rows; "" if there are none."""
     if schedule is None or rows % groups:
         return ""
     local = rows // groups

@@ -111,7 +111,7 @@ class Stage(NamedTuple):
     spans_slices: bool
 
     def input(self, at: Turn, x: Any) -> Any:
-        """Returns the tree `x`, or the bubble's value in a bubble."""
+        """Returns the tree `x`; in a bubble filled with `Schedule.bubble_input`, unless that is None."""
         if (bubble := self.schedule.bubble_input) is None:
             return x
         return jax.tree.map(lambda a: jnp.where(at.valid, a, bubble), x)
@@ -289,7 +289,10 @@ def backward(
 
 
 def empty_deferred(stage: Stage, x: Stream) -> Any:
-    """Allocates the values that wait for the gradients of matrices, of S turns: leaves [k, S, ...]."""
+    """Allocates the values of S turns that wait for the gradients of matrices, leaves [k, S, ...].
+
+    Returns () if the schedule computes all gradients in the backward pass.
+    """
     if "W" not in stage.schedule.starts(1):
         return ()
     return _allocate(stage, stage.deferred(x).shapes, stage.depth, jax.lax.axis_size(STAGE))
@@ -325,7 +328,7 @@ def backward_of_inputs(
 def weights(
     stage: Stage, at: Turn, kept: Any, place: jax.Array, x: Stream, grads: Grads, waiting: Any, to: jax.Array
 ) -> Grads:
-    """Adds the gradients of the matrices of the layers of this turn.
+    """Adds the gradients of the matrices of this turn's layers; returns the new sums.
 
     Args:
       stage, at, kept, place, grads: as in `backward`.
@@ -347,7 +350,7 @@ def weights(
 
 
 def _add(stage: Stage, at: Turn, i: int, grads: Grads, dw: list) -> Grads:
-    """Adds the gradients of the i-th layer of this turn.
+    """Adds the gradients of the i-th layer of this turn; returns the new sums.
 
     Args:
       stage, at: the layers and the turn; in a bubble nothing is added.
@@ -414,7 +417,7 @@ def _row_major(tree: Any) -> Any:
 
 
 def zero_grads(stage: Stage) -> Grads:
-    """Returns zero gradients."""
+    """Returns gradients of zero; their copies for all repeats are uninitialized, because each turn writes its own."""
     assert stage.trained is not None
     one = [a[0] for a in stage.trained.pick(stage.layers.params)]
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (one,) * stage.depth)

@@ -61,12 +61,12 @@ def interval(seconds: float) -> tuple[float, float]:
 
 @functools.cache
 def known_error() -> Error | None:
-    """Returns the error over the committed published steps."""
+    """Returns the error over the steps of `published.json`; None if none has been compiled."""
     return error(rows())
 
 
 def rows() -> list[dict[str, Any]]:
-    """Returns the published steps, with `predicted` if they have been compiled."""
+    """Returns the steps of `published.json`; those that have been compiled have the key `predicted`."""
     return json.loads(FILE.read_text())
 
 
@@ -88,7 +88,7 @@ def error(published: Sequence[PublishedRun]) -> Error | None:
 
 
 def ratio(row: PublishedRun) -> float:
-    """Returns published over predicted seconds."""
+    """Returns the published seconds of a step, divided by the predicted ones."""
     return published_seconds(row) / predicted_seconds(row)
 
 

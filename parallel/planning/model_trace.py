@@ -289,7 +289,15 @@ def work(
 
 
 class _Product(NamedTuple):
-    """Executions of one matrix product."""
+    """All executions of one matrix product in a step of the traced rows.
+
+    Attributes:
+      flops: their FLOPs.
+      contracted: sizes of the contracted dimensions.
+      result_bytes: bytes of their results.
+      in_kernel: whether a kernel computes it.
+      in_loop: whether it is in a loop.
+    """
 
     flops: float
     contracted: tuple[int, ...]

@@ -42,7 +42,13 @@ class Refused(UserError):
 
 
 class Step(NamedTuple):
-    """The choices of a candidate besides its strategy."""
+    """The choices of a candidate besides its strategy.
+
+    Attributes:
+      remat: the rematerialization policy; None if the model offers no choice.
+      batch_size: rows of a global batch.
+      accum_steps: microbatches of a step.
+    """
 
     remat: str | None
     batch_size: int
@@ -134,14 +140,14 @@ class ShardedState:
         return max((self.padding_of(leaf, of) for leaf, of in self.params), default=1.0)
 
     def padding_of(self, leaf: Any, of: Axes) -> float:
-        """Returns the padding of a stack's parameter; 1 for all others."""
+        """Returns `padding` for one parameter, which is above 1 only for stacks of layers in a pipeline."""
         schedule = self.tables.pipeline
         if schedule is None or of.names[:1] != ("layers",):
             return 1.0
         return schedules.padded(leaf.shape[0], schedule.layer_unit(self.shape["stage"])) / leaf.shape[0]
 
     def degree(self, axes: Iterable[str]) -> int:
-        """Returns the number of chips in a group over mesh axes."""
+        """Returns the number of devices in a group over these mesh axes."""
         return math.prod(self.shape[axis] for axis in axes)
 
     def shards(self, names: Sequence[str | None], table: Rules, *, without: Sequence[str] = ()) -> int:

@@ -393,8 +393,13 @@ Apart = Mapping[str, Difference]  # by part of the trajectory
 class StrategyRow(NamedTuple):
     """The differences between one strategy and one device, with one process and with several.
 
-    `played` has the differences by number of processes. If the strategy does not fit the model, `refused` is the reason
-    and there are no differences.
+    Attributes:
+      name: name of the example.
+      slice: name of its slice.
+      float32, bfloat16: differences in one process, by dtype of computation; bfloat16 is None if it was not compared.
+      played: differences in float32 with several processes, by their number.
+      refused: why the strategy does not fit the model, so that there are no differences; "" if it fits.
+      mesh: the degrees as text.
     """
 
     name: str

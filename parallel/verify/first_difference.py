@@ -133,7 +133,7 @@ def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[f
 
 
 def given(ours: Recording, theirs: Recording) -> dict[str, list[Compared]]:
-    """Returns the inputs of the runs (`data`, `start`) that are not bitwise equal."""
+    """Returns the inputs of the runs that are not bitwise equal, by phase: `data` and `start`."""
     rows = [row for row in compare(ours, theirs) if row.ulp > 0]
     return {phase: [row for row in rows if row.phase == phase] for phase in (DATA, START)}
 
@@ -202,7 +202,7 @@ def run(
 
 
 def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
-    """Returns the batches of a recording; checks that their names and shapes fit the run."""
+    """Returns the batches of a recording. Raises UserError if they lack a field of `own`, or a shape differs."""
     found = {name: recording.get(key(1, DATA, "batch", name)) for name in own[0]}
     theirs = {name: None if array is None else array.shape for name, array in found.items()}
     if wrong := {name: array.shape for name, array in own[0].items() if theirs[name] != array.shape}:

@@ -103,7 +103,7 @@ class _Forward:
         self._jitted = jax.jit(lambda state, batch: residuals(program, state.params, state, batch))
 
     def __call__(self, state: TrainState, batch: Any) -> dict[tuple[str, str], np.ndarray]:
-        """Returns arrays by (place, tensor); no residuals if the model's stack runs inside another transformation."""
+        """Returns arrays by (place, tensor); none if the model's layer stack runs inside another transformation."""
         with self._program.partitioner.tracing():
             try:
                 seen, logits = self._jitted(state, batch)

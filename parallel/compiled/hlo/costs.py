@@ -39,7 +39,14 @@ _PRICED = frozenset(
 
 
 class Kernel(NamedTuple):
-    """A Mosaic kernel, which has no estimate; shapes are those on one chip, such as `bf16[2,2048]`."""
+    """A Mosaic kernel, which has no estimate.
+
+    Attributes:
+      name: name of the instruction.
+      op_name: its source operation.
+      operands, results: dtypes and shapes on one chip, such as `bf16[2,2048]`.
+      times: executions in a step.
+    """
 
     name: str
     op_name: str
@@ -70,7 +77,7 @@ class Costs(NamedTuple):
 
     @property
     def total_cycles(self) -> int:
-        """The sum of all estimates."""
+        """The sum of all estimates, in cycles."""
         return sum(self.cycles.values())
 
 

@@ -12,7 +12,11 @@ AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
 
 
 class Messages:
-    """The captured text, set when `compiler_messages` ends."""
+    """What `compiler_messages` captures.
+
+    Attributes:
+      text: the compiler's output; empty until the context ends.
+    """
 
     text = ""
 

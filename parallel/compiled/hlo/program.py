@@ -22,14 +22,19 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class Array(NamedTuple):
-    """Shape and dtype of an array on one chip."""
+    """Shape and dtype of an array on one chip.
+
+    Attributes:
+      dtype: as HLO names it, such as `bf16`.
+      dims: the shape.
+    """
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Size without padding."""
+        """Size in bytes, without padding."""
         return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
 
     def __str__(self) -> str:

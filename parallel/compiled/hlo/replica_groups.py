@@ -35,6 +35,9 @@ def device_groups(at: Instruction, chips: int) -> list[list[int]]:
     Args:
       at: the collective.
       chips: the number of chips, all of which are one group if the instruction names no groups.
+
+    Raises:
+      RuntimeError: the groups are in an unknown notation.
     """
     if re.search(_PAIRS, at.attributes):
         return _joined(pairs(at))
@@ -81,7 +84,10 @@ def _mesh_groups(text: str) -> list[list[int]]:
 
 
 def _split_axes(sizes: Mapping[str, int], over: Sequence[tuple[str, str, str]]) -> tuple[list[int], list[int]]:
-    """Returns the mesh dimensions with partly used axes split: `b:(2)2` of b=8 is the middle of 2 x 2 x 2."""
+    """Returns the mesh's dimensions, with partly used axes split, and the indices of those that vary in a group.
+
+    `b:(2)2` of b=8 is the middle of 2 x 2 x 2.
+    """
     splits, varying = [], []
     for name, size in sizes.items():
         cut = 1

@@ -98,7 +98,7 @@ class TripCounts:
         return self.step(loop, element) == 0
 
     def _invariant(self, loop: Instruction, scope: Scope, value: Value) -> Value | None:
-        """Returns the initial value of an element that the loop does not change."""
+        """Returns the initial value of an element that the loop does not change; None if it changes it."""
         if value.element is None or not self._is_constant_state(loop, value.element):
             return None
         before = self._element(scope, loop.operands[0], value.element)
@@ -169,7 +169,10 @@ def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | N
 
 
 def _count(start: int, limit: int, step: int, direction: str) -> int | None:
-    """Returns the iterations until `start + k * step` no longer satisfies the comparison with `limit`."""
+    """Returns for how many k, from 0, `start + k * step` satisfies the comparison with `limit`; None if without end.
+
+    It is also None for comparisons other than LT, LE, GT, GE and NE.
+    """
     if direction in ("LE", "GE"):
         limit, direction = limit + (1 if direction == "LE" else -1), {"LE": "LT", "GE": "GT"}[direction]
     if direction == "NE":
