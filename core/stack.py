@@ -69,8 +69,7 @@ class Outputs(NamedTuple):
     """The outputs of one layer, or of a whole stack, besides the residual stream x.
 
     Attributes:
-      summed: tree of sums over rows, [...], float32; for a stack, also summed over layers. None in place of stacked
-          outputs.
+      summed: tree of sums over rows, [...], float32; for a stack, also over layers. None in place of stacked outputs.
       stacked: tree of arrays [...]; for a stack, [L, ...]. None in place of summed outputs.
     """
 
@@ -573,10 +572,7 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
 def _trace(
     fn: Callable, layer: Layer, x: Stream, side: Side, kinds: Sequence[Kind]
 ) -> tuple[list[ClosedJaxpr], Outputs]:
-    """Traces one layer of each kind; returns the traces, and the shapes of one layer's outputs.
-
-    Raises UserError for a block that a runner could not split or repeat.
-    """
+    """Returns traces of one layer of each kind, and shapes of its outputs; refuses blocks that cannot be split."""
     traced, results = [], []
     for kind in dict.fromkeys(kinds):
         one, (after, out) = jax.make_jaxpr(lambda *args, k=kind: fn(*args, k), return_shape=True)(layer, x, side)

@@ -40,7 +40,7 @@ class LayerMap:
 
     Attributes:
       layers: by path of each mapped parameter: for each of its layers, the layer of the source, or None to initialize
-          it.
+        it.
       depths: by path of each mapped parameter: its number of layers in the source.
       notes: a line for each pattern, which lists the layers that are copied, initialized, and not read.
     """

@@ -80,7 +80,7 @@ def initialize(
     watch: Limits | None = None,
     before_devices: Callable[[Cluster], None] = lambda cluster: None,
 ) -> Cluster:
-    """Connects this process to the others, before any device is initialized. A second identical call does nothing.
+    """Joins the other hosts before any device is initialized; returns the cluster, as does a second identical call.
 
     Args:
       coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster (a TPU slice).
@@ -94,9 +94,6 @@ def initialize(
       watch: time limits for the monitoring between hosts (`core.hosts.heartbeat`); None: no monitoring.
       before_devices: called once all hosts are connected and have equal descriptions, before JAX's runtime starts and
         any device is initialized; an exception in it ends the start.
-
-    Returns:
-      The cluster that this process has joined.
 
     Raises:
       UserError: the arguments contradict one another, no cluster was detected, a second call differs from the first,

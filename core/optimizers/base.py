@@ -49,7 +49,7 @@ class Optimizer:
         transformation knows it.
       live: kinds of trained parameters that are not averaged over steps.
       averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average; None
-          if the rule does not average.
+        if the rule does not average.
       specs: specs of the parameters that it is bound to; None before `bound`.
     """
 

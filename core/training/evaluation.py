@@ -31,7 +31,7 @@ class FirstBatches:
 
     Attributes:
       share: share of the data that was read, up to 1.0 if no batch remains; None before all batches were read, and if
-          it is not known.
+        it is not known.
     """
 
     def __init__(self, batches: HostBatches, most: int | None):
