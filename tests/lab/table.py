@@ -10,7 +10,10 @@ from tests.lab.harness import Outcome
 
 README = WORKSPACE / "docs" / "results" / "failures.md"
 BEGIN, END = "<!-- failures: written by tests/run.sh lab failures --write -->", "<!-- end of failures -->"
-CAPTION = "CPU and gloo; ICI hangs, VM loss and real IAM not exercised"
+CAPTION = (
+    "Hosts were CPU processes that communicate by gloo. Hangs of TPU links, lost VMs and real cloud permissions were "
+    "not tested"
+)
 _LONGEST = 110
 
 

@@ -61,7 +61,7 @@ def test_the_table_has_a_row_for_each_and_is_kept_between_its_marks(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     made = table.markdown([ENDED], Flips(198, 2, ()))
-    assert made.startswith("CPU and gloo; ICI hangs, VM loss and real IAM not exercised")
+    assert made.startswith("Hosts were CPU processes that communicate by gloo. Hangs of TPU links")
     assert "| a host leaves | 2.0 | 15, 137 | host 2 left / its loop | 3 | 8.1 | yes |" in made
     assert "200 times | – | – | 198 refused, 2 without effect, 0 neither | – | – | yes |" in made
     table.keep(made, whole=True, readme=readme)
