@@ -1,9 +1,10 @@
-"""Multiplies consecutive groups of rows, each with its own matrix, by XLA or by a TPU kernel.
+"""Multiplies consecutive groups of rows, each with its own matrix, by XLA, by a TPU kernel or by a loop on CPUs.
 
 S rows, E groups, D and F the dimensions of a matrix.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from core.platforms import by_platform
 
 _TILES = (512, 256, 128)  # candidates for the rows of a kernel's tile; the first that divides is used
+_MOST_ROWS = 64  # of a block on CPUs
 _WIDTH_BYTES = 2048  # the largest other dimensions of a tile; wider tiles exceed v4's vector memory
 
 
@@ -19,7 +21,8 @@ def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.
     """Multiplies consecutive groups of rows, each with its own matrix.
 
     On TPUs it uses the kernel `megablox` that comes with JAX. XLA would compile the gradient of the matrices to one
-    masked product over all rows per matrix, which is E times as much work.
+    masked product over all rows per matrix, which is E times as much work. On CPUs XLA also compiles the product itself
+    so; `by_blocks` replaces it where no gradient is computed, as in generation.
 
     Args:
       x: [S, D].
@@ -29,7 +32,45 @@ def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.
     Returns:
       [S, F]; rows that belong to no group have undefined values.
     """
-    return by_platform(x, matrices, sizes, tpu=by_kernel, default=jax.lax.ragged_dot)
+    return by_platform(x, matrices, sizes, tpu=by_kernel, cpu=by_blocks, default=jax.lax.ragged_dot)
+
+
+@jax.custom_vjp
+def by_blocks(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Computes `grouped_product` in a loop over blocks of rows, each of one group; reads no matrix of an empty group.
+
+    A block has about as many rows as a group on average. Its rows after the end of its group are computed with the
+    wrong matrix; the next block replaces them. Where a gradient is computed, it is `jax.lax.ragged_dot`.
+
+    Args:
+      x, matrices, sizes: as in `grouped_product`.
+    """
+    average = max(len(x) // len(matrices), 1)
+    rows = min(1 << average.bit_length() - 1, _MOST_ROWS)
+    blocks = -(-sizes // rows)
+    ends = jnp.cumsum(blocks)  # [E], number of the block after those of each group
+    first_rows = jnp.cumsum(sizes) - sizes
+    padded = jnp.pad(x, ((0, rows - 1), (0, 0)))
+
+    def add_block(i: jax.Array, y: jax.Array) -> jax.Array:
+        group = jnp.sum(ends <= i)
+        at = first_rows[group] + (i - ends[group] + blocks[group]) * rows
+        of_block = jax.lax.dynamic_slice_in_dim(padded, at, rows)
+        product = of_block @ jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+        return jax.lax.dynamic_update_slice_in_dim(y, product, at, axis=0)
+
+    y = jax.lax.fori_loop(0, ends[-1], add_block, jnp.zeros((len(padded), matrices.shape[-1]), x.dtype))
+    return y[: len(x)]
+
+
+def _by_blocks_back(back: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    return *back(dy), None
+
+
+by_blocks.defvjp(
+    lambda x, matrices, sizes: jax.vjp(lambda x, matrices: jax.lax.ragged_dot(x, matrices, sizes), x, matrices),
+    _by_blocks_back,
+)
 
 
 def by_kernel(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:

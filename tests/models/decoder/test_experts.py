@@ -270,6 +270,35 @@ def test_the_kernel_equals_the_product_of_groups_with_its_gradients():
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [1, 0, 2, 0, 0, 1],  # a row at a time
+        [0, 50, 3, 0, 17, 9],  # in blocks of eight, most of them with rows of the next group
+        [0, 0, 0, 0, 0, 700],  # all of one group
+        [0, 0, 0, 0, 0, 0],
+    ],
+)
+@pytest.mark.parametrize("others", [1, 5])  # rows of no group
+def test_blocks_on_cpus_equal_the_product_of_groups_and_leave_its_gradients(sizes, others):
+    rng = np.random.default_rng(2)
+    count = sum(sizes)
+    rows = count + others
+    x, matrices, dy = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows, 16), (6, 16, 24), (rows, 24))
+    )
+    dy = dy.at[count:].set(0.0)
+
+    def of(product):
+        y = jax.jit(product)(x, matrices, jnp.asarray(sizes))
+        back = jax.vjp(lambda x, matrices: product(x, matrices, jnp.asarray(sizes)), x, matrices)[1]
+        return y[:count], back(dy)
+
+    ours, theirs = of(grouped_products.by_blocks), of(jax.lax.ragged_dot)
+    np.testing.assert_allclose(ours[0], theirs[0], atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
+
+
 @pytest.mark.slow  # compiles for half a minute
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rows", [2048, 1100])
