@@ -144,6 +144,9 @@ class Heads(Part):
     matrices = ("query", "key", "value", "output")
     sinks = False  # whether there are sinks
 
+    def adaptable_matrices(self) -> tuple[str, ...]:
+        return tuple(name for name in self.matrices if not (self.values_are_keys and name == "value"))
+
     def with_same_parameters(self) -> Self:
         return dataclasses.replace(self, scale=None, softcap=None, value_norm=False)
 

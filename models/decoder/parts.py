@@ -169,6 +169,10 @@ class Part:
     def check(self, decoder: Decoder) -> None:
         """Checks the decoder's fields that concern the part. Raises UserError."""
 
+    def adaptable_matrices(self) -> tuple[str, ...]:
+        """Returns those of `matrices` that it has with its settings."""
+        return self.matrices
+
     def with_same_parameters(self) -> Part:
         """Returns the part with settings on which its parameters do not depend set to their defaults.
 
@@ -236,7 +240,7 @@ def adaptable(decoder: Decoder) -> tuple[str, ...]:
     without = {name for part in parts for name in part.without_adapters}
     if not decoder.gated:
         without.add("gate")
-    return tuple(dict.fromkeys(name for part in parts for name in part.matrices if name not in without))
+    return tuple(dict.fromkeys(name for part in parts for name in part.adaptable_matrices() if name not in without))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from core.errors import UserError
 from models import lora
 from models.agreement_subjects import random_batches
 from models.decoder.experts import Experts
-from models.decoder.layers import Matrices
+from models.decoder.layers import Attention, Matrices
 from models.decoder.parts import Part, Result
 from models.decoder.published import family_tensors
 from models.decoder.transformer import Transformer, preset
@@ -235,6 +235,14 @@ def test_models_that_cannot_have_adapters_are_refused():
     plain = dataclasses.replace(BASE, gated=False)
     with pytest.raises(UserError, match=r"no matrix 'gate'; expected some of \('query', .*'output', 'up', 'down'\)"):
         lora.adapted(model=plain)
+    keys, both = (
+        Attention(values_are_keys=True),
+        r"no matrix 'value'; expected some of \('query', 'key', 'output', 'gate'",
+    )
+    with pytest.raises(UserError, match=both):
+        lora.adapted(model=dataclasses.replace(BASE, mixer=keys))
+    some = dataclasses.replace(BASE, mixer=(keys, Attention()))
+    assert "value" in lora.adapted(model=some).lora.targets
     gpt2 = preset("gpt2", num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, mlp_dim=24)
     adapted = lora.adapted(model=gpt2, targets=("query",))
     with pytest.raises(UserError, match="give --merge"):

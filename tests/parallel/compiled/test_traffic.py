@@ -9,7 +9,7 @@ import re
 import pytest
 
 from core import logical, optimizers, slices
-from models.decoder import experts, transformer
+from models.decoder import experts, layers, transformer
 from parallel import partitioner, strategies, strategy
 from parallel.compiled import analysis, compiling, traffic
 from parallel.compiled.hlo import costs, dataflow, executions, program, replica_groups
@@ -443,6 +443,20 @@ def test_signature(name, compiled_for_a_slice):
     assert signature(found) == SIGNATURES[name]
     large = [c for c in found if c.payload_bytes >= LARGE_BYTES]
     assert {" ".join(c.axes) for c in large if c.network == "DCN"} == BETWEEN_SLICES.get(name, set())
+
+
+@pytest.mark.slow  # tests/parallel/verify has quick tests of decoders
+@pytest.mark.compiled("v4-32")
+def test_heads_of_two_sizes_are_sharded_as_those_of_one_size():
+    """Layers with windows alternate with layers of wider heads, whose values are their keys."""
+    mixers = layers.Attention(window=32), layers.Attention(head_dim=64, num_kv_heads=8, values_are_keys=True)
+    example = EXAMPLES["fsdp_tensor"]
+    found = analyze(example.strategy, example.slice, model=dataclasses.replace(MODEL, mixer=mixers))
+    assert signature(found.collectives) == SIGNATURES["fsdp_tensor"]
+    whole = MODEL.embed_dim * 8 * 64 * 2  # the query matrix of the wider heads, in bfloat16
+    gathers = [c.payload_bytes for c in found.collectives if c.kind == "all-gather" and c.axes == ("fsdp",)]
+    assert whole // 4 in gathers  # each chip has the heads of its part of `tensor`
+    assert max(gathers) < whole
 
 
 @pytest.mark.slow  # tests/parallel/verify/test_experts_agree.py is quick
