@@ -33,7 +33,7 @@ def install(extra: str) -> str:
 
 
 def flags() -> list[str]:
-    """Returns the arguments of `launch/setup.sh` that install this environment's extras, except `dev`, on a host."""
+    """Returns the arguments of `launch/setup.sh` that install this environment's extras elsewhere, except `dev`."""
     kept = Path(sys.prefix, "renga.extras")
     chosen = kept.read_text().split() if kept.exists() else []
     return [word for extra in chosen if extra != "dev" for word in ("--extra", extra)]

@@ -58,7 +58,10 @@ def source_of(equation: JaxprEqn) -> str:
 
 
 def run_equation(equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation of a trace on values, and returns its results, with the equation's source line and names."""
+    """Runs one equation of a trace on values; returns its results.
+
+    The operations keep the source line and the name stack of the equation.
+    """
     parameters = equation.primitive.get_bind_params(equation.params)
     name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     context = source_info_util.user_context(equation.source_info.traceback, name_stack=name_stack)

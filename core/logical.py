@@ -416,7 +416,12 @@ def _remember(name: str, spec: ParamSpec) -> None:
 
 
 class _Names(NamedTuple):
-    """Specs of the parameters of stock modules, by pattern, and the names of the enclosing functions."""
+    """The names that `named` gives.
+
+    Attributes:
+      table: the `ParamSpec` of each pattern over paths.
+      within: module names of the lifted functions around the one that is traced, outermost first.
+    """
 
     table: Mapping[str, ParamSpec]
     within: tuple[str, ...]

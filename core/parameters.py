@@ -219,7 +219,7 @@ def labeled(tree: Any) -> Callable[[Params], Any]:
 def by_layer(
     rule: optax.GradientTransformation, specs: Specs, *, in_turn: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies `rule` to each layer of a stack separately, as if its layers were separate parameters.
+    """Returns a transformation that applies `rule` to each layer of a stack as if it were a separate parameter.
 
     Args:
       rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimensions. Other
@@ -271,7 +271,7 @@ def _in_turn(update: Callable) -> Callable:
 
 
 def as_matrices(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformation:
-    """Applies `rule` with every matrix reshaped to [rows, columns]; for use within `by_layer`.
+    """Returns a transformation that applies `rule` to matrices reshaped to [rows, columns]; for use within `by_layer`.
 
     The state of the rule has the reshaped form. Other parameters keep their shape.
     """

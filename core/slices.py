@@ -312,7 +312,9 @@ SLICES: Mapping[str, Slice] = _slices()
 
 
 def get(name: str) -> Slice:
-    """Returns the slice called `name`; `v5litepod-16` is an alias of `v5e-16`, `2xv4-32` is two slices in one job.
+    """Returns the slice called `name`, such as `v5e-16` or `h100:8`.
+
+    `v5litepod-16` is an alias of `v5e-16`, and `2xv4-32` is two slices in one job.
 
     Raises:
       UserError: there is no such slice; names the nearest.

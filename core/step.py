@@ -85,7 +85,7 @@ def create(model: Model, optimizer: Optimizer, params: Params, batch: Batch) -> 
 
 
 def sum_gradients(grad: Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
-    """Adds gradients and sums over `accum_steps` microbatches, one after the other.
+    """Runs `accum_steps` microbatches one after the other; returns the sums of their gradients and of their outputs.
 
     Args:
       grad: `grad(params, microbatch)` returns gradients and sums.
@@ -208,7 +208,10 @@ def _statistics(
 
 
 def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-    """Keeps the previous state, apart from the step, if the loss or the gradient norm is not finite."""
+    """Returns `after` and the metrics with `skipped_updates`, 0 or 1.
+
+    If the loss or the gradient norm is not finite, the state is `before` with the step counted.
+    """
     loss, norm = metrics["loss"], metrics["gradient_norm"]
     assert isinstance(loss, jax.Array)
     assert isinstance(norm, jax.Array)

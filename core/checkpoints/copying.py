@@ -121,7 +121,7 @@ def _identity(folder: paths.Path) -> str:
 def fetch_newest(run_dir: str, place: str) -> int | None:
     """Copies the newest step from `place` to the run directory; returns its number.
 
-    Returns None, and copies nothing, if the run directory has this step or a newer one.
+    Returns None, and copies nothing, if the run directory has this step or a newer one. Raises as `copy_step`.
     """
     own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
     newest = max(steps.complete(there), default=0)
@@ -147,7 +147,10 @@ class Copying:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for the copy in progress, then copies the newest step if it was not copied yet."""
+        """Waits for the copy in progress, then copies the newest step if it was not copied yet.
+
+        If that fails several times, prints a warning.
+        """
         self._ended.set()
         self._thread.join()
         if not any(self._bookkeeping.attempt(self.copy_newest) for _ in range(_LAST_ATTEMPTS)):
@@ -159,7 +162,10 @@ class Copying:
             pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
 
     def copy_newest(self) -> None:
-        """Copies the newest step unless it was copied, and removes copies that are no longer kept."""
+        """Copies the newest step unless it was copied, and removes copies that are no longer kept.
+
+        Raises as `copy_step`.
+        """
         newest = max(steps.complete(self._source), default=None)
         if newest is None or newest in (there := steps.complete(self._target)):
             return

@@ -52,7 +52,7 @@ class ImageProcessor:
       crop: rows and columns that are cut out of the center after resizing; None: nothing is cut off.
       frame: edge in pixels of the square frames of a processor that can split images; None: it has no frames.
       splits: whether an image larger than a frame is split into frames; otherwise it is resized to one frame.
-      resample: the filter, a number of Pillow.
+      resample: the filter for resizing, by Pillow's number, 0 to 5.
       mean, std: three numbers, one per color; a model reads (pixel / 255 - mean) / std.
     """
 
@@ -75,7 +75,7 @@ class ImageProcessor:
 
 
 def read(folder: paths.Path, usual: str) -> ImageProcessor:
-    """Reads the image processor of a folder.
+    """Reads how the processor of a published model prepares images.
 
     Args:
       folder: with the small files of a published model.

@@ -35,7 +35,7 @@ class Matrices(NamedTuple):
 
     Attributes:
       blocks: pairs of 4-bit numbers, [E, R, C / 32, 16] uint8.
-      scales: exponents, one for 32 numbers, [E, R, C / 32] uint8.
+      scales: exponents plus 127, one for 32 numbers, [E, R, C / 32] uint8; 255 for NaN.
     """
 
     blocks: Tensor

@@ -36,7 +36,13 @@ _CHECKED = 2**22  # numbers that are checked at a time
 
 
 class _Parameter(NamedTuple):
-    """Where a parameter of the model is read from, and the length of each of its axes within one tensor."""
+    """Where a parameter of the model is read from.
+
+    Attributes:
+      source: the tensor, or the pattern of tensor names, that contains it.
+      stacked: numbers of tensors along its leading axes: (layers,), (layers, experts) or ().
+      sizes: length of each of its other axes within one tensor.
+    """
 
     source: Source
     stacked: tuple[int, ...]  # number of tensors along the leading axes: (layers,), (layers, experts) or ()
@@ -363,7 +369,7 @@ def tensors_of(
     """Yields the names and tensors of a model one after the other, in the layout of published folders.
 
     Args:
-      read: returns the parameter with a path, or only its layer with the given number.
+      read: `read(path, layer)` returns a parameter, or only this layer of it unless `layer` is None.
       shapes, specs: shapes and specs of the parameters.
       sources: source of each parameter, by path, with complete tensor names.
       limits: as in `PublishedFolder`.

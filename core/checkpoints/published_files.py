@@ -123,7 +123,7 @@ def weights(text: str) -> paths.Path:
 
 
 def without_safetensors(names: Collection[str]) -> str:
-    """Returns why a folder with these files is refused: it has no safetensors."""
+    """Returns, for an error message, what a folder has in place of safetensors, given the names of its files."""
     if pickles := sorted(name for name in names if name.endswith(_PICKLES)):
         return (
             f"the weights are torch pickles ({', '.join(pickles)}), which can run any code when they are read, and are "
@@ -133,7 +133,7 @@ def without_safetensors(names: Collection[str]) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Returns the names of all files of a model on the hub."""
+    """Returns the names of all files of a model on the hub. Raises UserError if they cannot be listed."""
     import huggingface_hub
 
     name, revision = _name_and_revision(text)
@@ -147,8 +147,8 @@ def is_published(text: str) -> bool:
     """Returns whether a text names the folder of a published model.
 
     Raises:
-      UserError: there is no `config.json`, although the folder has weights or a tokenizer or is on the hub; or as
-        `small_files`.
+      UserError: there is no `config.json`, although the folder has weights or a tokenizer or is on the hub; or
+        `small_files` raises it.
     """
     folder = small_files(text)
     if (folder / CONFIG).exists():
@@ -194,7 +194,7 @@ def keep_copies(run_dir: str) -> None:
 
 
 def use_copies(run_dir: str | None) -> None:
-    """From now on, reads small files from the copies of a run if it has a checkpoint; None: from the folders.
+    """From now on, small files are read from the copies of a run if it has a checkpoint; None: from their own folders.
 
     Forgets which folders this process has used before.
     """

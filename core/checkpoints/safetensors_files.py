@@ -109,7 +109,8 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
 def _indexed(folder: paths.Path) -> dict[str, Tensor]:
     """Returns the tensors of the files that an index names.
 
-    If several files have a tensor, it is the one from the file that the index gives for it.
+    If several files have a tensor, it is the one from the file that the index gives for it. Raises UserError if the
+    index or a file is malformed, or if a file or tensor that the index names is missing.
     """
     try:
         weight_map = foreign_json.load_object((folder / INDEX).read_bytes(), {"weight_map": dict})["weight_map"]

@@ -97,7 +97,10 @@ def _is_folder_of_steps(folder: paths.Path) -> bool:
 
 
 def folders_of(run: str) -> list[paths.Path]:
-    """Returns the folder of a run's checkpoints and, if it has one, the folder of steps with parameters alone."""
+    """Returns the folder of a run's checkpoints and, if it has one, the folder of steps with parameters alone.
+
+    Raises UserError if the run has no checkpoints.
+    """
     folder = folder_of(run)
     beside = folder.parent / PARAMS_FOLDER
     return [folder, beside] if beside != folder and beside.exists() else [folder]
@@ -131,7 +134,12 @@ def find(text: str) -> paths.Path:
 
 
 class Best(NamedTuple):
-    """The best step of a folder, and the metric by which it is the best, with its value: `validation/loss 1.2345`."""
+    """The best step of a folder.
+
+    Attributes:
+      step: its number.
+      value: the metric by which it is the best, and the metric's value: `validation/loss 1.2345`.
+    """
 
     step: int
     value: str
@@ -198,7 +206,7 @@ def select_together(run_dir: str, *, step: int | None, every: bool) -> list[int]
 
 
 def clear(directory: paths.Path) -> None:
-    """Removes what interrupted saves left, and renames other folders of steps that cannot be restored."""
+    """Removes what interrupted saves left, and renames other folders of steps that lack parts to `incomplete-…`."""
     for left in list(leftovers(directory)):
         if left.what == "unfinished":
             left.folder.rmtree()

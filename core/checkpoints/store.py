@@ -283,7 +283,7 @@ class Checkpoints:
         return self._origin.open_source(left_out)
 
     def _limit_seconds(self, host_bytes: int) -> float:
-        """Returns the time limit of a save or a restore."""
+        """Returns the time limit of a save or a restore, in seconds."""
         return self._timeout_seconds or limit_seconds(host_bytes)
 
     def _read(self, step: int, read: Callable[[], Any]) -> tuple[Any, str]:
@@ -375,7 +375,7 @@ class Checkpoints:
 
 
 def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) -> None:
-    """Waits until a step is complete, and removes the steps that are not kept."""
+    """Waits until a step is complete; then host 0 removes the steps that are no longer kept."""
     finish()
     if not distributed.is_host_zero():
         return

@@ -124,13 +124,13 @@ class Source:
 
 
 def _block(token: str) -> tuple[int, int] | None:
-    """Parses `0/3`, the first of three blocks; None for the name of an axis."""
+    """Parses `0/3`, the first of three blocks, as (0, 3); returns None for the name of an axis."""
     number, slash, count = token.partition("/")
     return (int(number), int(count)) if slash else None
 
 
 def _axis(token: str) -> tuple[int, str, int]:
-    """Parses `4+heads+2`, an axis between entries of others: their number before it, its name, and the number after."""
+    """Parses `4+heads+2`, an axis with entries of other parameters before and after it, as (4, "heads", 2)."""
     found = _AXIS.fullmatch(token)
     assert found is not None, token
     return int(found[1] or 0), found[2], int(found[3] or 0)

@@ -225,7 +225,10 @@ class SavedParameters(ParameterSource):
         return next(iter(reading.shape_of(self._content[path][0])), None) if self.has(path) else None
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
-        """Compares the metadata of the step, which also has the parameters that the step leaves out."""
+        """Returns the differences between the step and a model.
+
+        They are found in the step's metadata, which describes the parameters that the step leaves out, too.
+        """
         del specs
         wanted = _by_path(shapes)
         kinds = {path: _read_as(kind, wanted.get(path)) for path, (kind, _) in self._content.items()}
@@ -251,7 +254,7 @@ class SavedParameters(ParameterSource):
             require_left_out(self._source, self._described, absent)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """Reads the parameters; those of a floating-point dtype are converted to the dtype of `abstract`.
+        """Reads the parameters; returns a tree like `abstract`, with floating-point numbers in its dtypes.
 
         Raises:
           UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved; lists
@@ -288,7 +291,7 @@ class SavedParameters(ParameterSource):
             raise steps.DamagedError(f"{len(wrong)} of {len(same)} arrays differ from what was saved: {listed}")
 
     def _absent(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, tuple[Any, ParamSpec]]:
-        """Selects the parameters that the step leaves out; returns them by name, in the dtype of the run."""
+        """Returns the wanted parameters that the step leaves out, by name, with shardings, saved dtypes and specs."""
         names = {path: _PREFIX + self._stored[path] for path in wanted if path in self._stored}
         absent = {path: name for path, name in names.items() if name not in self._described.saved}
         saved_as = {path: jnp.dtype(self._content[path][0].partition("[")[0]) for path in absent}
@@ -302,7 +305,7 @@ class SavedParameters(ParameterSource):
         return self._open_source(self._described.left_out)
 
     def _read_left_out(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, Any]:
-        """Reads the wanted parameters that the step leaves out, and converts them."""
+        """Reads the wanted parameters that the step leaves out; returns them by path, in the wanted dtypes."""
         if not (asked := self._absent(wanted, specs)):
             return {}
         found = read_left_out(self._source, self._described, asked)

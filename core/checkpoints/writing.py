@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 
 
 class WriteFailedError(RuntimeError):
-    """A host could not write its part.
+    """A save failed: a host could not write its part, or the time limit was exceeded.
 
     Attributes:
       says_all: its message contains the cause, so no traceback is printed.
@@ -69,7 +69,7 @@ class TooSlowError(TimeoutError):
 
 
 def limit_seconds(host_bytes: int) -> float:
-    """Returns the default time limit of a save, from its bytes per host.
+    """Returns the default time limit of a save in seconds, from its bytes per host.
 
     `Writing` enforces the limit and reports it with the activity, so that the watchdog waits as long.
     """

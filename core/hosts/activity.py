@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
     Attributes:
       step: number of the current step; 0 before the first.
-      activity: one of the constants above.
+      activity: one of the constants of this module, such as TRAINING.
       seconds: time since the activity began.
       limit_seconds: time limit that the work itself enforces; 0 if it has none.
       part: part of the activity, such as `batch 3 of 8`; empty if it has none. `seconds` restart with each part.

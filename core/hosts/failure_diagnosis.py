@@ -74,8 +74,9 @@ class Seen:
       name: `host 2 (10.0.0.4)`.
       place: the step and activity that it last reported.
       heard_seconds: time since its last message.
-      raised: the exception that ends it, and the time of its report.
-      left: if the process reported its exit: the exit code (0: done), the reason, and the time of the report.
+      raised: the exception that ends it, and the time of its report; None if it reported none.
+      left: the exit code that the process reported (0: done), the reason, and the time of the report; None if it
+        reported none.
       is_consequence: whether the loss of another host can have caused its exception.
       gone: whether its connection is closed.
     """
@@ -279,7 +280,7 @@ def behind(places: Mapping[int, Place]) -> list[int]:
 
 
 def _elsewhere(seen: Mapping[int, Seen], culprits: Sequence[int]) -> str:
-    """Describes where the other hosts are, if it differs."""
+    """Returns the end of a sentence: where the other hosts are; "" if they are at the culprits' place."""
     there = {str(seen[i].place) for i in culprits}
     others = {str(s.place) for i, s in seen.items() if i not in culprits} - there
     return f"; the others at {' and '.join(sorted(others)[:3])}" if others else ""

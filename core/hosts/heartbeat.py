@@ -258,7 +258,7 @@ class _Watch(threading.Thread):
                 self._end(Verdict(*verdict), shown)
 
     def _judged(self) -> Verdict | None:
-        """Returns host 0's verdict on all hosts; on the other hosts, the verdict on host 0."""
+        """Returns host 0's verdict on all hosts; on the other hosts, the verdict on host 0. None: the run goes on."""
         now, before = time.monotonic(), self._judged_at
         self._judged_at = now
         if now - before > self._limits.silent_seconds / 2:  # this process was suspended, not the others

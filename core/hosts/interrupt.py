@@ -119,7 +119,7 @@ class Interrupts:
             self._end(exit_codes.INTERRUPTED, "stopped by a second Ctrl-C")
 
     def _came(self, seconds: float | None) -> bool | None:
-        """Waits for SIGINT; returns False at the end of the context, and None after `seconds` without one."""
+        """Waits: returns True at SIGINT, False at the end of the context, None after `seconds` without either."""
         self._read.settimeout(seconds)
         while True:
             try:

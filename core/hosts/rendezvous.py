@@ -245,7 +245,14 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 class _Waiting(NamedTuple):
-    """A connection that has not said hello yet."""
+    """A connection that has not said hello yet.
+
+    Attributes:
+      connection: the connection.
+      address: the address that it comes from.
+      inbox: decodes what it sends.
+      until: when it is turned away, on the clock of `time.monotonic`.
+    """
 
     connection: socket.socket
     address: str

@@ -233,7 +233,10 @@ def _shared(
     clip_norm: float | None = 1.0,
     no_decay: Sequence[str] = ("norm", "bias"),
 ) -> Callable[[Rule], Optimizer]:
-    """Adds clipping, weight decay and the learning rate to a rule, for trained parameters."""
+    """Returns a function that makes an `Optimizer` of a rule.
+
+    It adds clipping, weight decay and the learning rate; frozen parameters are not changed.
+    """
 
     def around(rule: Rule) -> Optimizer:
         def complete(specs: Specs) -> optax.GradientTransformation:
@@ -266,7 +269,7 @@ def trained_of(specs: Specs) -> Any:
 
 
 def only_trainable(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformation:
-    """Applies `rule` to trained parameters; frozen ones get no update and no state."""
+    """Returns a transformation that applies `rule` to trained parameters; frozen ones get no update and no state."""
     labels = jax.tree.map(lambda spec: "trained" if spec.trainable else "frozen", specs)
     if "frozen" not in jax.tree.leaves(labels):
         return rule

@@ -119,7 +119,12 @@ def muon(
 
 
 class Atan2State(NamedTuple):
-    """The state of `adam_atan2`."""
+    """The state of `adam_atan2`.
+
+    Attributes:
+      count: [], int32, number of updates done.
+      mu, nu: first and second moments, trees like the parameters.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
     mu: Params  # first moments

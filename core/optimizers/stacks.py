@@ -64,7 +64,7 @@ class _Update(NamedTuple):
 
 
 def by_layer_where_needed(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """Applies `rule` to each layer separately if it would otherwise treat a stack in another way than its layers.
+    """Returns `rule`, applied to each layer separately if it would otherwise treat a stack unlike its layers.
 
     Its `init` raises UserError if that cannot be done because the rule combines parameters, and for
     `optax.contrib.muon` if the parameters with two dimensions are not the matrices.

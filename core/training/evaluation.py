@@ -73,7 +73,7 @@ class Program(Protocol):
         """Returns the loss and metric sums of one batch."""
 
     def answer_step(self, state: TrainState, batch: Batch) -> tuple[Mapping[str, WeightedSum], Mapping[str, Any]]:
-        """Returns the same sums, and the model's answers to every row."""
+        """Returns the sums of `eval_step`, and the model's answers to every row, `{name: [B, ...]}`."""
 
 
 class EvaluationPass:
