@@ -37,7 +37,11 @@ else:
 
 
 class WeightedSum(NamedTuple):
-    """A weighted sum and its weight, whose quotient is a mean; on the host, numpy scalars."""
+    """A weighted sum and its weight, whose quotient is a mean.
+
+    Attributes:
+      total, weight: [], float32; on the host, numpy scalars.
+    """
 
     total: jax.Array | np.floating  # [], float32
     weight: jax.Array | np.floating  # [], float32
@@ -47,10 +51,10 @@ class LossOutput(NamedTuple):
     """Sums over the rows of a batch.
 
     Attributes:
-      loss_sum: [], float32.
+      loss_sum: [], float32, the sum of the losses times their weights.
       weight_sum: [], float32, the sum of the weights by which losses are multiplied: the number of supervised items if
         all weights are 0 or 1.
-      metrics: further metrics to report, by name.
+      metrics: metrics to report besides the loss, by name.
       extras: inputs of the optimizer besides gradients: `{path of a table: rows that were used [N], int32}` for
         `core.optimizers.with_table`. Not summed over microbatches.
     """
@@ -210,7 +214,7 @@ class ExtendsCache(Protocol):
 class ExtendsLayers(Protocol):
     """A model with a cache whose `extend` is `before_layers`, `extend_layers` for successive layers, `after_layers`.
 
-    Its cache is a tuple: the states of all layers, then others.
+    Its cache is a tuple: the states of all layers, then others. `num_layers` counts all layers.
 
     Enables: short compilation of generation on a CPU, by programs of a few layers that equal layers share.
     """
@@ -302,7 +306,7 @@ class CountsFlops(Protocol):
 
 
 class HasVocabulary(Protocol):
-    """A model with a vocabulary, whose size is compared with the task's.
+    """A model with a vocabulary of `vocab_size` ids, which is compared with the size of the task's.
 
     Enables: the check that the model has a row for every id of the data; `--check smoke` before text is named.
     """
@@ -322,7 +326,7 @@ class CouplesRows(Protocol):
 
 
 class ChoosesDtype(Protocol):
-    """A dataclass with a field for its computation dtype.
+    """A dataclass with a field `dtype` for its computation dtype, such as `bfloat16`.
 
     Enables: `launch/run agreement` and `bisect` in float32; bytes of activations in plans.
     """
@@ -331,7 +335,7 @@ class ChoosesDtype(Protocol):
 
 
 class ChoosesRemat(Protocol):
-    """A dataclass with a field for its rematerialization policy.
+    """A dataclass with a field `remat` for its rematerialization policy, such as `full`.
 
     Enables: plans that try every policy.
     """
@@ -451,7 +455,11 @@ class OwnMetrics(Protocol):
     """The metrics that a task defines on a model's predictions and scores; values are of JSON types."""
 
     def questions(self) -> dict[str, Any]:
-        """Returns the questions that a model is asked. Raises UserError if they, or the metrics, cannot be read."""
+        """Returns what to ask a model: `eos_id`, and in `tasks` the `kinds` of outputs and the `pairs` of each task.
+
+        Raises:
+          UserError: the questions or the metrics cannot be read.
+        """
 
     def computed(self, outputs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Returns the metrics of a model's outputs, by task and name. Raises UserError if a metric fails."""

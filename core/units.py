@@ -13,12 +13,12 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def size(count: float, *, digits: int = 3) -> str:
-    """Returns a number of bytes in binary units: `45.6 MiB`."""
+    """Formats a number of bytes in binary units, to `digits` significant digits: `45.6 MiB`."""
     return _scaled(count, _BYTES, digits)
 
 
 def seconds(number: float, *, digits: int = 3) -> str:
-    """Returns seconds in the unit that suits them: `9.52 µs`, `1,230 s`."""
+    """Formats seconds in the unit that suits them, to `digits` significant digits: `9.52 µs`, `1,230 s`."""
     return _scaled(number, _SECONDS, digits)
 
 

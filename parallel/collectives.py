@@ -39,7 +39,13 @@ class Trip(NamedTuple):
 
 
 class _Collective(NamedTuple):
-    """A collective, what chip p must hold after it (rows x chunks), and the share of its array that a chip sends."""
+    """One collective.
+
+    Attributes:
+      run: runs it on the array of a chip.
+      expected: returns what chip p must hold after it, [rows, chunks].
+      sent: the bytes that a chip must send, as a multiple of the bytes that it begins with.
+    """
 
     run: Callable[[jax.Array], jax.Array]
     expected: Callable[[int], np.ndarray]

@@ -160,7 +160,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
     """Returns the chips of a slice as libtpu describes them to the compiler; no TPU is needed, and nothing can run.
 
     Raises:
-      UserError: the devices are not TPUs.
+      UserError: `slice` is not a TPU slice.
     """
     if not slice.is_tpu:
         raise UserError(f"{slice.name} is not a TPU slice; ahead-of-time compilation needs one")
@@ -178,7 +178,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that are unset, for the duration of the context, so that child processes do not inherit them."""
+    """Context in which environment variables have these values unless they were set before; then unsets them again."""
     added = {k: v for k, v in values.items() if k not in os.environ}
     os.environ.update(added)
     try:

@@ -151,7 +151,10 @@ class _Passes:
         self._one = jax.tree.map(lambda spec: P(*spec[1:]), stored, is_leaf=_is_spec)  # of one layer
 
     def forward(self, weights: Weights, x: Stream, fixed: Layer, side: Side, trained: Trained | None) -> tuple:
-        """Returns the output of the last layer, the sums, and what the backward pass needs; () without `trained`."""
+        """Returns the output of the last layer, the layers' summed outputs, and what the backward pass needs.
+
+        The last is () without `trained`.
+        """
         by_rows = P(self._rows)
 
         def local(weights: Weights, fixed: Layer, x: Stream, side: Side) -> tuple[Stream, Any, Any]:
@@ -230,7 +233,7 @@ class _Passes:
         return found
 
     def _summed(self, g: jax.Array, spec: P) -> jax.Array:
-        """Sums the gradients of all layers over the axes of rows that do not shard them."""
+        """Sums the gradients of all layers, [L, ...], over the axes of rows that do not shard them."""
         rest = set(self._rows) - {axis for entry in spec for axis in logical.mesh_axes(entry)}
         return jax.lax.psum(g, tuple(rest)) if rest else g
 

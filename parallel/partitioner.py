@@ -104,7 +104,11 @@ class Partitioner:
         return strategy.shardings(tree, self.mesh)
 
     def data_layout(self, batch_size: int) -> DataLayout:
-        """Returns the rows of a global batch that this host supplies."""
+        """Returns the rows of a global batch that this host supplies.
+
+        Raises:
+          UserError: the rows do not divide over the chips.
+        """
         rows = {"rows": Field((batch_size,), jnp.int32, ("batch",))}
         return mesh.data_layout(self.batch_shardings(rows)["rows"], batch_size)
 

@@ -232,6 +232,9 @@ def override(
         shards a declared axis, which the tables of the library replicate.
       param_rules: rows of the table of parameters alone; they take precedence over `rules`.
       activation_rules: rows of the table of activations alone; they take precedence over `rules`.
+
+    Raises:
+      UserError: the new tables are wrong; see `Strategy`.
     """
     both, state = dict(rules or {}), strategy.optimizer_rules
     return dataclasses.replace(
@@ -267,7 +270,11 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
 
 
 def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
-    """Returns the number of which a dimension with this logical axis must be a multiple, for all tables."""
+    """Returns the number of which a dimension with this logical axis must be a multiple, for all tables.
+
+    Raises:
+      UserError: the strategy does not fit the slice, as in `resolve`.
+    """
     shape = resolve(strategy, slice)
     rules = (strategy.param_rules, strategy.activation_rules, strategy.stored_optimizer_rules)
     pieces = math.lcm(*(logical.shards(logical.row(r, axis), shape) for r in rules))

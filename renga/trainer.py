@@ -185,7 +185,11 @@ class Trainer:
 
     @property
     def params(self) -> Params:
-        """The parameters of the newest checkpoint; averaged ones if the optimizer averages."""
+        """The parameters of the newest checkpoint; averaged ones if the optimizer averages.
+
+        Raises:
+          UserError: there is no checkpoint.
+        """
         return self.loaded().params
 
     def _on_devices(self, **changes: Any) -> Experiment:

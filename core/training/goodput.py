@@ -83,7 +83,7 @@ def share(sessions: Sequence[Session]) -> float:
 
 
 def _added(earlier: Session, later: Session) -> float:
-    """Returns the seconds that a start adds to those of the starts before it."""
+    """Returns the seconds that a start adds to the time since the run first started; idle time is left out."""
     set_back = later.seen < earlier.seen  # the machine's clock was set to an earlier time between them
     idle = earlier.finished and later.started > earlier.seen
     return later.seen - (later.started if set_back or idle else earlier.seen)
@@ -217,7 +217,7 @@ class Slowest(NamedTuple):
 
 
 def hbm_gib() -> dict[str, float]:
-    """Returns the peak memory of each chip of this host in GiB, by `chip_5`; empty if not measured (CPU)."""
+    """Returns the peak memory of each chip of this host in GiB, by names such as `chip_5`; empty on CPUs."""
     used = {f"chip_{d.id}": (d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()}
     return {name: count / GIB for name, count in used.items() if count is not None}
 
@@ -231,7 +231,7 @@ class HostMetrics:
     """
 
     def __init__(self, *, hbm: Callable[[], Mapping[str, float]] = hbm_gib):
-        """Takes `hbm()`, which returns GiB by chip."""
+        """Takes a function that returns the peak memory of this host's chips, as `hbm_gib` does."""
         self._hbm = hbm
         self._written: dict[str, float] = {}  # memory that was reported already, because it rarely changes
         self._latest: dict[int, Mapping[str, float]] = {}  # this host's last lines, by step

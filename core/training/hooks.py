@@ -108,7 +108,7 @@ class Meet(Hook):
     """
 
     def __init__(self, purposes: Mapping[str, Hook], *, timeout_seconds: float):
-        """Takes the hooks by what they do, such as `evaluation`, and how long to wait."""
+        """Takes the hooks to wait for, by what they do, such as `evaluation`, and how long to wait for other hosts."""
         self._purposes, self._timeout_seconds = purposes, timeout_seconds
         self._meetings = 0  # numbered, because a step may be repeated after a rollback
 
@@ -163,7 +163,7 @@ class Costs(Protocol):
         """Records a completed save."""
 
     def end(self) -> None:
-        """Reports the total."""
+        """Reports the total cost of the saves."""
 
 
 class Save(Hook):
@@ -286,7 +286,7 @@ class SaveParams(Hook):
         due: Callable[[int], bool],
         check: Callable[[], None] = lambda: None,
     ):
-        """Takes a run's `Checkpoints`, a function from a state to the parameters to save, and arguments of `Save`."""
+        """Takes `evaluated(state)`, which returns the parameters to save; other arguments are those of `Save`."""
         self._checkpoints, self._evaluated, self._meta = checkpoints, evaluated, meta
         self._due, self._check = due, check
 
@@ -423,7 +423,7 @@ class Skip(Hook):
     """Reports every skipped update, and ends the run after too many in a row."""
 
     def __init__(self, say: Say):
-        """Takes a function that is called for every skipped update."""
+        """Takes `say(step, metric, sentence)`, which is called for every skipped update."""
         self._say = say
         self._in_a_row = 0
 
@@ -447,7 +447,7 @@ class RollBack(Hook):
     """Makes the loop continue from the newest checkpoint, and ends the run after several times without progress."""
 
     def __init__(self, say: Say):
-        """Takes a function that is called for every rollback."""
+        """Takes `say(step, metric, sentence)`, which is called for every rollback."""
         self._say = say
         self._failed_at = 0
         self._in_vain = 0

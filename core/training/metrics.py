@@ -199,7 +199,7 @@ class JsonLines:
     """Writes one JSON object per line: `{"step": 3, "time_seconds": …, "loss": …}`; NaN becomes the string "nan"."""
 
     def __init__(self, path: paths.Path):
-        """Appends to `path`."""
+        """Opens `path`, local or in a bucket, to append to it."""
         self._mirror = Mirror(path.parent, fetch=path.name)
         self._file = Appender(self._mirror.folder / path.name)
         self._closed = False
@@ -351,7 +351,7 @@ class RunMetrics:
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Returns (step, value) pairs of a metric."""
+        """Returns the (step, value) pairs of a metric; empty if it was never recorded."""
         return [(step, values[name]) for step, values in sorted(self.by_step.items()) if name in values]
 
     def last(self, name: str) -> float | None:

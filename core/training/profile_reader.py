@@ -215,10 +215,7 @@ def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """Returns, by step, when the loop began it, in ns.
-
-    The second number is the same for all: when the loop last finished a step or a wait.
-    """
+    """Returns, by step, when the loop began it and, the same for all steps, when it last finished one, in ns."""
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 

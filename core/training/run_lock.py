@@ -97,7 +97,13 @@ def _machine() -> str:
 
 
 class Words(NamedTuple):
-    """The words of messages about a locked folder: its name, what is refused, and the flag that chooses the folder."""
+    """The words of messages about a locked folder.
+
+    Attributes:
+      folder: what the folder is called.
+      cannot: what is refused.
+      flag: the flag that chooses another folder.
+    """
 
     folder: str = "run directory"
     cannot: str = "two launches cannot train in one directory"

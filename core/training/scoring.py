@@ -192,13 +192,13 @@ class Scores:
         paths.write_text_atomically(self._folder / name, json.dumps(value, indent=1) + "\n")
 
     def submission(self) -> str:
-        """Returns two attempts for every test as JSON, from the votes of all checkpoints together."""
+        """Returns the judge's attempts for every test as JSON, from the votes of all checkpoints together."""
         assert self.judge is not None
         return json.dumps(self.judge.submission(self._votes)) + "\n"
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints."""
+        """The steps of the evaluated checkpoints."""
         return [found["step"] for found in self.checkpoints]
 
     @property
@@ -209,7 +209,7 @@ class Scores:
 
     @property
     def files(self) -> list[str]:
-        """The files that were written."""
+        """The paths of the files that were written."""
         names = [f"step_{step}.json" for step in self.steps] + [CUMULATIVE] * bool(self.ensembles)
         return [str(self._folder / name) for name in names]
 

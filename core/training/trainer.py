@@ -31,7 +31,12 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # runs on
 
 
 class StatisticsStep(NamedTuple):
-    """A training step that also computes `core.step.UpdateStatistics`, and replaces every `interval`-th step."""
+    """A training step that also computes statistics of the update, and replaces some of the steps.
+
+    Attributes:
+      run: runs the step; its metrics contain a `core.step.UpdateStatistics`.
+      interval: steps whose number is a multiple of it are replaced.
+    """
 
     run: TrainStep
     interval: int

@@ -41,7 +41,7 @@ def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
       dump_to: see `compiling.compile_for_slice`.
 
     Raises:
-      OutOfHbmError: the step does not fit.
+      OutOfHbmError, UserError: as `compiling.compile_for_slice`.
     """
     with compiler_messages() as messages:
         result = compiling.compile_for_slice(bound, dump_to=dump_to)

@@ -25,7 +25,7 @@ _ROW_NUMBER_BYTES = 64  # of `DataLayout.rows`: a Python integer, its place in t
 
 
 def available_bytes() -> int:
-    """Returns the memory that this machine can allocate without swapping."""
+    """Returns the bytes of memory that this machine can allocate without swapping."""
     return psutil.virtual_memory().available
 
 

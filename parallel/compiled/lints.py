@@ -62,7 +62,13 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class KnownException:
-    """Accepts findings of one lint whose labels contain the given ones, with the reason."""
+    """Accepts findings of one lint.
+
+    Attributes:
+      lint: name of the lint.
+      labels: a finding is accepted if its labels contain these.
+      reason: why it is accepted.
+    """
 
     lint: str
     labels: Mapping[str, Any]

@@ -75,7 +75,7 @@ def _spec_text(spec: jax.sharding.PartitionSpec) -> str:
 
 
 def totals(program: Program) -> Totals:
-    """Returns the bytes of the state on one chip."""
+    """Returns the bytes of the state: on one chip, and unsharded."""
     by_part = dict.fromkeys(("params", "opt_state", "carry"), 0)
     for row in rows(program):
         by_part[row.path.split("/")[0]] += row.bytes_per_chip

@@ -53,7 +53,7 @@ class Collective(NamedTuple):
         `to host` or `from host`.
       arrays: the arrays of the payload.
       times: executions in a step.
-      payload_bytes, wire_bytes: bytes of one execution, as defined above.
+      payload_bytes, wire_bytes: bytes of one execution, as the module defines them.
       group_size: chips in one group.
       axes: mesh axes that vary inside a group.
       network: "ICI", "DCN" if a group spans slices, or "PCIe" to or from the host.
@@ -82,7 +82,7 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of most of the payload."""
+        """The dtype of most bytes of the payload."""
         by_dtype = {a.dtype: sum(b.bytes for b in self.arrays if b.dtype == a.dtype) for a in self.arrays}
         return max(sorted(by_dtype), key=by_dtype.__getitem__, default="")
 

@@ -52,7 +52,13 @@ NEW, STOP, NONE = range(3)  # an id was added; a stop id ended the row; the row 
 
 
 class Drawn(NamedTuple):
-    """The ids [STEPS, B] that a call generated, their log-probabilities, and NEW, STOP or NONE for each."""
+    """The ids that a call generated.
+
+    Attributes:
+      ids: [STEPS, B].
+      log_probabilities: of each id, [STEPS, B].
+      fate: [STEPS, B]: NEW for an id that was added, STOP where a stop id ended the row, NONE after that.
+    """
 
     ids: jax.Array
     log_probabilities: jax.Array
@@ -309,7 +315,7 @@ class Recomputing:
         self._program = program
 
     def empty_cache(self, rows: int, length: int) -> jax.Array:
-        """Returns empty slots [B, S]."""
+        """Returns a cache of `rows` rows with `length` empty slots: ids, [B, S], int32."""
         return jnp.zeros((rows, length), jnp.int32)
 
     def extend(

@@ -44,11 +44,11 @@ class Continuation(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Vectors that take the place of embedded ids in a prompt, such as those of an image.
+    """N vectors that take the place of embedded ids in a prompt, such as those of an image.
 
     Attributes:
-      places: [N], int, positions in the prompt.
-      values: [N, D].
+      places: [N], int, their positions in the prompt.
+      values: [N, D], for a model of width D.
     """
 
     places: np.ndarray
@@ -182,7 +182,7 @@ def _inserted(
 
 
 def _laid_out(rows: jax.sharding.Sharding, *arrays: np.ndarray | np.int32) -> list[jax.Array]:
-    """Puts values where a call of `decode` leaves them, so that its second call does not compile another program."""
+    """Shards values as a call of `decode` returns them, so that its second call does not compile another program."""
     if not isinstance(rows, NamedSharding):
         return [jnp.asarray(array) for array in arrays]
     axes = rows.spec[:1]

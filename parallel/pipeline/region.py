@@ -54,7 +54,7 @@ class Region(NamedTuple):
         return P(self.rows or None)
 
     def run(self, fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-        """Returns `fn` mapped over groups of rows."""
+        """Returns `fn` mapped over groups of rows: a `shard_map` in which the axes `rows` are manual."""
         if not self.rows:  # an empty `axis_names` would mean all axes
             return fn
         return jax.shard_map(
@@ -160,7 +160,7 @@ def _interleave(*layers: jax.Array) -> jax.Array:
 
 
 def over_stages(fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns `fn` mapped over stages."""
+    """Returns `fn` mapped over stages: a `shard_map` in which `stage` is manual."""
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={STAGE}, check_vma=False)
 
 

@@ -90,7 +90,7 @@ class Schedule:
         return self.num_microbatches
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns, for each kind of work, the first tick in which a stage does it."""
+        """Returns, for each of `KINDS` that the schedule has, the first tick in which a stage does it."""
         return {"F": 0, "B": self.ticks(stages)}
 
     def ticks(self, stages: int) -> int:
@@ -251,11 +251,14 @@ class OneFOneB(Schedule):
     name = "1F1B"
 
     def group(self, stages: int) -> int:
-        """Returns S with repeats: the first microbatch then returns to a stage when the last of its group has left."""
+        """Returns S with repeats: the first microbatch then returns to a stage when the last of its group has left.
+
+        Returns M without repeats.
+        """
         return self.num_microbatches if self.repeats == 1 else stages
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the tick of the first forward pass, and of the first backward pass, just after it."""
+        """Returns the tick of the first forward pass, "F", and of the first backward pass, "B", just after it."""
         return {"F": 0, "B": stages * self.repeats - 1}
 
     def problems(self, stages: int) -> list[str]:
@@ -283,7 +286,7 @@ class OneFOneB(Schedule):
         return found
 
     def _kinds(self, stages: int) -> Iterator[str]:
-        """Yields the kinds of each tick."""
+        """Yields the kinds of work of each tick, in the form of `Phase.kinds`."""
         last = stages - 1
         for tick, row in enumerate(self.timeline(stages)):
             kinds = "".join(kind for kind in KINDS if any(w.kind == kind for work in row for w in work))
@@ -336,7 +339,7 @@ class ZeroBubble(OneFOneB):
             )
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the ticks of 1F1B; gradients of matrices start with the first backward pass of the first stage."""
+        """Returns the ticks of 1F1B; gradients of matrices, "W", start with the first stage's first backward pass."""
         starts = super().starts(stages)
         return starts | {"W": starts["B"] + stages - 1}
 

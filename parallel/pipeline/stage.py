@@ -136,7 +136,7 @@ class Stage(NamedTuple):
         return self.schedule.repeats
 
     def residuals(self, x: Stream) -> Residuals:
-        """Returns what a layer saves of a microbatch `x`."""
+        """Returns a description of what each layer saves for the backward pass on a microbatch `x`."""
         assert self.trained is not None
         layer, sides = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (self.layers, self.sides))
         return residuals.of_layers(self.fn, self.trained, layer, x, sides)
@@ -412,7 +412,10 @@ def _allocate(stage: Stage, like: Any, layers: int, places: int) -> Any:
 
 
 def _row_major(tree: Any) -> Any:
-    """Keeps arrays as they were written; else the compiler lays out all that is saved for products at every tick."""
+    """Returns arrays in row-major layout, in which they were written.
+
+    Otherwise the compiler copies all that is saved to the layout of products at every tick.
+    """
     return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), tree)
 
 

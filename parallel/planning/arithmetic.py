@@ -51,7 +51,7 @@ class Estimate(NamedTuple):
     Attributes:
       hbm: bytes of HBM in use at the peak, by kind.
       time: time of the step.
-      bubble: share of a pipeline's time without work; 0 without one.
+      bubble: share of a pipeline's time in bubbles or on layers of padding; 0 without a pipeline.
       host_bytes: bytes that a chip keeps in the memory of its host.
     """
 

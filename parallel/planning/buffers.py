@@ -46,7 +46,12 @@ class Value(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The contents of HBM: bytes of the arguments, by entry parameter; and temporaries."""
+    """The contents of HBM.
+
+    Attributes:
+      arguments: bytes of each argument, by number of the entry parameter.
+      values: the temporaries.
+    """
 
     arguments: dict[int, int]
     values: list[Value]
@@ -68,7 +73,7 @@ def read(folder: Path) -> Buffers:
 
 
 def parse(assignment: str, live_ranges: str) -> Buffers:
-    """Parses the text of both files."""
+    """Parses the texts of the two files, which `read` reads."""
     lives = {
         (found["name"], found["index"].strip("{}")): (int(found["first"]), int(found["last"]))
         for line in live_ranges.partition("BufferLiveRange:")[2].partition("Live ranges at")[0].splitlines()

@@ -25,9 +25,9 @@ class CandidateMetrics:
       tokens: tokens of a global batch.
       steps: steps of the whole run.
       flops: FLOPs of the model in a step, without recomputation; None if the model does not count them.
-      used_bytes: HBM of a chip in use at the peak.
+      used_bytes: bytes of a chip's HBM in use at the peak.
       time: time of a step.
-      bubble: idle share of a pipeline's time.
+      bubble: idle share of a pipeline's time, 0 to 1.
       compile_seconds: time to compile; None if `time` and `used_bytes` are estimated by arithmetic.
       is_as_written: whether the candidate is the experiment as written.
     """
@@ -46,12 +46,12 @@ class CandidateMetrics:
 
     @property
     def free_bytes(self) -> float:
-        """HBM of a chip that is free at the peak."""
+        """Bytes of a chip's HBM that are free at the peak."""
         return self.slice.chip.usable_hbm_bytes - self.used_bytes
 
     @property
     def step_seconds(self) -> Range:
-        """Seconds per step, at least and at most."""
+        """Seconds per step: the least and the most that are expected."""
         if self.compile_seconds is None:
             return self.time.hidden, self.time.exposed
         return calibration.interval(self.time.scheduled)
@@ -63,13 +63,13 @@ class CandidateMetrics:
 
     @property
     def tokens_per_second(self) -> Range:
-        """Tokens per second of the whole slice."""
+        """Tokens per second of the whole slice: the most and the least that are expected."""
         fast, slow = self.step_seconds
         return self.tokens / fast, self.tokens / slow
 
     @property
     def mfu(self) -> Range | None:
-        """Model FLOPs utilization; None if the model does not count its FLOPs."""
+        """Model FLOPs utilization, 0 to 1, the largest first; None if the model does not count its FLOPs."""
         if not self.flops:
             return None
         fast, slow = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
@@ -77,7 +77,7 @@ class CandidateMetrics:
 
     @property
     def hours(self) -> Range:
-        """Hours of the whole run."""
+        """Hours of the whole run: the least and the most that are expected."""
         fast, slow = self.step_seconds
         return fast * self.steps / 3600, slow * self.steps / 3600
 

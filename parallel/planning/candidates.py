@@ -258,7 +258,7 @@ def _accepts(model: Any, remat: str) -> bool:
 
 
 def accumulations(rows_per_group: int) -> list[int]:
-    """Returns the powers of two that divide the rows."""
+    """Returns the numbers of microbatches to try: the powers of two that divide the rows of a group of chips."""
     return [2**n for n in range(max(rows_per_group, 1).bit_length()) if rows_per_group % 2**n == 0]
 
 

@@ -12,13 +12,19 @@ from parallel.planning.records import Record
 
 
 def made_with() -> dict[str, str]:
-    """Returns the versions, sources and revision that a record is made with."""
+    """Returns versions of packages, the digest of Renga's sources and the git revision, by name."""
     installed = versions.installed(versions.COMPILER)
     return {**installed, "sources": records.sources_digest(), "revision": versions.git_revision()}
 
 
 def record(bound: Program) -> Record:
-    """Compiles a program that is bound to the compiler's description of its slice, and returns the record."""
+    """Compiles a program whose devices are `compiling.devices_of(slice)`, and returns the record.
+
+    The record's status is TOO_MUCH if the step does not fit into HBM.
+
+    Raises:
+      UserError: the compiler does not know one of the options.
+    """
     made = {**made_with(), "program": compiling.trace_digest(bound)}
     started = time.perf_counter()
     try:

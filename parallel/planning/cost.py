@@ -191,7 +191,7 @@ def _dimensions(array: str, dtypes: str) -> Sequence[int]:
 
 
 def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[AxisTime, ...]:
-    """Returns the time of traffic by mesh axes and network."""
+    """Returns the time of a step's traffic by mesh axes and network, most seconds first."""
     clock = CLOCK_HZ[links.slice.generation]
     totals: dict[tuple[tuple[str, ...], str], tuple[float, float, int]] = {}
     for each in collectives:

@@ -208,7 +208,7 @@ def trace(
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
-    """Replaces automatic attention by the kernel that a TPU would take: a trace of "auto" contains both."""
+    """Returns the model with the attention that a TPU would choose; a trace of "auto" has both implementations."""
     chosen = model.attention if can(model, ChoosesKernels) else ""
     if chosen != "auto" or wrappers.field_path(model, "attention") is None:
         return model

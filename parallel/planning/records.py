@@ -123,7 +123,7 @@ class Store:
     """Looks up records: first those of this user, then the committed ones.
 
     Attributes:
-      folder: the user's cache, `$XDG_CACHE_HOME/renga/plans`.
+      folder: the user's cache, by default `$XDG_CACHE_HOME/renga/plans`.
     """
 
     def __init__(self, folder: Path | None = None):

@@ -37,7 +37,7 @@ FieldAxes = Mapping[str, tuple[str | None, ...]]  # logical axes of the fields o
 
 
 class Example(NamedTuple):
-    """A strategy with its degrees, and a slice with a matching number of chips."""
+    """A strategy with its degrees, and the name of a slice with a matching number of chips."""
 
     slice: str
     strategy: Strategy
@@ -149,7 +149,12 @@ class Difference(NamedTuple):
 
 
 class RecordedGradients(NamedTuple):
-    """Optimizer state with the gradients of the last update."""
+    """Optimizer state with the gradients of the last update.
+
+    Attributes:
+      inner: state of the optimizer itself.
+      gradients: tree of the parameters; zeros before the first update.
+    """
 
     inner: Any
     gradients: Any
@@ -383,7 +388,7 @@ class Subject(NamedTuple):
         return bind(model, self.optimizer, example, batch, axes=self.axes, seed=self.seed, **options)
 
     def alone(self, batch: Batch, *, dtype: str) -> Program:
-        """Returns the program on one device."""
+        """Returns the program on one device, without `options`; `dtype` as in `under`."""
         return self._replace(options={}).under(ONE_DEVICE, batch, dtype=dtype)
 
 

@@ -123,7 +123,10 @@ class Verdict(NamedTuple):
 
 
 def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[float, float]]) -> Verdict:
-    """Compares two recordings in causal order, and finds the first group of tensors that differs."""
+    """Returns the comparison of two recordings in causal order, with the first group of tensors that differs.
+
+    `tolerance` has the form of `TOLERANCE`.
+    """
     rows = [row for row in compare(ours, theirs) if row.phase not in (DATA, START)]
     verdict = Verdict(None, rows, tolerance)
     for _, group in itertools.groupby(rows, key=lambda row: row.group):

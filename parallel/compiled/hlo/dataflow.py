@@ -44,7 +44,7 @@ def _ends(module: Module, other: Instruction, start: Instruction, executed: Exec
 
 
 def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
-    """Yields the instructions that a `-done` waits for, following updates back to the start."""
+    """Yields the names of the instructions that a `-done` waits for, following updates back to the start."""
     while done.operands and done.operands[0] in computation:
         done = computation[done.operands[0]]
         yield done.name

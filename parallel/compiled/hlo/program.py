@@ -108,7 +108,7 @@ class Instruction(NamedTuple):
         return found
 
     def called(self) -> list[str]:
-        """Returns the computations that it calls: `calls`, `to_apply`, parts of a loop, branches."""
+        """Returns the names of the computations that it calls: `calls`, `to_apply`, parts of a loop, branches."""
         names = []
         for single in ("calls", "to_apply", "condition", "body", "true_computation", "false_computation"):
             if (name := self.attribute(single)) is not None:
