@@ -100,7 +100,7 @@ def _place(error: Exception) -> str:
 
 
 def check_integer(value: Any, *, where: str, least: int) -> None:
-    """Raises UserError unless `value` is an integer (not a bool) of at least `least`."""
+    """Raises UserError, which calls the value `where`, unless `value` is an integer (no bool) of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{where} = {value!r}: expected an integer of at least {least}")
 
@@ -125,6 +125,6 @@ def check_number(
 
 
 def check_text(value: Any, *, where: str) -> None:
-    """Raises UserError unless `value` is a non-empty string."""
+    """Raises UserError, which calls the value `where`, unless `value` is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise UserError(f"{where} is {value!r}, expected a non-empty string")

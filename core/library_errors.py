@@ -61,7 +61,12 @@ def is_unconnected(error: BaseException) -> bool:
 
 
 class Shortage(NamedTuple):
-    """An exhausted resource: the system's message, such as `No space left on device`, and how to mend it."""
+    """An exhausted resource.
+
+    Attributes:
+      said: the system's message, such as `No space left on device`.
+      mending: how to mend it.
+    """
 
     said: str
     mending: str

@@ -60,7 +60,11 @@ EXPERT_BATCH = "expert_batch"
 
 
 class _Declared(NamedTuple):
-    """An axis for which tables need no row, with the arguments of `declare`."""
+    """An axis for which tables need no row.
+
+    Attributes:
+      meaning, mesh_axis, like: the arguments of `declare`.
+    """
 
     meaning: str
     mesh_axis: str | None = None
@@ -76,7 +80,11 @@ _declared: dict[str, _Declared] = {
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The logical axis of each dimension of one array. Not a tuple, so that it is a leaf of a pytree."""
+    """The logical axis of each dimension of one array. Not a tuple, so that it is a leaf of a pytree.
+
+    Attributes:
+      names: the axis of each dimension; None for a dimension without one.
+    """
 
     names: tuple[str | None, ...]
 
@@ -86,7 +94,11 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _Tables:
-    """A strategy's tables, hashed by value because they are part of JAX's trace key."""
+    """A strategy's tables, hashed by value because they are part of JAX's trace key.
+
+    Attributes:
+      activations, params: mesh axes by logical axis, for activations and for parameters.
+    """
 
     activations: Rules
     params: Rules
@@ -193,7 +205,7 @@ def row(rules: Rules, name: str) -> MeshAxes:
 
 
 def check_names(names: Sequence[str | None], *, where: str) -> None:
-    """Raises UserError for a name that is not a logical axis."""
+    """Raises UserError for a name that is not a logical axis; the message begins with `where`."""
     known = all_axes()
     for name in names:
         if name is not None and name not in known:

@@ -54,7 +54,7 @@ Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is sav
 
 
 def rematerialized(fn: Callable, remat: Remat, *, in_loop: bool) -> Callable:
-    """Wraps a layer in `jax.checkpoint` with the policy that `remat` names.
+    """Wraps a layer in `jax.checkpoint` with the policy that `remat` names; `in_loop`: whether a loop will run it.
 
     With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
     run in different loops, so the compiler cannot merge the recomputation with the forward pass.

@@ -345,7 +345,11 @@ def _by_chips(name: str) -> str:
 
 
 def _of_devices(name: str) -> Slice:
-    """Returns GPUs or CPU devices: `h100:8`, `h100:8x2` (two hosts with 8 each), `cpu:1`."""
+    """Returns GPUs or CPU devices: `h100:8`, `h100:8x2` (two hosts with 8 each), `cpu:1`.
+
+    Raises:
+      UserError: the name is not of this form.
+    """
     kind, _, counts = name.partition(":")
     parts = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", counts)
     if parts is None or kind not in (*GPUS, "cpu"):

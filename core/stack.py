@@ -58,7 +58,7 @@ Params = Any
 
 
 class Layer(NamedTuple):
-    """The arrays of one layer: parameters, random key (if the model uses randomness), and its entry of `layer_in`."""
+    """The arrays of one layer, or of a stack: parameters, key (None: no randomness), and its entry of `layer_in`."""
 
     params: Any  # leaves [...]; stacked: [L, ...]
     key: jax.Array | None  # []; stacked: [L]

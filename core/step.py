@@ -226,7 +226,7 @@ def eval_step(
     """Returns the evaluation step, `(state, batch) -> sums`, to be added over batches and divided once.
 
     It uses averaged parameters if the optimizer averages, and the model's `evaluate` if it has one, otherwise its
-    `loss` with `is_training=False`.
+    `loss` with `is_training=False`. Its random key is that of `seed` and the state's step.
     """
     answer = answer_step(model, optimizer, seed=seed)
 
@@ -241,7 +241,7 @@ def answer_step(
 ) -> Callable[[TrainState, Batch], tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]]:
     """Returns an evaluation step `(state, batch) -> (sums, answers)`, with the model's answers `{name: [B, ...]}`.
 
-    A model without `evaluate` gives no answers.
+    Parameters and random key are those of `eval_step`. A model without `evaluate` gives no answers.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]:
@@ -309,7 +309,11 @@ def rows_are_coupled(
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
-    """Reshapes [B, ...] to [accum_steps, B / accum_steps, ...]; microbatch m has rows m, m + accum_steps, …"""
+    """Reshapes [B, ...] to [accum_steps, B / accum_steps, ...]; microbatch m has rows m, m + accum_steps, …
+
+    Raises:
+      UserError: the rows do not divide.
+    """
     if x.shape[0] % accum_steps:
         raise UserError(f"batch_size = {x.shape[0]} does not divide into accum_steps = {accum_steps} microbatches")
     return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]).swapaxes(0, 1)

@@ -147,10 +147,13 @@ class Task(Protocol):
         """Returns the fields of a global batch: shape, dtype and logical axes of each."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Prepares the data, for example trains a vocabulary; called on host 0 first, then on the others."""
+        """Prepares the data, for example trains a vocabulary; called on host 0 first, then on the others.
+
+        Only a call with `is_host_zero` may write to the run directory.
+        """
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of training batches."""
+        """Returns an endless iterator of this host's rows of training batches, in an order that `seed` determines."""
 
     def evaluation(self, layout: DataLayout) -> Batches:
         """Returns the validation batches, the same at every call and on any number of hosts; they may end."""

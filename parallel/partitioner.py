@@ -344,6 +344,9 @@ class Program:
         """Traces the loss, so that tables that do not fit the computation are reported before the first step.
 
         Where a strategy has derivative rules, which reject what they cannot differentiate, the gradient is traced too.
+
+        Raises:
+          UserError: the computation does not fit the tables.
         """
         traced = [step.eval_step(self.model, self._bound_optimizer, seed=self.seed)]
         has_rules = self.partitioner.pipeline or self.partitioner.strategy.overlap_reduction
@@ -519,7 +522,7 @@ class Program:
         return batch_size(self.spec)
 
     def lower_train_step(self, *, with_statistics: bool = False) -> Any:
-        """Lowers the training step from shapes alone; nothing is allocated, so the devices need not exist."""
+        """Lowers the training step, or the statistics step, from shapes alone; the devices need not exist."""
         jitted = self.jitted_statistics_step if with_statistics else self.jitted_train_step
         with self.partitioner.tracing():
             return jitted.lower(self.abstract_state, self.abstract_batch)

@@ -104,7 +104,11 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
 
 
 def require_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks a place as `check_place` does, and writes the same run id into the place and the run directory."""
+    """Checks a place as `check_place` does, and writes the same run id into the place and the run directory.
+
+    Raises:
+      UserError: as `check_place`; or the place cannot be written.
+    """
     check_place(run_dir, place, hosts=hosts)
     run, there = paths.resolve(run_dir), paths.resolve(place)
     paths.require_writable(there)

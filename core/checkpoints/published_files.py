@@ -220,6 +220,9 @@ def described(text: str) -> str:
     """Returns where a model is: its absolute path, or hf://OWNER/NAME@COMMIT.
 
     If this process has not downloaded the model, the revision of `text` takes the place of COMMIT.
+
+    Raises:
+      UserError: the name of a model on the hub is malformed.
     """
     if not text.startswith(HUB):
         return str(paths.resolve(text))

@@ -174,7 +174,13 @@ def _header(file: paths.Path) -> dict[str, Tensor]:
 
 
 class _Entry(NamedTuple):
-    """What a header says of a tensor; `start` and `end` are offsets after the header."""
+    """What a header says of a tensor.
+
+    Attributes:
+      dtype: name of the dtype in the format, such as `BF16`.
+      shape: its shape.
+      start, end: where its bytes are in the file, counted from the end of the header.
+    """
 
     dtype: str
     shape: tuple[int, ...]

@@ -197,10 +197,13 @@ def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
 
 
 def select_together(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Calls `select` on host 0 and returns its result on every host.
+    """Calls `select` with these arguments on host 0, and returns its result on every host.
 
-    A run that is still training adds and removes checkpoints, so hosts could see different ones. Collective: all hosts
-    call it.
+    A run that is still training adds and removes checkpoints, so hosts could see different ones. All hosts must call
+    it.
+
+    Raises:
+      UserError: as `select`, on every host.
     """
     return distributed.decided_by_host_zero(lambda: select(run_dir, step=step, every=every))
 

@@ -60,7 +60,10 @@ class ParameterSource(Protocol):
         """Returns one line for each parameter that is missing, unused (`reading.Unused`) or of another shape."""
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """Reads this host's shards; returns a tree of arrays like `abstract`, whose leaves have shardings."""
+        """Reads this host's shards, and calls `progress` meanwhile.
+
+        Returns a tree of arrays with the shapes, dtypes and shardings of `abstract`.
+        """
 
 
 OpenSource = Callable[[LeftOut], ParameterSource]

@@ -43,7 +43,7 @@ def loads(text: str | bytes, *, strict: bool = True) -> Any:
 
 
 def load_object(text: str | bytes, kinds: Mapping[str, Kind] = _ANY, *, strict: bool = True) -> dict[str, Any]:
-    """Parses a JSON object, as `loads` does, that has at least the given keys, each with a value of its type.
+    """Parses a JSON object, as `loads` does, that has at least the keys of `kinds`, each with a value of its type.
 
     A float may be written as an integer; true and false are not integers.
 

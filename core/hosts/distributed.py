@@ -52,7 +52,13 @@ CONSEQUENCES = (jax.errors.JaxRuntimeError, TimeoutError)  # errors that the los
 
 
 class Cluster(NamedTuple):
-    """This process's index, the number of processes, and the coordinator's address ("" for a single process)."""
+    """The processes of a run.
+
+    Attributes:
+      process_index: index of this process.
+      process_count: number of processes.
+      coordinator: "HOST:PORT" of the coordinator; "" for a single process.
+    """
 
     process_index: int
     process_count: int
@@ -131,7 +137,11 @@ def initialize(
 def _wanted(
     coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool
 ) -> Cluster | None:
-    """Returns the cluster that the arguments describe, or None if it has to be detected."""
+    """Returns the cluster that the arguments describe, or None if it has to be detected.
+
+    Raises:
+      UserError: the arguments contradict one another, or some are missing.
+    """
     given = {"coordinator": coordinator, "process_index": process_index, "process_count": process_count}
     missing = [name for name, value in given.items() if value is None]
     if alone:
@@ -243,7 +253,11 @@ def is_host_zero() -> bool:
 
 
 def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Waits until every host has called `barrier` with this name. Raises TimeoutError naming those that did not."""
+    """Waits until every host has called `barrier` with this name.
+
+    Raises:
+      TimeoutError: names the hosts that did not within `timeout_seconds`.
+    """
     client = jax_internals.coordination_client()
     if client is None:
         return
@@ -294,7 +308,12 @@ def decided_by_host_zero(decide: Callable[[], Any], *, timeout_seconds: float = 
 
 
 def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """Gathers the `text` of every host, by process index. Raises TimeoutError naming the first host without one."""
+    """Returns the `text` of every host, in the order of their indices. All hosts must call it with the same `name`.
+
+    Raises:
+      RuntimeError: `text` is too long.
+      TimeoutError: names the first host that gave none within `timeout_seconds`.
+    """
     sources = list(range(process_count()))
     return _shared(f"gather/{name}", text, sources=sources, timeout_seconds=timeout_seconds)
 
@@ -305,7 +324,12 @@ def all_gather_array(array: jax.Array) -> np.ndarray:
 
 
 def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """Returns the text of each of `sources` in this call of `name`; calls are numbered equally on all hosts."""
+    """Returns the text of each of `sources` in this call of `name`; calls are numbered equally on all hosts.
+
+    Raises:
+      RuntimeError: `text` is too long.
+      TimeoutError: one of `sources` gave none in time.
+    """
     client = jax_internals.coordination_client()
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
         raise RuntimeError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
@@ -353,7 +377,10 @@ def require_same(what: str, text: str) -> None:
 
 
 def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
-    """Raises UserError on all hosts unless host 0 can write a file to the run directory and every host sees it."""
+    """Raises UserError on all hosts unless host 0 can write a file to the run directory and every host sees it.
+
+    `is_host_zero` says whether this process is host 0, which writes the file.
+    """
     directory = paths.resolve(run_dir)
     nonce = from_host_zero(secrets.token_hex(8))
     if refused := from_host_zero(_written(directory, nonce) if is_host_zero else ""):

@@ -123,7 +123,7 @@ def judge(seen: Mapping[int, Seen], *, limits: Limits, now: float) -> Verdict | 
 
 
 def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
-    """Returns the hosts that exceed a time limit, as a verdict, or None."""
+    """Returns the verdict on the hosts that exceed one of the time limits; None if no host does."""
     return _apart(seen, limits) or _silent(seen, limits) or _hung(seen, limits)
 
 
@@ -145,7 +145,7 @@ def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Ver
 
 
 def host_zero_overdue(zero: Seen, *, limits: Limits) -> Verdict | None:
-    """Returns another host's verdict on the silence of host 0, which host 0 cannot report itself; or None."""
+    """Returns another host's verdict on host 0 if it has been silent for too long; otherwise None."""
     return _silent({0: zero}, limits)
 
 

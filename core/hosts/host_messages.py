@@ -108,7 +108,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], key: bytes, *, s
 
 
 def receive(connection: socket.socket, key: bytes, *, seconds: float) -> dict[str, Any] | None:
-    """Receives the next message, reading no bytes beyond it; None if none arrives in time or the connection is closed.
+    """Receives the next message, reading no bytes beyond it; None without one in `seconds` or if the connection closes.
 
     Raises:
       Stranger: the other side is not of this start.

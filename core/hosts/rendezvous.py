@@ -58,7 +58,13 @@ class Roll(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The arguments of `answer`, and the deadline."""
+    """The arguments of `answer`.
+
+    Attributes:
+      address, index, count, timeout_seconds, description, addresses: as in `answer`.
+      deadline: the end of the wait, on the clock of `time.monotonic`.
+      key: signs the messages; made from `secret`.
+    """
 
     address: str
     index: int  # type: ignore[assignment]  # hides tuple.index
@@ -70,7 +76,7 @@ class _Call(NamedTuple):
     key: bytes
 
     def missing(self, hosts: Sequence[int], *, also: str = "") -> str:
-        """Returns the message that names the missing hosts, with a sentence about what else was seen."""
+        """Returns the message that names the missing hosts; `also` is a sentence about what else was seen."""
         names = ", ".join(f"{i} ({a})" if (a := _known(self.addresses, i)) else f"{i}" for i in hosts)
         return (
             f"waited {self.timeout_seconds:g} s at {self.address} for {units.counted(self.count, 'host')}; "
@@ -382,7 +388,12 @@ _NO_ANSWER = "it does not answer as a host of this start"
 
 
 def _ask(call: _Call) -> Roll:
-    """Connects to host 0 and waits for its reply; retries until the deadline, even if its name is not found yet."""
+    """Connects to host 0 and waits for its reply; retries until the deadline, even if its name is not found yet.
+
+    Raises:
+      UserError: host 0 refuses this host.
+      TimeoutError: host 0 does not answer, or other hosts are missing.
+    """
     failure = _NO_ANSWER
     while time.monotonic() < call.deadline:
         answered = None
@@ -429,7 +440,12 @@ def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
 
 
 def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
-    """Returns the addresses of all hosts, or raises the error that host 0 reports."""
+    """Returns the addresses of all hosts from host 0's reply.
+
+    Raises:
+      UserError: host 0 refuses this host, or the reply is unknown.
+      TimeoutError: host 0 reports that hosts are missing.
+    """
     this = f"host {call.index} of {call.count}"
     match reply:
         case {"all here": [*addresses]}:

@@ -77,6 +77,9 @@ class Optimizer:
         Args:
           model: its `init` is traced.
           batch: arrays, or a spec of them.
+
+        Raises:
+          UserError: a parameter has no named axes, or as `bound`.
         """
         example = {name: jax.ShapeDtypeStruct(field.shape, field.dtype) for name, field in batch.items()}
         return self.bound(logical.abstract_init(model.init, jax.random.key(0), example)[1])

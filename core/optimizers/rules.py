@@ -163,7 +163,12 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
 
 
 class AverageState(NamedTuple):
-    """The state of the inner optimizer, and the averaged parameters."""
+    """The state of `averaged`.
+
+    Attributes:
+      inner: state of the inner optimizer.
+      average: the averaged parameters.
+    """
 
     inner: Any
     average: Params
@@ -214,7 +219,11 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
 
 class SignState(NamedTuple):
-    """The state of the rule for tables: a step counter."""
+    """The state of the rule for tables.
+
+    Attributes:
+      count: [], int32, the steps done.
+    """
 
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
 

@@ -117,6 +117,9 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
       first_step: the step at which the run resumes. If the run repeats steps, TensorBoard hides the earlier records of
         them, JSON lines has both and the later counts, and Weights & Biases keeps the earlier.
       wandb_project: a project of Weights & Biases; empty: do not use it.
+
+    Raises:
+      UserError: a project is given, and the package of Weights & Biases is not installed.
     """
     if not is_host_zero:
         return Writers()

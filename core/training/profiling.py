@@ -44,7 +44,7 @@ _CLOSING_SECONDS = 10.0
 
 
 class Window(NamedTuple):
-    """Steps to trace, both ends included."""
+    """The steps from `first_step` to `last_step`, both included, which are to be traced."""
 
     first_step: int
     last_step: int

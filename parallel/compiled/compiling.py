@@ -148,7 +148,11 @@ def _explained(error: Exception, program: Program, what: str, fix: str) -> Excep
 
 
 def devices_of(slice: Slice) -> list[jax.Device]:
-    """Returns the chips to bind a `Partitioner` to in order to compile for `slice`."""
+    """Returns the chips to bind a `Partitioner` to in order to compile for `slice`.
+
+    Raises:
+      UserError: `slice` is not a TPU slice.
+    """
     return mesh.topology_devices(slice)
 
 

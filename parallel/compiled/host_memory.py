@@ -30,7 +30,7 @@ def available_bytes() -> int:
 
 
 def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
-    """Checks that the state of a simulated slice fits into this machine's free memory, which all hosts share.
+    """Checks that `needed_bytes` of a simulation fit into this machine's free memory, which all simulated hosts share.
 
     Raises:
       UserError: it does not fit; gives both sizes and the fix.

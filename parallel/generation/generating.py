@@ -125,7 +125,7 @@ class Generator:
         return found
 
     def check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-        """Checks prompts as `check_prompts` does."""
+        """Checks prompts as `check_prompts` does, and raises the same errors."""
         check_prompts(self._program, prompts, max_tokens=max_tokens)
 
     @property
@@ -201,7 +201,7 @@ def max_positions(program: Program) -> int | None:
 
 
 def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-    """Checks prompts without running anything; parameters are not needed.
+    """Checks prompts that `max_tokens` new ids follow, without running anything; parameters are not needed.
 
     Raises:
       UserError: no prompt, an empty prompt, an id that the model does not have, or more positions than it has.

@@ -63,7 +63,7 @@ def to_stages(tree: Any, *, stages: int, repeats: int) -> Any:
 
 
 def to_model(tree: Any, *, stages: int, repeats: int) -> Any:
-    """Inverse of `to_stages`."""
+    """Converts leaves back from the order in which the stages run them: the inverse of `to_stages`."""
     moves = [[(m.runs_on, m.repeat, m.stored_on, m.place) for m in e] for e in exchanges(stages, repeats)]
     return jax.tree.map(lambda a: _exchange(a, moves), tree)
 
@@ -98,7 +98,7 @@ def from_storage(a: jax.Array, spec: P, layers: int) -> jax.Array:
 
 
 def to_storage(a: jax.Array, spec: P, layers: int) -> jax.Array:
-    """Inverse of `from_storage`; `layers` without padding."""
+    """Inverse of `from_storage`, but `layers` is the number of layers without padding."""
     dimension = _over_stages(spec)
     other = _divisible(a) if dimension == 0 else dimension
     if other is None:

@@ -358,6 +358,9 @@ def gpipe(*, num_microbatches: int, save: str = "layers") -> Schedule:
 
     Args:
       num_microbatches, save: see `Schedule`.
+
+    Raises:
+      UserError: as `Schedule`.
     """
     return GPipe(num_microbatches=num_microbatches, save=save)
 
@@ -368,6 +371,9 @@ def circular(*, num_microbatches: int, repeats: int, save: str = "layers") -> Sc
     Args:
       num_microbatches, save: see `Schedule`.
       repeats: how often a microbatch passes through all stages.
+
+    Raises:
+      UserError: as `Schedule`.
     """
     return Circular(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
@@ -377,6 +383,9 @@ def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
 
     Args:
       num_microbatches, save: see `Schedule`.
+
+    Raises:
+      UserError: as `Schedule`.
     """
     return OneFOneB(num_microbatches=num_microbatches, save=save)
 
@@ -387,6 +396,9 @@ def interleaved(*, num_microbatches: int, repeats: int, save: str = "layers") ->
     Args:
       num_microbatches, save: see `Schedule`.
       repeats: how often a microbatch passes through all stages.
+
+    Raises:
+      UserError: as `Schedule`.
     """
     return Interleaved(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
@@ -397,6 +409,9 @@ def zero_bubble(*, num_microbatches: int, repeats: int = 1) -> Schedule:
     Args:
       num_microbatches: see `Schedule`.
       repeats: how often a microbatch passes through all stages.
+
+    Raises:
+      UserError: as `Schedule`.
     """
     return ZeroBubble(num_microbatches=num_microbatches, repeats=repeats)
 

@@ -177,6 +177,9 @@ def trace(
       seed: seed of the parameters.
       remats: choices of `remat` to trace; None: all that the model offers.
       frozen, frozen_dtype: see `parallel.partitioner.Partitioner.program`.
+
+    Raises:
+      UserError: a parameter has no named axes, or the optimizer does not fit the parameters.
     """
     example = batch_shapes(spec)
 

@@ -88,7 +88,7 @@ class Record:
 
 
 def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record:
-    """Converts the result of `Record.as_json` back to a record."""
+    """Converts the result of `Record.as_json`, which leaves out `is_committed`, back to a record."""
     time = StepTime.from_json(plain["time"]) if plain["time"] else None
     return Record(**{**plain, "time": time, "warnings": tuple(plain["warnings"])}, is_committed=is_committed)
 

@@ -111,7 +111,10 @@ class ShardedState:
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:
-        """Raises Refused if layers do not divide into stages, or rows or positions of a batch over chips."""
+        """Raises Refused if layers do not divide into stages, or rows or positions of a batch over chips.
+
+        The rows must also divide over the `num_streams` streams of the data.
+        """
         self._check_stages()
         groups = self.shards(["batch"], self.tables.activation_rules)
         unit = groups * step.accum_steps * self.microbatches
@@ -151,7 +154,7 @@ class ShardedState:
         return math.prod(self.shape[axis] for axis in axes)
 
     def shards(self, names: Sequence[str | None], table: Rules, *, without: Sequence[str] = ()) -> int:
-        """Returns the number of shards of an array with these logical axes; some mesh axes can be excluded."""
+        """Returns the number of shards of an array with these logical axes, not counting those over `without`."""
         return self.degree(mesh_axes(names, table) - set(without))
 
     def stored_axes(self, leaf: Any, of: Axes, table: Rules) -> set[str]:

@@ -357,6 +357,9 @@ def bind(
       axes: logical axes of the fields; None: rows and positions.
       seed: seed of parameters and random bits.
       **options: further arguments of `Partitioner.program`.
+
+    Raises:
+      UserError: as `Partitioner` and `Partitioner.program`.
     """
     named = axes or {name: ("batch", "length")[: array.ndim] for name, array in batch.items()}
     spec = {name: Field(array.shape, array.dtype, named[name]) for name, array in batch.items()}
