@@ -42,7 +42,10 @@ class UpdateStatistics:
     groups: tuple[str, ...]
 
     def named(self) -> dict[str, WeightedSum]:
-        """Returns one metric for each RMS, and update_ratio: the RMS of the update divided by that of the parameter."""
+        """Returns one metric for each RMS, and update_ratio: the RMS of the update divided by that of the parameter.
+
+        The ratio is left out where the parameter's RMS is 0.
+        """
         found: dict[str, np.floating] = {}
         for name, (param, grad, update) in zip(self.groups, np.asarray(self.rms, np.float64).T, strict=True):
             found |= {f"param_rms/{name}": param, f"gradient_rms/{name}": grad, f"update_rms/{name}": update}

@@ -98,7 +98,7 @@ class PredictionCheck:
         return {"predicted": predicted, "measured": FOLLOWS if self._is_measured else SIMULATED}
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Returns MFU, HBM and the predictions, if they are known; nothing in a simulation.
+        """Returns `mfu` (0 to 1), `hbm_gib` and the predictions, as far as they are known; nothing in a simulation.
 
         Args:
           values: metrics of the steps since the last report, with `step_seconds`. An MFU above 100 % is wrong: it is

@@ -262,7 +262,7 @@ def behind(places: Mapping[int, Place]) -> list[int]:
     """Returns the hosts that delay the others; all of them if none stands out.
 
     These are the hosts in an activity without collectives; or else the hosts in another activity or step than the
-    majority; or else the hosts at an earlier step.
+    largest group; or else, if all are in one activity, the hosts at the earliest step.
     """
     alone = [i for i, p in places.items() if p.activity in activity.ALONE]
     if alone and len(alone) < len(places):

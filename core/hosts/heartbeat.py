@@ -312,7 +312,10 @@ class _Watch(threading.Thread):
         return verdict
 
     def _end(self, verdict: Verdict, shown: Sequence[tuple[Sequence[int], str]]) -> None:
-        """Prints the verdict and ends this process; host 0 first sends the verdict to the others and waits for them."""
+        """Prints the verdict and the stacks `shown`, and ends this process.
+
+        Host 0 first sends both to the others and waits for them to end.
+        """
         own = f"{self._names[self._index]} of {len(self._names)}"
         lines = [f"{own} ends: {verdict.says}. {_advice(verdict, self._index)}"]
         for hosts, text in shown:

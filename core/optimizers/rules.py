@@ -188,7 +188,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
       decay: weight of the previous average in each update.
 
     Raises:
-      UserError: decay is out of range; in `init`, the optimizer averages already.
+      UserError: decay is out of range. The result's `init` raises it if the optimizer averages already.
     """
     schedules.check_ranges("averaged", decay=decay)
 

@@ -30,8 +30,8 @@ class FirstBatches:
     """The first batches of an evaluation.
 
     Attributes:
-      share: share of the data that was read, up to 1.0 if no batch remains; None before all batches were read, and if
-        it is not known.
+      share: share of the data that was read: 1.0 if no batch remains, otherwise at most 0.99; None before all of these
+        batches were read, and if it is not known.
     """
 
     def __init__(self, batches: HostBatches, most: int | None):

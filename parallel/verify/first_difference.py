@@ -150,9 +150,11 @@ def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
 
 
 def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> tuple[float, float, str]:
-    """Returns the difference of two arrays in ulp and in absolute terms, and a remark if they cannot be compared.
+    """Returns the difference of two arrays in ulp and in absolute terms, and a remark if they cannot be subtracted.
 
-    It is the largest difference of any entry, or with `mean` the root mean square over all entries.
+    It is the largest difference of any entry, or with `mean` the root mean square over all entries. In ulp it is
+    infinite for integers that differ, and both are with a remark: if one array is None, shapes differ, or an entry is
+    not finite. The remark is "" otherwise.
     """
     if a is None or b is None:
         return np.inf, np.inf, f"only in {'B' if a is None else 'A'}"
