@@ -121,7 +121,8 @@ class Partitioner:
           accum_steps: microbatches per step.
 
         Raises:
-          UserError: it does not divide; suggests sizes that fit both.
+          UserError: it does not divide; suggests sizes that fit both. A batch that fits the streams may be left to
+            `schedules.check_rows`, which also checks the chips.
         """
         cuts = accum_steps * (self.pipeline.num_microbatches if self.pipeline else 1)
         groups = self.row_shards * cuts

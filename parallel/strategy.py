@@ -381,6 +381,9 @@ def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapp
       axes: the logical axis of each dimension.
       rules: a table: mesh axes by logical axis.
       mesh_shape: the size of each mesh axis.
+
+    Raises:
+      UserError: as `core.logical.partition_spec`.
     """
     spec = logical.partition_spec(axes, rules)
     is_first = axes.names[:1] == (logical.FIRST_LAYERS,) and "stage" in logical.mesh_axes(rules["layers"])

@@ -40,7 +40,7 @@ class CopyError(RuntimeError):
 
 
 def copy_step(source: paths.Path, target: paths.Path) -> int:
-    """Copies a complete step, and returns its size in bytes; replaces an incomplete copy.
+    """Copies a complete step, and returns its size in bytes; replaces a copy that is there.
 
     Args:
       source: folder of the step.

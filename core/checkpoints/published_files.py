@@ -174,7 +174,10 @@ def unknown(text: str) -> str:
 
 
 def keep_copies(run_dir: str) -> None:
-    """Copies the small files that this process has used into a run directory; for host 0, at the start of a run."""
+    """Copies the small files that this process has used into a run directory; for host 0, at the start of a run.
+
+    Folders with neither a configuration nor a tokenizer are left out.
+    """
     folder = paths.resolve(run_dir) / FOLDER
     listed: dict[str, str] = {}
     for text, found in sorted(_used.items()):
@@ -219,7 +222,7 @@ def copies_of(run_dir: str) -> Iterator[None]:
 def described(text: str) -> str:
     """Returns where a model is: its absolute path, or hf://OWNER/NAME@COMMIT.
 
-    If this process has not downloaded the model, the revision of `text` takes the place of COMMIT.
+    If this process has not downloaded the model, the revision of `text`, if it has one, takes the place of COMMIT.
 
     Raises:
       UserError: the name of a model on the hub is malformed.

@@ -44,7 +44,7 @@ def address() -> str:
 
 
 def require_reachable(address: str) -> None:
-    """Tries to connect to the server at an address, for REACH_SECONDS; an address that was reached is not tried again.
+    """Tries to connect to the server at an address, for REACH_SECONDS, unless it was reached or failed shortly before.
 
     Raises:
       UnreachableError: no connection.

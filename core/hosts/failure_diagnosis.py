@@ -158,7 +158,10 @@ def _lost(seen: Mapping[int, Seen]) -> Verdict | None:
 
 
 def _raised(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Blames hosts that raised, after a short wait: others may raise too, or the error may be a consequence."""
+    """Blames hosts that raised, after a short wait: others may raise too, or the error may be a consequence.
+
+    Returns None if no host raised, or during the wait.
+    """
     raised = {i: s.raised for i, s in seen.items() if s.raised}
     if not raised:
         return None
@@ -175,7 +178,7 @@ def _raised(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _left(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Blames hosts that ended with an exit code other than 0 while others did not end."""
+    """Blames hosts that ended with an exit code other than 0 while others did not end; None: there are none."""
     left = _failed(seen)
     if not left or all(s.left for s in seen.values()):
         return None
@@ -198,7 +201,7 @@ def _ended(seen: Mapping[int, Seen], left: Mapping[int, tuple[int, str, float]])
 
 
 def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Blames hosts that ended with exit code 0 while others are still in their loop."""
+    """Blames hosts that ended with exit code 0 while others are still in their loop; None: there are none."""
     stepping = [i for i, s in seen.items() if s.place.activity in activity.STEPPING and not s.left]
     early = [i for i, s in seen.items() if s.left and s.left[0] == 0 and now - s.left[2] > EARLY_SECONDS]
     if not stepping or not early:
@@ -209,7 +212,10 @@ def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _apart(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Blames hosts that evaluate, save or end while others wait in a step: they took different branches."""
+    """Blames hosts that evaluate, save or end while others wait in a step: they took different branches.
+
+    Returns None if there are none, or while the wait is short.
+    """
     if any(s.place.activity in activity.ALONE for s in seen.values()):
         return None  # such a host delays all others
     waiting = [s.place.seconds for s in seen.values() if s.place.activity in (activity.COMPILING, activity.TRAINING)]
@@ -239,7 +245,7 @@ def _silent(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 
 
 def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Blames the hosts that delay the others, once they exceed their limits."""
+    """Blames the hosts that delay the others, once they exceed their limits; None: there are none."""
     if any(s.raised or s.left for s in seen.values()):
         return None
     over = {i for i, s in seen.items() if s.place.seconds > limits.of(s.place)}

@@ -89,7 +89,7 @@ class Requests:
         self._thread.start()
 
     def asked(self, step: int) -> Window | None:
-        """Returns the window that `step` belongs to, once. Called before every step; does not wait."""
+        """Returns the window that `step` belongs to, once, otherwise None. Called before every step; does not wait."""
         self._steps.append((step, time.monotonic()))
         found = self._waiting
         if found is None or step < found.first_step:
@@ -180,7 +180,7 @@ class Asks(Protocol):
     """Interface of the profile requests of a run; `Requests` implements it."""
 
     def asked(self, step: int) -> Window | None:
-        """Returns the window that `step` belongs to, once. Called before every step; does not wait."""
+        """Returns the window that `step` belongs to, once, otherwise None. Called before every step; does not wait."""
 
     def done(self) -> None:
         """Reports that this host has written the requested profile."""

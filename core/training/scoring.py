@@ -141,11 +141,11 @@ class Scores:
           data: fingerprint of the data that is evaluated.
 
         Returns:
-          False, on every host, if a run that is training removed the checkpoint meanwhile.
+          Whether it was evaluated: False, on every host, if a run that is training removed the checkpoint meanwhile.
 
         Raises:
-          UserError: the checkpoint does not fit the model, there are no held-out rows, or cached hidden states were
-            computed with another base.
+          UserError: the checkpoint does not fit the model or is damaged, there are no held-out rows, or cached hidden
+            states were computed with another base.
         """
         with activity.enter(activity.RESTORING):
             restored = checkpoints.restore_if_there(step, program.abstract_state)

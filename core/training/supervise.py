@@ -41,7 +41,7 @@ def supervise(
       first_pause_seconds: pause before the first restart; it doubles with each restart without progress.
 
     Returns:
-      The exit code of the last attempt.
+      The exit code of the last attempt; or that of a stop that was requested in the pause after it.
     """
     furthest, failures = _listed(newest_step) if restarts else None, 0
     while True:

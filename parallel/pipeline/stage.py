@@ -155,7 +155,7 @@ class Stage(NamedTuple):
         return jax.tree.map(lambda a: take(a, at.microbatch), self.sides)
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns an uninitialized array, for entries that are written before they are read."""
+        """Returns an array whose entries are written before they are read: uninitialized, or filled with one value."""
         sizes = jax.sharding.get_abstract_mesh().shape
         if self.schedule.bubble_input is None and all(sizes[axis] == 1 for axis in logical.automatic_axes()):
             return jax.lax.empty(shape, dtype)  # along automatic axes it would be replicated

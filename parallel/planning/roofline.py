@@ -65,7 +65,8 @@ def roofline(time: StepTime, *, product_flops: float, executed: Iterable[Execute
 def touched_bytes(executed: Executed) -> float:
     """Returns an upper bound of the HBM bytes that an instruction reads and writes: its operands and results.
 
-    If a loop iterates over a stack of layers, each execution counts one layer of the stack.
+    If a loop iterates over a stack of layers, each execution counts one layer of the stack. An instruction in a fusion,
+    which counts as a whole, gives 0, and so does one without an estimate of cycles that is no copy.
     """
     at = executed.instruction
     if executed.wrappers:  # counted where the wrapping instruction is scheduled
