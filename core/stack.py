@@ -58,7 +58,7 @@ Params = Any
 
 
 class Layer(NamedTuple):
-    """The arrays of one layer, or of a stack: parameters, key (None: no randomness), and its entry of `layer_in`."""
+    """Arrays of a layer [...], or of a stack [L, ...]: parameters, key (None: no randomness), entry of `layer_in`."""
 
     params: Any  # leaves [...]; stacked: [L, ...]
     key: jax.Array | None  # []; stacked: [L]
@@ -322,7 +322,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Group:
-    """Successive layers whose kinds may have different parameters, as one layer; its kind is the tuple of theirs.
+    """Successive layers of the block `one` as one layer, whose kind is the tuple of theirs; parameters may differ.
 
     Keys and entries of `layer_in` have one more dimension, of the layers of the group.
     """

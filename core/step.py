@@ -135,7 +135,8 @@ def train_step(
     Returns:
       A pure function. Its metrics are, for this step: loss (the mean), learning_rate (of this update, even if it is
       skipped; absent if only the transformation knows it), gradient_norm (before clipping, over trained parameters),
-      weight (`LossOutput.weight_sum`); and the model's own metrics as sums with weights, which may be 0.
+      weight (`LossOutput.weight_sum`); and the model's own metrics as sums with weights, which may be 0. Called with
+      microbatches, it raises UserError if the model has a carry or the rows do not divide.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -309,7 +309,7 @@ class CountsFlops(Protocol):
 
 
 class HasVocabulary(Protocol):
-    """A model with a vocabulary of `vocab_size` ids, which is compared with the size of the task's.
+    """A model with a vocabulary of `vocab_size` ids; the task's must not be larger.
 
     Enables: the check that the model has a row for every id of the data; `--check smoke` before text is named.
     """
@@ -362,7 +362,7 @@ class ChoosesKernels(Protocol):
     chunk_bytes: int
 
     def attention_on_gpus(self, length: int) -> str:
-        """Returns the implementation for rows of `length` positions under the current tables, with the reason."""
+        """Returns, as text, how GPUs compute attention over `length` positions under the current tables, and why."""
 
 
 # Optional abilities of tasks.

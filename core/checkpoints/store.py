@@ -390,7 +390,7 @@ def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) 
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
-    """Returns the digests of all hosts' streams, by name."""
+    """Returns the SHA-256 of the data position of each stream of all hosts, by name."""
     own = {name: steps.digest(position) for name, position in data.items()}
     said = distributed.all_gather_text("checkpoints/streams", json.dumps(own))
     return dict(sorted(pair for digests in said for pair in json.loads(digests).items()))

@@ -63,7 +63,7 @@ def load_object(text: str | bytes, kinds: Mapping[str, Kind] = _ANY, *, strict: 
 
 
 def is_a(value: Any, kind: Kind) -> bool:
-    """Returns whether a JSON value has a type; a float may be an integer, and a bool is not an int."""
+    """Returns whether a JSON value has a type, or one of several; a float may be an integer, a bool is not an int."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool):
         return bool in kinds

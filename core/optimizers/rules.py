@@ -25,6 +25,8 @@ from core.types import Params
 def adamw(*, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Rule:
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) with clipping of the global gradient norm.
 
+    It takes and checks the arguments that all rules share, too (`core.optimizers.base.trained_by`).
+
     Args:
       b1: decay of the first moment.
       b2: decay of the second moment.
@@ -44,7 +46,7 @@ def adafactor(
     """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum, with factored second moments.
 
     Each layer of a stack is a parameter of its own. Input dimensions of a matrix are joined, and so are its output
-    dimensions, so that narrow heads do not prevent factoring.
+    dimensions, so that narrow heads do not prevent factoring. Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
       decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate.
@@ -67,6 +69,7 @@ def lion(*, b1: float = 0.9, b2: float = 0.99) -> Rule:
     """Lion (Chen et al. 2023, algorithm 2): updates by the sign of an interpolated momentum, with a single moment.
 
     It needs a learning rate three to ten times smaller than `adamw`, and a weight decay three to ten times larger.
+    Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
       b1: weight of the momentum in the update.
@@ -90,6 +93,7 @@ def muon(
     the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4). Layers of a stack are processed
     one after the other, so that only one is gathered at a time. Several input or output dimensions are joined: a query
     weight [embed, heads, head_dim] is a matrix [embed, heads x head_dim] (`core.parameters.ParamSpec.in_dims`).
+    Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
       momentum: decay of Muon's moment (Nesterov's form).
@@ -137,7 +141,8 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
 
     The bias of the first moment is corrected outside the arctangent, and there is no scale constant, as in the
     adam-atan2 package that the Tiny Recursive Model uses. With a constant gradient the direction falls from
-    about 1 at the first step to pi/4. By default all parameters are decayed and gradients are not clipped.
+    about 1 at the first step to pi/4. By default all parameters are decayed and gradients are not clipped. Shared
+    arguments: `core.optimizers.base.trained_by`.
 
         direction = atan2(m, sqrt(v / (1 - b2^t))) / (1 - b1^t)
 

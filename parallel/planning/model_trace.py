@@ -238,7 +238,7 @@ def work(
     trainable: Callable[[Params], Params],
     in_chunks: tuple[Kept, ...] | None = None,
 ) -> Work:
-    """Traces a model's loss and its gradient.
+    """Returns the work of a training step for one row, from traces of a model's loss and of its gradient.
 
     Args:
       model: the model whose loss is traced.
