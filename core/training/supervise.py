@@ -2,7 +2,7 @@
 
 Restarts are counted since the last new checkpoint: a run that makes progress is restarted without limit; one that keeps
 failing at the same step is given up after the allowed number of restarts, with growing pauses between them. If
-checkpoints cannot be listed (a bucket that does not answer), the count does not change.
+checkpoints cannot be listed (a bucket that does not answer), none counts as new.
 """
 
 import contextlib

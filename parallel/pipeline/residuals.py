@@ -91,7 +91,7 @@ class Residuals(NamedTuple):
 
 
 def of_layers(fn: LayerFn, trained: Trained, layer: Layer, x: Stream, side: Side) -> Residuals:
-    """Returns what layers save.
+    """Returns a description of what layers of each kind save for the backward pass.
 
     Args:
       fn: one layer.

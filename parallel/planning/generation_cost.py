@@ -59,7 +59,7 @@ class GenerationCost(NamedTuple):
         return tokens / self.chunk_time.exposed, tokens / self.chunk_time.hidden
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the figures as JSON values; `predicted` ones were not measured."""
+        """Returns the figures as JSON values; those whose names begin with `predicted_` are predictions."""
         (slow, fast), prompts = self.tokens_per_second, self.prompt_tokens_per_second
         return {
             "slice": self.token_memory.slice.name,

@@ -173,7 +173,7 @@ class ShardedState:
 
     @functools.cached_property
     def state(self) -> dict[str, float]:
-        """Exact bytes of parameters and optimizer state on a chip."""
+        """Exact bytes on a chip of the `parameters` and of the state of the `optimizer`, by these names."""
         shapes, axes, tables = self.trace.shapes, self.trace.axes, self.tables
         return {
             "parameters": self._bytes(shapes.params, axes.params, tables.param_rules),
