@@ -134,8 +134,8 @@ class Trainer:
           The means, such as `loss`.
 
         Raises:
-          UserError: there is no such checkpoint, or it does not fit; `rows` is None for a run without evaluations, or
-            "all" for endless data.
+          UserError: there is no such checkpoint, or it does not fit; `rows` is None for a run without evaluations,
+            "all" for endless data, or below 1.
         """
         for name, value in (("rows", rows), ("step", step)):
             if value is not None and (name, value) != ("rows", "all"):

@@ -76,7 +76,7 @@ class Scorer:
         self._params = params
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Returns the likelihood of each continuation.
+        """Returns the likelihood of each continuation; a pair has the ids of a context and of its continuation.
 
         If a row is longer than `max_length`, the beginning of its context is left out.
 

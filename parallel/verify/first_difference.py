@@ -197,7 +197,8 @@ def run(
       data_of: a recording whose batches to train on.
 
     Raises:
-      UserError: the checkpoint does not fit, or the batches of `data_of` have other shapes.
+      UserError: the checkpoint does not fit, the task's batches end before `steps`, or those of `data_of` have other
+        shapes.
     """
     own = agreement.batches_of(task, program, steps=steps)
     batches = own if data_of is None else _batches(data_of, own)
