@@ -121,8 +121,7 @@ def train_step(
     """Returns the training step, `(state, batch) -> (state, metrics)`.
 
     Args:
-      model: the model.
-      optimizer: the optimizer.
+      model, optimizer: what is trained, and how.
       seed: random bits are keyed by (seed, step), and by global row if the model uses `row_ids`.
       accum_steps: microbatches per step. Microbatch m has rows m, m + accum_steps, …, so that rows do not move between
         devices.
