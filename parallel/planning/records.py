@@ -145,7 +145,7 @@ class Store:
         return self.folder / f"{record_key(text, sources=sources_digest())}.json"
 
     def _read(self, file: Path) -> Record | None:
-        """Reads a record of the user's cache; warns once about an unreadable one, and treats it as missing."""
+        """Reads a record of the user's cache; None if it is missing or unreadable, of which it warns once."""
         try:
             return from_json(json.loads(file.read_text()))
         except (FileNotFoundError, NotADirectoryError):
