@@ -336,13 +336,13 @@ class Span(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """The seed of the order of its data; in the first phase it is the experiment's seed."""
+        """The seed of the order of the phase's data; in the first phase it is the experiment's seed."""
         seed = self.experiment.seed
         return seed if self.number == 1 else int(np.random.SeedSequence((seed, self.number)).generate_state(1)[0])
 
     @property
     def epochs(self) -> float | None:
-        """How many times it reads its training data, counting padding as tokens; None if their size is not known."""
+        """How often the phase reads its training data, counting padding as tokens; None if their size is not known."""
         task = self.experiment.task
         tokens = task.train_tokens() if can(task, CountsTokens) else None
         return (self.last_step - self.first_step) * self.experiment.tokens_per_step / tokens if tokens else None

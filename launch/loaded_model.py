@@ -102,6 +102,9 @@ class LoadedModel:
           text: the prompt.
           is_chat: whether to format the prompt by the chat template, as a user's first message.
           images: files, for the image tokens of the prompt in their order; of a message, before its text.
+
+        Raises:
+          UserError: there is no vocabulary or chat template, or the images do not fit the prompt.
         """
         if is_chat:
             return self.chat_ids([{"role": "user", "content": text}], images=images)
@@ -118,6 +121,9 @@ class LoadedModel:
         Args:
           messages: the conversation.
           images: files of images, which come before the text of the first message.
+
+        Raises:
+          UserError: there is no chat template, it refuses the conversation, or the images do not fit.
         """
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
@@ -411,10 +417,10 @@ def bound(
 
     Args:
       model: the model.
-      strategy: None: every chip has all parameters.
+      strategy: the strategy; None: every chip has all parameters.
       slice_name: the slice; None: one chip.
-      spec: of the batches of the program.
-      optimizer: None: one without state, for a model that is not trained.
+      spec: the fields of the program's batches.
+      optimizer: the optimizer; None: one that is not used, for a model that is not trained.
       **stored: `frozen` and `frozen_dtype` of `Partitioner.program`.
     """
     slice_ = slices.get(slice_name or ONE_CHIP)

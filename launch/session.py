@@ -55,7 +55,12 @@ class Start(NamedTuple):
 
 
 def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
-    """Restores the newest intact checkpoint, or that of `step`; if there is none, initializes a new state."""
+    """Restores the newest intact checkpoint, or that of `step`; if there is none, initializes a new state.
+
+    Raises:
+      EarlierPhaseError: the newest intact checkpoint belongs to an earlier phase.
+      UserError: the checkpoint was trained on other data or in another order.
+    """
     if step is None:
         found = checkpoints.restore_newest(run.program.abstract_state)
     else:

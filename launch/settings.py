@@ -71,7 +71,7 @@ _LAYERS = expecting("layers from 0, or None, by pattern, such as {'layers/*': (0
 
 
 def problems(part: Any, checks: Mapping[str, _Check]) -> list[str]:
-    """Returns what is wrong with the fields of an object, each with the check of its name."""
+    """Returns the problems that `checks`, one for each field by name, find in an object's fields."""
     found = []
     for name, check in checks.items():
         try:
@@ -108,6 +108,9 @@ class Initialization(_Group):
       init_layers: maps shell wildcards over paths to a tuple with one entry for each layer of this model: the layer of
         the source that it starts from, or None for the seed: `{"layers/*": (0, 0, 1, None)}`. A group of layers
         counts as one.
+
+    Raises:
+      UserError: a field has a wrong value, or two fields contradict one another.
     """
 
     init_from: str = ""
@@ -129,6 +132,9 @@ class Logging(_Group):
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
       wandb_project: the Weights & Biases project to which host 0 also logs; "": none.
+
+    Raises:
+      UserError: a field has a wrong value, or two fields contradict one another.
     """
 
     log_interval: int = 10
@@ -163,6 +169,9 @@ class Evaluation(_Group):
       prompt: the text that the model continues at the end of the run.
       metric_examples: the maximum number of examples of each seqio task for the task's own metrics. Every evaluation
         then computes them, and `keep_best` may name one. 0: no such metrics.
+
+    Raises:
+      UserError: a field has a wrong value, or two fields contradict one another.
     """
 
     eval_interval: int = 1000
@@ -197,6 +206,9 @@ class Checkpointing(_Group):
       checkpoint_mirror: where complete checkpoints of a local run directory are copied in the background, such as
         gs://BUCKET/first; "": nowhere. Only for a run of one process.
       save_limit_seconds: a save that takes longer fails; None: 300 s plus 20 s for each GiB on a host.
+
+    Raises:
+      UserError: a field has a wrong value, or two fields contradict one another.
     """
 
     checkpoint_interval: int = 1000
@@ -236,6 +248,9 @@ class Health(_Group):
       watchdog: `end` ends the run when one of these four limits is exceeded; `report` only prints the host and its
         stacks.
       replica_check_interval: steps between comparisons of replicated arrays between all hosts; 0: no comparisons.
+
+    Raises:
+      UserError: a field has a wrong value, or two fields contradict one another.
     """
 
     step_limit_seconds: float = USUAL_LIMITS.step_seconds

@@ -36,7 +36,10 @@ MODELS: Mapping[str, Model] = {"transformer": MODEL, **{name: other.MODEL for na
 
 
 def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
-    """Returns batches with two documents per row and padding; lengths differ between rows and steps."""
+    """Yields `steps` batches [rows, LENGTH] with two documents per row and padding.
+
+    The lengths of documents and padding differ between rows and steps.
+    """
     rng = np.random.default_rng(0)
     position = np.arange(LENGTH)[None]
     for _ in range(steps):
@@ -53,7 +56,7 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
 
 
 def batches_for(model: Any, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
-    """Returns batches for a model: packed documents, or what its kind of model needs."""
+    """Yields `steps` batches for a model: packed documents, or what its kind of model needs."""
     if other := _other(model):
         return other.batches_for(model, steps=steps, rows=rows)
     return random_batches(model.vocab_size, steps=steps, rows=rows)

@@ -82,7 +82,7 @@ class ClampedGate:
       limit: upper bound of the gate g, and bound of the absolute value of the second projection u.
 
     Raises:
-      UserError: a number that is not finite and above 0.
+      UserError: a number is not finite and above 0.
     """
 
     slope: float = 1.702

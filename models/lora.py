@@ -40,7 +40,7 @@ class Lora:
       base_dtype: dtype in which all other parameters are stored, frozen; routers of experts stay in float32.
 
     Raises:
-      UserError: a number out of range, no target, or one that is given twice.
+      UserError: a number is out of range, there is no target, or a target is given twice.
     """
 
     rank: int

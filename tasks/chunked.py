@@ -38,11 +38,11 @@ class ChunkedTask:
         return getattr(self.whole, name)
 
     def with_rows(self, whole: Task, length: int) -> ChunkedTask:
-        """Returns a task of the chunks, of `length` positions, of another task's rows."""
+        """Returns a task whose rows are chunks of `length` positions, cut from the rows of `whole`."""
         return ChunkedTask(whole, length)
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a batch of chunks. Raises UserError if rows do not divide into chunks."""
+        """Returns the fields of a batch of chunks. Raises UserError if rows do not divide into two or more chunks."""
         whole = self.whole.spec(batch_size)
         if (length := row_length(whole)) % self.length or length == self.length:
             raise UserError(
@@ -60,7 +60,7 @@ class ChunkedTask:
         return ChunkedBatches(self.whole.evaluation(layout), self.spec(layout.batch_size), self.length)
 
     def evaluated_on(self, most: int | None) -> str:
-        """Says how many chunks are evaluated."""
+        """Describes the chunks of an evaluation; `most` is the number of chunks, None: all."""
         count = "all" if most is None else f"{most:,}"
         return f"{count} chunks of {self.length:,} positions, batch after batch the next of the same validation rows"
 
@@ -70,7 +70,7 @@ class ChunkedTask:
 
 
 class ChunkedBatches(Batches):
-    """Implements `core.types.Batches` over batches of long rows."""
+    """Implements `core.types.Batches`: reads batches of long rows, and yields each of them chunk by chunk."""
 
     def __init__(self, inner: Batches, spec: BatchSpec, length: int) -> None:
         self._inner, self._spec, self._length = inner, spec, length

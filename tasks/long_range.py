@@ -37,7 +37,7 @@ class LongRangeTask(SampledTask):
 
     @functools.cached_property
     def vocabulary(self) -> vocabularies.Numbers:
-        """A vocabulary that formats ids as decimal numbers; keys follow the values."""
+        """A vocabulary that formats ids as decimal numbers: special ids, values, then the keys of `recall`."""
         return vocabularies.Numbers(_FIRST + self.values * (2 if self.kind == "recall" else 1))
 
     def spec(self, batch_size: int) -> BatchSpec:
@@ -46,7 +46,7 @@ class LongRangeTask(SampledTask):
         return streams.batch_spec(batch_size, length=self.length)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> Mapping[str, np.ndarray]:
-        """Returns a row with inputs and targets made from T + 1 tokens; answers have weight 1, the rest 0."""
+        """Returns a row: inputs and targets from `length` + 1 tokens; answers have weight 1, other targets 0."""
         del is_training
         tokens, answers = getattr(self, f"_{self.kind}")(rng)
         ones = np.ones(self.length, np.int32)

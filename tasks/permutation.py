@@ -13,7 +13,10 @@ _ROUNDS = 6
 
 
 def permuted(places: np.ndarray | Sequence[int], count: int, *, key: Sequence[int]) -> np.ndarray:
-    """Returns the numbers at `places` of a permutation of 0 … count-1, as int64 with the shape of `places`."""
+    """Returns the numbers at `places` of the permutation of 0 … count-1 that `key` selects.
+
+    The result is int64 and has the shape of `places`.
+    """
     bits = max((count - 1).bit_length() + 1 >> 1, 1)  # bits of each half
     mask, shift = np.uint64(2**bits - 1), np.uint64(bits)
     digest = hashlib.sha512(repr(tuple(map(int, key))).encode()).digest()

@@ -79,7 +79,7 @@ class SampledTask(Task, abc.ABC):
 
 
 class _SampledStream:
-    """`streams.Stream` of the rows of a `SampledTask`."""
+    """Implements `streams.Stream` for the rows of a `SampledTask`."""
 
     def __init__(self, task: SampledTask, spec: BatchSpec, key: tuple[int, ...], rows: int) -> None:
         self._task, self._spec, self._key, self._rows = task, spec, key, rows

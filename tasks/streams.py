@@ -84,7 +84,10 @@ class StreamBatches(Batches):
       num_streams: number of streams of the whole input, independent of the number of hosts.
       open_stream: opens one stream at its start.
       identity: what the data depends on (source, vocabulary, seed, …). It is saved with every position; restoring a
-        position with another identity is an error.
+          position with another identity is an error.
+
+      Raises:
+        UserError: the streams do not divide the batch, or the layout has no rows, or rows outside the batch.
     """
 
     def __init__(
@@ -215,7 +218,7 @@ def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
 
 
 def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Maps each stream to the places that it fills in the host's batch, and the rows of the stream that go there."""
+    """Maps each stream to the places that it fills in the host's batch, and to the rows (0 to R - 1) that go there."""
     rows_array = np.asarray(rows)
     streams = rows_array // per_stream
     return {

@@ -38,7 +38,11 @@ def own_host(*, is_tpu: bool) -> list[Finding]:
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[Finding]:
-    """Returns problems with environment variables: contradictory values, and RENGA_ names that nothing reads."""
+    """Checks environment variables for contradictory values, and for RENGA_ names that nothing reads.
+
+    Returns:
+      A finding for each problem, and for each name that looks misspelled; one that passed if there are none.
+    """
     problems = []
     for look in (environment.process_layout, environment.mesh_bindings):
         try:
@@ -139,7 +143,10 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
 
 
 def links(mesh: Mesh, host: Host) -> list[Finding]:
-    """Runs every collective on every axis of the mesh; the speeds shown are those of the slowest host."""
+    """Runs every collective on every axis of the mesh; returns a finding for each axis.
+
+    A finding tells whether the numbers are right, and the speed on the slowest host.
+    """
     bytes_per_chip = _BYTES_PER_CHIP.get(mesh.devices.flat[0].platform, 2**20)
     trips = collectives.trips(mesh, bytes_per_chip=bytes_per_chip)
     found = []

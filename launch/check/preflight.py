@@ -136,7 +136,7 @@ def _phase(span: Span, findings: list[Finding], *, smoked: bool, hosts: Hosts) -
 
 
 def require(path: str, **options: Any) -> Checked:
-    """Calls `check` with the same arguments. Raises UserError, with every failed check, if one failed."""
+    """Returns the result of `check(path, **options)`. Raises UserError with every failed check if one failed."""
     checked = check(path, **options)
     if not checked.ok:
         raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
@@ -166,7 +166,13 @@ def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[
 
 
 def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Program], str]:
-    """Returns the experiment as it would run, and its program on the compiler's description of the slice."""
+    """Returns (experiment, program) as they would run, and a description of the layout.
+
+    The program is bound to the compiler's description of the slice.
+
+    Raises:
+      UserError: the layout does not fit the slice.
+    """
     experiment = smoke.shrink(experiment) if smoked else experiment
     program = experiment.bind(mesh.devices_of(slices.get(experiment.slice)))
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
@@ -284,7 +290,7 @@ def _is_visible(place: str, hosts: Hosts) -> bool:
 
 
 def _memories(experiment: Experiment, program: Program, hosts: Hosts, *, with_activations: bool) -> list[Finding]:
-    """Checks the memory of a chip and that of a host."""
+    """Returns two findings: whether the program fits into the memory of a chip, and of a host."""
     wanted = with_activations and program.partitioner.slice.is_tpu
     estimate, why_not = chip_memory.estimate(program) if wanted else (None, "")
     return [chip_memory.check(program, estimate, why_not), _host_memory(experiment, program, hosts, estimate)]

@@ -116,7 +116,7 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def measured(run_dir: str) -> dict[str, float]:
-    """Returns the speed metrics of the last measured step and, on a TPU, the predicted ones, by name."""
+    """Returns the speed metrics of the last measured step and, on a TPU, the predicted ones, by name; {} if none."""
     timed = [row for row in metrics.read(run_dir).by_step.values() if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}
@@ -124,7 +124,11 @@ def measured(run_dir: str) -> dict[str, float]:
 
 
 def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
-    """Checks attention on this host's chip or, with --simulate, on this machine's CPU; returns the same as `check`."""
+    """Checks attention on this host's chip or, with --simulate, on this machine's CPU.
+
+    Returns:
+      One finding, in a list, and whether to print it here: on host 0.
+    """
     import jax
 
     from core.hosts import activity, distributed

@@ -154,7 +154,7 @@ def _free_folder(text: str) -> paths.Path:
 
 
 def _shapes(model: Any) -> tuple[Any, Any]:
-    """Returns shapes and specs of the parameters."""
+    """Returns the shapes and the specs of a model's parameters, as two trees."""
     batch = batch_shapes(streams.batch_spec(1, length=8))
     return logical.abstract_init(model.init, jax.random.key(0), batch)
 
@@ -207,7 +207,7 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _write_tokenizer(source: paths.Path, out: paths.Path, generation: Mapping[str, Any]) -> None:
-    """Copies the files of a tokenizer, and writes generation_config.json."""
+    """Copies the files of a tokenizer from `source`, and writes `generation` as generation_config.json."""
     for name in published_files.TOKENIZER_FILES:
         if (source / name).exists():
             (out / name).write_bytes((source / name).read_bytes())

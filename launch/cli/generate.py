@@ -166,7 +166,11 @@ def _prompts(args: argparse.Namespace) -> list[str | list[int]]:
 
 
 def _read(file: str, *, is_chat: bool) -> list[str | list[int]]:
-    """Reads the prompts of a file of JSON lines; blank lines are skipped."""
+    """Reads the prompts of a file of JSON lines; blank lines are skipped.
+
+    Raises:
+      UserError: the file cannot be read, has no prompts, or a line is malformed.
+    """
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeError) as error:

@@ -13,7 +13,7 @@ _EXPERIMENT = f"{environment.PACKAGE}launch.experiment"
 
 
 class Changes:
-    """Writes statements for one configuration.
+    """Writes statements that change one configuration's model or experiment.
 
     Args:
       config: the configuration.

@@ -70,7 +70,7 @@ class Configuration:
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
-        """Returns the bindings that gin uses for a constructor in a scope; inner scopes override outer ones."""
+        """Returns the bindings, by parameter, that a constructor has in a scope; inner scopes override outer ones."""
         outer = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
         found = [b for b in self._by_node.get(node, ()) if b.scope in outer]
         return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}
@@ -307,5 +307,5 @@ def _grouped(bindings: Iterable[Binding], by: Callable[[Binding], Any]) -> Mappi
 
 
 def _layer(binding: Binding) -> str:
-    """Returns the source of a binding; all flags of the command line are one source."""
+    """Returns the name of a binding's source; all flags of the command line are one source, "--"."""
     return "--" if is_flag(binding.file) else binding.file

@@ -177,7 +177,7 @@ class _Spelling:
         return Current(read, ordered, notes, self._problems, unclear)
 
     def _without_former_macros(self, found: list[Binding], changed: Sequence[Binding]) -> list[Binding]:
-        """Returns the bindings without macros that only changed statements read, in their old spelling."""
+        """Returns the bindings without macros that nothing reads since the statements that read them were replaced."""
         former, read = _macros(changed), _macros(found)
         while former - read:
             left = [b for b in found if b.is_macro and b.name in former - read]

@@ -230,7 +230,11 @@ class Names:
         return _UnresolvedError(what, expected=did_you_mean(selector, choices), fix=fix)
 
     def _member(self, module: types.ModuleType, rest: list[str], *, selector: str) -> Constructor:
-        """Returns the constructor at the dotted path `rest` inside the module."""
+        """Returns the constructor at the dotted path `rest` inside the module; `selector` is its name in the file.
+
+        Raises:
+          _UnresolvedError: it does not exist, is private, or cannot be called as a constructor.
+        """
         while len(rest) > 1 and inspect.ismodule(getattr(module, rest[0], None)):
             module, rest = getattr(module, rest[0]), rest[1:]
         name = rest[0] if rest else ""

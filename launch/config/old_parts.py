@@ -105,7 +105,7 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
 
 
 def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding]) -> list[str]:
-    """Returns the constructors of attention among the mixers, in the scope of an old binding."""
+    """Returns the attention and block-sparse constructors that `mixers` name, with the scope of `old`."""
     decoder, known = _Decoder(old, bindings), ("attention", "block_sparse")
     parts = dict.fromkeys(part for binding in mixers for part in decoder.parts(binding))
     classes = [_CLASSES.get(part, part) for part in parts]
@@ -197,9 +197,10 @@ class _Decoder:
         return f"@{_CLASSES[text]}()" if _CLASSES[text] else "None"
 
     def _ttt(self, name: str, added: list[str]) -> str:
-        """Returns the mixer with test-time training whose inner model the name says, even if settings say another.
+        """Returns a reference to the mixer with test-time training and the inner model that `name` says.
 
-        It gets a scope of its own if the settings name an inner model, or if several names share the settings.
+        The name counts even if settings name another inner model. The mixer gets a scope of its own if the settings
+        name an inner model, or if several names share the settings.
         """
         inner, outside = name.removeprefix("ttt_"), self._old.scope
         named = {one for b in self._same for text in _texts(self._value(b)) for one in text.split("+")}

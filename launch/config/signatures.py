@@ -56,7 +56,7 @@ class Constructor:
         return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._signature.parameters.values())
 
     def hint(self, parameter: str) -> Any:
-        """Returns the annotation of a parameter."""
+        """Returns the annotation of a parameter; UNKNOWN if it has none, or one that cannot be evaluated."""
         return self._evaluated(self.parameters[parameter].annotation) if parameter in self.parameters else UNKNOWN
 
     @cached_property
@@ -72,7 +72,10 @@ class Constructor:
             return inspect.signature(lambda **anything: None)
 
     def _evaluated(self, annotation: Any) -> Any:
-        """Evaluates one annotation. Annotations are evaluated separately, so one that fails does not affect others."""
+        """Returns the type that an annotation (an object or text) stands for; UNKNOWN if it cannot be evaluated.
+
+        Annotations are evaluated separately, so one that fails does not affect others.
+        """
         if annotation is inspect.Signature.empty:
             return UNKNOWN
         known = dict(getattr(inspect.unwrap(self.target), "__globals__", {}))

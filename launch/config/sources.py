@@ -229,7 +229,11 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def parse(text: str) -> list[Statement]:
-    """Parses a text that has no syntax errors; leaves out block declarations and the import of dynamic registration."""
+    """Parses a text; leaves out block declarations and the import of dynamic registration.
+
+    Raises:
+      SyntaxError, tokenize.TokenError, TypeError, ValueError: the text is not valid gin.
+    """
     parsed = config_parser.ConfigParser(text, _Delegate())
     try:
         found = [s for s in parsed if not isinstance(s, config_parser.BlockDeclaration)]

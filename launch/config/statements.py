@@ -57,7 +57,10 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True, repr=False)
 class Reference:
-    """`@scope/selector` or `@scope/selector()`; `target` is the `signatures.Constructor` it names, once resolved."""
+    """A reference to a constructor: `@scope/selector`, or, with `evaluate`, its result: `@scope/selector()`.
+
+    `target` is the `signatures.Constructor` that the selector is resolved to; None before.
+    """
 
     scope: str
     selector: str
@@ -70,7 +73,7 @@ class Reference:
 
 @dataclass(frozen=True, repr=False)
 class Macro:
-    """`%NAME`."""
+    """A reference to a macro, written `%NAME`."""
 
     name: str
 
@@ -149,7 +152,7 @@ def symbol_for(module: str, taken: Container[str]) -> str:
 
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies `change` to every leaf of nested lists, tuples and dictionaries."""
+    """Returns a copy of nested lists, tuples and dictionaries with `change` applied to every leaf and key."""
     if isinstance(value, dict):
         return {transform(k, change): transform(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -158,7 +161,7 @@ def transform(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Returns the leaves of nested lists, tuples and dictionaries."""
+    """Returns the leaves of nested lists, tuples and dictionaries, including keys."""
     found: list[Any] = []
     transform(value, found.append)
     return found

@@ -43,7 +43,7 @@ class Asked(NamedTuple):
     batch_size: int
 
     def answers(self, questions: Sequence[Question]) -> Iterator[Answered]:
-        """Yields the answers to questions, in their order."""
+        """Yields the answers to questions, in their order. Raises UserError if an image cannot be read."""
         model: Any = self.loaded.model
         program, size = self.loaded.program, self.batch_size
         layout = program.partitioner.data_layout(size)

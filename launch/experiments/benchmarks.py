@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_benchmark(args: argparse.Namespace) -> int | None:
-    """Raises UserError for flags that are only for the run's own data; returns the examples to score, None for all."""
+    """Returns the number of examples to score; None: all. Raises UserError for flags of other evaluations."""
     if args.all_steps or args.submission:
         raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
     return args.num_examples if isinstance(args.num_examples, int) else None
@@ -87,7 +87,11 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of a registered seqio task or mixture, by task. All hosts call it; host 0 reads the data."""
+    """Returns the metrics of a registered seqio task or mixture, by task. All hosts call it; host 0 reads the data.
+
+    Raises:
+      UserError: on all hosts, if the model and the task do not have the same vocabulary, or a metric fails.
+    """
     from launch.runs.task_metrics import WAIT_SECONDS, Answers
     from tasks.text import seqio_metrics, seqio_tasks
 
@@ -110,7 +114,7 @@ def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[s
 
 
 def _require_metrics(name: str | None) -> None:
-    """Checks that the seqio task or mixture, if one is named, is registered and has metrics that can be computed."""
+    """Raises UserError if a seqio task or mixture is named but not registered, or has no metrics to compute."""
     if name is not None:
         from tasks.text import seqio_metrics
 
@@ -118,7 +122,7 @@ def _require_metrics(name: str | None) -> None:
 
 
 def _require_memory(model: LoadedModel) -> None:
-    """Checks that this machine has enough memory for the parameters, if it simulates the chips of all hosts."""
+    """Raises UserError if this machine simulates the chips and lacks memory for the parameters on all of them."""
     at = model.program.partitioner
     if at.mesh.devices.flat[0].platform == "cpu":
         needed = report.totals(model.program).params * at.slice.devices

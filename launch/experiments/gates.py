@@ -126,7 +126,7 @@ class _Report:
         return row
 
     def add_control(self, name: str) -> None:
-        """Evaluates UPDATE under a control."""
+        """Evaluates UPDATE under a control, and keeps its losses and its difference from UPDATE without it."""
         model, batches = self._model, self._batches
         if name == SHUFFLED:
             draw = np.random.default_rng(0)
@@ -145,7 +145,11 @@ class _Report:
             )
 
     def compare(self, where: str, theirs: Mapping[tuple[int, int, int], tuple[float, float]]) -> None:
-        """Compares UPDATE's losses with those of another run on the same chunks."""
+        """Compares UPDATE's losses with those of another run on the same chunks (`theirs`, from `_read_chunks`).
+
+        Raises:
+          UserError: the other run's chunks are others.
+        """
         places = list(zip(self.chunks.document.tolist(), self.chunks.place.tolist(), strict=True))
         counted: dict[tuple[int, int], int] = {}
         keys = []
@@ -265,7 +269,11 @@ def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Gener
 
 
 def _read_chunks(file: str) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Reads the chunks file of another evaluation; returns (tokens, UPDATE's loss) by (document, place, occurrence)."""
+    """Reads the chunks file of another evaluation; returns (tokens, UPDATE's loss) by (document, place, occurrence).
+
+    Raises:
+      UserError: the file cannot be read, or is not such a file.
+    """
     found: dict[tuple[int, int, int], tuple[float, float]] = {}
     counted: dict[tuple[int, int], int] = {}
     try:

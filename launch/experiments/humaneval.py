@@ -62,6 +62,7 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
 
     Returns:
       The result of `tasks.code.humaneval.score`.
+
     """
     sandbox.require_confinement()
     prompts = [problem.prompt for problem in problems for _ in range(samples)]

@@ -44,7 +44,7 @@ def read(
       bindings, slice_name: as for `loader.load`.
 
     Raises:
-      UserError: there is no run, or the bindings are wrong.
+      UserError: there is no run, it is a run of `renga.Trainer`, which gin cannot build, or the bindings are wrong.
     """
     is_of_hub = run_dir.startswith(published_files.HUB)
     folder = paths.resolve("." if is_of_hub else run_dir)

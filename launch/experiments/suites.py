@@ -196,7 +196,7 @@ class Mode:
 
 
 class Suite:
-    """The experiments of a suite and their status.
+    """The experiments of a suite and their status; `mode` has the options with which they are run.
 
     Attributes:
       entries: entries of the suite.

@@ -191,7 +191,10 @@ def warn_at_start(host: Host) -> None:
 
 
 def check_versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
-    """Compares jax, jaxlib and libtpu with the tested versions: older ones are a problem, newer ones a note."""
+    """Compares jax, jaxlib and libtpu with the tested versions: older ones are a problem, newer ones a note.
+
+    `installed` returns the version of a package. `pins` is the text of a requirements.txt; None: this project's.
+    """
     text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
     pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
     have, older, newer = [f"Python {platform.python_version()}"], [], []

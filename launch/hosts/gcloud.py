@@ -81,6 +81,7 @@ def command(tpu: Tpu, verb: str, *flags: str, group: str = "tpu-vm", target: Seq
     Args:
       tpu: the TPU.
       verb: the action, such as `create`.
+      *flags: flags after those for the zone and the project.
       group: the kind of resource, such as `tpu-vm`.
       target: what the verb applies to; empty: the name of the TPU.
     """
@@ -118,7 +119,11 @@ def describe_step(tpu: Tpu) -> Step:
 
 
 def describe(tpu: Tpu) -> Description:
-    """Asks gcloud to describe a TPU. If gcloud fails, nothing is raised; the description has a `problem`."""
+    """Asks gcloud to describe a TPU; if gcloud fails, the description has a `problem`.
+
+    Raises:
+      UserError: gcloud is not installed.
+    """
     found = output(describe_step(tpu).argv)
     if found.returncode:
         return Description(state=missing(found), problem=found.stderr.strip())
@@ -126,7 +131,11 @@ def describe(tpu: Tpu) -> Description:
 
 
 def output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command line and captures its output; a timeout counts as a failure."""
+    """Runs a command line and captures its output; a timeout counts as a failure.
+
+    Raises:
+      UserError: the program is not installed.
+    """
     try:
         return subprocess.run(resolved(argv), capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired:

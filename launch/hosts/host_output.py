@@ -84,7 +84,7 @@ class HostProcess(subprocess.Popen):
         self._copier.start()
 
     def finish(self) -> None:
-        """Waits until all output of the ended process has been copied."""
+        """Waits, for at most 2 s, until all output of the ended process has been copied."""
         self._copier.join(_JOIN_SECONDS)
 
     def _prefix(self) -> str:

@@ -103,9 +103,11 @@ class Watch:
     """Follows a started run to its end, and recreates slices that are lost meanwhile.
 
     Attributes:
+      tpus: the TPUs of the run, one for each slice.
       order: how to recreate a lost TPU.
       start: ships and starts the run on all TPUs; returns an exit code, or raises UserError if they are not ready.
       requested: a list that gets an exit code when this process is asked to stop, which does not stop the run.
+      poll_seconds: seconds between two looks at the TPUs.
     """
 
     tpus: Sequence[Tpu]

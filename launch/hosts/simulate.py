@@ -201,7 +201,10 @@ def _report(host: HostProcess) -> int:
 
 @contextlib.contextmanager
 def _guard(scratch: str) -> Iterator[Callable[[object], None]]:
-    """Context with a helper process that kills the registered sessions if this process is killed."""
+    """Context with a helper process, which kills the hosts' sessions and removes `scratch` if this process is killed.
+
+    Yields a function that tells the helper the number of a session.
+    """
     command = ["bash", "-c", _GUARD, "guard", scratch]
     no = subprocess.DEVNULL
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=no, stderr=no, start_new_session=True, text=True)

@@ -37,10 +37,11 @@ class FolderSight:
     """Makes vectors of images with the tower and the connector of a published model.
 
     Attributes:
-      program: model and layout.
-      params: of the tower and the connector; None before they are read.
+      program: the whole model and its layout.
+      params: the parameters of the tower and the connector; None before they are read.
       processor: how images are prepared.
-      token_id, token: the image token; "" without a tokenizer.
+      token_id: the id of the image token.
+      token: its text; "" if the folder has no tokenizer.
       has_frames: whether a prompt says which frame of an image follows, as those of SmolVLM do.
     """
 
@@ -79,7 +80,7 @@ class FolderSight:
         return "".join(a + b for a, b in zip(parts, [*found, ""], strict=True))
 
     def _tokens(self, frames: Frames) -> str:
-        """Returns the text in place of an image."""
+        """Returns the text that stands for an image in a prompt: its image tokens, with marks of its frames if any."""
         tokens = self.token * self._model.image_tokens
         if not self.has_frames:
             return tokens
@@ -144,7 +145,7 @@ def load(
     """Loads a published model of images and text.
 
     Args:
-      folder: of the model.
+      folder: the folder of the model.
       slice_name, bindings, dtype, strategy, check, check_model: as in `launch.loaded_model.load`.
 
     Raises:
@@ -191,7 +192,7 @@ def _image_token(config: families.Config, model: VisionLanguageModel, files: pat
 
 
 def _of(params: Any, *, of_decoder: bool) -> Any:
-    """Returns the parameters of the decoder, or all others."""
+    """Returns the part of a tree of parameters that is the decoder's or, if not `of_decoder`, the rest."""
     found: dict[str, dict[str, Any]] = {}
     for module, leaves in params.items():
         for name, leaf in leaves.items():

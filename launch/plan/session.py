@@ -98,7 +98,7 @@ def _wanted(args: argparse.Namespace) -> int:
 
 
 def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned:
-    """Returns the metrics of the best layout of a slice, or the reason why there is none."""
+    """Returns the metrics of the best layout of a slice and "", or None and the reason why there is none."""
     options = search.options(question, only=args.only)
     if args.arithmetic:
         options = _without_known_misfits(options, Store())
@@ -222,7 +222,10 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
 
 
 def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Option]:
-    """Rejects those of the candidates to be shown that have a record of not fitting, although the estimate fits."""
+    """Returns the candidates; those that did not fit when they were compiled earlier are marked as rejected.
+
+    Only as many records are looked up as the table needs rows.
+    """
     found, shown = list(options), 0
     for i, one in enumerate(options):
         record = None if one.reason else store.find(one.text)

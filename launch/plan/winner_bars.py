@@ -47,7 +47,7 @@ def _largest(parts: Parts) -> Parts:
 
 
 def _bar(parts: Parts, whole: float) -> str:
-    """Returns a bar as long as `whole`; blank after the parts, which are cut off if they are longer."""
+    """Returns a bar of `_WIDTH` characters, which stand for `whole`: the parts, cut off at its end, then blanks."""
     ends, total = [], 0.0
     for _, size in parts:
         total += size

@@ -141,7 +141,7 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
 
 
 def _on_gpus(experiment: Experiment, program: Program) -> dict[str, str]:
-    """Returns rows for GPUs: the memory that JAX allocates, and the implementation of attention; {} for other chips."""
+    """Returns the summary's rows for GPUs: the memory that JAX allocates, and the implementation of attention."""
     from launch.hosts import machine
 
     memory = machine.gpu_memory()

@@ -144,7 +144,7 @@ def _says_what_it_couples(model: Model) -> bool:
 
 
 def _random_batch(task: Task, model: Model) -> dict[str, Any]:
-    """Returns a few rows if the task draws them or has a rehearsal; otherwise random values of the same shapes."""
+    """Returns a batch of `_ROWS` rows: drawn by the task if it can, random tokens for text, else random values."""
     spec = task.spec(_ROWS)
     if spec.keys() == BATCH_DTYPES.keys() and can(model, HasVocabulary):
         length = spec["inputs"].shape[1]
@@ -257,7 +257,13 @@ def _microbatches(experiment: Experiment) -> int:
 
 
 def _small_task(task: Task, model: Model, *, streams: int, length: int, partly: bool) -> Task:
-    """Returns the task with short rows and few streams, or its rehearsal; random tokens if no text is configured."""
+    """Returns the task with short rows and few streams, or its rehearsal; random tokens if no text is configured.
+
+    If there is none of these, returns the task itself if `partly`.
+
+    Raises:
+      UserError: the task cannot be made small, and not `partly`.
+    """
     if can(task, SplitsRows):
         return task.with_rows(_small_task(task.whole, model, streams=streams, length=2 * length, partly=partly), length)
     if can(task, Rehearses):

@@ -92,7 +92,12 @@ Levers = Sequence[Sequence[Candidate]]
 
 
 def levers(generation: str, *, has_tiles: bool) -> Levers:
-    """Returns the candidates of each setting for a chip generation, without the values that Renga already uses."""
+    """Returns the candidates of each setting for a chip generation, without the values that Renga already uses.
+
+    Args:
+      generation: such as "v4"; the result is [] if it is not a generation of TPUs.
+      has_tiles: whether the model's attention has tiles that can be set.
+    """
     if generation not in slices.CHIPS:
         return []
     own = compiler_options.options(generation)
@@ -195,7 +200,7 @@ class _Trials:
         return (None if problem else found), problem
 
     def _ready(self, candidate: Candidate) -> Any:
-        """Returns the candidate's compiled step."""
+        """Returns the candidate's compiled step. Raises UserError if an earlier candidate is the same program."""
         program = candidate.applied(self._run.experiment).bind(jax.devices())
         lowered = program.lower_train_step()
         text = f"{lowered.as_text()}\n{program.compiler_options}"
@@ -226,7 +231,7 @@ class _Trials:
         return statistics.median(seconds[_WARM_UP:])
 
     def _require_same(self, losses: np.ndarray) -> None:
-        """Checks that the losses [_WARM_UP] of the first steps equal those of the candidate that was measured first."""
+        """Raises UserError unless the first steps' losses [_WARM_UP] are those measured first, within `_TOLERANCE`."""
         if self._losses is None:
             self._losses = losses
         elif not np.allclose(losses, self._losses, rtol=_TOLERANCE, atol=0.0, equal_nan=True):

@@ -45,7 +45,14 @@ checkpoint=RUN@STEP (the initial state) and config=OTHER.gin (in place of EXPERI
 
 
 class Variant(NamedTuple):
-    """One of the two variants, parsed from the command line."""
+    """One of the two variants, parsed from the command line.
+
+    Attributes:
+      config: the experiment file.
+      bindings: gin bindings.
+      hosts: number of processes that simulate the slice.
+      checkpoint: the folder of the step whose state is the initial one; None: the state is initialized.
+    """
 
     config: str
     bindings: tuple[str, ...]
@@ -79,7 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs both variants and prints where they diverge. Returns 0 if they are equal, 1 if they differ."""
+    """Runs both variants and prints where they diverge.
+
+    Returns:
+      0 if they are equal, 1 if they differ; a code of at least 128 if a signal ended a variant.
+    """
     variants = {side: parse(text, experiment=args.experiment) for side, text in (("A", args.a), ("B", args.b))}
     experiments = {side: variant.experiment(args.slice) for side, variant in variants.items()}
     if args.record:

@@ -51,7 +51,7 @@ def empty_state(settings: Planner, rows: int, length: int, embed_dim: int) -> St
 
 
 class Plans(hk.Module):
-    """The planner of a decoder."""
+    """The planner of a decoder: makes plans of the chunks of rows, and adds them to later positions."""
 
     def __init__(self, config: DecoderConfig, settings: Planner):
         super().__init__("planner")
@@ -70,7 +70,11 @@ class Plans(hk.Module):
         )
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Returns the vectors [B, T, D] to add to the embedded tokens `x` [B, T, D]."""
+        """Returns the vectors [B, T, D] to add to the embedded tokens `x` [B, T, D].
+
+        Raises:
+          UserError: the strategy being traced shards positions.
+        """
         check_layout()
         c, length = self.settings.chunk, x.shape[1]
         extra = -length % c
@@ -134,7 +138,15 @@ class Plans(hk.Module):
     def _read(
         self, x: jax.Array, plans: jax.Array, chunk: jax.Array, of_plans: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
-        """Returns the gated plans of the chunks `chunk` [B, T]; 0 where there is none of the same segment."""
+        """Returns the gated plan that each position reads, [B, T, D]; 0 where there is none of its segment.
+
+        Args:
+          x: [B, T, D], from which gates are computed.
+          plans: [B, n, D].
+          chunk: the number of the chunk whose plan each position reads, [B, T]; negative: none.
+          of_plans: the segments of the plans, [B, n].
+          segment_ids: the segments of the positions, [B, T].
+        """
         d = x.shape[-1]
         at = jnp.maximum(chunk, 0)
         is_there = (chunk >= 0) & (jnp.take_along_axis(of_plans, at, axis=1) == segment_ids)

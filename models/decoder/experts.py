@@ -121,7 +121,7 @@ class Experts(Part, expert_routing.Choices):
             )
 
     def slots(self, length: int) -> int:
-        """Returns C, the number of choices of a row of `length` positions that an expert takes."""
+        """Returns C, the choices of a row of `length` positions that an expert takes; needs a `capacity_factor`."""
         assert self.capacity_factor is not None
         return min(length, math.ceil(self.capacity_factor * length * self.top_k / self.num_experts))
 
@@ -184,7 +184,7 @@ class Experts(Part, expert_routing.Choices):
         return router, bias("gate", f, "mlp") if c.gated else None, bias("up", f, "mlp"), bias("down", d, "norm")
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts only the experts that a token passes through."""
+        """Returns the work per token, which counts only the experts that a token passes through."""
         width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
         return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.num_experts + self.shared_gate))
 

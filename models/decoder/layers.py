@@ -67,7 +67,7 @@ class Matrices:
         return logical.param(name, shape, axes, init, **how)
 
     def biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
-        """Adds a bias to x if the decoder has that bias.
+        """Returns x plus the bias of a matrix; x itself if the decoder has no such bias.
 
         Args:
           name: name of the matrix.
@@ -245,13 +245,13 @@ class Heads(Part):
         return logical.constrain(turned, "batch", "length", heads, "head_dim")
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts the matrices, and T H K multiplications for causal scores and mixing together."""
+        """Returns the work per token: the matrices, and T H K multiplications for causal scores and mixing together."""
         c = decoder
         inner, kv = c.num_heads * self.width(c), (2 - self.values_are_keys) * self.kv_heads(c) * self.width(c)
         return Work(c.embed_dim * ((2 + self.output_gate) * inner + kv), length * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
-        """Returns a KV cache of `length` empty slots."""
+        """Returns a KV cache of `length` empty slots: keys and values, [rows, N, length, K] each."""
         c = decoder
         return KeysAndValues(*(jnp.zeros((rows, self.kv_heads(c), length, self.width(c)), c.dtype) for _ in range(2)))
 
@@ -271,7 +271,7 @@ class Heads(Part):
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
     def shrink(self, multiples: Mapping[str, int]) -> Self:
-        """Returns heads of their own size, if they have one, that differs from the decoder's."""
+        """Returns a small part; if its heads have a size of their own, it still differs from the decoder's."""
         heads = self.num_kv_heads and multiples["kv_heads"]
         return dataclasses.replace(
             self, num_kv_heads=heads, head_dim=self.head_dim and 2 * math.lcm(8, multiples["head_dim"])
@@ -354,13 +354,13 @@ class Attention(Heads):
         return mixed, ()
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Counts as without a window, but with min(T, 2 W) instead of T if there is a window of W positions."""
+        """Returns the work per token, with min(T, 2 W) in place of T if there is a window of W positions."""
         inner = decoder.num_heads * self.width(decoder)
         span = min(length, 2 * (self.window or length))  # twice the mean number of attended positions
         return super().work(decoder, length)._replace(others=span * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
-        """Returns an empty KV cache; with a window it has room only for the window."""
+        """Returns an empty KV cache for `length` slots; with a window it has room only for the window."""
         return super().empty_state(decoder, rows, min(length, self.window or length))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Earlier(NamedTuple):
 
     Attributes:
       state: the state that the part returned for them, or its empty state.
-      start: their number, [] int32.
+      start: the number of these slots, [] int32.
     """
 
     state: Any
@@ -137,7 +137,12 @@ class Result(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Multiplications per token: with parameter matrices, which may be frozen, and others."""
+    """Multiplications per token.
+
+    Attributes:
+      matrices: those with parameter matrices, which may be frozen.
+      others: all others, such as those of scores.
+    """
 
     matrices: float
     others: float = 0
@@ -167,7 +172,7 @@ class Part:
     without_adapters: tuple[str, ...] = ()
 
     def check(self, decoder: Decoder) -> None:
-        """Checks the decoder's fields that concern the part. Raises UserError."""
+        """Raises UserError if fields of the decoder do not fit the part."""
 
     def adaptable_matrices(self) -> tuple[str, ...]:
         """Returns those of `matrices` that it has with its settings."""
@@ -181,7 +186,7 @@ class Part:
         return self
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
-        """Returns its rotary embedding; None if it does not rotate queries and keys."""
+        """Returns the part's rotary embedding; None if it does not rotate queries and keys."""
         del decoder
         return None
 
@@ -229,7 +234,7 @@ class Part:
         return {f"{self.name}.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:
-        """Returns how it computes attention on GPUs; None if it has no attention."""
+        """Returns in words how the part computes attention on GPUs; None if it has no attention."""
         del decoder, length
         return None
 
@@ -249,6 +254,7 @@ class Sum:
 
     Attributes:
       parts: the mixers, which must have different names.
+
     """
 
     parts: tuple[Part, ...]

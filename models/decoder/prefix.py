@@ -36,7 +36,7 @@ class Prefix(NamedTuple):
 
 
 def visible(until: jax.Array, *, window: int | None) -> jax.Array:
-    """Returns whether each query may see each key, segments aside, [B, T, S]."""
+    """Returns whether each query may see each key if segments are ignored, bool [B, T, S]."""
     places = jnp.arange(until.shape[1])
     seen = until[:, :, None] >= places
     return seen if window is None else seen & (places[:, None] - places < window)

@@ -548,8 +548,8 @@ def preset(name: str, **changes) -> Transformer:
     """Returns the decoder called `name` (see `models.decoder.presets`), with fields replaced by `changes`.
 
     Raises:
-      UserError: unknown name.
-      TypeError: unknown field.
+      UserError: there is no preset of this name.
+      TypeError: there is no field of a name in `changes`.
     """
     from models.decoder import presets  # a model of given sizes needs none
 

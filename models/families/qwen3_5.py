@@ -30,7 +30,7 @@ def _write_moe(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _apart(part: GatedDelta) -> dict[str, tuple[str, str]]:
-    """Returns names and dimensions of the tensors of projections: queries, keys and values follow one another."""
+    """Returns names and dimensions of the projections' tensors; one has queries, keys and values in succession."""
     keys, values = part.key_heads * part.key_dim, part.value_heads * part.value_dim
     return {
         "delta_query": ("in_proj_qkv", f"(heads head_dim)+{keys + values} embed"),

@@ -33,7 +33,7 @@ _EXPERTS = {
 
 
 def decoder(config: Config, *, without_effect: Collection[str] = (), **other: Any) -> dict[str, Any]:
-    """Returns the fields of a decoder with both kinds of layers, and others.
+    """Returns the fields of a decoder whose layers have the delta rule or attention, and `other`.
 
     Args:
       config: the configuration, with the values of absent keys.
@@ -59,7 +59,11 @@ def decoder(config: Config, *, without_effect: Collection[str] = (), **other: An
 
 
 def experts(config: Config, *, normalized: bool) -> Experts:
-    """Returns the experts that a configuration describes, with a shared one."""
+    """Returns the experts that a configuration describes, with a shared one.
+
+    Raises:
+      UserError: a token would have more experts than there are.
+    """
     family.choices(config, "num_experts")
     sizes = {ours: config[key] for key, ours in _EXPERTS.items()}
     return Experts(**sizes, normalized=normalized, shared_gate=True)
@@ -94,7 +98,7 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _joined(part: GatedDelta) -> dict[str, tuple[str, str]]:
-    """Returns names and dimensions of the tensors of projections: for each key head, the rows of all of them."""
+    """Returns names and dimensions of the projections' tensors, which have several projections for each key head."""
     k, v, g = part.key_dim, part.value_heads // part.key_heads * part.value_dim, part.value_heads // part.key_heads
     return {
         "delta_query": ("in_proj_qkvz", f"(heads head_dim+{k + 2 * v}) embed"),

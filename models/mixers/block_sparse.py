@@ -52,7 +52,7 @@ class BlockSparse(Heads):
       seed: seed of the draws, below 2**63.
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     block: int = 128

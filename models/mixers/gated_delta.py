@@ -64,7 +64,7 @@ class GatedDelta(Part):
       chunk: positions that are computed at once; results do not depend on it, apart from rounding.
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     key_heads: int

@@ -56,7 +56,7 @@ class LatentAttention(Part):
       score_sharpening: m: scores are multiplied by (1 + 0.1 m ln s)^2 if `rope_scaling` has a factor s above 1.
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     latent_dim: int

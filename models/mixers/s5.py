@@ -49,7 +49,7 @@ class S5(Part):
       chunk: positions computed by one parallel prefix; for the backward pass only one state per chunk is saved.
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     states: int

@@ -68,7 +68,7 @@ class Reader:
         glimpse, which say where it looks, get a gradient from the reader's own answers and none from choices.
 
     Raises:
-      UserError: a number out of range.
+      UserError: a number is out of range.
     """
 
     block: int

@@ -58,7 +58,7 @@ class CachedHidden(chunks.ChunkTask):
             raise UserError(" ".join(problems))
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of the base task, and `hidden` [B, T, width] float16: the cached hidden states."""
+        """Returns the fields of every `ChunkTask`, and `hidden` [B, T, width] float16: the cached hidden states."""
         shape = (batch_size, self.length, self._about["width"])
         return {**super().spec(batch_size), HIDDEN: Field(shape, np.float16, ("batch", "length", None))}
 
@@ -130,6 +130,9 @@ def cached_hidden(*, folder: str, length: int, num_streams: int, held_out: str =
       length: tokens per row; must equal that of the folder.
       num_streams: number of data streams; must divide the batch size.
       held_out: the split of evaluations, "validation" or "test".
+
+    Raises:
+      UserError: `held_out` is another split.
     """
     return CachedHidden(folder=folder, length=length, num_streams=num_streams, held_out=held_out)
 
@@ -151,9 +154,9 @@ def write(
 
     Args:
       folder: the folder to write, which is created.
-      task: the task.
+      task: the task whose rows are written.
       hidden: computes the hidden states [rows, T, D] of a batch.
-      limits: maximum number of rows by split.
+      limits: maximum number of rows, for each of the three splits.
       rows: rows per batch.
       model: what determines the hidden states, as JSON values: `base` describes the model, `checksum` is that of its
         parameters, and `chunk` is the number of positions per chunk.

@@ -79,7 +79,7 @@ class ChunkTask(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """Returns a hash, equal on all hosts that read the same data."""
+        """Returns a hash of the data, equal on all hosts that read the same data."""
 
     def spec(self, batch_size: int) -> BatchSpec:
         """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
@@ -100,7 +100,7 @@ class ChunkTask(abc.ABC):
         return dataclasses.replace(self, eval_rows=rows)
 
     def evaluated_on(self, most: int | None) -> str:
-        """Describes the rows of an evaluation."""
+        """Describes the rows of an evaluation that reads at most `most` rows; None: no such limit."""
         count = len(self.rows(self.held_out))
         scored = min(n for n in (count, self.eval_rows, most) if n is not None)
         return f"{scored:,} of {count:,} {self.held_out} rows of {self.length} tokens"
@@ -127,7 +127,7 @@ def evaluation_order(count: int) -> np.ndarray:
 
 
 class _Stream(Stream):
-    """A `streams.Stream` of one stream's rows."""
+    """One data stream (a `streams.Stream`): every `num_streams`-th row of the order, starting with row `index`."""
 
     def __init__(
         self, rows: Rows, spec: BatchSpec, place: tuple[int, int, int], *, seed: int | None, most: int | None
@@ -170,7 +170,7 @@ class _Stream(Stream):
 
 
 class TokenRows:
-    """The rows of documents in memory.
+    """Implements `Rows` for documents in memory, which it cuts into rows.
 
     Attributes:
       names: names of the documents, in the order of their numbers.
@@ -179,7 +179,11 @@ class TokenRows:
     def __init__(
         self, documents: Mapping[str, np.ndarray], *, length: int, bos_id: int, least_tokens: int, where: str
     ) -> None:
-        """Cuts documents (int32 ids by name) into rows. Raises UserError if there are no rows."""
+        """Cuts documents (int32 ids by name) into rows of `length` ids; `where` names them in errors.
+
+        Raises:
+          UserError: no document has `least_tokens` ids.
+        """
         self.names = tuple(documents)
         self._ids, self._length, self._bos_id = tuple(documents.values()), length, bos_id
         self._places = [

@@ -48,7 +48,7 @@ _SYSTEM_FILES = ("/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/z
 
 
 def _program() -> bytes:
-    """Returns the filter's BPF instructions, each (code, jump if true, jump if false, operand)."""
+    """Returns the seccomp filter: packed BPF instructions, each (code, jump if true, jump if false, operand)."""
     numbers = sorted(_ALLOWED.values())
     steps = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, _ARCHITECTURE), (_RETURN, 0, 0, _REFUSE)]
     steps += [(_LOAD, 0, 0, _NUMBER_AT), (_EQUAL, 0, 3, _OPENAT)]
@@ -61,7 +61,11 @@ def _program() -> bytes:
 
 
 def _confine() -> None:
-    """Gives up other files, and all system calls except those of the filter. Raises OSError if the kernel refuses."""
+    """Gives up opening files that programs do not import, and all system calls that the filter refuses.
+
+    Raises:
+      OSError: the kernel cannot confine the process.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     program = ctypes.create_string_buffer(_program())
 
@@ -129,7 +133,7 @@ def main() -> NoReturn:
 
 
 def _run(code: str) -> str:
-    """Runs a program; returns "", or the name of the error that ended it (of its builtin base class)."""
+    """Runs a program; returns "", or the name of the error that ended it: that of its nearest builtin class."""
     try:
         exec(code, {"__name__": "__main__"})
     except BaseException as error:

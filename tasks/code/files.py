@@ -55,7 +55,7 @@ class CodeFiles(chunks.ChunkTask):
     least_tokens: int
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Makes the vocabulary usable."""
+        """Prepares the vocabulary; one that is learned is learned from the training files."""
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._sample)
 
     def rows(self, split: str) -> chunks.TokenRows:
@@ -84,7 +84,7 @@ class CodeFiles(chunks.ChunkTask):
         ]
 
     def named_files(self) -> Sequence[str]:
-        """Returns patterns and files as the user wrote them."""
+        """Returns `files`, `exclude` and the vocabulary's file, if it has one, as the user wrote them."""
         return (*self.files, *self.exclude, *([self.vocabulary.path] if can(self.vocabulary, ReadsFile) else []))
 
     def describe(self) -> str:
@@ -210,7 +210,7 @@ def code_files(
       least_tokens: shorter pieces of files are left out.
 
     Raises:
-      UserError: a language is unknown, or a number is out of range.
+      UserError: a language or split is unknown, a pattern is not a text, or a number is out of range.
     """
     patterns = (files,) if isinstance(files, str) else tuple(files or ())
     excluded = (exclude,) if isinstance(exclude, str) else tuple(exclude)

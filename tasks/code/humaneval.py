@@ -84,7 +84,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def score(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
-    """Runs the tests on completions, equally many per problem in order, and returns pass@k and every outcome."""
+    """Runs the problems' tests on completions; returns pass@k and every outcome, as a dict.
+
+    Args:
+      problems: P problems.
+      completions: [P * n], first the n completions of the first problem.
+
+    Raises:
+      UserError: programs cannot be confined on this machine.
+    """
     samples = len(completions) // len(problems)
     owners = [problem for problem in problems for _ in range(samples)]
     programs = [problem.program(text) for problem, text in zip(owners, completions, strict=True)]

@@ -89,7 +89,7 @@ def _unconfined(reason: str) -> UserError:
 
 
 def _require_start(process: subprocess.Popen) -> None:
-    """Waits until the process is confined."""
+    """Waits until the process is confined. Raises UserError if it ends, or is not ready in time."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
     if not ready:

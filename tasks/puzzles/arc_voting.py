@@ -128,7 +128,7 @@ def read_judge(directory: str) -> Judge | None:
 
 
 def count_votes(answers: Iterable[Answer]) -> Votes:
-    """Counts the votes of one evaluation; answers that are not grids do not count."""
+    """Converts answers back to their puzzles, and counts them as votes; an answer without a grid is no vote."""
     found: dict[tuple[str, Grid], dict[Grid, Support]] = {}
     for answer in answers:
         puzzle, variant = arc_grids.parse(answer.name)

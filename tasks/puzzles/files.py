@@ -94,7 +94,7 @@ def read_metadata(directory: str, split: str) -> Metadata:
     """Reads dataset.json of one split.
 
     Raises:
-      UserError: there is no complete dataset, or the file lacks a field.
+      UserError: there is no complete dataset, or the file is unreadable, lacks a field or names several sets.
     """
     root = paths.resolve(directory)
     if not (root / IDENTIFIERS).exists():

@@ -32,7 +32,7 @@ class MazeSet:
       seed: seed of the generator.
 
     Raises:
-      UserError: a number is out of range.
+      UserError: a number is out of range, or a number of mazes is None without `csv`.
     """
 
     size: int = 30
@@ -66,7 +66,7 @@ class MazeSet:
         return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters as JSON."""
+        """Returns the parameters, as a dict of JSON values."""
         return {"kind": "maze", **dataclasses.asdict(self), "min_path": None if self.csv else self.exceeds}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:

@@ -80,7 +80,7 @@ def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def generate(rng: np.random.Generator, *, size: int, min_path: int) -> Maze | None:
-    """Draws a random maze; returns None if it has no shortest path of more than `min_path` steps."""
+    """Draws a random maze [N, N], N = size; None if no cell is more than `min_path` steps from the drawn start."""
     is_open = _carved(rng, size)
     walls = np.argwhere(_divides(is_open))
     removed = rng.random(len(walls)) < rng.uniform(0, _MOST_REMOVED)
@@ -97,7 +97,10 @@ def generate(rng: np.random.Generator, *, size: int, min_path: int) -> Maze | No
 
 
 def _carved(rng: np.random.Generator, size: int) -> np.ndarray:
-    """Returns open cells [N, N] of a random tree of corridors, grown depth first; randomly shifted if N is even."""
+    """Returns which cells are open, bool [N, N]: a random tree of corridors, grown depth first.
+
+    If N = size is even, the tree has one row and column fewer, and is shifted at random.
+    """
     rooms = (size + 1) // 2
     is_open = np.zeros((2 * rooms - 1, 2 * rooms - 1), bool)
     way = [_cell(rng.integers(rooms, size=2))]

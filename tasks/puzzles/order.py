@@ -163,7 +163,7 @@ class InOrder:
         return json.dumps({"batches": self._next}).encode()
 
     def restore(self, state: bytes) -> None:
-        """Moves to a saved position."""
+        """Moves to a saved position. Raises UserError for bytes that are not a position."""
         self._next = read_position(state, batches=int)["batches"]
 
 

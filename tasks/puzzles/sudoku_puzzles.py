@@ -111,7 +111,7 @@ def _may_go(grid: list[int], cell: int, size: int) -> bool:
 
 
 def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
-    """Returns numbers [n] of grids [n, C] that are equal for symmetric copies.
+    """Returns a number for each grid, uint64 [n], given grids [n, C]; symmetric copies have equal numbers.
 
     This is color refinement: each round recomputes the color of a cell from the sums of the colors in its row,
     column and box and of the clues with its digit, which depend neither on the names of digits nor on any order. The

@@ -40,7 +40,7 @@ class SudokuSet:
       seed: seed of the generator.
 
     Raises:
-      UserError: a number is out of range.
+      UserError: a number is out of range, `num_test` is None without `csv`, or `size` is not 9 with `csv`.
     """
 
     size: int
@@ -76,7 +76,7 @@ class SudokuSet:
         return self.size**2
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters as JSON."""
+        """Returns the parameters, as a dict of JSON values."""
         clues = None if self.csv else list(self.clues or CLUES[self.size])
         return {"kind": "sudoku", **dataclasses.asdict(self), "clues": clues}
 
@@ -104,7 +104,7 @@ class SudokuSet:
         return out.extra[writing.BUILD]
 
     def draw(self, tokens: np.ndarray) -> str:
-        """Renders tokens [C] as text."""
+        """Renders tokens [C] as text: digits, and dots for blanks, with spaces between boxes."""
         rows, columns = shape(self.size).box
         lines = []
         for y, row in enumerate(np.asarray(tokens).reshape(self.size, self.size).tolist()):
@@ -136,7 +136,13 @@ class SudokuSet:
     def _generated(
         self, rng: np.random.Generator, count: int, *, taken: set[int], report: Callable[[int], None]
     ) -> list[Puzzle]:
-        """Returns `count` different puzzles with signatures not in `taken`; held-out ones also differ in signature."""
+        """Returns `count` different puzzles with signatures not in `taken`.
+
+        If `taken` is empty (for held-out puzzles), their signatures also differ from one another.
+
+        Raises:
+          UserError: not enough of them were found.
+        """
         found: dict[Any, Puzzle] = {}
         is_test, failed = not taken, 0
         while failed < _FAILED_DRAWS * (100 + len(found)):
@@ -167,6 +173,9 @@ class SudokuSet:
         """Returns `count` random puzzles (None: all) of a CSV file with signatures not in `taken`.
 
         The file is read twice, to select lines by rating before parsing them.
+
+        Raises:
+          UserError: a selected line is invalid, or the file has fewer such puzzles.
         """
         file = paths.resolve(self.csv) / f"{split}.csv"
 

@@ -148,7 +148,7 @@ class Search:
         return new
 
     def _place(self, places: list[int], new: int) -> int:
-        """Removes the digits of the newly filled cells `new` from the candidates of their peers."""
+        """Removes the digits of the newly filled cells `new` from the candidates of their peers; returns `new`."""
         for digit, p in enumerate(places):
             left = p & new
             while left:
@@ -158,7 +158,7 @@ class Search:
         return new
 
     def _narrowest(self, places: list[int], placed: int) -> int:
-        """Returns the bit of the first unfilled cell with the fewest candidates."""
+        """Returns the bit mask of one unfilled cell: the first of those with the fewest candidates."""
         at_least = [self._all & ~placed] + [0] * len(places)  # [k]: the unfilled cells with k candidates or more
         for p in places:
             for k in range(len(places), 0, -1):

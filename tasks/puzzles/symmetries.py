@@ -21,7 +21,7 @@ def orient(grid: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def restore(grid: np.ndarray, orientation: int) -> np.ndarray:
-    """Inverts `orient`."""
+    """Returns the grid that `orient` turned into `grid` with this orientation."""
     return orient(grid, _UNDONE_BY[orientation])
 
 

@@ -49,14 +49,19 @@ class Recipe(Protocol):
         """Number of training puzzles; None: all."""
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters as JSON; equal parameters build the same bytes."""
+        """Returns the parameters, as a dict of JSON values; equal parameters build the same bytes."""
 
     def build(self, directory: str) -> Mapping[str, Any]:
         """Writes the dataset and returns the content of its build.json."""
 
 
 class Stored:
-    """An existing dataset in a folder, local or gs://."""
+    """An existing dataset in a folder.
+
+    Attributes:
+      directory: the folder, local or gs://; "" if it is not set.
+      asked: the requested numbers of training puzzles, and of copies of each.
+    """
 
     def __init__(self, directory: str, *, cut: files.Cut = WHOLE):
         self.directory, self.asked = directory, cut
@@ -99,7 +104,7 @@ class Stored:
         return (self.directory,) if self.directory else ()
 
     def rehearsal(self) -> Stored | None:
-        """Returns the dataset itself if it can be read, otherwise None."""
+        """Returns the dataset for a smoke run: itself, or None if `problems` finds any."""
         return None if self.problems() else self
 
     def describe(self) -> str:
@@ -118,7 +123,11 @@ class Stored:
 
 
 class Built(Stored):
-    """A dataset that host 0 builds if it does not exist, in a named folder or in the run directory."""
+    """A dataset that host 0 builds if it does not exist, in a named folder or in the run directory.
+
+    Attributes:
+      recipe: the parameters of the dataset.
+    """
 
     def __init__(self, recipe: Recipe, *, directory: str | None = None):
         super().__init__("")
@@ -161,7 +170,7 @@ class Built(Stored):
         return (self._named,) if self._named else ()
 
     def rehearsal(self) -> Built:
-        """Returns a small dataset of the same kind: at most 8 puzzles per split."""
+        """Returns a small dataset of the same kind for a smoke run: at most 8 puzzles per split."""
         few = {name: min(8, getattr(self.recipe, name)) for name in ("num_train", "num_test")}
         recipe: Any = self.recipe
         return Built(dataclasses.replace(recipe, **few))
@@ -171,7 +180,7 @@ class Built(Stored):
         return "puzzles: " + ", ".join(f"{k} {v}" for k, v in self.recipe.about().items() if v not in (None, ""))
 
     def fingerprint(self) -> str:
-        """Returns a hash of the content or, before it is built, the recipe's parameters."""
+        """Returns a hash of the content; before the dataset is built, the recipe's parameters as JSON text."""
         return super().fingerprint() if self.directory else json.dumps(self.recipe.about(), sort_keys=True)
 
     def _part(self, split: Split) -> Split:
@@ -257,7 +266,10 @@ class PuzzleTask:
         return self._batches(layout, split, visits, {"split": "train", "seed": seed})
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out example, or each of a fixed subset, once; fillers are not scored."""
+        """Returns batches with each held-out example, or each of a fixed subset, once.
+
+        Rows that only fill the last batch are not scored.
+        """
         split = self.source.split("test")
 
         def visits(rows: int) -> order.InOrder:
@@ -289,7 +301,11 @@ class PuzzleTask:
         return dataclasses.replace(self, eval_puzzles=rows)
 
     def judge(self) -> arc_voting.Judge | None:
-        """Returns the judge that scores answers by voting if this is an existing ARC dataset; otherwise None."""
+        """Returns the judge that scores answers by voting if this is an existing ARC dataset; otherwise None.
+
+        Raises:
+          UserError: its file test_puzzles.json is damaged or empty.
+        """
         return arc_voting.read_judge(self.source.directory) if self.source.directory else None
 
     def problems(self) -> list[str]:
@@ -343,7 +359,7 @@ class PuzzleTask:
 
 
 class PuzzleStream(Stream):
-    """`streams.Stream` of a puzzle dataset; each element is one global batch."""
+    """Implements `streams.Stream` for a puzzle dataset; each element is one global batch."""
 
     def __init__(self, split: Split, visits: order.Shuffled | order.InOrder):
         self._split, self._visits = split, visits

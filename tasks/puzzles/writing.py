@@ -21,7 +21,7 @@ _HEADER_BYTES = 128  # fixed size, so that the header can be written last, when 
 
 
 class ArrayFile:
-    """A .npy file to which rows are appended."""
+    """A .npy file to which rows are appended; `rows` is their number so far."""
 
     def __init__(self, path: pathlib.Path, *, row: tuple[int, ...], dtype: type):
         self._stream = path.open("wb")
@@ -29,7 +29,7 @@ class ArrayFile:
         self._stream.write(b"\0" * _HEADER_BYTES)
 
     def append(self, values: np.ndarray) -> None:
-        """Appends rows."""
+        """Appends n rows, an array [n, …] whose other dimensions are those of `row`."""
         values = np.ascontiguousarray(values, self._dtype)
         assert values.shape[1:] == self._row, (values.shape, self._row)
         self._stream.write(values.tobytes())

@@ -40,7 +40,12 @@ RUNNERS = ("DirectRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 @dataclasses.dataclass(frozen=True)
 class Beam:
-    """A Beam runner, and Beam's options as on a command line."""
+    """Selects how Apache Beam runs a pipeline.
+
+    Attributes:
+      runner: one of `RUNNERS`.
+      options: Beam's options, as on a command line.
+    """
 
     runner: str
     options: str = ""
@@ -68,7 +73,7 @@ class Parts:
     """Makes parts on Beam's workers and reads them; `submit` replaces `seqio_pipeline.Processes.submit`."""
 
     def __init__(self, folder: str) -> None:
-        """Creates the reader of a folder, which must belong to one task with its sources."""
+        """Sets the folder of the parts, which must belong to one task with its sources."""
         self._folder = folder
 
     def make(
@@ -178,6 +183,9 @@ def _run(pipeline: Any) -> None:
 def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None", fields: tuple) -> int:
     """Runs on a worker: writes the missing parts of a lane beside the marker file; returns the lane's number of parts.
 
+    `fields` are those of the `Lane`.
+
+
     Raises:
       UserError: this worker does not see the command's marker file.
     """
@@ -224,7 +232,7 @@ def _write(file: paths.Path, found: Found | None, problem: str) -> None:
 
 
 def _read(content: bytes) -> tuple[Found | None, str]:
-    """Returns a part and "", or None and its problem."""
+    """Parses a part's file; returns the part and "", or None and the problem that `_write` stored."""
     with np.load(io.BytesIO(content)) as arrays:
         if "problem" in arrays:
             return None, str(arrays["problem"])

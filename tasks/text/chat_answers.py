@@ -56,7 +56,11 @@ def formatted(
 def _between_prompts(
     text: str, messages: Sequence[Message], vocabulary: ChatVocabulary, given: Mapping[str, Any]
 ) -> list[Range]:
-    """Returns the ranges of answers, each from the end of its prompt to the end of the conversation so far."""
+    """Returns the range of each answer: from the end of its prompt to where the text with the answer ends.
+
+    Raises:
+      UserError: the template formats a message differently when others follow it.
+    """
     answers = []
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:

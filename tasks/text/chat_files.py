@@ -82,7 +82,13 @@ class _Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChatFiles(Corpus):
-    """A `documents.Corpus` of .jsonl files with a conversation on each line, for `num_streams` streams."""
+    """A `documents.Corpus` of .jsonl files with a conversation on each line.
+
+    Attributes:
+      train: patterns of files.
+      validation: patterns of files; (): about 5% of the training lines, chosen by hash.
+      num_streams: number of streams that training reads; there must be as many conversations.
+    """
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
@@ -135,7 +141,7 @@ class ChatFiles(Corpus):
         return found
 
     def first_conversation(self) -> Chat | None:
-        """Returns the first line with messages; None if the first lines have none, or the files are remote."""
+        """Returns the first line with messages; None if the first 1,000 have none, or a file is remote."""
         if any(map(paths.is_remote, (*self.train, *self.validation))):
             return None
         found = (line.chat() for line in self.lines("train")[:_MOST_TRIED])
@@ -177,7 +183,7 @@ class ChatFiles(Corpus):
 
 
 class ChatStream(packing.PackedStream):
-    """A stream over every `num_streams`-th conversation of a split."""
+    """A stream over every `num_streams`-th conversation of a split. Raises UserError if there is none."""
 
     KINDS = MappingProxyType({"epoch": int, "next": int})
 
@@ -302,7 +308,11 @@ def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
 
 
 def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Returns the checked messages. Raises UserError for an unknown role, an empty answer, or no answer at all."""
+    """Checks and returns the messages of a line.
+
+    Raises:
+      UserError: a message has an unknown role or key or no text, an answer is empty, or there is no answer.
+    """
     messages = found if isinstance(found, list) else []
     for number, message in enumerate(messages, 1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
@@ -324,7 +334,11 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _objects(found: Any, where: str) -> list[Mapping[str, Any]] | None:
-    """Returns the checked list of objects (which may be JSON text), or None. Raises UserError for anything else."""
+    """Returns the list of objects in a field of a line, which may also be JSON text; None if the field has none.
+
+    Raises:
+      UserError: the field has anything else.
+    """
     read = found
     if isinstance(found, str):
         with contextlib.suppress(ValueError):

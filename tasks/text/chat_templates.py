@@ -138,7 +138,7 @@ def _environment() -> Any:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter `tojson` without the HTML escapes of jinja2's own."""
+    """The filter `tojson` of templates: JSON text, without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -159,7 +159,7 @@ class _Dict:
 
 
 def _namespace() -> Any:
-    """Returns what `namespace` is in a template; its fields cannot begin with an underscore."""
+    """Returns the class that templates call as `namespace`; its fields cannot begin with an underscore."""
     import jinja2
 
     def check(name: Any) -> None:
@@ -182,7 +182,11 @@ def _namespace() -> Any:
 
 
 def serve() -> None:
-    """Reads a template and its limits from stdin, then conversations; writes [result, error, limit] for each."""
+    """Reads a template and its limits from stdin, then conversations, as lines of JSON.
+
+    Writes a line [result, error, exceeded limit] for the template, whose result is `marks_answers`, and for each
+    conversation.
+    """
     source, cpu_seconds, memory_bytes = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -78,7 +78,7 @@ class TextTask:
         Its rows do not depend on streams, batch size or hosts, because the split is read as one stream.
 
         Raises:
-          UserError: as `train`.
+          UserError: the data cannot be opened, or the streams do not divide the batch.
         """
         spec = StreamSpec("validation", 0, 1, 1, self.length, None, self.vocabulary, once=True)
         return streams.PassBatches(layout, spec=self.spec(layout.batch_size), stream=self.corpus.open_stream(spec))
@@ -88,7 +88,7 @@ class TextTask:
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def example_problems(self) -> list[str]:
-        """Tries one example of each source whose examples the user's code makes; returns a problem for each failure."""
+        """Tries examples of sources that run the user's code (seqio tasks); returns a problem for each failure."""
         return self.corpus.example_problems(self.length) if can(self.corpus, TriesExamples) else []
 
     def named_files(self) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ class TextTask:
         )
 
     def begins_with_bos(self) -> bool:
-        """Returns whether a text begins with the begin-of-text id."""
+        """Returns True: every text begins with the begin-of-text id."""
         return True
 
     def stop_ids(self) -> tuple[int, ...]:

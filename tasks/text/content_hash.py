@@ -16,7 +16,10 @@ _BLOCK_BYTES, _MOST_BLOCKS = 2**16, 2**10
 
 
 def of_files(files: Collection[File]) -> str:
-    """Returns the kind of hash, and a hash of the content of files that is equal on all hosts with copies of them."""
+    """Returns a hash of the files' content, equal on all hosts with copies of them.
+
+    It begins with `files:`, or with `objects:` if any file is in a bucket.
+    """
     digest = hashlib.sha256()
     local = [file for file in files if not paths.is_remote(file.path)]
     for file in files:
@@ -30,7 +33,7 @@ def of_files(files: Collection[File]) -> str:
 
 
 def _blocks(files: Sequence[File]) -> Iterator[tuple[File, int, int]]:
-    """Yields the blocks to read: a file, an offset in it, and a number of bytes."""
+    """Yields the blocks to read: a file, an offset in it, and a number of bytes (-1: to its end)."""
     total = sum(file.size_bytes for file in files)
     if total <= WHOLE_BYTES:
         yield from ((file, 0, -1) for file in files)

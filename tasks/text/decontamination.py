@@ -130,7 +130,7 @@ def _runs(text: str, length: int) -> Iterator[tuple[str, ...]]:
 
 
 def _spaced(text: str) -> str:
-    """Returns the text with single spaces."""
+    """Returns the text with each run of white space replaced by one space."""
     return " ".join(text.split())
 
 

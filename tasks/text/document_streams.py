@@ -87,7 +87,7 @@ class DocumentSource(Corpus):
         return {}
 
     def memory(self, spec: StreamSpec) -> "_Memory":
-        """Returns the documents in memory, which all streams of a split share."""
+        """Returns the memory of a split's documents, which all streams of the split share."""
         key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory keeps the vocabulary alive
         return self._memories.setdefault(key, _Memory(spec.vocabulary))
 
@@ -211,7 +211,7 @@ class _Memory:
     """
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
-        """Begins with nothing; `vocabulary` is that of the ids."""
+        """Creates an empty memory; `vocabulary` is the one that converts the documents to ids."""
         self.vocabulary = vocabulary
         self.parts: dict[int, list[_Document]] = {}
         self.is_small = True

@@ -342,11 +342,12 @@ def encoded(text: str, *, where: str) -> bytes:
 
 
 def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[Any]], where: str) -> list[Problem]:
-    """Returns the problems found at the beginning of up to 32 local files.
+    """Returns up to three problems, found at the beginning of up to 32 local files.
 
     Args:
       files: files on a local disk.
-      first: reads the first documents of a file; a false value means a blank document.
+      first: reads the first documents of a file; raises UserError for an invalid one, and yields a false value for
+        a blank one.
       where: the configuration setting that names the files, for messages.
     """
     step = max(1, -(-len(files) // _MOST_FILES))
@@ -368,7 +369,7 @@ def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[An
 
 
 def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iterator[Any]:
-    """Yields `read_line(path, number, bytes)` of the lines in the first MiB of a file."""
+    """Yields the result of `read_line(path, line number, line)` for each whole line in a file's first MiB."""
     content, is_cut = _beginning(file)
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1] if is_cut else lines, start=1):

@@ -37,7 +37,10 @@ def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: in
 
 
 def _watched(function: Any, note: Callable[[], None], *, after_watched: bool) -> Any:
-    """Returns a preprocessor with the same signature that calls `note` if it fails; only functions are changed."""
+    """Returns a preprocessor with the same signature that calls `note` if it fails.
+
+    If `function` is not a Python function (or a partial one), it is returned unchanged.
+    """
     if isinstance(function, functools.partial):
         inner = _watched(function.func, note, after_watched=after_watched)
         return function if inner is function.func else functools.partial(inner, *function.args, **function.keywords)
@@ -58,7 +61,7 @@ def _watched(function: Any, note: Callable[[], None], *, after_watched: bool) ->
 
 
 def _until_failure(dataset: Any, note: Callable[[], None]) -> Any:
-    """Returns a dataset that ends before an exception, for which it calls `note`; so its reader does not fail."""
+    """Returns a dataset of the same examples that calls `note` and ends where `dataset` raises an exception."""
 
     def examples() -> Iterator[Any]:
         try:
@@ -70,7 +73,7 @@ def _until_failure(dataset: Any, note: Callable[[], None]) -> Any:
 
 
 def _named(function: Any) -> str:
-    """Returns the name, module and line of the innermost function of partial functions and decorators."""
+    """Returns a function's name, module and line, without its decorators and partials: `parse (my_tasks:12)`."""
     while inner := getattr(function, "func" if isinstance(function, functools.partial) else "__wrapped__", None):
         function = inner
     name = getattr(function, "__qualname__", type(function).__qualname__)

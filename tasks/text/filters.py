@@ -30,7 +30,7 @@ class Filters:
     digest: str = ""
 
     def excluded(self, via: Callable[[str], str] = str) -> Excluded | None:
-        """Reads the evaluation sets; None if there are none.
+        """Reads the evaluation sets; returns None if `exclude` is empty.
 
         Args:
           via: converts a text of an evaluation set in the way in which the documents were converted before comparing.
@@ -52,7 +52,7 @@ class Filters:
 
     @property
     def leave_out(self) -> bool:
-        """Returns whether a document may be left out."""
+        """Whether any document can be left out: whether there are evaluation sets, or near duplicates are left out."""
         return bool(self.exclude or self.near_duplicates)
 
     def described(self) -> dict[str, Any]:

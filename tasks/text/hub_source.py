@@ -114,7 +114,7 @@ class _ShardReader:
 def _text(example: Mapping[str, Any], source: HuggingFace, *, where: str) -> bytes:
     """Returns a document's text as UTF-8; b"" if it is blank or `source.where` leaves it out.
 
-    Raises UserError if it is not text.
+    Raises UserError if the column of the text, or one of `source.where`, is missing, or if the text is invalid.
     """
     for column, values in source.where:
         if column not in example:

@@ -61,7 +61,7 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """Any vocabulary; to check for this needs no model file."""
+    """What any vocabulary can do; checking whether an object can needs no model file."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""

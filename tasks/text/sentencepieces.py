@@ -34,7 +34,7 @@ class SentencePiece(Vocabulary):
 
     @functools.cached_property
     def _model(self) -> bytes:
-        """The serialized model."""
+        """The serialized model. Raises UserError if its file does not exist."""
         try:
             return paths.resolve(self.path).read_bytes()
         except FileNotFoundError as error:
@@ -179,6 +179,9 @@ def _train(documents: Iterable[str], size: int) -> bytes:
     """Trains a byte-pair model that reproduces every text exactly, and returns it serialized.
 
     It is deterministic: it uses one thread, and byte-pair encoding only counts, without floating-point arithmetic.
+
+    Raises:
+      UserError: the text is too short for `size` pieces.
     """
     import sentencepiece
 

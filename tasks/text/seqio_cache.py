@@ -71,7 +71,11 @@ class SeqioCache(DocumentSource):
 
     @functools.cached_property
     def saved(self) -> Mapping[str, Any] | None:
-        """The content of `seqio.json`; None before it is written. Raises UserError if it belongs to another task."""
+        """The content of `seqio.json`; None before it is written.
+
+        Raises:
+          UserError: the file is damaged, or the cache belongs to another task or another version of it.
+        """
         file = paths.resolve(self.path) / FILE
         try:
             found = foreign_json.load_object(file.read_bytes(), _KINDS)
@@ -89,7 +93,10 @@ class SeqioCache(DocumentSource):
 
     @functools.cached_property
     def definition(self) -> Mapping[str, Any]:
-        """The vocabulary and the tasks. Before the cache is written, this takes seconds, and may raise UserError."""
+        """What `seqio_pipeline.definition` returns: the vocabulary and the tasks, by default from the cache.
+
+        Before the cache is written, this takes seconds, and raises UserError if the task cannot be read.
+        """
         return self.saved or _definition(self.asked)
 
     def problems(self) -> list[str]:
@@ -111,7 +118,7 @@ class SeqioCache(DocumentSource):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """Tries one example of each source and split; returns a problem for each failure."""
+        """Returns the problems of the first examples of each task and split; [] once the cache is written."""
         return [] if self.saved else self.definition["problems"]
 
     def fill(
@@ -154,7 +161,11 @@ class SeqioCache(DocumentSource):
             say(f"{self.describe()}: cached in {time.monotonic() - start:.0f} s")
 
     def _checked(self, filters: "Filters") -> "Filters | None":
-        """Returns filters with their digest; None if they leave out nothing. Raises UserError if they do not fit."""
+        """Returns filters with their digest; None if they leave out nothing.
+
+        Raises:
+          UserError: the cache was written with other filters, or they cannot be applied to this task.
+        """
         from tasks.text import tokenizing
 
         if excluded := filters.excluded():
@@ -314,14 +325,17 @@ class SeqioCache(DocumentSource):
         return {reason: n for reason, each in found.items() if (n := sum(one["documents"] for one in each))}
 
     def train_tokens(self) -> int | None:
-        """Returns the number of tokens of the training split; None for a mixture."""
+        """Returns the number of tokens of the training split; None for a mixture, or before the cache is written."""
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the tasks' metrics, on at most `most` examples of each. Raises UserError if there are none.
+        """Returns the tasks' metrics, on at most `most` examples of each.
 
-        If the cache names no metrics, or the module was changed since, the task may now have others. Then the process
-        on host 0 that reads the examples before the first step decides.
+        If the cache names no metrics, or the module was changed since, the task may now have others. Then they are not
+        checked here, but by the process that reads the examples on host 0 before the first step.
+
+        Raises:
+          UserError: there are no metrics, or one needs other outputs of the model than predictions or scores.
         """
         found = [kind for about in self.definition["tasks"].values() for kind in about.get("metrics", ())]
         if not self.saved or (found and not self._is_changed(self.saved["asked"])):
@@ -340,7 +354,7 @@ class SeqioCache(DocumentSource):
 
 @functools.cache
 def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
-    """Returns the definition of a task, or its problem; ends the process that found a problem."""
+    """Returns a task's definition and "", or {} and the error; ends the process if either tells of a problem."""
     processes, problem = seqio_pipeline.PROCESSES, ""
     found: Mapping[str, Any] = {}
     try:
@@ -416,13 +430,13 @@ class _TaskJob:
         ]
 
     def lanes(self) -> list[Lane]:
-        """Returns all lanes."""
+        """Returns the lanes of all splits and epochs, which together have all examples."""
         return [Lane(self._name, *phase[:2], lane, phase[2]) for phase in self._phases() for lane in range(phase[2])]
 
     def _converted(
         self, submit: Callable[[Lane], Any], files: Sequence[Mapping[str, Any]], position: Any
     ) -> Generator[tuple[Batch, Converted]]:
-        """Yields the examples from a position on, some of each lane in turn."""
+        """Yields the examples from a position on (None: from the start), some of each lane in turn."""
         now = self._progress = position or self._progress
         phases, names = self._phases(), frozenset(entry["path"] for entry in files)
         local = frozenset(name for name in names if not paths.is_remote(name))  # objects: checked once per split

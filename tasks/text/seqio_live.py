@@ -73,7 +73,7 @@ class LiveSeqio(Corpus):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """Tries one example of each source and split; returns a problem for each failure."""
+        """Returns the problems of the first examples of each task and split, made with the task's own lengths."""
         return self._definition["problems"]
 
     def lengths(self, length: int) -> dict[str, int]:

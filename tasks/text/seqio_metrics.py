@@ -141,7 +141,11 @@ def _evaluator(measured: Measured) -> Any:
 
 
 def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
-    """Returns for each example the ids before the targets, beginning with the begin-of-text id 0, and the targets."""
+    """Returns for each example the ids before the targets, beginning with the begin-of-text id 0, and the targets.
+
+    Raises:
+      UserError: there are no examples.
+    """
     examples = [example for _, example in dataset.as_numpy_iterator()]
     if not examples:
         raise UserError("the validation split of the task has no examples")

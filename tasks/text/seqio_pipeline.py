@@ -308,7 +308,11 @@ def _dataset(asked: Asked, lane: Lane, task: Any) -> Any:
 
 
 def _registered(asked: Asked) -> Any:
-    """Imports the module, and returns the seqio Task or Mixture."""
+    """Imports the module, and returns the seqio Task or Mixture.
+
+    Raises:
+      UserError: as `seqio_tasks.registered`; or `inputs_length` does not fit its features, or it lacks a split.
+    """
     found = seqio_tasks.registered(asked.name, module=asked.module)
     has_inputs = "inputs" in found.output_features
     if has_inputs != (asked.inputs is not None):

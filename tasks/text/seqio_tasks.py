@@ -39,7 +39,7 @@ def library() -> Any:
 
 @functools.cache
 def registered(name: str, where: str = "text.seqio.name", *, module: str | None = None) -> Any:
-    """Imports the module, and returns a seqio Task or Mixture.
+    """Imports the module, and returns a seqio Task or Mixture; `where` is the setting that names it, for messages.
 
     Raises:
       UserError: the module cannot be imported, there is no task of that name, or its features are not a decoder's.
@@ -152,7 +152,10 @@ class SeqioVocabulary(Vocabulary):
 
 
 def has_ids_of(name: str, vocabulary: Any) -> bool:
-    """Returns whether a registered task's vocabulary gives the same ids as `vocabulary` for a few sample texts."""
+    """Returns whether a registered task's vocabulary gives the same ids as `vocabulary` for a few sample texts.
+
+    False if `vocabulary` is None.
+    """
     theirs = SeqioVocabulary(name)
     if vocabulary is None or theirs.hash == vocabulary.hash:
         return vocabulary is not None

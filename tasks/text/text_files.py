@@ -349,7 +349,11 @@ class _LinesReader:
         raise StopIteration
 
     def _line(self) -> bytes:
-        """Reads a line with its line break. Raises UserError if the file cannot be read, or the line is too long."""
+        """Reads a line with its line break; returns b"" at the end of the file.
+
+        Raises:
+          UnreadableFile: the file cannot be read, or the line is too long.
+        """
         most = text_formats.LARGEST_DOCUMENT_BYTES
         where = f"{self._part.path} after line {self._number}" if self._number else self._part.path
         with text_formats.reading(where):
@@ -396,7 +400,7 @@ class _Rows(_Range):
 
     @classmethod
     def first_texts(cls, file: File, field: str) -> Iterator[bytes]:
-        """Yields the first texts of a local file, for the checks before a run."""
+        """Yields the texts of a local file's first 200 rows, for the checks before a run."""
         reader = cls(file, 0, _FIRST_ROWS, field, None, lambda read, **options: read(**options)).open(None)
         while (text := next(reader, None)) is not None:
             yield text

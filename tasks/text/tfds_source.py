@@ -17,7 +17,7 @@ from tasks.text.document_streams import DocumentSource, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Tfds(DocumentSource):
-    """A dataset of TensorFlow Datasets that `tfds build` has prepared."""
+    """A dataset of TensorFlow Datasets that `tfds build` has prepared; `text.tfds` explains the fields."""
 
     name: str
     split: str
@@ -103,7 +103,7 @@ class _ShareReader:
 
 
 def prepared(name: str, data_dir: str | None) -> Any:
-    """Returns the builder of a prepared dataset. Raises UserError if it is not prepared."""
+    """Returns the builder of a prepared dataset. Raises UserError if it does not exist or is not prepared."""
     import tensorflow_datasets as tfds
 
     try:

@@ -62,7 +62,7 @@ class Split(NamedTuple):
 
 
 def array_dtypes(about: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the dtype of each array of a split of a cache, by name."""
+    """Returns the dtype of each array of a split by name, given the content of `cache.json`."""
     dtypes = {"tokens": about["dtype"], "ends": "int64", "checks": "uint32"}
     return dtypes | ({"prompts": "int32"} if about.get("has_prompts") else {})
 
@@ -70,7 +70,9 @@ def array_dtypes(about: Mapping[str, Any]) -> dict[str, str]:
 def array(
     folder: paths.Path, name: str, dtype: str, *, writes: bool = False, is_new: bool = False, cache_bytes: int = 0
 ):
-    """Opens an array for reading or writing, or creates an empty one. TensorStore may raise ValueError.
+    """Opens an array for reading or writing, or creates an empty one; returns a `tensorstore.TensorStore`.
+
+    TensorStore may raise ValueError.
 
     Args:
       folder: the folder of a split.

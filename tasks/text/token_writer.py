@@ -30,7 +30,16 @@ REASONS = ("malformed", "blank", *FILTERED)
 
 
 class Batch(NamedTuple):
-    """Documents that are converted together, and the state of reading after them."""
+    """Documents that are converted together, and the state of reading after them.
+
+    Attributes:
+      texts: the documents as UTF-8.
+      split: their split; None: the split of each is chosen by hash.
+      files: the files that contain them.
+      position: the position after them, as JSON values.
+      malformed, blank: numbers of such documents that were left out since the batch before.
+      fraction: share of the sources' bytes that were read, 0 to 1.
+    """
 
     texts: list[bytes]
     split: str | None  # None: each document's split is chosen by hash
@@ -90,7 +99,7 @@ class Counts:
 
 
 class Progress:
-    """Prints a line of progress every 10 s."""
+    """Calls `say` with a line of progress every 10 s; is itself called with the counts after every batch."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._start, self._last = say, time.monotonic(), time.monotonic()

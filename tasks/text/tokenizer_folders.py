@@ -280,7 +280,11 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
     def _template(self, name: str | None) -> TemplateProcess:
-        """Returns the compiled chat template called `name`, or else the default one."""
+        """Returns the compiled chat template called `name`, or else the default one.
+
+        Raises:
+          UserError: the folder has no chat template, or it is malformed.
+        """
         file, older = self.folder / "chat_template.jinja", self.folder / published_files.CHAT_TEMPLATE
         source = _read_text(file) if file.exists() else self._template_setting(name)
         if not file.exists() and older.exists():

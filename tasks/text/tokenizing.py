@@ -106,6 +106,7 @@ def write(
       seen: finds near duplicates; None: they are kept.
       quiet: whether the only message is that the command continues.
       say, report, check: as in `run`.
+
     """
     folder = paths.resolve(out)
     if (done := _read(folder / COMPLETE)) is not None:
@@ -210,7 +211,7 @@ def _read(file: paths.Path) -> dict[str, Any] | None:
 
 
 def _listed(source: TextFiles | Tfds | HuggingFace) -> list[dict[str, Any]]:
-    """Returns the path, size and version of each file; for a dataset, its description."""
+    """Returns the path, size and version of each file; for a dataset, one entry with its description as the path."""
     if not isinstance(source, TextFiles):
         return [{"path": source.describe(), "bytes": 0, "version": None}]
     return listing({file.path: file.size_bytes for split in SPLITS for file in source.files(split)})
@@ -308,7 +309,11 @@ def _batches(
     position: tuple[int, Any],
     say: Callable[[str], None],
 ) -> Iterator[Batch]:
-    """Yields batches of documents from a position on."""
+    """Yields batches of documents from a position on: (index of a part, offset in it or None).
+
+    Raises:
+      UserError: a document is malformed, and such documents are not skipped.
+    """
     parts = [
         (split if job.validation else None, part)
         for split in (SPLITS if job.validation else ("train",))
@@ -388,7 +393,7 @@ def _end_with_parent() -> None:
 
 
 def _convert(texts: list[bytes], split: str | None) -> Converted:
-    """Converts documents in a process of the pool."""
+    """Converts documents in a process of the pool; `split` None: the split of each is chosen by hash."""
     vocabulary, decoded = _vocabulary, [text.decode() for text in texts]
     is_validation = [split == "validation" if split else documents.is_validation(text) for text in texts]
     if can(vocabulary, EncodesBatches):

@@ -59,7 +59,7 @@ class Job:
         return [_with_flag(one) for one in found]
 
     def vocabulary_problems(self, vocabulary: Vocabulary) -> list[str]:
-        """Returns the problems of a vocabulary."""
+        """Returns the problems of this job's vocabulary, or that none is named."""
         if not self.vocabulary:
             return [Problem("--vocabulary is not set", fix="give a SentencePiece model, or the folder of a tokenizer")]
         return [_with_flag(one) for one in vocabulary.problems()]

@@ -95,7 +95,7 @@ class ImageQuestions:
         )
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Makes the vocabulary usable."""
+        """Prepares the vocabulary; one that is learned is learned from the training questions and answers."""
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._texts)
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
@@ -107,13 +107,13 @@ class ImageQuestions:
         return self._batches(layout, "validation", None)
 
     def evaluated_on(self, most: int | None = None) -> str:
-        """Describes the questions that an evaluation scores."""
+        """Describes the questions that an evaluation scores, at most `most`; None: no such limit."""
         count = len(self.questions("validation"))
         taken = min(n for n in (count, self.evaluated, most) if n is not None)
         return f"all {count:,} held-out questions" if taken == count else f"{taken:,} of {count:,} held-out questions"
 
     def evaluating(self, rows: int | None) -> ImageQuestions:
-        """Returns a copy whose evaluations score the same `rows` questions each time."""
+        """Returns a copy whose evaluations score the first `rows` held-out questions; None: all."""
         return dataclasses.replace(self, evaluated=rows)
 
     def problems(self) -> list[str]:
@@ -142,7 +142,7 @@ class ImageQuestions:
         )
 
     def fingerprint(self) -> str:
-        """Returns a hash of the names, sizes and content of the files, equal on all hosts."""
+        """Returns a hash of the names, sizes and content of the files of questions (not of images)."""
         return self._fingerprint
 
     @functools.cached_property
@@ -202,7 +202,7 @@ class ImageQuestions:
         )
 
     def row(self, question: Question, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:
-        """Returns the row of one question; `rng` moves and mirrors its image.
+        """Returns the row of one question; `rng` draws how its image is shifted and mirrored (None: not at all).
 
         Raises:
           BrokenImage: its image cannot be read.
@@ -265,13 +265,13 @@ def questions(
 
     Args:
       train: one or more patterns of .jsonl files.
-      validation: one or more patterns. Default: the questions about 5 % of the images, chosen by hash.
+      validation: one or more patterns. Default: the questions about 5% of the images, chosen by hash.
       folder: the folder to which patterns are relative, if any.
       image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken,
         ends: see `ImageQuestions`.
 
     Raises:
-      UserError: a value is out of range.
+      UserError: a number is out of range, `broken` is unknown, or a pattern is not a text.
     """
     for name, value, least in (("image_size", image_size, 1), ("image_tokens", image_tokens, 1), ("length", length, 2)):
         check_integer(value, where=f"vision.questions.{name}", least=least)
@@ -298,7 +298,10 @@ def questions(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomQuestions(SampledTask):
-    """A task of random images with random questions and answers, for rehearsals, plans and benchmarks."""
+    """A task of random images with random questions and answers, for rehearsals, plans and benchmarks.
+
+    `random_questions` explains the fields.
+    """
 
     image_size: int
     image_tokens: int
@@ -334,6 +337,9 @@ def random_questions(
       length: positions per row, including those of the image.
       num_streams: number of data streams.
       vocab_size: number of ids to draw from.
+
+    Raises:
+      UserError: a row has no room for a question and an answer.
     """
     if image_tokens + 2 > length:
         raise UserError(
@@ -348,6 +354,9 @@ def batch_spec(
     batch_size: int, *, image_size: int, image_tokens: int, length: int, has_kinds: bool
 ) -> dict[str, Field]:
     """Returns the fields of a global batch of questions about images.
+
+    These are `images` [B, H, W, 3] uint8, those of `laid_out`, and, with `has_kinds`, `kind` [B] int32.
+
 
     Args:
       batch_size: rows of the global batch.
@@ -368,6 +377,10 @@ def batch_spec(
 
 def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
     """Returns the fields of a row with an image, a question and an answer, except the image itself.
+
+    Besides those of text these are `slots` [S], the positions of the image, and `until` [T]: the last position to which
+    each position attends. That is the end of the question for the image and the question, and itself for the answer.
+
 
     Args:
       slots: number of positions of the image, which come first.
@@ -502,7 +515,7 @@ class _Stream:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A name under which questions are counted."""
+    """Stands in for a corpus, so that `documents.intake_of` counts questions under a task's name."""
 
     name: str
 

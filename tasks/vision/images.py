@@ -28,7 +28,7 @@ def decode(content: bytes, *, size: int) -> np.ndarray:
 
 
 def opened(content: bytes) -> Any:
-    """Returns an image of Pillow in three colors. Raises UnreadableImage."""
+    """Returns the image in the content of a file, as a Pillow image of mode RGB. Raises UnreadableImage."""
     from PIL import Image, ImageOps
 
     try:

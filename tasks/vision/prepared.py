@@ -34,11 +34,11 @@ def prepare(content: bytes, processor: ImageProcessor) -> Frames:
     """Returns an image as a model reads it.
 
     Args:
-      content: of an image file.
+      content: the content of an image file.
       processor: how it is prepared.
 
     Raises:
-      UnreadableImage: it is no image.
+      UnreadableImage: the content is not an image, or cannot be read.
     """
     image = images.opened(content)
     if processor.frame is not None:
@@ -63,7 +63,11 @@ def _frames(image: Any, processor: ImageProcessor, side: int) -> Frames:
 
 
 def _whole_frames(image: Any, side: int) -> tuple[int, int]:
-    """Returns rows and columns of frames that cover an image, whose shorter edge follows from the longer one."""
+    """Returns how many rows and columns of frames an image is resized to, with `side` pixels along a frame.
+
+    The longer edge is rounded up to whole frames. The shorter edge follows from it by the image's ratio of width to
+    height, and is then rounded up, too.
+    """
     ratio = image.width / image.height
     if image.width >= image.height:
         columns = math.ceil(image.width / side)
@@ -79,7 +83,10 @@ def _by_shortest(image: Any, edge: int | None) -> tuple[int, int]:
 
 
 def _by_longest(image: Any, edge: int | None) -> tuple[int, int]:
-    """Returns rows and columns with a longest edge, and an even number of the others, within `_MOST`."""
+    """Returns rows and columns of pixels: the longer edge is `edge`, and the shorter one even.
+
+    If the longer edge would exceed `_MOST`, both are reduced.
+    """
     assert edge is not None
     ratio = image.width / image.height
     shorter = int(edge / ratio) if ratio >= 1 else int(edge * ratio)

@@ -69,7 +69,7 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
 
 
 def _read_cells(record: Mapping[str, Any], where: str) -> tuple[int, tuple[int, ...]]:
-    """Returns `grid` and `cells` of a line; 0 and () if it has neither."""
+    """Returns `grid` and `cells` of a line; 0 and () if it has neither. Raises UserError for invalid ones."""
     if "grid" not in record and "cells" not in record:
         return 0, ()
     grid: Any = record.get("grid")
@@ -85,7 +85,7 @@ def _read_cells(record: Mapping[str, Any], where: str) -> tuple[int, tuple[int, 
 
 
 def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of files."""
+    """Yields the questions of files. Raises UserError for a file or line that cannot be read."""
     for file in files:
         with text_formats.opened(file.path) as stream:
             for number, line in enumerate(_lines(stream, file.path), 1):

@@ -63,7 +63,7 @@ class QuestionSet:
     data_dir: str | None = None
 
     def write(self, directory: str, *, report: Report) -> dict[str, Counts]:
-        """Writes the files into `directory`, local or gs://, where they appear together at the end.
+        """Writes the files, which appear together in `directory` (local or gs://) at the end; returns counts by split.
 
         Raises:
           UserError: the directory is in use; there is no such dataset, split or field; or an example cannot be used.
@@ -145,7 +145,7 @@ class _Writer:
         return {"image": self._image(example[source.image], f"{where}: {source.image}"), **texts}
 
     def _image(self, value: Any, where: str) -> str:
-        """Stores an image; returns its path relative to the folder."""
+        """Stores an image; returns its path relative to the folder. Raises `_Bad` if it cannot be read."""
         try:
             content, ending = images.as_file(value)
         except images.UnreadableImage as error:
@@ -161,7 +161,11 @@ class _Writer:
 
 
 def _text(value: Any, where: str) -> str:
-    """Returns a text or, of several, the most frequent (of equally frequent, the first); blank ones do not count."""
+    """Returns a text or, of several, the most frequent (of equally frequent, the first); blank ones do not count.
+
+    Raises:
+      _Bad: it is not UTF-8 text, or all texts are blank.
+    """
     several = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
     texts: list[Any] = [each.get("answer") if isinstance(each, Mapping) else each for each in several]
     try:

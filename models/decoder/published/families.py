@@ -77,15 +77,15 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
 
 
 def values(family: Family, config: Config) -> dict[str, Any]:
-    """Returns the keys of a configuration under their usual names, with the values of absent ones."""
+    """Returns a configuration with its keys under their usual names, and with the usual values of absent keys."""
     aliases = {name: config[alias] for alias, name in family.aliases.items() if config.get(alias) is not None}
     return {**family.keys, **config, **aliases}
 
 
 def of_images(config: Config) -> str:
-    """Returns a predicate that says what reads a vision-language model; "" for other models.
+    """Returns the end of a sentence about a configuration of a vision-language model; "" for other models.
 
-    It also says what is needed where only a decoder is read.
+    It says which commands read such a model, and what to give to a command that reads only decoders.
     """
     if config.get("model_type") not in WITH_IMAGES:
         return ""
@@ -160,7 +160,11 @@ def family(model: DecoderConfig) -> str:
 
 
 def differences(model: DecoderConfig, config: Config, *, where: str = CONFIG) -> list[str]:
-    """Returns one line for each field in which a decoder differs from a `config.json`, with both values."""
+    """Returns one line for each field in which a decoder differs from a `config.json`, with both values.
+
+    Raises:
+      UserError: as `fields`.
+    """
     published = DecoderConfig(**fields(config, where=where))
     return [
         f"{name} = {theirs!r} in {where}, {ours!r} in the model"

@@ -186,14 +186,22 @@ def _check_heads(config: Config) -> None:
 
 
 def without_windows(config: Config, **other: Any) -> dict[str, Any]:
-    """Returns the fields as `llama` does, for a family whose windows, if any, do not follow `layer_types`."""
+    """Returns the fields as `llama` does, for a family whose windows, if any, do not follow `layer_types`.
+
+    Raises:
+      UserError: `layer_types` has a layer with a window.
+    """
     if SLIDING in (layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return llama(config, **other)
 
 
 def layer_types(config: Config, known: Sequence[str] = LAYER_TYPES) -> list[str] | None:
-    """Returns the type of each layer, as `layer_types` has it; None if the file leaves it out."""
+    """Returns the type of each layer, as `layer_types` has it; None if the file leaves it out.
+
+    Raises:
+      UserError: it is not a list of `known` types with one entry for each layer.
+    """
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if types is None:
         return None
@@ -237,7 +245,7 @@ def shortest(parts: Sequence[Any]) -> Any:
 
 
 def repeated(parts: Sequence[Any]) -> Any:
-    """As `shortest`, but the last repetition is complete, too: for layers whose parameters differ."""
+    """Returns the same as `shortest` for layers whose parameters differ: the last repetition must be complete, too."""
     length = period(list(parts))
     return tuple(parts[:length]) if length > 1 else parts[0]
 

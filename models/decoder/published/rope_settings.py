@@ -48,6 +48,9 @@ def of_all_layers(config: Config) -> Rope:
 
     An object `rope_scaling` replaces `rope_parameters`. At the top level of the configuration, `rope_theta` is the base
     if these settings name none, and `original_max_position_embeddings` replaces theirs.
+
+    Raises:
+      UserError: a setting is unknown, missing or out of range.
     """
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     outside = {key: config[key] for key in (ORIGINAL,) if key in config}
@@ -57,7 +60,11 @@ def of_all_layers(config: Config) -> Rope:
 
 
 def of_scores(config: Config) -> float:
-    """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none."""
+    """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none.
+
+    Raises:
+      UserError: it is not a number above 0, or the scaling is LongRoPE.
+    """
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     rope = scaling or parameters
     found = rope.get("mscale_all_dim") or 0.0
@@ -76,6 +83,7 @@ def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple
       config: the configuration.
       usual: the fraction if the settings of the rotary embedding have none.
       others: further keys of these settings to leave out.
+
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
     fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)
@@ -97,6 +105,9 @@ def of_each_type(config: Config) -> tuple[Rope, float]:
     """Returns the rotary embedding of layers with full attention, and the base of those with a window (as Gemma 3).
 
     `rope_parameters` has an object for each type of layer; `rope_scaling` is added to that of full attention.
+
+    Raises:
+      UserError: a setting is unknown, missing or out of range, or layers with a window have a scaling.
     """
     found = _settings(config, "rope_parameters")
     if other := sorted(found.keys() - set(LAYER_TYPES)):
@@ -116,7 +127,11 @@ def of_each_type(config: Config) -> tuple[Rope, float]:
 
 
 def _settings(config: Config, key: str, within: str = "") -> Mapping[str, Any]:
-    """Returns the object that a configuration has for a key; {} if it is absent or null."""
+    """Returns the object that a configuration has for a key; {} if it is absent or null.
+
+    Raises:
+      UserError: the value is anything else; `within` is a prefix of the key for the message.
+    """
     found = config.get(key)
     if not isinstance(found, Mapping | None):
         raise UserError(f"{within}{key} = {json.dumps(found)}: expected an object or null")
