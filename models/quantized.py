@@ -28,7 +28,7 @@ _TYPES = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}  # 
 
 
 def check(choice: str) -> None:
-    """Raises UserError if the library for quantized products is not installed."""
+    """Raises UserError if the library for products in `choice`, "int8" or "fp8", is not installed."""
     if choice != "none":
         extras.require("qwix", extra="int8", what=f"Transformer.quantization = {choice!r}")
 
@@ -51,7 +51,7 @@ def product(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, w
 def _forward(
     types: tuple[str, ...], subscripts: str, axes: tuple[str, ...], x: jax.Array, weight: jax.Array
 ) -> jax.Array:
-    """Returns the product of x and the weight, rounded to these two types, in order."""
+    """Returns the product of x, rounded to `types[0]`, and of the weight, rounded to `types[1]`."""
     left, right, _ = _parts(subscripts)
     rounded = _rounded(weight, types[1], right, left)
     rounded = dataclasses.replace(
@@ -69,7 +69,14 @@ def _parts(subscripts: str) -> tuple[str, str, str]:
 
 
 def _rounded(x: jax.Array, type_: str, names: str, others: str) -> Any:
-    """Returns x quantized to a type, with one scale per index of the dimensions that the product does not sum over."""
+    """Returns x quantized to a type, with one scale per index of the dimensions that the product does not sum over.
+
+    Args:
+      x: one operand of the product.
+      type_: the dtype of its quantized values.
+      names: the letters of its dimensions in the subscripts of the product.
+      others: the letters of the result's dimensions, which are not summed over.
+    """
     kept = [i for i, name in enumerate(names) if name not in others]
     import qwix
 

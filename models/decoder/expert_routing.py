@@ -123,7 +123,7 @@ class Routing(NamedTuple):
 
 
 def empty_sums(settings: Choices) -> dict[str, jax.Array]:
-    """Returns zeros for the sums of a layer without experts."""
+    """Returns zeros for the entries of `Routing.summed`, for a layer without experts."""
     one = {name: jnp.zeros(()) for name in ("balance", "z", "tokens", "entropy", "dropped")}
     return {**one, "choices": jnp.zeros(settings.num_experts)}
 
@@ -166,10 +166,10 @@ class _Layout(NamedTuple):
     Attributes:
       rows: axes of rows, as an entry of a `PartitionSpec`.
       residual: axes of the positions of inputs and outputs.
-      gathered: those of `residual` over which positions are gathered before routing.
+      gathered: the axes of `residual` over which positions are gathered before routing.
       positions: axes of positions inside the layer.
       experts: axes of experts.
-      exchanged: those of `experts` that also shard rows or positions, so that chips exchange tokens over them.
+      exchanged: the axes of `experts` that also shard rows or positions, so that chips exchange tokens over them.
       hidden: axes of an expert's hidden units.
     """
 
@@ -279,7 +279,7 @@ def _local(
     limited: bool,
     at: _Layout,
 ) -> tuple[jax.Array, Routing]:
-    """Runs `mixture` on the arrays of one chip."""
+    """Runs `mixture` on the arrays of one chip; `limited`: whether the capacity applies."""
     if at.gathered:
         x = jax.lax.all_gather(x, at.gathered, axis=1, tiled=True)
     chosen, gates, routing = _routed(settings, x, weights, real)
@@ -301,7 +301,7 @@ def _local(
 
 
 def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) -> tuple[jax.Array, jax.Array, Routing]:
-    """Returns the experts of each token [B, T, k] (E for padding), their factors [B, T, k] float32, and statistics."""
+    """Returns each token's experts [B, T, k] (E for padding), their factors g [B, T, k] float32, and statistics."""
     router = weights.router.astype(jnp.float32)
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
     if weights.biases is not None:
@@ -353,7 +353,7 @@ class _Slots(NamedTuple):
 
     Attributes:
       of: the slot of each choice, S if it has none, [G, n, k].
-      choice: the choice in each slot, n k if it is empty, [G, S].
+      choice: the choice in each slot, numbered by token and then rank, from 0 to n k - 1; n k if it is empty, [G, S].
     """
 
     of: jax.Array
@@ -361,11 +361,12 @@ class _Slots(NamedTuple):
 
 
 def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sorts the choices [G, n, k] of each group by expert, in the order of tokens.
+    """Sorts the choices [G, n, k] of each group by expert, those of one expert in the order of tokens.
+
 
     Returns:
-      The sorted choices [G, n k]; the place of each choice among them [G, n, k]; the number of choices of each expert,
-        and the place of the first one, each [G, E].
+      The numbers of the choices in sorted order [G, n k]; the place of each choice in it [G, n, k]; and for each of the
+        `number` experts how many choices it has, and the place of the first one, each [G, number].
     """
     flat = chosen.reshape(chosen.shape[0], -1)
     order = jnp.argsort(flat, axis=-1, stable=True).astype(jnp.int32)
@@ -377,7 +378,7 @@ def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.A
 def _dropless(
     x: jax.Array, chosen: jax.Array, gates: jax.Array, weights: Weights, activation: Activation, at: _Layout
 ) -> jax.Array:
-    """Returns the outputs [B, T, D], or the partial sums from the experts and hidden units of this chip."""
+    """Returns the outputs [B, T, D] without a capacity, or the parts from this chip's experts and hidden units."""
     shape, k = x.shape, chosen.shape[-1]
     tokens = x.reshape(-1, shape[-1]), chosen.reshape(-1, k), gates.reshape(-1, k)
     if at.exchanged:
@@ -389,7 +390,7 @@ def _dropless(
         chosen = jnp.where((chosen >= 0) & (chosen < number), chosen, number)
     order, places, sizes, starts = _sorted(chosen[None], number)
     count = jnp.sum(sizes)
-    size = x.shape[0] * min(k, number)  # the maximum number of choices of a token on this chip
+    size = x.shape[0] * min(k, number)  # no token has more than min(k, number) choices on this chip
     empty = jnp.arange(size) >= count
     slots = _Slots(jnp.where(places < count, places, size), jnp.where(empty, chosen.size, order[:, :size]))
     rows = _taken(x[None], slots)[0]
@@ -419,7 +420,7 @@ def _with_capacity(
     activation: Activation,
     at: _Layout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs [B, T, D], or this chip's partial sums, and the number of dropped choices [B]."""
+    """Returns the outputs [B, T, D] with a capacity, or this chip's parts, and the number of dropped choices [B]."""
     (b, t, d), (own, *_) = x.shape, weights.up.shape
     slots, fits = _capacity_slots(chosen, settings.num_experts, settings.slots(t), own, at)
     dropped = jnp.sum((chosen < settings.num_experts) & ~fits, axis=(1, 2)).astype(jnp.float32)
@@ -442,7 +443,9 @@ def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) ->
     """Returns the slots of the choices [B, T, k] as one group, and whether each choice has one.
 
     Slots are numbered [E, B, C]: the slots of an expert are contiguous over all rows, as an exchange sends them. If the
-    experts are on chips that all have these rows, only slots of the `own` experts of this chip count.
+    experts are on chips that all have these rows, only slots of the `own` experts of this chip count. e is the number
+    of
+     experts, c the number C of slots of an expert for a row.
     """
     b, choices = chosen.shape[0], chosen.size
     order, places, sizes, starts = _sorted(chosen, e)

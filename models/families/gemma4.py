@@ -51,7 +51,10 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def _heads_of_full(config: Config, types: list[str]) -> tuple[int, int]:
-    """Returns the size of heads of layers with full attention, and their number of key/value heads."""
+    """Returns the width of the heads of layers with full attention, and the number of their key/value heads.
+
+    Raises UserError if the layers' own settings differ, the width is odd, or the numbers of heads do not divide.
+    """
     width, heads = (config[key] for key in _OF_LAYER)
     if (given := config[_BY_LAYER]) is None:
         width, heads = config[_WIDTH], (config[_HEADS] if config[_SAME] else None) or heads

@@ -99,7 +99,7 @@ class S5(Part):
         return Work(2 * decoder.embed_dim * self.states, 2 * self.states)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Complex:
-        """Returns zeros [rows, P]."""
+        """Returns the state before the first position: complex zeros [rows, P]."""
         return Complex(*(jnp.zeros((rows, self.states // 2)) for _ in range(2)))
 
     def laid_out(self, state: Complex) -> Complex:

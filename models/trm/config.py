@@ -44,7 +44,8 @@ class Config:
         entries; part of the model, and independent of the mesh.
 
     Raises:
-      UserError: sizes or choices that do not fit together.
+      UserError: a field is out of range or unknown, sizes do not fit together, or the curriculum starts above the
+        cycles.
     """
 
     vocab_size: int
@@ -130,7 +131,7 @@ class Config:
 
     @property
     def puzzle_width(self) -> int:
-        """Width of a puzzle's embedding; 0 without a table."""
+        """The width of a puzzle's embedding; 0 without a puzzle table."""
         return self.embed_dim if self.puzzle_dim is None else self.puzzle_dim
 
     @property
@@ -150,7 +151,7 @@ class Config:
 
     @property
     def effective_depth(self) -> int:
-        """Layers applied in sequence in one step: outer cycles x (inner cycles + 1) x layers."""
+        """The number of layers applied in sequence in one step: outer cycles x (inner cycles + 1) x layers."""
         return self.h_cycles * (self.l_cycles + 1) * self.num_layers
 
     @property

@@ -27,7 +27,7 @@ DATA = ("inputs", "labels", "puzzle_ids")
 
 
 class Carry(NamedTuple):
-    """State between training steps; the first axis of everything but `trained` is the row.
+    """The state between training steps; the first axis of everything but `trained` is the row of the batch.
 
     Attributes:
       states: answer and latents, each [B, T, D].
@@ -45,11 +45,11 @@ class Carry(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Results of the heads.
+    """The results of the heads that read the answer.
 
     Attributes:
       logits: [B, S, V].
-      q_halt, q_continue: [B], float32.
+      q_halt, q_continue: logits of the halting head, [B], float32; the loss has no term with `q_continue`.
     """
 
     logits: jax.Array

@@ -44,7 +44,7 @@ class TRM(Config):
     couples_rows: ClassVar[bool] = False
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters in float32; the shapes of the mlp over positions depend on S."""
+        """Returns initial parameters in float32; shapes of the mixer "mlp", which is over positions, depend on S."""
         return hk.transform(lambda: weights.make(self, self._length(batch))).init(rng)
 
     def init_carry(self, batch: Batch) -> Carry:
@@ -56,7 +56,7 @@ class TRM(Config):
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Runs one supervised step: the loss is a sum over all B rows, metrics over those that halted.
+        """Runs one supervised step: the loss is a sum over all B rows, metrics over the labeled rows that halted.
 
         `extras` contains the rows of the puzzle table that the step read. Evaluation calls `evaluate` instead.
         """
@@ -139,11 +139,11 @@ class TRM(Config):
         return (early + calls + backward) * self.num_layers * layer + heads
 
     def flops_per_token(self, length: int) -> float:
-        """Returns the training FLOPs of one cell in one step."""
+        """Returns the training FLOPs of one cell in one step, for puzzles of `length` cells."""
         return self.flops_per_row(length) / length
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Returns the FLOPs of `steps` training steps with `rows` rows, without cycles that a curriculum skips."""
+        """Returns the FLOPs of `steps` training steps with `rows` rows of `length` cells, without skipped cycles."""
         if self.curriculum is None:
             return self.flops_per_row(length) * rows * steps
         stages = self.curriculum.stages(steps, h_cycles=self.h_cycles, l_cycles=self.l_cycles)

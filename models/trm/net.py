@@ -108,7 +108,7 @@ def run(
 
 
 def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """Applies the update, or skips it at no cost.
+    """Returns `update(value)` if `is_on`, a boolean scalar, else the value; a skipped update costs nothing.
 
     Not for the last cycle: its gradients would be summed over chips inside the branch, at every call.
     """
@@ -116,7 +116,7 @@ def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
 
 
 def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """Always computes the update, and selects its result or the old value.
+    """Returns `update(value)` if `is_on`, a boolean scalar, else the value; always computes the update.
 
     Unlike with `_skip`, gradients are summed over chips only once.
     """
@@ -146,7 +146,7 @@ def _cycle(
     l_now: jax.Array | None = None,
     loop: _Loop = _EARLY,
 ) -> States:
-    """Runs L updates of the latent, then one of the answer."""
+    """Returns the states after L updates of the latent and one of the answer; `l_now` of the L, if given."""
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
 
@@ -176,7 +176,7 @@ def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int,
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:
-    """Applies attention over all positions, then the feed-forward layer.
+    """Returns x [B, T, D] after attention over all positions and a feed-forward layer.
 
     Args:
       weights: weights of the block.
@@ -192,7 +192,7 @@ def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: f
 
 
 def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
-    """Applies a feed-forward layer over positions to each channel, normalized over positions; then one over channels.
+    """Returns x after a feed-forward layer over positions, normalized over them, and then one over channels.
 
     x is [T, B, D] here: with positions first and channels last, both layers are plain matrix products.
     """

@@ -6,7 +6,7 @@ advances.
 
 Skipped outer cycles without a gradient are branches of `lax.cond` and cost nothing. Skipped inner cycles of the last
 outer cycle are masked, and cost as much as others: inside a branch, weight gradients would be summed over all chips at
-every call, and steps would take 20 % longer than without a curriculum, by the compiler's estimate for a v4-64.
+every call, and steps would take 20% longer than without a curriculum, by the compiler's estimate for a v4-64.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Curriculum:
       share: fraction of the run after which all cycles are used.
 
     Raises:
-      UserError: no cycles, no steps, or a share outside of (0, 1].
+      UserError: a number of cycles or `total_steps` is below 1, or the share is outside (0, 1].
     """
 
     h_cycles: int = 1
@@ -80,7 +80,7 @@ class Curriculum:
         return grown(self.h_cycles, h_cycles), grown(self.l_cycles, l_cycles)
 
     def stages(self, steps: int, *, h_cycles: int, l_cycles: int) -> list[tuple[int, int, int]]:
-        """Returns the stages within the first `steps` steps, in order: (steps, outer cycles, inner cycles)."""
+        """Returns the stages within the first `steps` steps, in order: (its steps, outer cycles, inner cycles)."""
         h, l = (a.tolist() for a in self.at(jnp.arange(steps), h_cycles=h_cycles, l_cycles=l_cycles))  # noqa: E741
         return [(len(list(same)), *pair) for pair, same in itertools.groupby(zip(h, l, strict=True))]
 

@@ -49,7 +49,7 @@ _NORM_EPS = 1e-6
 
 
 class Adapter(NamedTuple):
-    """The trained parameters of an adapted decoder."""
+    """The trained parameters of an adapted decoder: norm [D], factor of learning rates [] or None, and the layer's."""
 
     norm: jax.Array  # [D], scale of the norm before the layer
     scale: jax.Array | None  # [], learned factor of the learning rates
@@ -92,7 +92,7 @@ class Read(NamedTuple):
 
 
 class _Parameters(hk.Module):
-    """Creates or reads the parameters of the adapter."""
+    """The Haiku module that creates or reads the parameters of the adapter."""
 
     def __call__(self, model: AdaptedDecoder) -> Adapter:
         d, dtype = model.base.embed_dim, model.base.dtype
@@ -122,7 +122,8 @@ class AdaptedDecoder:
       base_dtype: dtype in which the base is stored.
 
     Raises:
-      UserError: settings that do not fit together.
+      UserError: a setting is out of range, the chunk does not fit the mini-batch or the base, or the base has LoRA or
+        experts.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -270,12 +271,12 @@ class AdaptedDecoder:
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """Path patterns of the parameters that the base lacks."""
+        """The path patterns of the parameters that the base lacks."""
         return (f"{_NAME}/*",)
 
     @property
     def vocab_size(self) -> int:
-        """Number of entries of the vocabulary."""
+        """The number of entries of the vocabulary."""
         return self.base.vocab_size
 
     @property
@@ -312,7 +313,10 @@ class AdaptedDecoder:
         return hk.transform(lambda: _Parameters(_NAME)(self)).apply(params, None)
 
     def _chunks(self, params: Params, batch: Batch) -> Chunks:
-        """Returns the chunks of a batch, with a leading dimension along which they are read one after the other."""
+        """Returns the chunks of a batch, with a leading dimension along which they are read one after the other.
+
+        Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
+        """
         rows, length = batch["inputs"].shape
         text = {name: self._split(batch[name]) for name in ("targets", "segment_ids", "weights")}
         hidden = self._split(batch[HIDDEN] if HIDDEN in batch else self.hidden(params, batch))
@@ -329,7 +333,7 @@ class AdaptedDecoder:
         return jax.tree.map(lambda a: jnp.swapaxes(a.reshape(rows, count, *a.shape[1:]), 0, 1), found)
 
     def _split(self, a: jax.Array) -> jax.Array:
-        """Divides rows [B, T, ...] into chunks, [B n, C, ...]."""
+        """Divides rows [B, T, ...] into chunks, [B n, C, ...]; raises UserError if C does not divide T."""
         rows, length = a.shape[:2]
         if length % self.chunk:
             raise UserError(
@@ -343,7 +347,7 @@ class AdaptedDecoder:
         return value.reshape(rows, -1) if self.carry == "none" else value.T
 
     def _start(self, adapter: Adapter, chunks: Chunks) -> Any:
-        """Returns the state of the layer that is carried from chunk to chunk."""
+        """Returns the state of the layer that is carried from chunk to chunk; () with `carry = "none"`."""
         if self.carry == "none":
             return ()
         return layer.empty(self.layer, adapter.weights, chunks.hidden.shape[1], segments=True)
@@ -472,6 +476,9 @@ def adapted(
       base_rate: learning rate of the inner model; default: 1 for "linear", 0.1 for "mlp", as published.
       settings: further fields of `TTTConfig`.
       **options: further fields of `AdaptedDecoder`.
+
+      Raises:
+        UserError: as `TTTConfig` and `AdaptedDecoder`.
     """
     config = TTTConfig(
         inner=inner,

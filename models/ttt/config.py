@@ -36,7 +36,7 @@ class TTTConfig:
         control).
 
     Raises:
-      UserError: a setting out of range.
+      UserError: a setting is out of range or unknown.
     """
 
     inner: str = "linear"

@@ -125,7 +125,7 @@ def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
 
 
 def correlation(signal: np.ndarray, advantage: np.ndarray) -> float:
-    """Returns Pearson's correlation; NaN if one of them is constant."""
+    """Returns Pearson's correlation of a signal and the advantage, [chunks] each; NaN if one of them is constant."""
     if min(np.std(signal), np.std(advantage)) == 0:
         return float("nan")
     return float(np.corrcoef(signal, advantage)[0, 1])
@@ -134,7 +134,7 @@ def correlation(signal: np.ndarray, advantage: np.ndarray) -> float:
 def interval(
     chunks: Chunks, ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[float, float, float]:
-    """Returns how much less a token loses with `ours` than with `theirs`, and the bounds of the 95 % interval.
+    """Returns how much less a token loses with `ours` than with `theirs`, and the bounds of the 95% interval.
 
     Documents are drawn with replacement.
 

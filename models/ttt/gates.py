@@ -78,7 +78,7 @@ SKIP, UPDATE = Constant(False), Constant(True)
 class Random(Gate):
     """Decides UPDATE at random, with a fixed probability.
 
-    Raises UserError for one outside 0 to 1.
+    Raises UserError if it is outside 0 to 1.
     """
 
     probability: float = 0.5
@@ -125,7 +125,7 @@ class Average(Gate):
       decay: weight of the past in the average.
 
     Raises:
-      UserError: an unknown signal, or a weight outside 0 to 1.
+      UserError: the signal is unknown, or the weight is outside 0 to 1.
     """
 
     signal: str = "loss"
@@ -168,7 +168,7 @@ class Reconstruction(Gate):
       floor, least: least scale of a change of the threshold, and least threshold, as in the formula.
 
     Raises:
-      UserError: a setting out of range.
+      UserError: a setting is out of range.
     """
 
     budget: float = 2.0
@@ -191,7 +191,10 @@ class Reconstruction(Gate):
         return (self.budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
 
     def init(self) -> State:
-        """Returns the state with an empty calibration; its signals are scalars, because a carry's arrays have rows."""
+        """Returns the state with an empty calibration.
+
+        The signals that it will keep are separate scalars: an array in a carry would be taken for one with a row axis.
+        """
         zero = jnp.zeros(())
         return {
             "chunks": jnp.zeros((), jnp.int32),
@@ -259,7 +262,7 @@ class Oracle:
       rate: the share of chunks; None: greedy, every chunk with a positive advantage.
 
     Raises:
-      UserError: a share outside 0 to 1.
+      UserError: the share is outside 0 to 1.
     """
 
     rate: float | None = 0.5
@@ -278,7 +281,7 @@ class Oracle:
 class Improvement:
     """Decides UPDATE for the share of all chunks whose inner models improve most by a step.
 
-    Raises UserError for a share outside 0 to 1.
+    Raises UserError if the share is outside 0 to 1.
     """
 
     rate: float = 0.5
@@ -287,20 +290,23 @@ class Improvement:
         check_number(self.rate, where="gates.Improvement.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
-        """Returns whether each chunk is an UPDATE."""
+        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool; the advantage is not used."""
         del advantage
         return _top(np.asarray(signals.step_0) - np.asarray(signals.step_1), self.rate)
 
 
 def _top(values: np.ndarray, rate: float) -> np.ndarray:
-    """Returns which values are among the round(rate * number of values) largest."""
+    """Returns which values are among the round(rate * number of values) largest, [values] bool."""
     chosen = np.zeros(len(values), bool)
     chosen[np.argsort(-values, kind="stable")[: round(rate * len(values))]] = True
     return chosen
 
 
 def named(name: str, *, budget: float = 2.0) -> Any:
-    """Returns the gate that commands call `name`; `budget` is the mean cost of a chunk. Raises UserError if unknown."""
+    """Returns the gate that commands call `name`; `budget` is the mean cost of a chunk, from 1 to 3.
+
+    Raises UserError if the name is unknown, or the budget outside 1 to 3.
+    """
     check_number(budget, where="gates.budget", least=SKIP_COST, most=UPDATE_COST)
     rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
     made = {

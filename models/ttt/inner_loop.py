@@ -125,7 +125,7 @@ def _output_gradient(z: jax.Array, target: jax.Array, norm: Norm) -> jax.Array:
 
 
 def _applied(layer: Linear, x: jax.Array) -> jax.Array:
-    """Applies weights of rows, or initial weights, to [B, H, b, in]."""
+    """Returns layer(x), [B, H, b, out], for x [B, H, b, in]; the layer's weights are of rows, or initial ones."""
     return x @ layer.weight + layer.bias[..., None, :]
 
 
@@ -133,7 +133,10 @@ Apply = Callable[[Callable[[Linear, jax.Array], jax.Array], int, jax.Array], jax
 
 
 def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tuple[Apply, jax.Array | None]:
-    """Returns how to apply layers to tokens [B, b] with the weights of their segments, and which are in a new one."""
+    """Returns how to apply layers with the weights of each token's segment, and which tokens are in a new one.
+
+    The second is [B, b] bool: whether the segment began after `memory`; None if every row is one segment.
+    """
     if segment is None or memory.segment is None:
         return lambda fn, n, x: fn(memory.fast[n], x), None
     is_new = segment != memory.segment[:, None]  # [B, b]
@@ -156,7 +159,7 @@ def _gradients(apply: Apply, depth: int, tokens: Tokens, norm: Norm) -> tuple[li
 
 
 def _summed(inputs: list[jax.Array], gradients: list[jax.Array], rate: jax.Array) -> Fast:
-    """Returns the sums over tokens of gradients times rates [B, H, b]."""
+    """Returns the gradients of the layers' weights times the rates [B, H, b] of tokens, summed over tokens."""
     weighted = [g * rate[..., None] for g in gradients]
     return tuple(
         Linear(jnp.swapaxes(x, -1, -2) @ g, jnp.sum(g, axis=-2)) for x, g in zip(inputs, weighted, strict=True)
@@ -232,7 +235,7 @@ def mini_batch(
 
 
 def _chosen(rows: jax.Array, ours: Fast, theirs: Fast) -> Fast:
-    """Selects, by row, our weights or theirs."""
+    """Returns `ours` in the rows where `rows`, [B] bool, is true, and `theirs` in others."""
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), ours, theirs)
 
 
@@ -312,7 +315,7 @@ def run(config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens) -> 
 
 
 def _range(tokens: Tokens, begin: int, end: int) -> Tokens:
-    """Returns the tokens of a range of positions."""
+    """Returns the tokens from position `begin` up to `end`, which is excluded."""
     segment = None if tokens.segment is None else tokens.segment[:, begin:end]
     return Tokens._make((*(a[:, :, begin:end] for a in tokens[:4]), segment))
 

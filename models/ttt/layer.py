@@ -127,7 +127,7 @@ def make(config: TTTConfig, embed_dim: int, *, dtype: str, output_init: hk.initi
 
 
 def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
-    """Returns the multiplications per token: with the matrices of the layer, and in the inner loop."""
+    """Returns the multiplications per token of two parts: the matrices of the layer, and the inner loop."""
     products = sum(a * b for a, b in zip(config.sizes, config.sizes[1:], strict=False))  # number of weights of one head
     through = products - config.sizes[0] * config.sizes[1]  # gradients of hidden units
     mixed = config.mini_batch * (sum(config.sizes[:-1]) + sum(config.sizes[1:]))  # (X X_k') G
@@ -233,7 +233,7 @@ def _tokens(
     places: jax.Array,
     rate_scale: jax.Array | None,
 ) -> tuple[Tokens, jax.Array, jax.Array | None]:
-    """Returns the inner loop's inputs, and what convolutions of later tokens read; `places` is [B or 1, T]."""
+    """Returns the inner loop's inputs, and the next state's `recent` and `recent_segment`; `places` is [B or 1, T]."""
     wide = _wide(x.dtype)
     shared = jnp.einsum("btd,dhk->bthk", x, weights.query).astype(wide)
     value = jnp.einsum("btd,dhk->bthk", x, weights.value).astype(wide)
@@ -276,7 +276,7 @@ def _rates(config: TTTConfig, weights: Weights, x: jax.Array, places: jax.Array)
 def _convolved(
     config: TTTConfig, kernel: jax.Array, bias: jax.Array, seen: jax.Array, segments: jax.Array | None
 ) -> jax.Array:
-    """Returns the causal convolution [B, T, H, K] of `seen` [B, reach + T, H, K], within segments."""
+    """Returns the causal convolution [B, T, H, K] of `seen` [B, reach + T, H, K], within `segments` [B, reach + T]."""
     reach = config.conv_reach
     length = seen.shape[1] - reach
     total = bias.astype(seen.dtype)
@@ -303,7 +303,7 @@ def _turned(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _output(config: TTTConfig, weights: Weights, x: jax.Array, inner: jax.Array) -> jax.Array:
-    """Normalizes the outputs of the inner loop [B, H, T, K] over all heads, gates and projects them."""
+    """Normalizes the inner loop's outputs [B, H, T, K] over all heads, gates and projects them; returns [B, T, D]."""
     inner = jnp.swapaxes(inner, 1, 2)
     mean = jnp.mean(inner, axis=(2, 3), keepdims=True)
     variance = jnp.mean((inner - mean) ** 2, axis=(2, 3), keepdims=True)

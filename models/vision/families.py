@@ -49,7 +49,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
     """Returns the fields of `VisionTower` that a `config.json` describes; the colors are those of the family.
 
     Raises:
-      UserError: an unknown `model_type`, or a value that the tower cannot express.
+      UserError: the `model_type` is unknown, or a value is one that the tower cannot express.
     """
     kind = config.get("model_type")
     if kind not in FAMILIES and kind not in INSIDE:
@@ -91,7 +91,8 @@ def pretrained(folder: str, **changes: Any) -> VisionTower:
       **changes: fields of `VisionTower`.
 
     Raises:
-      UserError: there is no such file, or it describes no supported vision model.
+      UserError: there is no such file, it describes no supported vision model, or the changed fields do not fit
+          together.
     """
     found = published_files.small_files(folder)
     read = fields(families.read_config(found), where=str(found / published_files.CONFIG))
@@ -142,6 +143,9 @@ def published_folder(tower: VisionTower, folder: str, config: Mapping[str, Any])
       tower: the tower.
       folder: local, gs:// or hf://OWNER/NAME.
       config: the content of its `config.json`.
+
+      Raises:
+        UserError: `fields` cannot read it, or the folder has no safetensors files.
     """
     name = published_files.described(folder)
     where = f"{name}/{published_files.CONFIG}"
@@ -158,10 +162,10 @@ def published_folder(tower: VisionTower, folder: str, config: Mapping[str, Any])
 
 
 class TwoFolders:
-    """The parameters of a tower and of a decoder in a folder each; a `core.checkpoints.warm_start.ParameterSource`.
+    """The parameters of a tower and of a decoder in two folders; a `core.checkpoints.warm_start.ParameterSource`.
 
     Attributes:
-      notes: those of both folders.
+      notes: the notes of both folders, those of the tower first.
     """
 
     def __init__(self, tower: PublishedFolder, decoder: PublishedFolder):
@@ -169,7 +173,7 @@ class TwoFolders:
         self.notes = (*tower.notes, *decoder.notes)
 
     def describe(self) -> str:
-        """Returns where the parameters are."""
+        """Returns both folders' descriptions, joined by "and"."""
         return " and ".join(folder.describe() for folder in self._folders)
 
     def renamed(self, renames: Mapping[str, str]) -> TwoFolders:
@@ -186,12 +190,12 @@ class TwoFolders:
         return next((folder.num_layers(path) for folder in self._folders if folder.has(path)), None)
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns the differences between the folders and a model."""
+        """Returns the differences between each folder and the parameters of a model that are read from it, as lines."""
         parts = [self._own(folder, shapes, specs) for folder in self._folders]
         return [line for folder, part in zip(self._folders, parts, strict=True) for line in folder.problems(*part)]
 
     def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
-        """Returns a tree like `abstract` with the parameters that this host needs."""
+        """Returns a tree like `abstract` with the parameters that this host needs, each from the folder that has it."""
         found: dict[str, dict[str, Any]] = {module: {} for module in abstract}
         for folder in self._folders:
             if any((part := self._own(folder, abstract, specs))[0].values()):

@@ -62,17 +62,17 @@ class VisionLanguageModel:
       selector: chooses patches; None: all patches.
       vision_folder: folder of a published tower, which is read beside the decoder's folder, INIT_FROM.
       connector_dim: width of the hidden layer of the connector; None: one matrix.
-      connector_activation: of the hidden layer, one of `models.derivatives.ACTIVATIONS`.
+      connector_activation: activation of its hidden layer, one of `models.derivatives.ACTIVATIONS`.
       connector_bias: whether the matrices of the connector have biases.
       connector_square: rows and columns of patches whose features the connector joins to one vector.
       causal: whether images and questions attend causally.
       freeze: parts that are not trained, some of `PARTS`.
-      frozen_dtype: in which these are stored.
+      frozen_dtype: dtype in which frozen parts are stored, "bfloat16" or "float32".
       kinds: names of the kinds of questions.
 
     Raises:
-      UserError: an unknown part, a square that does not divide the image, or a decoder with layers that cannot attend
-        both ways to a prefix.
+      UserError: a part, dtype or activation is unknown; the square does not divide the side of an image, or there is a
+        selector, too; or the decoder has layers that cannot attend both ways to a prefix.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -218,10 +218,11 @@ class VisionLanguageModel:
     def _read(
         self, batch: Batch, step: jax.Array, *, is_training: bool
     ) -> tuple[Batch, Inserted, Chosen, LossOutput | None]:
-        """Returns what the decoder reads.
+        """Runs everything before the decoder: tower, selector, connector and reader.
 
-        That is its batch, what takes the place of its embeddings, the chosen patches, and the sums of the reader's own
-        answers, if it gives some.
+
+        Returns the batch of the decoder, the vectors that take the place of its embeddings, the chosen patches, and the
+        sums of the loss of the reader's own answers, None if it gives none.
         """
         images, rows = batch["images"], len(batch["inputs"])
         images = images.reshape(-1, *images.shape[-3:])  # [B I, H, W, 3]
@@ -260,11 +261,14 @@ class VisionLanguageModel:
         return self.vision.num_patches // self.connector_square**2
 
     def image_vectors(self, params: Params, images: jax.Array) -> jax.Array:
-        """Returns what takes the place of the embeddings of image tokens, [I, `image_tokens`, D].
+        """Returns the vectors that take the place of the embeddings of image tokens, [I, `image_tokens`, D].
 
         Args:
           params: the parameters; those of the decoder may be absent.
           images: [I, H, W, 3], uint8.
+
+          Raises:
+            UserError: the images have another size than the tower's, or are not uint8.
         """
 
         def run(images: jax.Array) -> jax.Array:
@@ -318,10 +322,13 @@ class VisionLanguageModel:
         return y + bias
 
     def published(self, folder: str) -> PublishedFolder | TwoFolders:
-        """Returns the parameters of the model, its vision tower or its decoder, whichever the folder has.
+        """Returns access to the parameters of the model, its vision tower or its decoder, whichever the folder has.
 
-        Reads headers only. With `vision_folder`, the folder is that of the decoder, and both are read. Otherwise the
-        other part of a folder that has one is not there: INIT_PATTERNS = ('vision_*',) takes the tower alone.
+        Reads headers only. With `vision_folder`, `folder` is that of the decoder, and both are read. Without it, a
+        folder of a tower or a decoder lacks the other one's parameters; a run then names those it takes, as by
+        INIT_PATTERNS = ('vision_*',) for the tower alone.
+
+        Raises UserError if a folder's `config.json` is missing or describes no supported model.
         """
         from models.vision import families as vision_families  # imported only when parameters are read from a folder
         from models.vision import published
@@ -339,7 +346,7 @@ class VisionLanguageModel:
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """Patterns of the parameters that a run of the decoder, or its folder, lacks."""
+        """The path patterns of the parameters that a run of the decoder alone, or its folder, lacks."""
         return (*self.decoder.added_parameters, *(f"{part}_*" for part in PARTS if part != "decoder"))
 
     def settings(self) -> dict[str, Any]:
@@ -388,7 +395,7 @@ class Placed:
 
     @staticmethod
     def of(batch: Batch, slots: jax.Array) -> Placed:
-        """Finds them for slots [B, I, S]."""
+        """Returns where the images with these slots are: positions of patches in rows, [B, I, S], -1 for no image."""
         segments, until = batch["segment_ids"], batch["until"]
         rows, number, size = slots.shape
         place = jnp.arange(segments.shape[1])
@@ -412,8 +419,8 @@ class Placed:
         Args:
           batch: the batch.
           visual: the chosen patches, [B, I S, D].
-          chosen: their places in the image.
-          shift: by how many positions text is moved.
+          chosen: the numbers of these patches in their image, and their bias.
+          shift: by how many positions the text after an image is moved, so that all patches would fit before it.
           causal: whether attention is causal.
         """
         if causal:

@@ -49,12 +49,12 @@ _HEAD = "/lm_head.weight"
 
 
 class Names(NamedTuple):
-    """The names of tensors: possible prefixes of each part, and the connector's matrices.
+    """The names of tensors of a family: the prefixes that each part can have, and the connector's matrices.
 
     Attributes:
-      vision, text, connector: prefixes.
-      heads: names of the output matrix.
-      matrices: names in the connector, by ours: "up", "down".
+      vision, text, connector: possible prefixes of the names of these parts.
+      heads: possible names of the output matrix.
+      matrices: names of the connector's matrices after its prefix, by their names in Renga, "up" and "down".
     """
 
     vision: Sequence[str]
@@ -73,10 +73,10 @@ class Family(NamedTuple):
       read: returns fields of the model, given the configuration, the tower's fields and the decoder's `embed_dim`.
       towers: kinds of towers; the first is that of a configuration that names none.
       processor: the `image_processor_type` of a folder that names none.
-      keys: that are read, with the values that transformers gives absent ones.
-      names: of its tensors.
+      keys: the keys of `config.json` that are read, with the values that transformers gives absent ones.
+      names: the names of its tensors.
       ignored: patterns of names of tensors that are not read.
-      ties_inside: whether the decoder is also tied if its own configuration says so.
+      ties_inside: whether the decoder's own configuration, too, can say that its embedding and output matrix are tied.
       has_frames: whether a prompt says which frame of an image follows.
     """
 
@@ -188,14 +188,16 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def fields(config: Config, *, where: str = published_files.CONFIG) -> dict[str, Any]:
-    """Returns the fields of `VisionLanguageModel` that a `config.json` describes; `vision` and `decoder` are theirs.
+    """Returns the fields of `VisionLanguageModel` that a `config.json` describes.
+
+    The entries `vision` and `decoder` are again mappings: the fields of the `VisionTower` and of the decoder.
 
     Args:
       config: the content of the file.
       where: the file, for messages.
 
     Raises:
-      UserError: an unknown `model_type`, keys that are not known, or values that are not supported.
+      UserError: the `model_type` or a key is unknown, or a value is not supported.
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -245,14 +247,14 @@ def _decoder(one: Family, outer: Config, config: Config, where: str) -> dict[str
 
 
 def image_token(config: Config, *, where: str = published_files.CONFIG) -> int:
-    """Returns the id in whose place the vectors of an image are.
+    """Returns the id of image tokens, whose embeddings the vectors of an image replace.
 
     Args:
       config: the content of a `config.json`.
       where: the file, for messages.
 
     Raises:
-      UserError: the file has two ids for it.
+      UserError: the file has two different ids for it.
     """
     usual = FAMILIES[config["model_type"]].keys
     given = {key: config[key] for key in _IMAGE_TOKEN if key in config}
@@ -268,7 +270,7 @@ def sources(model: Model, names: Names, decoder_kind: str) -> dict[str, Source]:
 
     Args:
       model: the model.
-      names: of tensors, of which the first of each part are used.
+      names: names of tensors; of each part the first prefix is used.
       decoder_kind: the `model_type` of the decoder in the folder.
     """
     found = {path: source.prefixed(names.vision[0]) for path, source in towers.sources(model.vision).items()}
@@ -291,6 +293,9 @@ def published_folder(model: Model, folder: str, config: Config) -> PublishedFold
       model: the model.
       folder: local, gs:// or hf://OWNER/NAME.
       config: the content of its `config.json`.
+
+      Raises:
+        UserError: `fields` cannot read it, or the folder has no safetensors files.
     """
     name = published_files.described(folder)
     where = f"{name}/{published_files.CONFIG}"
@@ -317,7 +322,10 @@ def published_folder(model: Model, folder: str, config: Config) -> PublishedFold
 
 
 def names_in(names: Names, tensors: Collection[str]) -> Names:
-    """Returns the names that a folder with these tensors has; of each part, the first if it has none."""
+    """Returns `names` with one prefix of each part, and one name of the output matrix: the first that `tensors` have.
+
+    Where they have none, it is the first of `names`.
+    """
 
     def there(prefixes: Sequence[str], after: str) -> tuple[str, ...]:
         return (next((prefix for prefix in prefixes if prefix + after in tensors), prefixes[0]),)

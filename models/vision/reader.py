@@ -50,7 +50,7 @@ class Glimpsed(NamedTuple):
 
     @property
     def relevance(self) -> jax.Array:
-        """The relevance of patches, [B, N]."""
+        """The relevance of patches, that of their block included, [B, N], float32."""
         return self.within + self.block
 
 
@@ -90,12 +90,15 @@ class Reader:
             raise UserError(f"Reader.width = {self.width}: expected an even number")
 
     def glimpsed(self, patches: jax.Array, words: jax.Array, is_word: jax.Array) -> Glimpsed:
-        """Returns what it finds in images.
+        """Returns what the reader finds in images; call it inside a Haiku module.
 
         Args:
           patches: [B, N, D], before they attend to one another.
           words: [B, T, E], embeddings.
           is_word: [B, T], 1 at the words of the question.
+
+          Raises:
+            UserError: `block` does not divide the patches along the side of an image.
         """
         side = math.isqrt(patches.shape[1])
         if side % self.block:
@@ -145,7 +148,7 @@ class Reader:
         return jax.nn.log_softmax(jax.lax.stop_gradient(block), axis=-1) + 2 * math.log(self.block) + share
 
     def _places(self, across: int) -> jax.Array:
-        """Returns a learned vector for each block, the sum of one for its row and one for its column."""
+        """Returns learned vectors of blocks, [across, across, W], each the sum of one for its row and one for its column."""
         tables = [
             logical.param(f"{NAME}_reader_{of}", (across, self.width), (None, None), _NORMAL, kind="embedding")
             for of in ("rows", "columns")
@@ -153,12 +156,15 @@ class Reader:
         return tables[0][:, None] + tables[1]
 
     def _of_patches(self, x: jax.Array) -> jax.Array:
-        """Returns numbers of patches [B, N], from those that broadcast to rows and columns of blocks and of patches."""
+        """Returns a number for each patch, [B, N], from x [B, rows of blocks, r, columns of blocks, c].
+
+        r and c are the rows and columns of patches in a block, or 1: then the number is the same for them all.
+        """
         rows, across, _, _, _ = x.shape
         return jnp.broadcast_to(x, (rows, across, self.block, across, self.block)).reshape(rows, -1)
 
     def _within(self, fine: jax.Array, own: jax.Array, across: int) -> jax.Array:
-        """Returns the product of each patch with the query of its block, [B, N]; queries are [B, M, W]."""
+        """Returns the products [B, N] of each patch in `fine` [B, N, W] with its block's query in `own` [B, M, W]."""
         rows = len(fine)
         fine = fine.reshape(rows, across, self.block, across, self.block, self.width)
         own = own.reshape(rows, across, across, self.width)
@@ -166,7 +172,7 @@ class Reader:
 
 
 def _sinusoids(order: jax.Array, width: int) -> jax.Array:
-    """Returns sines and cosines of places [B, T], [B, T, width]."""
+    """Returns sines and cosines, [B, T, width], of the places `order` [B, T] of words in their question."""
     frequency = 100.0 ** (-np.arange(width // 2) / (width // 2))
     angle = order[..., None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)

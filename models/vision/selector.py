@@ -53,7 +53,7 @@ class Chosen(NamedTuple):
 
     Attributes:
       indices: [B, S], int32, in ascending order.
-      bias: [B, S], float32, of the keys; None: nothing.
+      bias: [B, S], float32, added to the attention logits of these patches as keys; None: nothing is added.
       hard: [B, N], float32: 1 at the K chosen patches.
     """
 
@@ -71,14 +71,14 @@ class Selector:
       method: one of `METHODS`.
       width: width of the vectors whose product is the relevance.
       balancer_width: width of the hidden layer that weighs the maps.
-      temperature: at the first step and from `temperature_steps` on.
+      temperature: two values of t: at the first step, and from step `temperature_steps` on.
       temperature_steps: steps over which the temperature falls.
       reader: computes the relevance from all patches and the words in their order; None: each patch is compared with
         the mean of the words.
       reads_question: whether scores depend on the question; False is a control, which knows the image alone.
 
     Raises:
-      UserError: an unknown method, or a number out of range.
+      UserError: the method is unknown, or a number is out of range.
     """
 
     num_chosen: int
@@ -105,7 +105,7 @@ class Selector:
         return self.method in LEARNED
 
     def temperature_at(self, step: jax.Array) -> jax.Array:
-        """Returns t after so many steps, [], float32."""
+        """Returns the temperature t after `step` training steps, [], float32."""
         first, last = self.temperature
         done = jnp.minimum(step.astype(jnp.float32) / self.temperature_steps, 1.0)
         return first * (last / first) ** done
@@ -129,7 +129,9 @@ class Selector:
     def scores(
         self, images: jax.Array, patches: jax.Array, words: jax.Array, is_word: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the score of every patch, [R I, N], float32, for R rows of I images, and what the reader saw.
+        """Returns the score of every patch, [R I, N], float32, for R rows of I images, and the reader's `seen`.
+
+        The latter is None without a reader.
 
         Args:
           images: [R I, H, W, 3], uint8, whole patches.
@@ -167,7 +169,7 @@ class Selector:
         return jnp.einsum("bnw,bw->bn", keys, query) / math.sqrt(self.width) + own
 
     def _weights(self, raw: jax.Array, question: jax.Array) -> jax.Array:
-        """Returns the weights of the maps [B, 3, N], [B, 3], from 3 statistics of each map and the question."""
+        """Returns weights [B, 3], which sum to 3, of maps [B, 3, N], from 3 statistics of each and the question."""
         statistics = [jnp.mean(raw, axis=-1), jnp.std(raw, axis=-1), jnp.max(raw, axis=-1)]
         known = jnp.concatenate([*statistics, unit(question)], axis=-1)
         hidden = dense("balancer_hidden", known, self.balancer_width, "gelu")
@@ -224,7 +226,7 @@ class Selector:
         return Chosen(index, bias, hard)
 
     def _ranked(self, scores: jax.Array | None, rows: jax.Array, num_patches: int, *, is_training: bool) -> jax.Array:
-        """Returns numbers [B, N] of which the K largest are chosen."""
+        """Returns the numbers [B, N] of which the K largest are chosen; for "gumbel" in training, with noise."""
         if self.method == "center":
             side = math.isqrt(num_patches)
             place = np.arange(num_patches)
@@ -248,7 +250,10 @@ def hard_choice(ranked: jax.Array, number: int) -> jax.Array:
 
 
 def soft_bias(scores: jax.Array, number: int, temperature: jax.Array) -> jax.Array:
-    """Returns log sigmoid((score - threshold) / t), [B, N]; the threshold is between the K-th and the next score."""
+    """Returns log sigmoid((score - threshold) / t), [B, N]; the threshold is between the K-th and the next score.
+
+    K is `number`; with K = N the bias is 0.
+    """
     if number == scores.shape[-1]:
         return jnp.zeros_like(scores)
     best = jax.lax.top_k(scores, number + 1)[0]

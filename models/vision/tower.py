@@ -46,10 +46,10 @@ class VisionTower:
 
     Attributes:
       image_size: rows and columns of pixels of an image.
-      patch_size: rows and columns of a patch; divides `image_size`.
-      num_layers: 0: a patch is embedded without looking at others.
+      patch_size: rows and columns of a patch; divides `image_size` unless `cut`.
+      num_layers: number of layers; 0: a patch is embedded without looking at others.
       embed_dim, mlp_dim, num_heads: sizes.
-      norm_eps: added to the variance.
+      norm_eps: the number added to the variance in norms.
       activation: see `models.decoder.config.DecoderConfig`.
       positions: "learned": a vector for each patch is added; "rotary": half of the dimensions of queries and keys are
         rotated by the row, half by the column of a patch.
@@ -57,11 +57,11 @@ class VisionTower:
       class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
       input_norm: whether patches are normalized before the first layer.
       output_norm: whether features are normalized after the last layer.
-      cut: whether rows and columns of pixels after the last whole patch are left out; otherwise there are none.
+      cut: whether rows and columns of pixels after the last whole patch are left out; otherwise patches must cover all.
       mean, std: mean and standard deviation of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
 
     Raises:
-      UserError: sizes that do not fit together.
+      UserError: a field is out of range or unknown, or sizes do not fit together.
     """
 
     image_size: int
@@ -115,11 +115,11 @@ class VisionTower:
 
     @property
     def num_patches(self) -> int:
-        """N."""
+        """The number of patches of an image, N."""
         return self.side**2
 
     def check(self, images: Any) -> None:
-        """Raises UserError if images [..., H, W, 3] uint8 have another size."""
+        """Raises UserError if images [..., H, W, 3] have another size than the tower's, or are not uint8."""
         size = (self.image_size, self.image_size, CHANNELS)
         if images.shape[-3:] != size or images.dtype != jnp.uint8:
             raise UserError(
@@ -128,7 +128,7 @@ class VisionTower:
             )
 
     def whole_patches(self, images: jax.Array) -> jax.Array:
-        """Returns images [B, H, W, 3] without the rows and columns after the last whole patch."""
+        """Returns images [B, H, W, 3] without the rows and columns after the last whole patch, if `cut`."""
         size = self.side * self.patch_size
         return images[:, :size, :size] if self.cut else images
 
@@ -159,7 +159,7 @@ class VisionTower:
 
         Args:
           x: the patches.
-          like: its compute dtype, attention and rematerialization are used here, too.
+          like: the decoder, whose compute dtype, attention and rematerialization the tower uses, too.
         """
         config = self._config(like)
         if self.class_token:
@@ -194,7 +194,7 @@ class VisionTower:
         return stack.layer_stack(layer, self.num_layers, name=f"{NAME}_layers", remat=REMAT[config.remat])(x, side)
 
     def _config(self, like: DecoderConfig) -> DecoderConfig:
-        """Returns the fields of the layers; the size of the vocabulary has no meaning."""
+        """Returns the layers' settings as a decoder's configuration; its size of the vocabulary has no meaning."""
         length = self.num_patches + self.class_token
         return DecoderConfig(
             vocab_size=1,
