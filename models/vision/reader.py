@@ -148,7 +148,7 @@ class Reader:
         return jax.nn.log_softmax(jax.lax.stop_gradient(block), axis=-1) + 2 * math.log(self.block) + share
 
     def _places(self, across: int) -> jax.Array:
-        """Returns learned vectors of blocks, [across, across, W], each the sum of one for its row and one for its column."""
+        """Returns vectors of blocks, [across, across, W], each the sum of learned ones for its row and its column."""
         tables = [
             logical.param(f"{NAME}_reader_{of}", (across, self.width), (None, None), _NORMAL, kind="embedding")
             for of in ("rows", "columns")
