@@ -84,10 +84,10 @@ class StreamBatches(Batches):
       num_streams: number of streams of the whole input, independent of the number of hosts.
       open_stream: opens one stream at its start.
       identity: what the data depends on (source, vocabulary, seed, …). It is saved with every position; restoring a
-          position with another identity is an error.
+        position with another identity is an error.
 
-      Raises:
-        UserError: the streams do not divide the batch, or the layout has no rows, or rows outside the batch.
+    Raises:
+      UserError: the streams do not divide the batch, or the layout has no rows, or rows outside the batch.
     """
 
     def __init__(

@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs TensorBoard until it is stopped; its messages are printed without the known noise of TensorFlow."""
+    """Runs TensorBoard until it is stopped; its messages are printed without the known noise of TensorFlow.
+
+    Raises:
+      UserError: TensorBoard is not installed, or the folder is missing or has neither event files nor profiles.
+    """
     extras.require("tensorboard", extra="tensorboard", what="launch/run tensorboard")
     run_dir = paths.resolve(args.run_dir)
     _require_events(run_dir)

@@ -36,7 +36,7 @@ class Question:
 
     @property
     def total_tokens(self) -> int:
-        """The tokens that the experiment, or its phase, trains on, which are equal for all batch sizes of the plan."""
+        """The number of tokens that the experiment, or its phase, trains on; equal for all batch sizes of the plan."""
         return self.num_steps * self.experiment.tokens_per_step
 
     def steps(self, batch_size: int) -> int:

@@ -215,7 +215,7 @@ def rehearse(run: Run) -> None:
 
     Raises:
       RuntimeError: the losses differ.
-      UserError: the loss couples rows that a step divides.
+      UserError: a step divides the rows of its batch, and the model's loss couples these without declaring it.
     """
     require_divisible_rows(run.experiment)
     first, again, span = _Losses(), _Losses(), run.span

@@ -363,7 +363,6 @@ class _Slots(NamedTuple):
 def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Sorts the choices [G, n, k] of each group by expert, those of one expert in the order of tokens.
 
-
     Returns:
       The numbers of the choices in sorted order [G, n k]; the place of each choice in it [G, n, k]; and for each of the
         `number` experts how many choices it has, and the place of the first one, each [G, number].

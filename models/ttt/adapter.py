@@ -477,8 +477,8 @@ def adapted(
       settings: further fields of `TTTConfig`.
       **options: further fields of `AdaptedDecoder`.
 
-      Raises:
-        UserError: as `TTTConfig` and `AdaptedDecoder`.
+    Raises:
+      UserError: as `TTTConfig` and `AdaptedDecoder`.
     """
     config = TTTConfig(
         inner=inner,

@@ -92,7 +92,7 @@ def pretrained(folder: str, **changes: Any) -> VisionTower:
 
     Raises:
       UserError: there is no such file, it describes no supported vision model, or the changed fields do not fit
-          together.
+        together.
     """
     found = published_files.small_files(folder)
     read = fields(families.read_config(found), where=str(found / published_files.CONFIG))
@@ -144,8 +144,8 @@ def published_folder(tower: VisionTower, folder: str, config: Mapping[str, Any])
       folder: local, gs:// or hf://OWNER/NAME.
       config: the content of its `config.json`.
 
-      Raises:
-        UserError: `fields` cannot read it, or the folder has no safetensors files.
+    Raises:
+      UserError: `fields` cannot read it, or the folder has no safetensors files.
     """
     name = published_files.described(folder)
     where = f"{name}/{published_files.CONFIG}"

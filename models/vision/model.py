@@ -220,7 +220,6 @@ class VisionLanguageModel:
     ) -> tuple[Batch, Inserted, Chosen, LossOutput | None]:
         """Runs everything before the decoder: tower, selector, connector and reader.
 
-
         Returns the batch of the decoder, the vectors that take the place of its embeddings, the chosen patches, and the
         sums of the loss of the reader's own answers, None if it gives none.
         """
@@ -267,8 +266,8 @@ class VisionLanguageModel:
           params: the parameters; those of the decoder may be absent.
           images: [I, H, W, 3], uint8.
 
-          Raises:
-            UserError: the images have another size than the tower's, or are not uint8.
+        Raises:
+          UserError: the images have another size than the tower's, or are not uint8.
         """
 
         def run(images: jax.Array) -> jax.Array:
@@ -286,7 +285,7 @@ class VisionLanguageModel:
         return x.reshape(len(x), side * side, -1)
 
     def _guessed(self, batch: Batch, at: Placed, seen: jax.Array) -> LossOutput:
-        """Returns the sums of the reader's guesses at the first token of each answer, from what it saw [B I, W]."""
+        """Returns the loss sums of the reader's guesses at each answer's first token, from what it saw [B I, W]."""
         after = jnp.pad(at.question[..., 1:], ((0, 0), (0, 0), (0, 1)))
         last = at.question * (1 - after)  # the last word of a question, whose target the answer begins with
         targets, weights = (jnp.einsum("bit,bt->bi", last, batch[name]) for name in ("targets", "weights"))

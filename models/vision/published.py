@@ -294,8 +294,8 @@ def published_folder(model: Model, folder: str, config: Config) -> PublishedFold
       folder: local, gs:// or hf://OWNER/NAME.
       config: the content of its `config.json`.
 
-      Raises:
-        UserError: `fields` cannot read it, or the folder has no safetensors files.
+    Raises:
+      UserError: `fields` cannot read it, or the folder has no safetensors files.
     """
     name = published_files.described(folder)
     where = f"{name}/{published_files.CONFIG}"

@@ -97,8 +97,8 @@ class Reader:
           words: [B, T, E], embeddings.
           is_word: [B, T], 1 at the words of the question.
 
-          Raises:
-            UserError: `block` does not divide the patches along the side of an image.
+        Raises:
+          UserError: `block` does not divide the patches along the side of an image.
         """
         side = math.isqrt(patches.shape[1])
         if side % self.block:

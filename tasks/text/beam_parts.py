@@ -185,7 +185,6 @@ def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None",
 
     `fields` are those of the `Lane`.
 
-
     Raises:
       UserError: this worker does not see the command's marker file.
     """

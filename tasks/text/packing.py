@@ -167,7 +167,7 @@ class PackedStream(Stream):
         raise NotImplementedError
 
     def _move(self, position: Mapping[str, Any]) -> None:
-        """Moves to the position of a window."""
+        """Moves to a position that `_position` returned."""
         raise NotImplementedError
 
     def _source_share(self) -> float:

@@ -357,7 +357,6 @@ def batch_spec(
 
     These are `images` [B, H, W, 3] uint8, those of `laid_out`, and, with `has_kinds`, `kind` [B] int32.
 
-
     Args:
       batch_size: rows of the global batch.
       image_size: pixels along a side.
@@ -380,7 +379,6 @@ def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: i
 
     Besides those of text these are `slots` [S], the positions of the image, and `until` [T]: the last position to which
     each position attends. That is the end of the question for the image and the question, and itself for the answer.
-
 
     Args:
       slots: number of positions of the image, which come first.
