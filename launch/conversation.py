@@ -108,7 +108,10 @@ def _typed() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Any]:
-    """Context in which the first Ctrl-C is only noted, and the second ends the command; yields `() -> is noted`."""
+    """Context in which the first Ctrl-C is only noted, and the second ends the command.
+
+    Yields a function that returns whether one was noted.
+    """
     noted = []
     before = signal.getsignal(signal.SIGINT)
 

@@ -17,7 +17,7 @@ LEVELS = ("config", "hosts", "smoke", "slice")  # of a check, as described in la
 
 
 def at_least(minimum: int) -> Any:
-    """Returns an argparse type: a whole number from `minimum` up."""
+    """Returns an argparse type: a whole number from `minimum` up; it raises ArgumentTypeError for other text."""
 
     def number(text: str) -> int:
         if not text.removeprefix("-").isdecimal() or int(text) < minimum:
@@ -28,7 +28,7 @@ def at_least(minimum: int) -> Any:
 
 
 def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
+    """An argparse type: a finite number above 0. Raises ArgumentTypeError for other text."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -36,7 +36,7 @@ def positive(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file to write, in a folder that exists."""
+    """An argparse type: a file to write, in a folder that exists. Raises ArgumentTypeError if it cannot be written."""
     path = Path(text)
     folder = path.absolute().parent
     if path.is_dir():
@@ -88,7 +88,10 @@ def _folder(text: str) -> str:
 
 
 def _slice(text: str) -> str:
-    """An argparse type: the name of a slice; `local` becomes the name of this machine's slice."""
+    """An argparse type: the name of a slice; `local` becomes the name of this machine's slice.
+
+    Raises ArgumentTypeError if there is no such slice.
+    """
     if text != LOCAL:
         return text
     from launch.hosts import machine  # asks JAX

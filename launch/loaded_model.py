@@ -187,7 +187,7 @@ class LoadedModel:
         return () if self.vocabulary is None else stop_ids(self.vocabulary)
 
     def continued(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Text]:
-        """Continues prompts, given as text or as ids, in one batch; the options are those of `batches`."""
+        """Continues prompts, given as text or as ids, in one batch; options and errors are those of `batches`."""
         return [one for batch in self.batches(prompts, rows=max(1, len(prompts)), **options) for one in batch]
 
     def batches(
@@ -213,6 +213,9 @@ class LoadedModel:
           is_chat: see `encoded`.
           images: files of the images of each prompt, for its image tokens in their order; empty: none has any.
           max_tokens, sampling, seed, slots, on_tokens: see `parallel.generation.generating.Generator.generate`.
+
+        Raises:
+          UserError: as `checked`, before the first batch.
         """
         ids = self.checked(prompts, max_tokens=max_tokens, is_chat=is_chat, images=images)
         generator, sight = self.generator, self.sight
@@ -392,6 +395,9 @@ def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, ch
     Args:
       gin: the file with the defaults.
       folder, bindings, dtype, check: as in `load`.
+
+    Raises:
+      UserError: `bindings` have mistakes, or the folder's model is not supported.
     """
     on_cpu = jax.devices()[0].platform == "cpu"
     given = f"FOLDER = {folder!r}\nCOMPUTE_DTYPE = {dtype or ('float32' if on_cpu else 'bfloat16')!r}\n"
@@ -422,6 +428,9 @@ def bound(
       spec: the fields of the program's batches.
       optimizer: the optimizer; None: one that is not used, for a model that is not trained.
       **stored: `frozen` and `frozen_dtype` of `Partitioner.program`.
+
+    Raises:
+      UserError: this process has too few devices for the slice, or the layout does not fit it.
     """
     slice_ = slices.get(slice_name or ONE_CHIP)
     devices = jax.devices()[: slice_.devices]

@@ -18,12 +18,12 @@ _Check = Callable[[str, Any], object]  # (a field's name, its value); raises Use
 
 
 def count(least: int) -> _Check:
-    """Returns a check that a value is an integer of at least `least`."""
+    """Returns a check that raises UserError unless a value is an integer of at least `least`."""
     return lambda name, value: check_integer(value, where=name, least=least)
 
 
 def positive(*, may_be_none: bool = False) -> _Check:
-    """Returns a check that a value is a finite number above 0."""
+    """Returns a check that raises UserError unless a value is a finite number above 0 or, if it may be, None."""
 
     def check(name: str, value: Any) -> None:
         if value is not None or not may_be_none:
@@ -33,7 +33,7 @@ def positive(*, may_be_none: bool = False) -> _Check:
 
 
 def expecting(expected: str, is_one: Callable[[Any], bool]) -> _Check:
-    """Returns a check that `is_one(value)` is true; `expected` describes such values in the error."""
+    """Returns a check that raises UserError unless `is_one(value)`; `expected` describes such values in the error."""
 
     def check(name: str, value: Any) -> None:
         if not is_one(value):
@@ -43,7 +43,7 @@ def expecting(expected: str, is_one: Callable[[Any], bool]) -> _Check:
 
 
 def choice(*choices: str) -> _Check:
-    """Returns a check that a value is one of the choices."""
+    """Returns a check that raises UserError unless a value is one of the choices."""
     return expecting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
 
 

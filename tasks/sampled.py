@@ -64,7 +64,7 @@ class SampledTask(Task, abc.ABC):
         return repr(self)
 
     def fingerprint(self) -> str:
-        """Returns a hash of `repr`, equal on all hosts that draw the same data."""
+        """Returns a hash of `repr(self)`, equal on all hosts that draw the same data."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def _batches(self, layout: DataLayout, key: tuple[int, int]) -> Batches:

@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings, on host 0 if there are several hosts. Returns 0, or 2 if a check failed."""
+    """Prints the findings, on host 0 if there are several hosts. Returns 0, or 2 if a check failed.
+
+    Raises UserError if flags exclude one another.
+    """
     slice_ = slices.get(args.slice)
     if args.ship and args.level != "config":
         raise UserError(

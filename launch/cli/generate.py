@@ -82,7 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the model, continues the prompts, and prints or writes the continuations."""
+    """Loads the model, continues the prompts, and prints or writes the continuations.
+
+    Raises:
+      UserError: flags exclude one another or are out of range, or the model or the prompts cannot be used.
+    """
     for name in ("top_p", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")

@@ -160,7 +160,7 @@ def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
-    """Performs an action that needs only a run directory: profile, logs or tensorboard."""
+    """Performs an action that needs only a run directory (profile, logs, tensorboard); raises UserError without one."""
     from core.training import profile_request
     from launch.hosts import logs
 
@@ -175,7 +175,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
 
 
 def _of_a_tpu(args: argparse.Namespace) -> int:
-    """Performs an action on the TPU that --tpu names, or on the run there."""
+    """Performs an action on the TPU that --tpu names, or on the run there; raises UserError if none is named."""
     _refuse_unused(args, _READ_BY[args.target])
     needs_slice = args.target in ("create", "queue")
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)

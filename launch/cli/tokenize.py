@@ -81,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the cache, with progress, and prints what it holds."""
+    """Writes the cache, with progress, and prints what it holds.
+
+    Raises UserError if flags are missing or exclude one another, or what they name cannot be used.
+    """
     if args.task:
         return _run_task(args)
     if alone := [f"--{name.replace('_', '-')}" for name in _OF_TASKS if getattr(args, name) is not None]:
@@ -114,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_task(args: argparse.Namespace) -> int:
-    """Writes the cache of a registered seqio task."""
+    """Writes the cache of a registered seqio task; raises UserError as `run`."""
     if alone := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name) not in (None, [], False)]:
         raise UserError(f"{' and '.join(alone)} cannot be given with --task, which defines its own sources and ids")
     if args.length is None:

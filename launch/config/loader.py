@@ -101,7 +101,7 @@ class LoadedConfig(Settings):
         """Builds the root object; every call builds a new one.
 
         Raises:
-          ConfigError: a constructor refused its values with a ValueError.
+          ConfigError: a constructor has refused its values with a ValueError.
         """
         gin.clear_config()
         with gin_engine.interactive_mode():  # a module imported anew brings new constructors under known names
@@ -236,7 +236,10 @@ def parse(text: str) -> Settings:
 
 
 def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
-    """Reads the experiment file; returns its folder."""
+    """Reads the experiment file, or `text` in place of its content; returns its folder.
+
+    Raises ConfigError if there is no such file.
+    """
     folders = (Path.cwd(), sources.WORKSPACE)
     if text is not None:
         reader.text(text, name=path, folder=Path.cwd())
@@ -248,7 +251,7 @@ def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
 
 
 def _content(path: str) -> str:
-    """Reads the text of a file in a bucket."""
+    """Reads the text of a file in a bucket. Raises UserError if it cannot be read."""
     file = paths.resolve(path)
     if not file.exists():
         raise UserError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")

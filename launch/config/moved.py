@@ -188,7 +188,7 @@ class _Spelling:
         return found
 
     def _full(self, name: str, depth: int, *, file: str) -> str:
-        """Returns the full name of a name in a file."""
+        """Returns the full name of a name in a file; `depth` as in `_mapped`."""
         symbol, _, rest = name.partition(".")
         symbols = self._shared if is_flag(file) else self._written[file]
         if depth == _OF_MACRO or symbol in symbols:
@@ -199,7 +199,10 @@ class _Spelling:
         return f"{homes[0]}.{name}" if homes else _UNKNOWN + name
 
     def _short(self, name: str, depth: int, *, file: str) -> str:
-        """Returns a full name as the file writes it; its module gets a symbol if it has none there."""
+        """Returns a full name as the file writes it; `depth` as in `_mapped`.
+
+        Its module gets a symbol if it has none in the file.
+        """
         if depth == _OF_MACRO or name.startswith(_UNKNOWN):
             return name.removeprefix(_UNKNOWN)
         parts = name.split(".")
@@ -259,9 +262,9 @@ def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
 def _rewritten(
     of: Binding, rewrite: Rewrite, bindings: Sequence[Binding], now: Binding
 ) -> Sequence[str] | ConfigProblem | None:
-    """Calls `rewrite` with `now`, which is `of` itself or the macro that `of` refers to.
+    """Returns the result of `rewrite` for `now`: `of` itself or, if its value is a macro, the binding of the macro.
 
-    A macro is first given the name of `of`.
+    The latter is passed with the left-hand side of `of`, so that `rewrite` sees only its value.
     """
     if now.is_macro:
         now = dataclasses.replace(now, scope=of.scope, selector=of.selector, parameter=of.parameter)
@@ -309,7 +312,10 @@ def _macros(bindings: Iterable[Binding]) -> set[str]:
 
 
 def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:
-    """Changes every name in a binding with `change(name, depth)`; depth: how many components follow the module."""
+    """Changes every name in a binding with `change(name, depth)`; depth: how many components follow the module.
+
+    It is `_OF_MACRO` for the name of a macro.
+    """
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Reference):

@@ -143,7 +143,10 @@ class Names:
         return self._member(importlib.import_module(module), [name], selector=path)
 
     def _import(self, statement: ImportStatement, file: str) -> None:
-        """Imports a module and records its symbol for the file; the first import of a symbol wins."""
+        """Imports a module and records its symbol for the file; the first import of a symbol wins.
+
+        Raises _UntrustedError for a module that is not trusted; a failed import is added to the problems.
+        """
         name, symbol, symbols = statement.module, statement.bound_name(), self._symbols[file]
         what, module, details = "", None, {}
         try:

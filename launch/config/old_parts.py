@@ -231,7 +231,7 @@ class _Decoder:
         return {b.parameter: b for b in sorted(seen, key=lambda b: len(b.scope))}
 
     def _is_named(self, names: Sequence[str]) -> bool:
-        """Returns whether `mixer` or `feed_forward` has one of the names where the old binding applies."""
+        """Returns whether a binding of `mixer` or `feed_forward`, in the old binding's scope, has one of the names."""
         old = self._old
         slots = [b for b in self._same if b.parameter in _NAMES and _is_within(b.scope, old.scope)]
         last = {b.name: b for b in slots if b.order < old.order}

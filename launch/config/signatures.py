@@ -41,7 +41,7 @@ class Constructor:
 
     @property
     def full_name(self) -> str:
-        """The module's name and this name."""
+        """The names of the module and of the constructor, joined by a dot."""
         return f"{self.module}.{self.name}"
 
     @cached_property

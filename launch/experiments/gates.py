@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates all gates, prints the table, and writes table and chunks to the run directory."""
+    """Evaluates all gates, prints the table, and writes table and chunks to the run directory.
+
+    Raises UserError for unknown gates or controls, other evaluations' flags, a model without a gate, or missing data.
+    """
     names = [name for name in args.gates.split(",") if name]
     if not names:
         raise UserError("--gates: expected names of gates, such as skip,update,random,oracle,reconstruction")
@@ -148,7 +151,7 @@ class _Report:
         """Compares UPDATE's losses with those of another run on the same chunks (`theirs`, from `_read_chunks`).
 
         Raises:
-          UserError: the other run's chunks are others.
+          UserError: the other run has other chunks.
         """
         places = list(zip(self.chunks.document.tolist(), self.chunks.place.tolist(), strict=True))
         counted: dict[tuple[int, int], int] = {}

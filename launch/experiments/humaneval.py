@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the problems, loads the model, and prints and writes how many it solves."""
+    """Reads the problems, loads the model, and prints and writes how many it solves.
+
+    Raises UserError without --allow-code, or if the problems, the model or the flags cannot be used.
+    """
     limit = benchmarks.require_benchmark(args)
     if args.temperature is not None and args.samples in (None, 1):
         raise UserError("--temperature is of several samples, and one sample is greedy: give --samples, too")

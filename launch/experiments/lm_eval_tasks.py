@@ -27,7 +27,7 @@ class Tasks:
     """Tasks that lm_eval has found.
 
     Attributes:
-      names: tasks, groups or tags.
+      names: names of tasks, groups or tags, as given.
       manager: the task manager of lm_eval.
     """
 

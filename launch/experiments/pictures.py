@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the sheet to the run directory."""
+    """Writes the sheet to the run directory. Raises UserError as `asked.opened`, or for --num-examples."""
     if args.num_examples:
         raise UserError("--pictures does not use --num-examples")
     found = asked.opened(args, "--pictures")

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table."""
+    """Prints the table. Raises UserError as `asked.opened`, or if the questions do not say where they point."""
     if args.num_examples:
         raise UserError("--relevance does not use --num-examples")
     found = asked.opened(args, "--relevance")

@@ -216,7 +216,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the experiments, runs them and writes the results. Returns 1 if an experiment failed."""
+    """Loads the experiments, runs them and writes the results. Returns 1 if an experiment failed.
+
+    Raises UserError if flags exclude one another, an experiment has mistakes, or no run could start here.
+    """
     jax.config.update("jax_platforms", "cpu")  # for this process; the runs that it starts use the chips
     runs = not (args.analyze or args.list)
     if args.out and paths.is_remote(args.out):

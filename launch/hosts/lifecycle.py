@@ -131,7 +131,7 @@ class Watch:
                 return self.requested[0]
 
         def ending(code: int) -> exit_codes.Ending:
-            """Restarts only after lost slices: after other exit codes, the hosts themselves restarted if useful."""
+            """Returns what a code means: only lost slices are a reason to restart here; the hosts see to all others."""
             if code == exit_codes.PREEMPTED:
                 return exit_codes.Ending("the run was preempted, or its TPU is gone", True)
             return exit_codes.ending(code)._replace(restart=False)

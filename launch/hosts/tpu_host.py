@@ -70,10 +70,12 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
     """Raises UserError if the slice is not the actual one; an unknown one passes (its devices are counted later).
 
-    In a job of several slices, `accelerator_type` is the type of one of them.
+    The error names both with their devices and hosts.
 
-    Raises:
-      UserError: names both slices with their devices and hosts.
+    Args:
+      slice_: the slice that was asked for.
+      accelerator_type: the actual slice or, in a job of several slices, one of them; None: unknown.
+      where: the place that has this type, for the message.
     """
     if accelerator_type is None:
         return
@@ -93,11 +95,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
 
 
 def require_here(slice_: slices.Slice) -> None:
-    """Raises UserError if this machine is not a host of this slice.
-
-    Raises:
-      UserError: lists what was examined, or names both slices.
-    """
+    """Raises UserError if this machine is not a host of this slice; lists what was examined, or names both slices."""
     place = look()
     if not place.on_tpu_host:
         examined = "\n  ".join(place.looked_at)

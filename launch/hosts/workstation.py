@@ -211,7 +211,10 @@ def require_small(workspace: Path) -> Shipment:
 
 
 def _listed_by_git(workspace: Path, *kinds: str) -> list[str]:
-    """Returns what `git ls-files` lists, without ignored and deleted files; with `--directory`, folders end in `/`."""
+    """Returns what `git ls-files` lists, without ignored and deleted files; with `--directory`, folders end in `/`.
+
+    Raises UserError outside a git working tree.
+    """
     command = ["git", "-C", str(workspace), "ls-files", "-z", *kinds, "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:

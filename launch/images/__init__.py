@@ -1,1 +1,1 @@
-"""Published models of images and text in commands."""
+"""Loads published models of images and text for the commands that generate text."""

@@ -181,7 +181,7 @@ def compile_strategies(
       slice_name: the slice.
 
     Raises:
-      UserError: a mistake in the experiment, or no such file.
+      UserError: the experiment has a mistake, or there is no such file.
     """
     loader.load(experiment, bindings=bindings, slice_name=slice_name).build()
     for choice in choices:
@@ -237,7 +237,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables. Returns 1 if a program does not fit into the memory of a chip."""
+    """Prints the tables. Returns 1 if a program does not fit into the memory of a chip.
+
+    Raises UserError if flags exclude one another, or the experiment has a mistake.
+    """
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
     if args.scale_from:

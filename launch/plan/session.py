@@ -40,6 +40,9 @@ def _plan(args: argparse.Namespace) -> int:
 
     Returns:
       0; 1 if no layout fits a phase, or no phase can be planned; 130 after Ctrl-C, which prints the results so far.
+
+    Raises:
+      UserError: the experiment has a mistake, or several phases where the arguments need one.
     """
     names = slice_ranking.names(args.slice)
     spans = loader.load(args.experiment, bindings=args.gin, slice_name=names[0]).build().spans()
@@ -158,7 +161,7 @@ class _Session:
         self._left = [*missing, *self._left]
 
     def compile_missing(self) -> None:
-        """Compiles until enough candidates fit, or none are left."""
+        """Compiles until enough candidates fit, or none are left. Raises UserError if the cache cannot be written."""
         if self._still_wanted() <= 0 or not self._left:
             return
         try:
@@ -368,7 +371,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, explains one layout, or predicts the cost of generation."""
+    """Plans, explains one layout, or predicts the cost of generation; raises UserError if flags exclude one another."""
     names = slice_ranking.names(args.slice)
     candidates.require_known(args.only)
     if len(names) > 1:

@@ -67,7 +67,7 @@ def _reading(run_dir: str) -> Iterator[None]:
 
 
 def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
-    """Raises UserError if the run directory is new, but earlier versions had a run in `former_run_directory`.
+    """Checks that a new run directory does not leave behind a run of earlier versions in `former_run_directory`.
 
     Args:
       run_dir: the run directory.

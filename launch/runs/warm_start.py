@@ -131,7 +131,10 @@ def _renamed(found: warm_start.ParameterSource, renames: Mapping[str, str]) -> w
 
 
 def _pinned(text: str) -> str:
-    """Returns RUN@STEP, with the newest step, for a run without a step; otherwise the text itself."""
+    """Returns RUN@STEP, with the newest step, for a run without a step; otherwise the text itself.
+
+    Raises UserError if there is no such run or published model.
+    """
     if published_files.is_published(text):
         return text
     if not steps.has_folder(text):

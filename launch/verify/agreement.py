@@ -166,7 +166,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or a requested one is not supported."""
+    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or a requested one is not supported.
+
+    Raises UserError if flags do not go together, or the model, the experiment or its data cannot be used.
+    """
     if not args.experiment and (args.gin or args.slice or args.own_optimizer):
         raise UserError(
             "--gin, --slice and --own-optimizer are of an experiment, and none is given: add --experiment "
@@ -258,7 +261,7 @@ def _compared(args: argparse.Namespace, examples: Mapping[str, Example]) -> _Com
 
 
 def _model(text: str) -> str:
-    """An argparse type: the name of a model, or MODULE:FUNCTION."""
+    """An argparse type: the name of a model, or MODULE:FUNCTION. Raises ArgumentTypeError for other text."""
     module, colon, function = text.partition(":")
     if text in MODELS or (module and colon and function.isidentifier()):
         return text

@@ -90,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       0 if they are equal, 1 if they differ; a code of at least 128 if a signal ended a variant.
+
+    Raises:
+      UserError: a variant is malformed or could not be run.
     """
     variants = {side: parse(text, experiment=args.experiment) for side, text in (("A", args.a), ("B", args.b))}
     experiments = {side: variant.experiment(args.slice) for side, variant in variants.items()}

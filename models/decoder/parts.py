@@ -255,6 +255,8 @@ class Sum:
     Attributes:
       parts: the mixers, which must have different names.
 
+    Raises:
+      UserError: there are fewer than two, or one of them is no part.
     """
 
     parts: tuple[Part, ...]

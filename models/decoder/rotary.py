@@ -33,7 +33,10 @@ class Scaling(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """Divides positions by `factor` (Chen et al. 2023, position interpolation)."""
+    """Divides positions by `factor`, a number above 0 (Chen et al. 2023, position interpolation).
+
+    Raises UserError for another factor.
+    """
 
     factor: float
     attention_factor: float = dataclasses.field(default=1.0, init=False)
@@ -55,6 +58,9 @@ class Llama3:
       factor: multiplies wavelengths above `original_length / low_frequency_factor`.
       low_frequency_factor, high_frequency_factor: wavelengths below `original_length / high_frequency_factor` are kept.
       original_length: context length before the extension.
+
+    Raises:
+      UserError: a number is not above 0, or the two frequency factors are equal.
     """
 
     factor: float
@@ -93,6 +99,9 @@ class Yarn:
         is reversed, as in transformers.
       sharpening: factor of cosines and sines; None: 0.1 ln(factor) + 1.
       truncate: whether the bounds between kept and divided dimensions are rounded outward to whole dimensions.
+
+    Raises:
+      UserError: a number is not above 0.
     """
 
     factor: float
@@ -162,8 +171,11 @@ class Proportional:
     Dimension i is paired with i + K/2 as without it, and the pairs of the lowest frequencies are not rotated.
 
     Attributes:
-      fraction: part of the dimensions that is rotated.
-      factor: divides frequencies.
+      fraction: part of the dimensions that is rotated, from 0 to 1.
+      factor: number by which frequencies are divided.
+
+    Raises:
+      UserError: a number is out of range.
     """
 
     fraction: float
@@ -187,10 +199,9 @@ class Rotation:
 
     Attributes:
       theta: base of the geometric series of wavelengths.
-      scaling: changes the frequencies.
+      scaling: changes the frequencies; None: they stay as they are.
       length: factor applied to rotated queries and keys; scores get its square.
-      width: number of dimensions of a head that are rotated, the first ones; None: as many as
-        the decoder's heads have.
+      width: number of dimensions of a head that are rotated, the first ones; None: as many as the decoder's heads have.
     """
 
     theta: float

@@ -65,7 +65,7 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer(DecoderConfig):
-    """A decoder-only language model; its fields are described in `models.decoder.config`.
+    """A decoder-only language model; `models.decoder.config` describes its fields, and the errors of wrong ones.
 
     Batches have `inputs`, `targets`, `segment_ids`, `positions` [B, T] int32 and `weights` [B, T] float32.
     """
@@ -160,7 +160,7 @@ class Transformer(DecoderConfig):
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """Path patterns of the parameters that a published folder or a run of the base lacks: those of adapters."""
+        """The path patterns of the parameters that a published folder or a run of the base lacks: those of adapters."""
         return () if self.lora is None else lora.PATTERNS
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:

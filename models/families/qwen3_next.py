@@ -39,6 +39,9 @@ def decoder(config: Config, *, without_effect: Collection[str] = (), **other: An
       config: the configuration, with the values of absent keys.
       without_effect: keys of the rotary embedding that change nothing.
       **other: other fields.
+
+    Raises:
+      UserError: the configuration has values that do not fit together or are not supported.
     """
     layers, heads = config["num_hidden_layers"], config["linear_num_key_heads"]
     if config["linear_num_value_heads"] % heads:

@@ -163,7 +163,7 @@ class BlockMask(splash.splash_attention_mask.Mask):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[T, T]."""
+        """The shape of the mask, (T, T)."""
         return (len(self.of_blocks) * self.block,) * 2
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:

@@ -365,7 +365,7 @@ def _power(decay: Complex, exponent: int) -> Complex:
 
 
 class _Layer(hk.Module):
-    """The layer: its parameters, and the function from the stream to the output."""
+    """The Haiku module of the layer: its parameters, and the function from the stream to the output."""
 
     def __init__(self, settings: S5, dtype: str, name: str):
         super().__init__(name)

@@ -55,7 +55,7 @@ class Norm(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The inputs of the inner loop for the tokens of a mini-batch; for a whole row, with leading dimensions [N].
+    """The inputs of the inner loop for the tokens of a mini-batch; those of N mini-batches have a leading dimension N.
 
     Attributes:
       query, key, value: [B, H, b, K].

@@ -101,7 +101,7 @@ class CachedHidden(chunks.ChunkTask):
         return self._about["model"]["checksum"]
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns the folder."""
+        """Returns the folder, as the user wrote it."""
         return (self.folder,)
 
     def describe(self) -> str:

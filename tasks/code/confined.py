@@ -79,7 +79,7 @@ def _confine() -> None:
 
 
 def _restrict_reading(libc: ctypes.CDLL) -> None:
-    """Gives up opening all files except those that programs import."""
+    """Gives up opening all files except those that programs import. Raises OSError if the kernel refuses."""
     handled = ctypes.c_uint64(_ALL_ACCESS)
     rules = _checked(libc.syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0), "Landlock")
     packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}

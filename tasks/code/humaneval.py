@@ -84,11 +84,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def score(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
-    """Runs the problems' tests on completions; returns pass@k and every outcome, as a dict.
+    """Runs the problems' tests on completions.
 
     Args:
       problems: P problems.
       completions: [P * n], first the n completions of the first problem.
+
+    Returns:
+      `evaluated_on`, a description; `pass_at`, pass@k by k; and `samples`, a dict for each completion with its
+        outcome.
 
     Raises:
       UserError: programs cannot be confined on this machine.

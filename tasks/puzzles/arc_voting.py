@@ -83,7 +83,7 @@ class Judge:
         return count_votes(answer for batch in batches for answer in self._answers(batch))
 
     def scores(self, votes: Votes) -> dict[str, Any]:
-        """Returns pass@k and the numbers of puzzles, tests and votes, as JSON."""
+        """Returns pass@k by k, and the numbers of puzzles, tests, tests with votes, and votes, as JSON values."""
         tests = [(name, as_grid(test["input"])) for name, puzzle in self.puzzles.items() for test in puzzle["test"]]
         counted = [sum(support.votes for support in votes.get(test, {}).values()) for test in tests]
         return {

@@ -251,7 +251,10 @@ def _read_array(file: paths.Path) -> np.ndarray:
 
 
 def _read_header(file: paths.Path, stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Returns shape, whether the array is in column order, and dtype; leaves the stream at the first value."""
+    """Returns shape, whether the array is in column order, and dtype; leaves the stream at the first value.
+
+    Raises UserError if the file is no .npy file.
+    """
     try:
         version = np.lib.format.read_magic(stream)
         reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]

@@ -114,7 +114,10 @@ class MazeSet:
             yield maze
 
     def _from_csv(self, name: str, key: int, count: int | None, seen: set[bytes]) -> list[Maze]:
-        """Returns `count` random mazes (None: all) of a CSV file that are not in `seen`, in the file's order."""
+        """Returns `count` random mazes (None: all) of a CSV file that are not in `seen`, in the file's order.
+
+        Raises UserError if the file has fewer of them.
+        """
         file = paths.resolve(self.csv) / f"{name}.csv"
         every = [_parsed(row, f"{file}, line {number}", self.size) for number, row in benchmarks.rows(file)]
         order = np.random.default_rng((self.seed, key)).permutation(len(every)) if count else np.arange(len(every))

@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def box(self) -> tuple[int, int]:
-        """Rows and columns of a box."""
+        """The numbers of rows and of columns of a box."""
         return BOXES[self.size]
 
 

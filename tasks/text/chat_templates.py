@@ -51,7 +51,7 @@ class ChatTemplate:
         self.marks_answers = bool(environment.marks)
 
     def render(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> str:
-        """Formats a conversation.
+        """Returns the text of a conversation, formatted by the template. Raises what the template raises.
 
         Args:
           messages: each with a role and its content; keys with the value None are left out.
@@ -149,7 +149,7 @@ def _refuse(message: str) -> None:
 
 
 class _Dict:
-    """The name `dict` in a template, without the attributes of a class."""
+    """What templates call as `dict`: it makes a dictionary, but has none of the class's attributes."""
 
     def __call__(self, *values: Any, **items: Any) -> dict[Any, Any]:
         return dict(*values, **items)
@@ -159,7 +159,7 @@ class _Dict:
 
 
 def _namespace() -> Any:
-    """Returns the class that templates call as `namespace`; its fields cannot begin with an underscore."""
+    """Returns the class that templates call as `namespace`; names of fields with a leading underscore are refused."""
     import jinja2
 
     def check(name: Any) -> None:

@@ -191,6 +191,9 @@ def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | Non
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
+
+    Raises:
+      UserError: a setting has the wrong type or is out of range.
     """
     return _task("python_source", SHIPPED[PYTHON_SOURCE](), (length, num_streams, vocabulary))
 
@@ -214,6 +217,9 @@ def files(
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
+
+    Raises:
+      UserError: a setting has the wrong type or is out of range.
     """
     check_text(field, where="text.files.field")
     corpus = TextFiles(_patterns(train, "files.train"), _patterns(validation, "files.validation"), field)
@@ -241,7 +247,7 @@ def chats(
       vocabulary: the tokenizer of a published model (`vocabularies.tokenizer`).
 
     Raises:
-      UserError: the vocabulary has no chat template.
+      UserError: the vocabulary has no chat template, or a setting has the wrong type or is out of range.
     """
     if not can(vocabulary, FormatsChats):
         raise UserError(
@@ -277,6 +283,9 @@ def tfds(
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
+
+    Raises:
+      UserError: a setting has the wrong type or is out of range.
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.tfds.{argument}")
@@ -312,6 +321,9 @@ def huggingface(
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
+
+    Raises:
+      UserError: a setting has the wrong type or is out of range.
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.huggingface.{argument}")
@@ -363,6 +375,9 @@ def seqio(
       vocabulary: for Renga's own tasks; default: bytes. Your own task uses the vocabulary of its features.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
+
+    Raises:
+      UserError: a setting has the wrong type, is out of range, or is not one of this task or of its way of reading.
     """
     for argument, value in {"name": name, "module": module or name, "cache": cache or name}.items():
         check_text(value, where=f"text.seqio.{argument}")
@@ -399,6 +414,9 @@ def tokens(
       length: tokens per row; runs may use one cache with different lengths.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: the vocabulary with which the documents were converted; default: bytes.
+
+    Raises:
+      UserError: a setting has the wrong type or is out of range.
     """
     if not isinstance(concatenate, bool):
         raise UserError(f"text.tokens.concatenate is {concatenate!r}, expected True or False")
@@ -420,7 +438,10 @@ def _registered(
     *,
     live: bool,
 ) -> TextTask:
-    """Returns the task that a module registers; rows: (length, number of streams)."""
+    """Returns the task that a module registers; rows: (length, number of streams).
+
+    Raises UserError if `live` is given with `cache` or `epochs`.
+    """
     from tasks.text.seqio_pipeline import Asked
 
     asked = Asked(name, module, inputs_length, rows[0] - (inputs_length or 0))

@@ -208,7 +208,7 @@ class TriesExamples(Protocol):
     """A `Corpus` whose examples the user's code makes."""
 
     def example_problems(self, length: int) -> list[str]:
-        """Makes one example of each source and split, for rows of `length` tokens; returns a problem for each error."""
+        """Makes the first examples of each source and split, for rows of `length` tokens; returns their problems."""
 
 
 class MalformedDocument(UserError):

@@ -52,12 +52,12 @@ class Mixture(Corpus):
         return found
 
     def example_problems(self, length: int) -> list[str]:
-        """Tries one example of each source and split; returns a problem for each failure."""
+        """Returns the `example_problems` of the sources whose examples the user's code makes."""
         tried = (source.example_problems(length) for source in self.sources if can(source, TriesExamples))
         return [problem for found in tried for problem in found]
 
     def fill(self) -> None:
-        """Writes the caches that do not exist yet."""
+        """Writes the sources' caches that do not exist yet. Raises UserError if that fails."""
         for source in self.sources:
             if can(source, FillsCache):
                 source.fill()

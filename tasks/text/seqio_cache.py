@@ -217,7 +217,10 @@ class SeqioCache(DocumentSource):
     def _make_parts(
         self, jobs: Sequence["_TaskJob"], filters: "Filters | None", arguments: Sequence[str]
     ) -> Callable[..., Any]:
-        """Makes the parts of all jobs on Apache Beam; returns the function that reads them (`Parts.submit`)."""
+        """Makes the parts of all jobs on Apache Beam; returns the function that reads them (`Parts.submit`).
+
+        Raises UserError if the pipeline fails, or a source was changed meanwhile.
+        """
         from tasks.text import beam_parts
 
         def identity() -> str:
@@ -354,7 +357,11 @@ class SeqioCache(DocumentSource):
 
 @functools.cache
 def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
-    """Returns a task's definition and "", or {} and the error; ends the process if either tells of a problem."""
+    """Returns a task's definition and "", or {} and the error.
+
+    The process that was asked is ended after an error, or if the definition has `problems`, so that a later call
+    imports the user's module anew.
+    """
     processes, problem = seqio_pipeline.PROCESSES, ""
     found: Mapping[str, Any] = {}
     try:

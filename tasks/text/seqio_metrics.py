@@ -125,7 +125,7 @@ def answered(
 
 @functools.lru_cache(maxsize=1)
 def _evaluator(measured: Measured) -> Any:
-    """Returns the evaluator, which reads the examples once."""
+    """Returns seqio's evaluator, which reads the examples once. Raises UserError if they cannot be made."""
     seqio = seqio_tasks.library()
     try:
         return seqio.Evaluator(

@@ -47,11 +47,11 @@ class TemplateProcess:
         self.marks_answers: bool = self._start()
 
     def render(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> str:
-        """Formats a conversation like `ChatTemplate.render`. Raises TemplateError."""
+        """Formats a conversation like `ChatTemplate.render`. Raises TemplateError if that fails or exceeds a limit."""
         return self._asked("render", messages, now, variables)
 
     def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
-        """Formats a conversation like `ChatTemplate.marked`. Raises TemplateError."""
+        """Formats a conversation like `ChatTemplate.marked`. Raises TemplateError if that fails or exceeds a limit."""
         text, ranges = self._asked("marked", messages, now, variables)
         return text, [(start, stop) for start, stop in ranges]
 

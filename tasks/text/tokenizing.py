@@ -420,7 +420,10 @@ def _convert(texts: list[bytes], split: str | None) -> Converted:
 def _in_order(
     pool: concurrent.futures.ProcessPoolExecutor, batches: Iterator[Batch], *, most: int
 ) -> Iterator[tuple[Batch, Converted]]:
-    """Yields batches with their converted documents, in order; at most `most` are in progress or waiting."""
+    """Yields batches with their converted documents, in order; at most `most` are in progress or waiting.
+
+    Raises UserError if a process of the pool ended, or as `_finished`.
+    """
     waiting: collections.deque[tuple[Batch, concurrent.futures.Future]] = collections.deque()
     try:
         for batch in batches:

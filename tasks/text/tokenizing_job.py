@@ -51,7 +51,7 @@ class Job:
         return HuggingFace(name, "train", validation, self.field, True)
 
     def problems(self, source: TextFiles | Tfds | HuggingFace) -> Sequence[str]:
-        """Returns the problems found before reading the source; unless `skip_bad`, some documents are tried."""
+        """Returns the problems of the source; of text files, the first documents are tried, too, unless `skip_bad`."""
         if not isinstance(source, TextFiles):
             return source.problems()
         given = dataclasses.replace(source, validation=self.validation)

@@ -416,7 +416,10 @@ def _report_once(message: str) -> None:
 
 
 class _Stream:
-    """`streams.Stream` over every `num_streams`-th question of a split; a position is the number of questions read."""
+    """`streams.Stream` over every `num_streams`-th question of a split; a position is the number of questions read.
+
+    Raises UserError if the split has none for this stream.
+    """
 
     def __init__(self, task: ImageQuestions, split: str, seed: int | None, index: int, rows: int):
         every = task.questions(split)

@@ -379,7 +379,7 @@ def _stacked(one: Any, other: Any) -> Any:
 
 
 def _rows_apart(tree: Any) -> tuple[Any, Any]:
-    """Reverses `_stacked`."""
+    """Divides the first dimension of arrays into two halves, which `_stacked` has joined."""
     rows = jax.tree.leaves(tree)[0].shape[0] // 2
     return jax.tree.map(lambda a: a[:rows], tree), jax.tree.map(lambda a: a[rows:], tree)
 

@@ -45,8 +45,8 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
       where: the file, for messages.
 
     Raises:
-      UserError: an unknown `model_type`, keys that are missing or have wrong values, or features that the decoder does
-        not have; all of them at once.
+      UserError: the `model_type` is unknown, keys are missing or have wrong values, or the decoder lacks a feature;
+        lists all of these.
     """
     kind = config.get("model_type")
     if said := of_images(config):

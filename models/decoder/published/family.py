@@ -225,6 +225,9 @@ def attention_of_types(
       usual: the attention of layers without a window; layers with one differ from it only by the window and its rotary
         base. None: the default attention.
       local_theta: rotary base of layers with a window; None: the same as without.
+
+    Raises:
+      UserError: a layer has a window, and the configuration has no size of it.
     """
     usual = usual or Attention()
     if SLIDING not in types:

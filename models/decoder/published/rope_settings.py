@@ -84,6 +84,9 @@ def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple
       usual: the fraction if the settings of the rotary embedding have none.
       others: further keys of these settings to leave out.
 
+    Raises:
+      UserError: the fraction is not above 0 and at most 1, or an odd number of dimensions would be rotated.
+
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
     fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)
@@ -144,6 +147,9 @@ def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
     Args:
       rope: the settings: base and scaling.
       max_positions: context length before the extension, for a scaling that does not name it.
+
+    Raises:
+      UserError: a setting is unknown, missing or out of range.
     """
     if unknown := sorted(rope.keys() - _KEYS):
         listed = ", ".join(f"{key} = {json.dumps(rope[key])}" for key in unknown)
