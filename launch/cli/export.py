@@ -55,11 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the parameters array by array, and writes the folder.
-
-    Raises:
-      UserError: the model cannot be exported, the step does not fit it, or the folder cannot be written.
-    """
+    """Reads the parameters array by array, and writes the folder; raises UserError if the run cannot be exported."""
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     if args.push:
         published_files.check_name(args.push)
