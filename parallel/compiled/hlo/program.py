@@ -93,7 +93,7 @@ class Instruction(NamedTuple):
         return int(found[1]) if found and int(found[1]) != _NO_ESTIMATE else None
 
     def attribute(self, name: str) -> str | None:
-        """Returns the word after `name=`, without % and quotes: a computation, a direction or an index; None if absent."""
+        """Returns the word after `name=`, without % and quotes: a computation, direction or index; None if absent."""
         found = re.search(rf'(?:^|[\s,{{]){name}=%?"?([\w.\-]+)', self.attributes)
         return found[1] if found else None
 
