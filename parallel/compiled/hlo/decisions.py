@@ -92,7 +92,7 @@ def _inside(scope: Scope, at: Instruction) -> list[Scope]:
 
 
 def _argument(scope: Scope, parameter: Instruction) -> tuple[Scope, str] | None:
-    """Returns the scope and name of the value that the caller of a fusion or call passes; None in other scopes."""
+    """Returns scope and name of the value that a parameter of a fusion or call gets; None if `scope` is neither."""
     if scope.call is None or scope.call.opcode not in ("fusion", "call"):
         return None
     return scope.outer, scope.call.operands[int(parameter.argument)]
