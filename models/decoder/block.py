@@ -46,7 +46,7 @@ class Block(hk.Module):
             normed = layers.normalized(self.config, f"{norm}_norm", x) if is_before else x
             outputs = []
             for name, part in parts.items():
-                y, state, found = part(self.config, normed, _of_part(call, name))
+                y, state, found = part(self.config, normed, _of_part(call, name)._replace(stream=x))
                 outputs.append(y)
                 states |= {name: state} if jax.tree.leaves(state) else {}
                 sums |= {name: found} if jax.tree.leaves(found) else {}

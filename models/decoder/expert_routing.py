@@ -71,6 +71,8 @@ class Weights(NamedTuple):
       down: [E, F, D].
       biases: the biases of these matrices, in this order: [E] float32, [E, F], [E, F], [E, D]; None: there are none.
       correction: [E] float32, added to the scores when experts are chosen; None: there is none.
+      input_scale: [D] float32, multiplies what experts read, but not what the router reads; None: there is none.
+      output_scales: [E] float32, multiplies the factors of each expert; None: there are none.
     """
 
     router: jax.Array
@@ -79,6 +81,8 @@ class Weights(NamedTuple):
     down: jax.Array
     biases: tuple[jax.Array, jax.Array | None, jax.Array, jax.Array] | None = None
     correction: jax.Array | None = None
+    input_scale: jax.Array | None = None
+    output_scales: jax.Array | None = None
 
 
 class Routing(NamedTuple):
@@ -251,9 +255,10 @@ def mixture(
     tokens, hidden = PartitionSpec(at.rows, at.residual or None), at.hidden or None
     inward = PartitionSpec(at.experts or None, None, hidden)
     outward = PartitionSpec(at.experts or None, hidden, None)
-    of_correction = None if weights.correction is None else PartitionSpec()
     of_gate = None if weights.gate is None else inward
-    specs: Any = Weights._make((PartitionSpec(), of_gate, inward, outward, None, of_correction))
+    vectors = (weights.correction, weights.input_scale, weights.output_scales)
+    of_vectors = [None if vector is None else PartitionSpec() for vector in vectors]
+    specs: Any = Weights._make((PartitionSpec(), of_gate, inward, outward, None, *of_vectors))
     if weights.biases is not None:
         of_hidden, of_output = PartitionSpec(at.experts or None, hidden), PartitionSpec(at.experts or None)
         specs = specs._replace(
@@ -283,6 +288,8 @@ def _local(
     if at.gathered:
         x = jax.lax.all_gather(x, at.gathered, axis=1, tiled=True)
     chosen, gates, routing = _routed(settings, x, weights, real)
+    if weights.input_scale is not None:
+        x = (x.astype(jnp.float32) * weights.input_scale).astype(x.dtype)
     if weights.biases is not None and at.hidden:  # outputs are summed over these axes
         of_router, of_gate, of_up, of_down = weights.biases
         is_first = jax.lax.axis_index(at.hidden) == 0
@@ -318,6 +325,8 @@ def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) 
         gates /= jnp.maximum(jnp.sum(gates, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     if settings.scale != 1.0:
         gates *= settings.scale
+    if weights.output_scales is not None:
+        gates *= jnp.sum(jnp.where(is_chosen, weights.output_scales, 0.0), axis=-1)
     log_shares = jax.nn.log_softmax(logits if settings.scores == "softmax" else jax.nn.log_sigmoid(logits), axis=-1)
     shares = jnp.exp(log_shares)
     among = real.astype(jnp.float32)  # [B, T]

@@ -20,7 +20,7 @@ from core.errors import UserError, check_number
 from core.types import LossOutput, Model
 from models import derivatives
 from models.decoder import expert_routing
-from models.decoder.layers import Matrices, Mlp, products_per_input
+from models.decoder.layers import Matrices, Mlp, norm_params, normalized, products_per_input
 from models.decoder.parts import Call, Decoder, Part, Result, Work, adaptable
 
 SCORES = ("softmax", "sigmoid")
@@ -46,6 +46,10 @@ class Experts(Part, expert_routing.Choices):
         the gate, times the other projection.
       shared_mlp_dim: width of a shared expert, which every token also passes through; None: there is none.
       shared_gate: whether the shared expert's output is multiplied by the sigmoid of a learned score of the token.
+      separate_norms: whether experts and router read the residual stream through norms of their own, and the outputs
+        of the experts and of the shared expert are normalized before they are added. The norm of the router is followed
+        by a learned scale, divided by sqrt(embed_dim).
+      output_scales: whether the factors of each expert are multiplied by a learned number, after `normalized`.
       capacity_factor: in the training loss, every expert takes at most capacity_factor x T x top_k / num_experts
         choices of a row, where T includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
       load_balance_coef: coefficient of the balancing loss; 0: no such loss.
@@ -68,6 +72,8 @@ class Experts(Part, expert_routing.Choices):
     clamped_gate: derivatives.ClampedGate | None = None
     shared_mlp_dim: int | None = None
     shared_gate: bool = False
+    separate_norms: bool = False
+    output_scales: bool = False
     capacity_factor: float | None = None
     load_balance_coef: float = 0.0
     z_loss: float = 0.0
@@ -91,8 +97,9 @@ class Experts(Part, expert_routing.Choices):
             )
         check_number(self.scale, where="Experts.scale", is_positive=True)
         self._check_groups()
-        if self.shared_gate and self.shared_mlp_dim is None:
-            raise UserError("Experts.shared_gate = True: there is no shared expert: set shared_mlp_dim")
+        for field in ("shared_gate", "separate_norms"):
+            if getattr(self, field) and self.shared_mlp_dim is None:
+                raise UserError(f"Experts.{field} = True: there is no shared expert: set shared_mlp_dim")
         if self.scores not in SCORES:
             raise UserError(f"Experts.scores = {self.scores!r}: expected one of {', '.join(SCORES)}")
         if self.capacity_factor is not None and not (
@@ -137,6 +144,8 @@ class Experts(Part, expert_routing.Choices):
             )
         if self.clamped_gate is not None and not decoder.gated:
             raise UserError(f"Experts.clamped_gate = {self.clamped_gate!r}: this decoder has no gate; expected None")
+        if self.separate_norms and decoder.norm != "rms":
+            raise UserError(f"Experts.separate_norms = True needs Transformer.norm = 'rms', and it is {decoder.norm!r}")
         lora = decoder.lora
         if lora is not None and (wrong := [t for t in lora.targets if t in self.without_adapters]):
             raise UserError(
@@ -159,16 +168,26 @@ class Experts(Part, expert_routing.Choices):
             correction = logical.param("correction", (e,), (None,), jnp.zeros, trainable=False)
         if call.before is None:
             expert_routing.check_capacity(self)  # also in evaluation, which is traced before the first training step
+        weights, read = expert_routing.Weights(router, gate, up, down, biases, correction), x
+        if self.output_scales:
+            weights = weights._replace(output_scales=logical.param("output_scales", (e,), (None,), jnp.ones))
+        if self.separate_norms:
+            assert call.stream is not None
+            read = derivatives.rms_norm(call.stream, jnp.ones(d), c.norm_eps)
+            scale = logical.param("router_scale", (d,), ("norm",), jnp.ones) * d**-0.5
+            weights = weights._replace(router=router * scale[:, None], input_scale=norm_params(c, "expert_norm", d)[0])
         y, routing = expert_routing.mixture(
             self,
-            x,
-            expert_routing.Weights(router, gate, up, down, biases, correction),
+            read,
+            weights,
             call.real(x.shape[1]),
             activation=self.clamped_gate or c.activation,
             drops=call.drops,
         )
         if (width := self.shared_mlp_dim) is not None:
             shared = Mlp().products(c, x, call.side, prefix="shared_", width=width)
+            if self.separate_norms:
+                y, shared = normalized(c, "expert_post_norm", y), normalized(c, "shared_post_norm", shared)
             y += _gated(shared, x) if self.shared_gate else shared
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
 

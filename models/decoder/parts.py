@@ -105,6 +105,7 @@ class Call(NamedTuple):
       drops: whether the capacity of experts applies.
       carried: the state at the end of the previous training step's rows, for parts that keep it; otherwise None.
       name: name of the part in its layer, for parts whose parameters have their own Haiku module.
+      stream: the residual stream before the norm, [B, T, D], for parts with norms of their own.
     """
 
     side: Side
@@ -113,6 +114,7 @@ class Call(NamedTuple):
     drops: bool = False
     carried: Any = None
     name: str = ""
+    stream: jax.Array | None = None
 
     def real(self, length: int) -> jax.Array:
         """Returns whether each of the `length` positions is a token and not padding, [B, T]."""

@@ -1,7 +1,8 @@
-"""Gemma 4 (Gemma team 2026), dense, such as 12B and 31B; of models with images or sound, the language model.
+"""Gemma 4 (Gemma team 2026), such as 12B, 31B and 26B-A4B; of models with images or sound, the language model.
 
-Layers with full attention have heads of another size, and may take their values from their keys. Inputs of each layer
-and keys shared by layers (E2B, E4B), and experts (26B-A4B), are not supported.
+Layers with full attention have heads of another size, and may take their values from their keys. In 26B-A4B, experts
+stand beside the dense feed-forward of each layer. Inputs of each layer and keys shared by layers (E2B, E4B) are not
+supported.
 """
 
 import functools
@@ -11,13 +12,16 @@ from typing import Any
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models.decoder.config import DecoderConfig, LayerKind
-from models.decoder.layers import Attention
+from models.decoder.experts import Experts, experts_of
+from models.decoder.layers import Attention, Mlp
+from models.decoder.parts import Part
 from models.decoder.published import family, rope_settings
 from models.decoder.published.family import Check, Config, Family, Sources
 from models.decoder.published.rope_settings import FULL, PARTIAL, SLIDING
 from models.families import gemma
 
 _SAME, _WIDTH, _HEADS = "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"
+_HAS_EXPERTS, _EXPERTS, _CHOSEN, _INNER = "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"
 _BY_LAYER, _OF_LAYER = "per_layer_config", ("head_dim", "num_key_value_heads")  # as transformers 5.24 writes these
 _ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -47,6 +51,23 @@ def _read(config: Config) -> dict[str, Any]:
         scaled_embedding=True,
         logit_softcap=config["final_logit_softcapping"],
         mixer=family.repeated([of_types[kind] for kind in types]),
+        feed_forward=_experts(config) if config[_HAS_EXPERTS] else Mlp(),
+    )
+
+
+def _experts(config: Config) -> Experts:
+    """Returns the experts of each layer; the dense feed-forward beside them is their shared expert."""
+    if missing := [key for key in (_EXPERTS, _CHOSEN, _INNER) if config[key] is None]:
+        raise UserError(f"{_HAS_EXPERTS} = true, but {missing[0]} is null or missing: expected a whole number")
+    if config[_CHOSEN] > config[_EXPERTS]:
+        raise UserError(f"{_CHOSEN} = {config[_CHOSEN]}: expected at most {_EXPERTS} = {config[_EXPERTS]}")
+    return Experts(
+        num_experts=config[_EXPERTS],
+        top_k=config[_CHOSEN],
+        mlp_dim=config[_INNER],
+        shared_mlp_dim=config["intermediate_size"],
+        separate_norms=True,
+        output_scales=True,
     )
 
 
@@ -101,6 +122,14 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
         **{_SAME: full.values_are_keys, _WIDTH: full.width(model), _HEADS: full.kv_heads(model)},
         **{key: without for key, (without, _) in _NONE.items()},
     )
+    if (experts := experts_of(model)) is not None:
+        found |= {
+            _HAS_EXPERTS: True,
+            _EXPERTS: experts.num_experts,
+            _CHOSEN: experts.top_k,
+            _INNER: experts.width(model),
+            "intermediate_size": experts.shared_mlp_dim,
+        }
     return {key: value for key, value in found.items() if key not in ("hidden_act", "rope_theta", "rope_scaling")}
 
 
@@ -108,13 +137,32 @@ def _attention(model: DecoderConfig, kind: LayerKind) -> Sources:
     return {**family.attention_sources(model, kind), "layer_scale": Source("layers.{}.layer_scalar", "_")}
 
 
+def _feed_forward(part: Part | None) -> Sources:
+    """Returns the tensors of a layer: with experts, each gate is followed by its up matrix in one tensor of all."""
+    if not isinstance(part, Experts):
+        return family.mlp_sources(part)
+    experts, router = "layers.{}.experts.", "layers.{}.router."
+    norms = {"expert_norm": "pre_{}_2", "expert_post_norm": "post_{}_2", "shared_post_norm": "post_{}_1"}
+    return {
+        **{f"shared_{ours}": source for ours, source in family.mlp_sources(None).items()},
+        **{
+            ours: Source(f"layers.{{}}.{name.format('feedforward_layernorm')}.weight", "norm")
+            for ours, name in norms.items()
+        },
+        "router": Source(f"{router}proj.weight", "_ embed"),
+        "router_scale": Source(f"{router}scale", "norm"),
+        "output_scales": Source(f"{router}per_expert_scale", "_"),
+        "gate": Source(f"{experts}gate_up_proj", "expert (0/2 mlp) embed"),
+        "up": Source(f"{experts}gate_up_proj", "expert (1/2 mlp) embed"),
+        "down": Source(f"{experts}down_proj", "expert embed mlp"),
+    }
+
+
 _NONE = {  # what is not supported, with the value of a model without it, and what is said of others
     "hidden_size_per_layer_input": (0, "0 (an absent key means 256); inputs of each layer, as in E2B and E4B, are not"),
     "num_kv_shared_layers": (0, "0; keys and values that layers share, as in E2B and E4B, are not"),
-    "enable_moe_block": (False, "false; experts, as in 26B-A4B, are not"),
 }
-_OF_OTHERS = {"num_experts", "top_k_experts", "moe_intermediate_size"}  # of models that are not supported
-_OF_OTHERS |= {"vocab_size_per_layer_input", "use_double_wide_mlp"}
+_OF_OTHERS = {"vocab_size_per_layer_input", "use_double_wide_mlp"}  # of models that are not supported
 _KEYS = {key: value for key, value in family.LLAMA.items() if key not in ("hidden_act", "rope_theta")} | {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -126,7 +174,8 @@ _KEYS = {key: value for key, value in family.LLAMA.items() if key not in ("hidde
     "use_bidirectional_attention": None,
     "hidden_size_per_layer_input": 256,
     "num_kv_shared_layers": 0,
-    "enable_moe_block": False,
+    _HAS_EXPERTS: False,
+    **dict.fromkeys((_EXPERTS, _CHOSEN, _INNER)),
     _SAME: False,
     _WIDTH: 512,
     _HEADS: None,
@@ -139,14 +188,16 @@ def _only(value: Any, expected: str) -> Check:
 
 
 _TEXT = Family(
-    title="Gemma 4 (text, dense)",
-    differs="as Gemma 3; two sizes of heads; norms of values",
+    title="Gemma 4 (text)",
+    differs="as Gemma 3; two sizes of heads; experts beside an MLP",
     architecture="Gemma4ForCausalLM",
     read=_read,
     write=_write,
-    sources=functools.partial(family.llama_sources, norms=gemma.NORMS, attention=_attention),
+    sources=functools.partial(
+        family.llama_sources, norms=gemma.NORMS, attention=_attention, feed_forward=_feed_forward
+    ),
     keys=_KEYS,
-    nullable={"max_position_embeddings", "final_logit_softcapping", "rope_parameters", _HEADS, _BY_LAYER},
+    nullable={key for key, value in _KEYS.items() if value is None} - {"use_bidirectional_attention"},
     others={"layer_types", *_OF_OTHERS},
     ignored=lambda config: ("*embed_vision.*", "*embed_audio.*", "*audio_tower.*", "*vision_embedder.*"),
     checks={
@@ -159,7 +210,11 @@ _TEXT = Family(
 )
 _OTHER_DEFAULTS = {"sliding_window": 1024, "hidden_size_per_layer_input": 0}
 _UNIFIED = _TEXT._replace(
-    title="Gemma 4 Unified (text)", differs="as Gemma 4", write=None, keys={**_KEYS, **_OTHER_DEFAULTS}
+    title="Gemma 4 Unified (text)",
+    differs="as Gemma 4, without experts",
+    write=None,
+    keys={**_KEYS, **_OTHER_DEFAULTS},
+    checks={**_TEXT.checks, _HAS_EXPERTS: _only(False, "false; experts, which transformers ignores here, are not")},
 )
 _AROUND = {*gemma.TOKENS, "vision_config", "audio_config", "vision_soft_tokens_per_image"}
 _AROUND |= {"video_token_id", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"}

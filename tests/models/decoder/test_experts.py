@@ -322,6 +322,7 @@ def test_the_kernel_compiles_with_wide_matrices(dtype, rows):
         ({"num_experts": 4, "top_k": 5}, "Experts.top_k = 5, but num_experts = 4: expected from 1 to 4"),
         ({"num_experts": 0, "top_k": 1}, "Experts.num_experts = 0: expected an integer of at least 1"),
         ({"num_experts": 4, "top_k": 2, "shared_gate": True}, "there is no shared expert: set shared_mlp_dim"),
+        ({"num_experts": 4, "top_k": 2, "separate_norms": True}, "there is no shared expert: set shared_mlp_dim"),
         ({"num_experts": 4, "top_k": 2, "capacity_factor": 0.0}, "expected a number above 0, or None for no limit"),
         (
             {"num_experts": 4, "top_k": 2, "capacity_factor": "1"},
@@ -353,6 +354,8 @@ def test_experts_have_biases_of_their_own_and_no_adapters():
     with pytest.raises(UserError, match=r"these experts have no biases.*has_biases = True"):
         dataclasses.replace(model_of(), bias="all")
     assert dataclasses.replace(model_of(has_biases=True), bias="all").bias == "all"
+    with pytest.raises(UserError, match=r"separate_norms = True needs Transformer\.norm = 'rms', and it is 'layer'"):
+        dataclasses.replace(model_of(shared_mlp_dim=8, separate_norms=True), norm="layer")
     with pytest.raises(UserError, match="this decoder has no gate"):
         dataclasses.replace(model_of(clamped_gate=derivatives.ClampedGate()), gated=False)
     with pytest.raises(UserError, match=r"ClampedGate\.limit = 0"):

@@ -33,6 +33,7 @@ QUICK = (
     "gpt2",
     "gemma2",
     "gemma3",
+    "gemma4_experts",
     "gpt_oss",
     "granite4_nope",
     "mixtral",
@@ -113,7 +114,7 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     [
         "gpt_oss",
         "granite4_nope",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gemma4", "granite4")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gemma4", "gemma4_experts", "granite4")),
     ],
 )
 def test_packed_documents_do_not_see_one_another(name):
@@ -280,6 +281,9 @@ MUTATIONS["gpt_oss"] = [
 _gemma4 = functools.partial(Attention, scale=1.0, qk_norm=True, value_norm=True)
 _local4 = functools.partial(_gemma4, window=5, rope_theta=100.0)
 _full4 = functools.partial(_gemma4, head_dim=10, num_kv_heads=2, values_are_keys=True)
+_experts4 = functools.partial(
+    Experts, num_experts=10, top_k=4, mlp_dim=20, shared_mlp_dim=44, separate_norms=True, output_scales=True
+)
 MUTATIONS |= {
     "gemma4": [
         {"layer_scale": False},
@@ -294,6 +298,11 @@ MUTATIONS |= {
         {"mixer": (_local4(value_norm=False), _full4())},
         {"mixer": (_local4(), _full4(value_norm=False))},
         {"mixer": (_local4(rope_theta=None), _full4())},
+    ],
+    "gemma4_experts": [
+        {"feed_forward": _experts4(top_k=3)},
+        {"feed_forward": _experts4(output_scales=False)},
+        {"feed_forward": _experts4(separate_norms=False)},
     ],
     "gemma4_unified": [{"rope_scaling": rotary.Proportional(fraction=0.5)}, {"activation": "silu"}],
 }

@@ -299,7 +299,12 @@ def refusal(config):
             {"num_kv_shared_layers": 2},
             "num_kv_shared_layers = 2: expected 0; keys and values that layers",
         ),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block = true: expected false; experts, as in 26B-A4B,"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block = true, but num_experts is null or missing"),
+        (
+            "gemma4_text",
+            {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 4, "moe_intermediate_size": 6},
+            "top_k_experts = 4: expected at most num_experts = 3",
+        ),
         (
             "gemma4_text",
             {"use_bidirectional_attention": "all"},
@@ -349,7 +354,8 @@ def refusal(config):
         ),
         ("gemma4_text", {"rope_theta": 1e4}, "rope_theta = 10000.0 is not known for this family"),
         ("gemma4_unified_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8: expected 0"),
-        ("gemma4", {"text_config": {"enable_moe_block": True}}, "enable_moe_block = true: expected false"),
+        ("gemma4_unified_text", {"enable_moe_block": True}, "enable_moe_block = true: expected false; experts, which"),
+        ("gemma4", {"text_config": {"enable_moe_block": True}}, "enable_moe_block = true, but num_experts is null"),
         ("granitemoehybrid", {"head_dim": 7}, "head_dim = 7: rotary embeddings need an even size"),
         ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads = 1: expected num_attention_heads = 2"),
         ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3: rotary embeddings need an even size"),
