@@ -88,7 +88,7 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
 
 
 def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
-    """Returns the compiled training step and statistics step; waits until all hosts have compiled both.
+    """Returns the compiled training step, and the statistics step or None; waits until all hosts have compiled both.
 
     The statistics step is always compiled here, because a later compilation would look like a step that hangs.
 
@@ -120,7 +120,7 @@ class Session:
 
         Args:
           run: the run.
-          lock: the lock of the run directory, on the host that holds it.
+          lock: the lock of the run directory, on the host that holds it; None on others.
           also: hooks that run after the standard ones.
         """
         self._run, self._lock, self._also = run, lock, also

@@ -63,7 +63,7 @@ def markdown(
       headings: headings of the columns.
       rows: cells of each row.
       text: headings of the columns that contain text.
-      title: a line above the table.
+      title: a line above the table; None: no line.
     """
     from rich import box
     from rich.table import Table

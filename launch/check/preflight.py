@@ -259,7 +259,10 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
 def _read_on_resume(
     experiment: Experiment, program: Program, step: int, described: steps.Description, hosts: Hosts
 ) -> Finding | None:
-    """Checks that the source has the frozen parameters that the checkpoint of a step leaves out."""
+    """Checks that the source has the frozen parameters that the checkpoint of a step leaves out.
+
+    Returns None if it leaves out none and INIT_FROM is empty.
+    """
     if not (left_out := described.left_out):
         detail = f"not read: the run resumes from step {step:,}"
         return Finding(_INITIAL, True, detail) if experiment.initialization.init_from else None

@@ -160,7 +160,7 @@ def _shapes(model: Any) -> tuple[Any, Any]:
 
 
 def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | None], np.ndarray]:
-    """Returns a function that reads a parameter, or one layer of it, from a checkpoint.
+    """Returns a function that reads a parameter from a checkpoint, given its path, and a layer or None for all layers.
 
     Parameters that the checkpoint leaves out are read from their source at its precision, which may be higher than that
     of the run. All of them are first checked against the run's fingerprints, so that a wrong source is an error before

@@ -85,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs an action of pod.sh, or trains in the place that the flags and this machine select."""
+    """Runs an action of pod.sh, or trains in the place that the flags and this machine select.
+
+    Raises UserError if flags exclude one another, or no such place is found.
+    """
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
     if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):

@@ -166,12 +166,13 @@ def load(
       text: the content of the file, if it is not read from `path`. Includes of a text, and of a file in a bucket, are
         searched for in the workspace, then in the working directory.
       bindings: from the command line; they may use the experiment's imports and the public modules of this workspace.
-      slice_name: value for the macro SLICE; overrides the file and `bindings`.
+      slice_name: value for the macro SLICE, which overrides the file and `bindings`; None: theirs.
       root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
       between: further gin texts, by their names in messages.
       trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
         cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
+      of_environment: whether TPU_MESH_CONFIG counts although there is a `text`.
 
     Raises:
       UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.

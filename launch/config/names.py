@@ -261,7 +261,7 @@ class Names:
 
 
 def _public_members(module: types.ModuleType) -> list[str]:
-    """Returns the names of the module's constructors that are defined in its own top-level package."""
+    """Returns the names of a module's constructors, without those that it imports from other top-level packages."""
     top = module.__name__.split(".")[0]
     public = {name: member for name, member in vars(module).items() if not name.startswith("_")}
     constructors = {name: member for name, member in public.items() if not why_not_a_constructor(member)}

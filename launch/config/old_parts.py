@@ -126,7 +126,10 @@ class _Decoder:
         self._same = [b for b in same if b not in former]
 
     def named(self) -> Sequence[str] | ConfigProblem | None:
-        """Replaces the names of parts in the old binding's value, which may be a tuple of names and parts."""
+        """Returns statements in which parts replace the names in the old binding's value; None if it has no names.
+
+        The value may be a tuple of names and parts. Returns a problem for an unknown name.
+        """
         old, value = self._old, self._value(self._old)
         if self._is_former_default:
             return []

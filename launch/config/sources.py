@@ -164,12 +164,12 @@ class Reader:
 
 
 def find(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the first existing file with this path in the folders; an absolute path is used as it is."""
+    """Returns the first file with this path in the folders; None: there is none. An absolute path is used as it is."""
     return next((folder / path for folder in folders if (folder / path).is_file()), None)
 
 
 def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the existing gin file with the most similar name and path, to suggest for a missing one."""
+    """Returns the existing gin file with the most similar name and path, to suggest for a missing one; None: none."""
     near = dict.fromkeys(place for folder in folders for place in (folder, (folder / path).parent))
     files = [*sorted((WORKSPACE / "gin").rglob("*.gin")), *(file for f in near for file in sorted(f.glob("*.gin")))]
     alike = [file for file in files if nearest(Path(path).stem, [file.stem])]

@@ -40,7 +40,8 @@ def read(
 
     Args:
       run_dir: the run directory.
-      step: the folder of a checkpoint, whose own configuration is read, because the run's may have changed since.
+      step: the folder of a checkpoint, to read its own configuration, as the run's may have changed since; None: the
+          run's.
       bindings, slice_name: as for `loader.load`.
 
     Raises:

@@ -136,7 +136,7 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, d
     Args:
       tpus: the TPUs.
       action: one of ACTIONS.
-      log_directory: the directory that TensorBoard shows; not used by other actions.
+      log_directory: the directory that TensorBoard shows (None: that of the run on host 0); not used by other actions.
       dry_run: whether only to print the commands.
 
     Returns:

@@ -37,13 +37,13 @@ class Choice:
 
     @property
     def chip_hours(self) -> Range:
-        """Chip-hours of the whole run."""
+        """The chip-hours of the whole run."""
         fast, slow = self.best.hours
         return fast * self.best.slice.chips, slow * self.best.slice.chips
 
     @property
     def dollars(self) -> Range | None:
-        """US dollars of the whole run."""
+        """The US dollars of the whole run; None without a price."""
         if self.price is None:
             return None
         fast, slow = self.chip_hours

@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Joins the other hosts and trains; if the run fails, notes the cause for the process that started this one."""
+    """Joins the other hosts and trains; if the run fails, notes the cause for the process that started this one.
+
+    Raises UserError for --check with --steps, a mistake in the configuration, or what `prepare_run` refuses.
+    """
     if args.check and args.steps:
         raise UserError("--check and --steps exclude each other: a smoke run has 20 steps")
     noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -52,7 +52,7 @@ def find(
     Args:
       experiment: the experiment.
       program: its program.
-      given: parameters in memory, used instead of those that INIT_FROM names.
+      given: parameters in memory, used instead of those that INIT_FROM names; None: there are none.
       is_visible: returns whether the source of frozen parameters, which a step of a run leaves out, can be read here.
 
     Raises:

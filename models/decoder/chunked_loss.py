@@ -160,7 +160,7 @@ def _with_gradients(
 
 
 def _placed(chosen: Sequence[jax.Array], places: Sequence[bool]) -> list[jax.Array | None]:
-    """Returns `chosen` in the places that are true, and None in the others."""
+    """Returns a list as long as `places`: the arrays of `chosen`, in order, where these are true, else None."""
     arrays = iter(chosen)
     return [next(arrays) if here else None for here in places]
 

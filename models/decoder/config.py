@@ -291,7 +291,7 @@ class DecoderConfig(Decoder):
 
     @property
     def _repeated(self) -> list[tuple[tuple[Part, ...], Part | None]]:
-        """Mixers and feed-forward of successive layers, which repeat over the stack."""
+        """The mixers and the feed-forward (None: none) of successive layers, which repeat over the stack."""
         mixers, others = self._mixers, _tuple(self.feed_forward)
         return [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
 
@@ -312,7 +312,7 @@ class DecoderConfig(Decoder):
 
     @property
     def _firsts(self) -> list[tuple[tuple[Part, ...], Part | None]]:
-        """Mixers and feed-forward of the first layers."""
+        """The mixers and the feed-forward (None: none) of the first layers."""
         return [(self._mixers[i % len(self._mixers)], part) for i, part in enumerate(self.first_feed_forward)]
 
     @property
@@ -418,7 +418,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _each(value: Any, change: Callable[[Part], Part]) -> Any:
-    """Applies `change` to every part in a value of `mixer` or `feed_forward`."""
+    """Returns a value of `mixer` or `feed_forward` in which `change` is applied to every part."""
     if isinstance(value, tuple):
         return tuple(_each(one, change) for one in value)
     if isinstance(value, Sum):

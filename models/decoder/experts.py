@@ -192,7 +192,7 @@ class Experts(Part, expert_routing.Choices):
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
 
     def _biases(self, c: Decoder) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-        """Makes the biases of the router (float32) and of the matrices, in the order of `expert_routing.Weights`."""
+        """Makes the biases of the router (float32) and of gate (None if there is none), up and down, in this order."""
         e, d, f = self.num_experts, c.embed_dim, self.width(c)
 
         def bias(name: str, width: int, axis: str) -> jax.Array:

@@ -229,7 +229,7 @@ def tables(
       head_dim: K.
       theta: base of the geometric series of wavelengths.
       length: factor by which the rotation also scales vectors.
-      scaling: changes the frequencies.
+      scaling: changes the frequencies; None: they stay as they are.
     """
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [K/2]

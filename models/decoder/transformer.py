@@ -197,9 +197,9 @@ class Transformer(DecoderConfig):
 
         Args:
           batch: as in `loss`.
-          rows: [B], global row ids, if inputs of adapters are dropped.
+          rows: [B], global row ids, if inputs of adapters are dropped; otherwise None.
           is_training: as in `loss`.
-          inserted: vectors in place of embedded tokens.
+          inserted: vectors in place of embedded tokens; None: there are none.
         """
         return self._sums(batch, rows, self.init_carry(batch), is_training=is_training, inserted=inserted)[1]
 
@@ -262,7 +262,7 @@ class Transformer(DecoderConfig):
           rows: [B], global row ids, if dropout applies to the inputs of adapters; None: no dropout.
           carry: states of the step before, if the model keeps them.
           drops: whether the capacity of experts applies.
-          inserted: vectors in place of embedded tokens.
+          inserted: vectors in place of embedded tokens; None: there are none.
         """
         batch = {name: ring_attention.arrange(batch[name], "batch", "length") for name in _FIELDS}
         embedding = self._embedding()
@@ -338,7 +338,7 @@ class Transformer(DecoderConfig):
           ids: [B, T], int32.
           start: slot of the first new id, [], int32.
           padding: [B], int32, number of empty slots at the start of each row; the slot after them is its position 0.
-          inserted: vectors in place of embedded ids [B, T, D], and where they are [B, T], bool.
+          inserted: vectors in place of embedded ids [B, T, D], and where they are [B, T], bool; None: there are none.
 
         Returns:
           Logits after the last id, [B, vocab_size], float32, and the cache.

@@ -167,7 +167,7 @@ def _cycle(
 
 
 def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int, loop: _Loop = _EARLY) -> Any:
-    """Applies `update` `times - 1` times, or `most - 1` times if `times` is None."""
+    """Returns the value after `times - 1` updates (None: `most - 1`); the caller makes the last one."""
 
     def body(value: Any, i: jax.Array) -> tuple[Any, None]:
         return update(value) if times is None else loop.leave_out(i < times, update, value), None

@@ -474,7 +474,7 @@ def adapted(
       head_dim: width of a head.
       num_heads: number of heads; default: as many as fit in the width of the decoder.
       base_rate: learning rate of the inner model; default: 1 for "linear", 0.1 for "mlp", as published.
-      settings: further fields of `TTTConfig`.
+      settings: further fields of `TTTConfig`, by name.
       **options: further fields of `AdaptedDecoder`.
 
     Raises:

@@ -296,7 +296,7 @@ def _angles(config: TTTConfig, places: jax.Array, dtype: jnp.dtype) -> tuple[jax
 
 
 def _turned(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs of neighbors (2 i, 2 i + 1) of [B, T, H, K] (Su et al. 2021)."""
+    """Rotates the pairs of neighbors (2 i, 2 i + 1) of x [B, T, H, K] by `angles`, from `_angles` (Su et al. 2021)."""
     cos, sin = angles
     even, odd = x[..., 0::2], x[..., 1::2]
     return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)

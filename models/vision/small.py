@@ -25,7 +25,7 @@ def dense(name: str, x: jax.Array, width: int, activation: str | None = None) ->
       name: name of the matrix and the bias, after `NAME`.
       x: [..., D].
       width: width of the result.
-      activation: applied to the result, one of `models.derivatives.ACTIVATIONS`.
+      activation: applied to the result, one of `models.derivatives.ACTIVATIONS`; None: none is.
     """
     init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
     w = logical.param(f"{NAME}_{name}", (x.shape[-1], width), (None, None), init)

@@ -317,7 +317,7 @@ def huggingface(
       validation_split: the split for evaluation.
       field: the column that holds the text.
       streaming: whether to read over the network during training; otherwise the dataset is downloaded first.
-      where: keeps only documents with one of these values in each of these columns: `{'lang': ('Python', 'Go')}`.
+      where: keeps only documents with one of these values in each column: `{'lang': ('Python', 'Go')}`. None: all.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
@@ -367,9 +367,9 @@ def seqio(
       module: the Python module that registers it, such as `my_tasks`; None: one of Renga's own tasks.
       cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the workspace, one per
         host unless hosts share the workspace.
-      inputs_length: for a task with `inputs`: maximum number of their ids in a row; targets get the rest of `length`.
+      inputs_length: maximum number of ids of `inputs` in a row; targets get the rest of `length`. None: a task without.
       epochs: if preprocessors draw random numbers: number of epochs to cache, each with its own random numbers; these
-        epochs are then repeated.
+        epochs are then repeated. None: they must draw none.
       live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the same
         version of TensorFlow, and the position of each stream includes its buffers.
       vocabulary: for Renga's own tasks; default: bytes. Your own task uses the vocabulary of its features.

@@ -49,7 +49,7 @@ def exported(folder: paths.Path, *, bos_id: int, stop_ids: Sequence[int]) -> tup
 
 
 def _with_values(file: paths.Path) -> dict[str, Any]:
-    """Returns a file's entries that are not null; {} if there is no such file."""
+    """Returns a file's entries that are not null, also those of its `text_config`; {} if there is no such file."""
     found = published_files.read_object(file) if file.exists() else {}
     text = found.get("text_config")  # in the config of a model that also reads images
     return {key: v for key, v in {**(text if isinstance(text, dict) else {}), **found}.items() if v is not None}

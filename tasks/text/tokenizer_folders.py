@@ -297,7 +297,7 @@ class FolderTokenizer(ChatVocabulary):
             raise UserError(f"{self.path}: the chat template is malformed: {error}") from error
 
     def _template_setting(self, name: str | None) -> str | None:
-        """Returns the chat template of `tokenizer_config.json`; of several, the one called `name`, or "default"."""
+        """Returns the chat template of `tokenizer_config.json`; of several, `name` or "default"; None: none."""
 
         def is_named(entry: Any) -> bool:
             return isinstance(entry, Mapping) and all(isinstance(entry.get(k), str) for k in ("name", "template"))

@@ -217,7 +217,7 @@ def plain(
     Args:
       q, k, v, segment_ids, prefix, sinks, scores: as in `attend`.
       kv_segment_ids: segment ids of the keys; None: those of the queries.
-      order: the positions of the queries if they, unlike the keys, are not in the order of the row.
+      order: [T], the positions of the queries; None: those of the row in order, as keys always have them.
 
     Returns:
       [B, T, H, K].
