@@ -41,7 +41,7 @@ def read(
     Args:
       run_dir: the run directory.
       step: the folder of a checkpoint, to read its own configuration, as the run's may have changed since; None: the
-          run's.
+        run's.
       bindings, slice_name: as for `loader.load`.
 
     Raises:

@@ -186,7 +186,7 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters |
       begin: number of the first example, counting empty ones.
       most: maximum number of examples to read, counting empty ones.
       filters: filters of training examples, by their texts decoded from ids; the result has what they found. None:
-          none.
+        none.
 
     Raises:
       UserError: the pipeline fails, an example has ids outside the vocabulary, or a filter cannot be used.
