@@ -172,7 +172,6 @@ def load(
       between: further gin texts, by their names in messages.
       trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
         cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
-      of_environment: whether TPU_MESH_CONFIG counts although there is a `text`.
 
     Raises:
       UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.

@@ -46,7 +46,7 @@ class Answers:
         begin-of-text id comes first.
 
         Raises:
-          UserError: prompts and continuations exceed the model's positions by more than that.
+          UserError: a prompt and its continuation exceed the model's positions by more than this id.
         """
         room, found = self._generator.max_positions, []
         if room is not None and max(map(len, prompts)) + most == room + 1 and most > 1:

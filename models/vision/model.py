@@ -147,7 +147,7 @@ class VisionLanguageModel:
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Returns the carry and the sums of `Transformer.loss`."""
+        """Returns the next carry and the loss as sums, as `Transformer.loss`, plus that of the reader's own answers."""
         step = carry["step"] if carry else jnp.zeros((), jnp.int32)
         run = hk.transform(lambda b: self._sums(b, step, is_training=is_training))
         out = run.apply(params, rng if self._draws(is_training=is_training) else None, batch)
