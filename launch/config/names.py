@@ -145,7 +145,7 @@ class Names:
     def _import(self, statement: ImportStatement, file: str) -> None:
         """Imports a module and records its symbol for the file; the first import of a symbol wins.
 
-        Raises _UntrustedError for a module that is not trusted; a failed import is added to the problems.
+        An import that fails, or of a module that is not trusted, is added to the problems.
         """
         name, symbol, symbols = statement.module, statement.bound_name(), self._symbols[file]
         what, module, details = "", None, {}

@@ -86,6 +86,7 @@ class Binding:
     """`scope/selector.parameter = value`, or `NAME = value` when there is no parameter.
 
     Attributes:
+      line, file: where it is written; `file` is the name of a flag if it is from the command line (`is_flag`).
       order: position among all bindings in the order in which they apply; the last one of a name wins.
       target: the `signatures.Constructor` that `selector` is resolved to; None for a macro or an unknown name.
     """
