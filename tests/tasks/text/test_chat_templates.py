@@ -59,7 +59,7 @@ def test_texts_ids_and_masks_equal_those_of_transformers(tmp_path, name):
 
 SAYS = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}"
 GENERATED = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
-ADDED = ("<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
+ADDED = ("<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<turn|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,9 @@ ADDED = ("<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
         (EXPECTED["templates"]["qwen"], ["<|im_end|>"]),
         (EXPECTED["templates"]["mistral"], ["<|endoftext|>"]),
         (EXPECTED["templates"]["gemma"], ["<end_of_turn>"]),
+        (EXPECTED["templates"]["gemma4"], ["<turn|>"]),
+        (EXPECTED["templates"]["deepseek"], ["<｜end▁of▁sentence｜>"]),
+        (EXPECTED["templates"]["granite4"], ["<|end_of_text|>"]),
         (SAYS + "\n#\n{% endfor %}", ["#"]),  # an ordinary token, the only one after the content
         (SAYS + " and so on\n{% endfor %}", []),
         (SAYS + "\n{% endfor %}", []),

@@ -165,6 +165,16 @@ def test_adapters_of_gemma_4_are_of_values_where_there_are_matrices_of_values():
     }
 
 
+def test_adapters_of_gemma_4_with_experts_are_those_of_attention():
+    plain = pretrained.model(str(HERE / "gemma4_experts"))
+    model = lora.adapted(model=plain, rank=2, targets=Attention.matrices)
+    assert family_tensors.adapter_config(model, "base")["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    tensors = {source.tensor((i,)) for source in family_tensors.adapter_sources(model).values() for i in (0, 1)}
+    assert all(".self_attn." in tensor for tensor in tensors)
+    with pytest.raises(UserError, match="gate, up, down are matrices of experts"):
+        lora.adapted(model=plain)
+
+
 def test_adapters_of_deepseek_are_those_of_latent_attention_with_the_names_of_peft():
     plain = pretrained.model(str(HERE / "deepseek_v3"))
     model = lora.adapted(model=plain, rank=2, targets=plain.mixer.matrices)
