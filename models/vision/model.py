@@ -30,8 +30,8 @@ from models.decoder.prefix import Prefix
 from models.decoder.published import families
 from models.decoder.transformer import Inserted, Transformer
 from models.vision import selector as selecting
-from models.vision import small
 from models.vision import tower as towers
+from models.vision.reader import Glimpsed
 from models.vision.selector import Chosen, Selector
 from models.vision.tower import VisionTower
 
@@ -235,9 +235,9 @@ class VisionLanguageModel:
         scores, guesses = None, None
         if selector.is_learned:
             words = self.decoder.token_embeddings(batch["inputs"]).astype(jnp.float32)
-            scores, seen = selector.scores(self.vision.whole_patches(images), patches, words, at.question)
-            if self._answers and seen is not None:
-                guesses = self._guessed(batch, at, seen)
+            scores, glimpsed = selector.scores(self.vision.whole_patches(images), patches, words, at.question)
+            if self._answers and glimpsed is not None:
+                guesses = self._guessed(batch, at, glimpsed)
         ids = random_bits.row_ids(batch)[:, None] * number + jnp.arange(number)
         chosen = selector.choose(
             scores,
@@ -284,13 +284,13 @@ class VisionLanguageModel:
         x = x.reshape(len(x), side, square, side, square, -1).transpose(0, 1, 3, 2, 4, 5)
         return x.reshape(len(x), side * side, -1)
 
-    def _guessed(self, batch: Batch, at: Placed, seen: jax.Array) -> LossOutput:
-        """Returns the loss sums of the reader's guesses at each answer's first token, from what it saw [B I, W]."""
+    def _guessed(self, batch: Batch, at: Placed, glimpsed: Glimpsed) -> LossOutput:
+        """Returns the loss sums of the reader's guesses at each answer's first token, from what it saw."""
         after = jnp.pad(at.question[..., 1:], ((0, 0), (0, 0), (0, 1)))
         last = at.question * (1 - after)  # the last word of a question, whose target the answer begins with
         targets, weights = (jnp.einsum("bit,bt->bi", last, batch[name]) for name in ("targets", "weights"))
         size = self.decoder.vocab_size
-        logits = small.dense("reader_answer", seen, size).reshape(*targets.shape, size)
+        logits = glimpsed.log_answers(size).reshape(*targets.shape, size)
         return losses.cross_entropy(logits, targets.astype(jnp.int32), weights, vocab_size=size)
 
     def _check_positions(self, length: int) -> None:

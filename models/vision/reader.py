@@ -11,8 +11,16 @@ This score picks the most telling patches within a block.
 A choice of patches teaches little about where the others would have led. So the reader also answers the question from
 what its last glimpse saw (`Glimpsed.seen`), and the model adds that loss to its own. The decoder does
 not see the glimpses, only the chosen patches.
-With `points`, the reader has to answer from its last glimpse, so that one looks at what the question asks for.
-Otherwise an earlier glimpse can find the answer, and the last one, which is the relevance, may look elsewhere.
+
+Without `points`, an earlier glimpse can find the answer, and the last one, which is the relevance, may look elsewhere.
+With `points`, each block gives an answer of its own, and the last glimpse says which block is right:
+
+    p(answer) = sum over blocks of p(block) p(answer | content of the block, words)
+    p(block) = softmax(4 cos(key, query))
+
+So the gradient favors the blocks whose content gives the right answer. A mean of their values has no such gradient
+before values are understood. Three things keep p from settling on one block early: it is above 0 for all blocks,
+answers are read from all blocks by the same layers, and these do not know the place of a block.
 
 B images, N patches, D width of patches, M blocks, T words, E width of words, W width of the reader.
 """
@@ -33,6 +41,8 @@ from core.errors import UserError, check_integer, check_number
 from models.vision.small import NAME, dense, unit
 
 _NORMAL = hk.initializers.RandomNormal()
+_SHARPNESS = 4.0  # with `points`, the largest logit of a block; the smallest is its negative
+_POWER = 3.0  # of p(block) in the choice of patches
 
 
 class Glimpsed(NamedTuple):
@@ -41,17 +51,25 @@ class Glimpsed(NamedTuple):
     Attributes:
       block: [B, N], float32: the logit of each patch's block in the last glimpse.
       within: [B, N], float32: the relevance of each patch beside that of its block.
-      seen: [B, W], float32: the question, and what the last glimpse saw.
+      seen: [B, S, W], float32: the question, and what the last glimpse saw. S is 1, or M for a reader that points,
+        whose answer is a mixture of the blocks' answers.
+      log_shares: [B, S], float32: the logarithm of the share of each answer.
     """
 
     block: jax.Array
     within: jax.Array
     seen: jax.Array
+    log_shares: jax.Array
 
     @property
     def relevance(self) -> jax.Array:
         """The relevance of patches, that of their block included, [B, N], float32."""
         return self.within + self.block
+
+    def log_answers(self, vocab_size: int) -> jax.Array:
+        """Returns the log-probabilities of the first token of an answer, [B, V]."""
+        of_each = jax.nn.log_softmax(dense("reader_answer", self.seen, vocab_size), axis=-1)
+        return jax.nn.logsumexp(of_each + self.log_shares[..., None], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +81,9 @@ class Reader:
       glimpses: how often blocks are looked at.
       width: W, even.
       answers: weight of the loss of the reader's own answers; 0: it does not answer.
-      points: whether patches are chosen where the last glimpse looks: their scores are `pointed`, and the reader
-        answers from that glimpse and the words, without what earlier glimpses saw. The logits of the last
-        glimpse, which say where it looks, get a gradient from the reader's own answers and none from choices.
+      points: whether patches are chosen where the last glimpse looks: their scores are `pointed`, and the reader's
+        answer is a mixture of answers that each come from one block and the words. The logits of the last glimpse,
+        which are the shares of the blocks, get a gradient from the reader's own answers and none from choices.
 
     Raises:
       UserError: a number is out of range.
@@ -110,7 +128,8 @@ class Reader:
         fine = dense("reader_patch_2", fine, wide, "gelu")
         blocks = fine.reshape(len(fine), across, self.block, across, self.block, wide)
         content = dense("reader_content", unit(jnp.max(blocks, axis=(2, 4))), wide, "gelu")
-        blocks = (unit(content) + self._places(across)).reshape(len(fine), -1, wide)  # [B, M, W]
+        what = unit(content)
+        blocks = (what + self._places(across)).reshape(len(fine), -1, wide)  # [B, M, W]
 
         order = jnp.cumsum(is_word, axis=-1) - 1
         read = dense("reader_words", unit(words), wide) + _sinusoids(order, wide)
@@ -124,19 +143,30 @@ class Reader:
             known = jnp.concatenate([mean, asked * jnp.any(is_word > 0, axis=-1)[:, None], state], axis=-1)
             query = dense(f"{name}_query", dense(f"{name}_known", known, 2 * wide, "gelu"), wide)
             keys = dense(f"{name}_key", dense(f"{name}_block", blocks, wide, "gelu"), wide)
-            logits = jnp.einsum("bmw,bw->bm", keys, query) / math.sqrt(wide)
+            if self.points:
+                logits = _SHARPNESS * jnp.einsum("bmw,bw->bm", unit(keys), unit(query)) / wide
+                if glimpse == self.glimpses - 1:
+                    break
+            else:
+                logits = jnp.einsum("bmw,bw->bm", keys, query) / math.sqrt(wide)
             seen = jnp.einsum("bm,bmw->bw", jax.nn.softmax(logits, axis=-1), dense(f"{name}_value", blocks, wide))
             state = unit(state + seen)
-        told = mean if self.points else known  # which words were looked at tells what earlier glimpses saw
-        seen = dense("reader_seen", jnp.concatenate([seen, told], axis=-1), wide, "gelu")
+        log_shares = jax.nn.log_softmax(logits, axis=-1)
+        if self.points:  # which words were looked at would tell what earlier glimpses saw
+            read_from = what.reshape(blocks.shape)
+            told = jnp.broadcast_to(mean[:, None], blocks.shape)
+        else:
+            read_from, told, log_shares = seen[:, None], known[:, None], jnp.zeros((len(fine), 1))
+        seen = dense("reader_seen", jnp.concatenate([read_from, told], axis=-1), wide, "gelu")
         own = dense("reader_own", known, wide)[:, None] + dense("reader_own_block", blocks, wide)
         by_block = logits.reshape(len(fine), across, 1, across, 1)
-        return Glimpsed(self._of_patches(by_block), self._within(fine, own, across), seen)
+        return Glimpsed(self._of_patches(by_block), self._within(fine, own, across), seen, log_shares)
 
     def pointed(self, block: jax.Array, within: jax.Array) -> jax.Array:
-        """Returns log p(block) + log p(patch | block) of every patch, [B, N]; the sum of p over N is 1.
+        """Returns log q(block) + log p(patch | block) of every patch, [B, N], with q = p(block)^3, normalized.
 
-        Blocks get no gradient: the last glimpse learns where to look from the reader's own answers.
+        The power keeps the choice within a block that is certain: otherwise the best patches of the others come before
+        its worst. Blocks get no gradient: the last glimpse learns where to look from the reader's own answers.
 
         Args:
           block: [B, N], the logit of each patch's block.
@@ -145,7 +175,7 @@ class Reader:
         side = math.isqrt(block.shape[1])
         blocks = (len(block), side // self.block, self.block, side // self.block, self.block)
         share = jax.nn.log_softmax(within.reshape(blocks), axis=(2, 4)).reshape(block.shape)
-        return jax.nn.log_softmax(jax.lax.stop_gradient(block), axis=-1) + 2 * math.log(self.block) + share
+        return jax.nn.log_softmax(_POWER * jax.lax.stop_gradient(block), axis=-1) + 2 * math.log(self.block) + share
 
     def _places(self, across: int) -> jax.Array:
         """Returns vectors of blocks, [across, across, W], each the sum of learned ones for its row and its column."""

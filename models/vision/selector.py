@@ -6,7 +6,7 @@ z subtracts the mean over the patches of one image and divides by their standard
 the rest of the batch. Entropy is that of a softmax over the channels of a patch; edges are the magnitude of Sobel's
 filters; relevance is a learned product of patch and question. Patches are scored before they attend to one another,
 because a patch that has seen the others can stand for all of them. A reader with `points` makes the score
-log p(block) + log p(patch | block), with this sum of maps as the logits of patches within a block.
+3 log p(block) + log p(patch | block), with this sum of maps as the logits of patches within a block.
 
 A hard choice of K patches has no gradient. Three estimators give one:
 
@@ -38,7 +38,7 @@ import numpy as np
 from core import logical, random_bits
 from core.errors import UserError
 from models.decoder.prefix import HIDDEN
-from models.vision.reader import Reader
+from models.vision.reader import Glimpsed, Reader
 from models.vision.small import NAME, dense, unit
 
 LEARNED = ("straight_through", "gumbel", "soft")
@@ -128,8 +128,8 @@ class Selector:
 
     def scores(
         self, images: jax.Array, patches: jax.Array, words: jax.Array, is_word: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the score of every patch, [R I, N], float32, for R rows of I images, and the reader's `seen`.
+    ) -> tuple[jax.Array, Glimpsed | None]:
+        """Returns the score of every patch, [R I, N], float32, for R rows of I images, and what the reader found.
 
         The latter is None without a reader.
 
@@ -159,7 +159,7 @@ class Selector:
         found = gain * jnp.einsum("bm,bmn->bn", weights, maps)
         if self.reader is None or glimpsed is None:
             return found, None
-        return (self.reader.pointed(glimpsed.block, found) if self.reader.points else found), glimpsed.seen
+        return (self.reader.pointed(glimpsed.block, found) if self.reader.points else found), glimpsed
 
     def _relevance(self, patches: jax.Array, question: jax.Array) -> jax.Array:
         x = dense("patch_hidden", unit(patches), self.width, "gelu")

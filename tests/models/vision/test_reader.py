@@ -54,12 +54,13 @@ def test_the_control_without_the_question_chooses_the_same_for_every_question(re
 POINTING = dataclasses.replace(READER, points=True)
 
 
-def test_a_pointed_patch_has_the_probability_of_its_block_times_that_within_the_block():
+def test_a_pointed_patch_has_the_sharpened_probability_of_its_block_times_that_within_the_block():
     rng = np.random.default_rng(0)
     block, within = rng.normal(size=(3, 2, 1, 2, 1)), rng.normal(size=(3, 2, 2, 2, 2))
     inputs = [jnp.asarray(np.broadcast_to(x, within.shape).reshape(3, 16), jnp.float32) for x in (block, within)]
     found = np.exp(POINTING.pointed(*inputs)).reshape(3, 2, 2, 2, 2)
-    of_block = np.exp(block) / np.exp(block).sum((1, 2, 3, 4), keepdims=True)
+    p = np.exp(block) / np.exp(block).sum((1, 2, 3, 4), keepdims=True)
+    of_block = p**3 / (p**3).sum((1, 2, 3, 4), keepdims=True)
     in_block = np.exp(within) / np.exp(within).sum((2, 4), keepdims=True)
     np.testing.assert_allclose(found, of_block * in_block, rtol=1e-5)
     np.testing.assert_allclose(found.sum((1, 2, 3, 4)), 1, rtol=1e-5)
@@ -87,17 +88,53 @@ def test_choices_train_where_the_last_glimpse_looks_unless_the_reader_points(poi
     assert np.abs(grads["selector_reader_0_query"]).max() > 0
 
 
+def glimpsed(reader, patches, changes=None):
+    """What a reader with the parameters of one seed, but for changes, finds in patches [B, 16, 12], and its answers."""
+    words = jnp.asarray(np.random.default_rng(1).normal(size=(len(patches), 5, 6)), jnp.float32)
+
+    def both():
+        found = reader.glimpsed(patches, words, jnp.ones((len(patches), 5)))
+        return found, found.log_answers(7)
+
+    run = hk.transform(both)
+    params = run.init(jax.random.key(0))
+    return jax.tree.map(np.asarray, run.apply({"~": {**params["~"], **(changes or {})}}, None))
+
+
+def test_a_reader_that_points_answers_from_the_content_of_each_block_wherever_it_lies():
+    blocks = np.random.default_rng(0).normal(size=(1, 2, 2, 4, 12)).astype(np.float32)
+
+    def seen(blocks):
+        patches = blocks.reshape(1, 2, 2, 2, 2, 12).transpose(0, 1, 3, 2, 4, 5).reshape(1, 16, 12)
+        return glimpsed(POINTING, jnp.asarray(patches))[0].seen.reshape(2, 2, 8)
+
+    found = seen(blocks)
+    np.testing.assert_allclose(seen(blocks[:, ::-1]), found[::-1], atol=1e-5)
+    np.testing.assert_allclose(seen(blocks[:, :, ::-1]), found[:, ::-1], atol=1e-5)
+    assert np.abs(found[0] - found[1]).max() > 1e-2
+
+
 @pytest.mark.parametrize("points", [True, False])
-def test_a_reader_that_points_answers_only_from_what_its_last_glimpse_sees(points):
+def test_the_answer_is_the_mixture_of_answers_in_their_shares(points):
     reader = dataclasses.replace(READER, points=points)
-    rng = np.random.default_rng(0)
-    patches, others = (jnp.asarray(rng.normal(size=(1, 16, 12)), jnp.float32) for _ in range(2))
-    words, is_word = jnp.asarray(rng.normal(size=(1, 5, 6)), jnp.float32), jnp.ones((1, 5))
-    run = hk.transform(lambda seen: reader.glimpsed(seen, words, is_word).seen)
-    params = run.init(jax.random.key(0), patches)
-    hidden = {**params["~"], "selector_reader_1_value": jnp.zeros((8, 8))}  # the last glimpse sees nothing
-    first, second = (np.asarray(run.apply({"~": hidden}, None, seen)) for seen in (patches, others))
-    assert (np.abs(first - second).max() < 1e-6) == points
+    patches = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 12)), jnp.float32)
+    weights = np.random.default_rng(2).normal(size=(8, 7)).astype(np.float32)
+    found, log_answers = glimpsed(reader, patches, {"selector_reader_answer": weights})
+    logits = found.seen @ weights
+    each = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = (np.exp(found.log_shares)[..., None] * each).sum(1)
+    np.testing.assert_allclose(np.exp(log_answers), expected, rtol=1e-4)
+    np.testing.assert_allclose(expected.sum(-1), 1, rtol=1e-5)
+    assert found.seen.shape == (3, 4 if points else 1, 8)
+
+
+def test_no_block_loses_its_gradient_however_large_the_weights_are():
+    """A reader that ruled out a block for good could not find that it has the answers."""
+    patches = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 12)), jnp.float32)
+    query = 1e3 * np.random.default_rng(2).normal(size=(16, 8)).astype(np.float32)
+    found, _ = glimpsed(POINTING, patches, {"selector_reader_1_query": query})
+    assert np.ptp(found.log_shares, axis=-1).max() <= 8 + 1e-4
+    assert np.ptp(found.log_shares, axis=-1).min() > 1e-2
 
 
 def test_blocks_that_a_reader_points_at_have_the_chosen_patches():
@@ -107,8 +144,8 @@ def test_blocks_that_a_reader_points_at_have_the_chosen_patches():
     patches, words = jnp.asarray(rng.normal(size=(6, 16, 12)), jnp.float32), jnp.zeros((6, 3, 6))
     run = hk.transform(lambda: selector.scores(images, patches, words, jnp.ones((6, 1, 3)))[0])
     params = run.init(jax.random.key(0))["~"]
-    sure = {**params, "selector_reader_1_query": 1e3 * params["selector_reader_1_query"]}
-    scores = np.asarray(run.apply({"~": sure}, None))
+    only_blocks = {**params, "selector_gain": jnp.full((1,), -20.0)}  # patches of a block have equal scores
+    scores = np.asarray(run.apply({"~": only_blocks}, None))
     best = np.sort(np.argsort(scores)[:, -4:])
     blocks = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
     assert all(row.tolist() in blocks for row in best)
