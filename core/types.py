@@ -126,7 +126,10 @@ class Batches(Protocol):
         """Returns the positions of the streams whose first row this host owns, by a name that all hosts share."""
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """Moves to saved positions: the union of all hosts' `state`. Raises UserError for a missing stream."""
+        """Moves to saved positions: the union of all hosts' `state`.
+
+        Raises UserError if a stream is missing, or if a position was saved with other data or settings.
+        """
 
 
 class Task(Protocol):

@@ -56,8 +56,8 @@ class Strategy:
         order of networks, slowest first: `{"ring": "fsdp"}`.
 
     Raises:
-      UserError: lists every unknown or missing name in the tables; or a degree is malformed, no rule uses a mesh axis,
-        or the tables do not fit the pipeline or `overlap_reduction`.
+      UserError: lists every unknown or missing name in the tables; or a degree is malformed, a mesh axis of degree
+        other than 1 is used by no rule, or the tables do not fit the pipeline or `overlap_reduction`.
     """
 
     name: str

@@ -205,9 +205,13 @@ class Checkpoints:
         Steps that are proven to be damaged are renamed after an older one was restored, so that they can be trained and
         saved again; host 0 prints this.
 
+        Args:
+          abstract_state: as in `restore`.
+
         Raises:
-          Misfit: the step does not fit `abstract_state`.
-          UserError: arrays that the step leaves out are no longer in their source, or differ there.
+          Misfit: a leaf of `abstract_state` has no sharding, or the step does not fit it.
+          UserError: arrays that the step leaves out are no longer in their source, or differ there, or there is no
+            `origin` to read them.
           UnreadableError: a step could not be read, for a reason that does not prove damage; nothing is renamed.
           RuntimeError: there are steps, but none can be restored; nothing is renamed.
         """

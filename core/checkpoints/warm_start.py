@@ -469,7 +469,8 @@ def require_fit(
       patterns, optional, layers: as in `load`.
 
     Raises:
-      UserError: lists every difference; or a pattern matches only optional parameters that the source lacks.
+      UserError: there are differences, of which it lists the first MOST_LINES; or a pattern matches no parameter, or
+        only optional ones that the source lacks.
     """
     for pattern in patterns:
         if not read_from(source, shapes, [pattern], optional=optional):

@@ -102,8 +102,8 @@ def initialize(
         any device is initialized; an exception in it ends the start.
 
     Raises:
-      UserError: the arguments contradict one another, no cluster was detected, a second call differs from the first,
-        or the descriptions of the hosts differ.
+      UserError: the arguments contradict one another, are malformed or out of range, or some are missing; no cluster
+        was detected; a second call differs from the first; or the descriptions of the hosts differ.
       RuntimeError: a device was already initialized, so this process can no longer connect.
       TimeoutError: some hosts are missing; names them.
     """
@@ -137,10 +137,10 @@ def initialize(
 def _wanted(
     coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool
 ) -> Cluster | None:
-    """Returns the cluster that the arguments describe, or None if it has to be detected.
+    """Returns the cluster that the arguments describe, or None if it has to be detected; `alone`: of one process.
 
     Raises:
-      UserError: the arguments contradict one another, or some are missing.
+      UserError: the arguments contradict one another, are malformed or out of range, or some are missing.
     """
     given = {"coordinator": coordinator, "process_index": process_index, "process_count": process_count}
     missing = [name for name, value in given.items() if value is None]

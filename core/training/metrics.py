@@ -115,7 +115,7 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
       run_dir: local or gs://.
       is_host_zero: whether this host writes.
       first_step: the step at which the run resumes. If the run repeats steps, TensorBoard hides the earlier records of
-        them, JSON lines has both and the later counts, and Weights & Biases keeps the earlier.
+        them, JSON lines keeps both, of which readers use the later, and Weights & Biases keeps only the earlier.
       wandb_project: a project of Weights & Biases; empty: do not use it.
 
     Raises:

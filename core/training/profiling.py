@@ -73,7 +73,12 @@ class Requests:
     """
 
     def __init__(self, run_dir: str, *, last_step: int):
-        """Starts a thread that polls: host 0 for requests, every host for the profiling windows that host 0 posts."""
+        """Starts a thread that polls: host 0 for requests, every host for the profiling windows that host 0 posts.
+
+        Args:
+          run_dir: local or gs://.
+          last_step: the last step of the run.
+        """
         folder = paths.resolve(run_dir)
         self._request, self._answer = folder / REQUEST_NAME, folder / ANSWER_NAME
         self._request_seconds = _BUCKET_SECONDS if paths.is_remote(folder) else _LOCAL_SECONDS

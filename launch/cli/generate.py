@@ -82,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the model, continues the prompts, and prints or writes the continuations.
+    """Loads the model, continues the prompts, and prints or writes the continuations; without prompts, converses.
+
+    Returns the exit code.
 
     Raises:
       UserError: flags exclude one another or are out of range, or the model or the prompts cannot be used.

@@ -207,7 +207,7 @@ def load(
 
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
-    """Returns the names of the macros that a file declares."""
+    """Returns the names of the macros that the file `defaults`, a path in the workspace, declares."""
     return _macros(declared_text(defaults))
 
 

@@ -129,7 +129,7 @@ def is_flag(file: str) -> bool:
 
 
 def place(file: str, line: int) -> str:
-    """Returns `gin/x.gin:3`, or the flag alone."""
+    """Returns `gin/x.gin:3`; the name alone for a flag, or for line 0, the whole file."""
     return file if is_flag(file) or not line else f"{file}:{line}"
 
 

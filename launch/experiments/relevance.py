@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(answers: Sequence[Answered]) -> Table:
-    """Returns the table: a row for each kind of question, and one for all."""
+    """Returns the table: a row for each kind of question and, if there are several, one for all."""
     found = Table("kind", "questions", "right", "chosen patches in the asked cells", "of all patches")
     kinds = sorted({answer.question.kind for answer in answers})
     for kind in [*kinds, *([""] if len(kinds) > 1 else [])]:

@@ -216,9 +216,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the experiments, runs them and writes the results. Returns 1 if an experiment failed.
+    """Loads the experiments, runs them (unless --list or --analyze) and writes the results (unless --list or --check).
 
-    Raises UserError if flags exclude one another, an experiment has mistakes, or no run could start here.
+    Returns the exit code of `Suite.run`; 0 if nothing is run.
+
+    Raises UserError if flags exclude one another, an experiment has mistakes, no run could start here, or matplotlib is
+    not installed.
     """
     jax.config.update("jax_platforms", "cpu")  # for this process; the runs that it starts use the chips
     runs = not (args.analyze or args.list)

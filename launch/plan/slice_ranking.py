@@ -77,7 +77,10 @@ def names(text: str) -> list[str]:
 
 
 def prices(text: str) -> list[float]:
-    """An argparse type: a price, or several separated by commas."""
+    """An argparse type: US dollars per chip-hour, one price or several separated by commas, each above 0.
+
+    Raises ArgumentTypeError for other text.
+    """
     return [flags.positive(one.strip()) for one in text.split(",")]
 
 

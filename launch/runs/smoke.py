@@ -187,7 +187,10 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
 
 
 def attempt(run_dir: str) -> str:
-    """Returns a new folder in the smoke run's directory, the same on all hosts; a smoke run never resumes another."""
+    """Returns the path of a new folder in the smoke run's directory, the same on all hosts, which must all call this.
+
+    Does not create the folder. A smoke run never resumes another.
+    """
     return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
 
 

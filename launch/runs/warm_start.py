@@ -27,7 +27,8 @@ class Initial(NamedTuple):
 
     Attributes:
       source: where they are: a step of a run, or a published model's folder.
-      notes: differences in model settings, and whether the source has averaged weights, which are ignored.
+      notes: for the user: differences in model settings, what is not read (such as averaged weights), how layers are
+        mapped, and what was not checked; "" if there is nothing to say.
       left_out: frozen parameters of a published model, which checkpoints leave out; None: there are none.
       layers: maps layers of the source to layers of the model (INIT_LAYERS).
     """
@@ -110,7 +111,10 @@ def find_again(experiment: Experiment, program: Program, described: steps.Descri
 
 
 def place_again(experiment: Experiment, left_out: steps.LeftOut) -> str:
-    """Returns the place where `source_again` looks."""
+    """Returns where the parameters that a checkpoint leaves out are.
+
+    This is INIT_FROM if it was changed since to name a new place, otherwise the place where the run read them.
+    """
     is_named = experiment.initialization.init_from not in ("", left_out.init_from)
     return experiment.initialization.init_from if is_named else left_out.source
 

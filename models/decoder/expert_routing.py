@@ -386,7 +386,17 @@ def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.A
 def _dropless(
     x: jax.Array, chosen: jax.Array, gates: jax.Array, weights: Weights, activation: Activation, at: _Layout
 ) -> jax.Array:
-    """Returns the outputs [B, T, D] without a capacity, or the parts from this chip's experts and hidden units."""
+    """Returns the outputs of experts [B, T, D] where no choice is dropped.
+
+    If experts or hidden units are sharded, returns this chip's summand of the outputs, to be summed over `at.summed`.
+
+    Args:
+      x: [B, T, D].
+      chosen, gates: [B, T, k], the experts of each token, `num_experts` for none, and their weights.
+      weights: of the experts of this chip.
+      activation: of the hidden units.
+      at: the sharding of rows, experts and hidden units.
+    """
     shape, k = x.shape, chosen.shape[-1]
     tokens = x.reshape(-1, shape[-1]), chosen.reshape(-1, k), gates.reshape(-1, k)
     if at.exchanged:

@@ -156,7 +156,7 @@ class Config:
 
     @property
     def num_latents(self) -> int:
-        """The number of latent states."""
+        """The number of latent states z; the answer y is not counted."""
         return {"two": 1, "single": 0, "many": self.l_cycles}[self.latents]
 
     def mlp_width(self, width: int) -> int:

@@ -303,9 +303,14 @@ def _top(values: np.ndarray, rate: float) -> np.ndarray:
 
 
 def named(name: str, *, budget: float = 2.0) -> Any:
-    """Returns the gate that commands call `name`; `budget` is the mean cost of a chunk, from 1 to 3.
+    """Returns the gate that commands call `name`.
 
-    Raises UserError if the name is unknown, or the budget outside 1 to 3.
+    Args:
+      name: such as "skip", "random" or "oracle".
+      budget: the mean cost of a chunk, from 1 (every chunk SKIP) to 3 (every chunk UPDATE), for gates that have one.
+
+    Raises:
+      UserError: the name is unknown, or the budget is outside 1 to 3.
     """
     check_number(budget, where="gates.budget", least=SKIP_COST, most=UPDATE_COST)
     rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)

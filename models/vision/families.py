@@ -48,6 +48,10 @@ _CLIP_COLORS = {name.removeprefix("image_"): tuple(colors) for name, colors in C
 def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
     """Returns the fields of `VisionTower` that a `config.json` describes; the colors are those of the family.
 
+    Args:
+      config: the content of the file.
+      where: name of the file, for messages.
+
     Raises:
       UserError: the `model_type` is unknown, or a value is one that the tower cannot express.
     """

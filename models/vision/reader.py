@@ -86,7 +86,7 @@ class Reader:
         which are the shares of the blocks, get a gradient from the reader's own answers and none from choices.
 
     Raises:
-      UserError: a number is out of range.
+      UserError: a number is out of range, or `points` with `answers` = 0.
     """
 
     block: int

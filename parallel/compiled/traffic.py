@@ -314,7 +314,7 @@ def _waits_for(computation: Computation, done: Instruction, rendezvous: str | No
 
 
 def _source(computation: Computation, at: Instruction) -> str:
-    """Returns the source operation of an instruction's input."""
+    """Returns the op_name of an instruction or, if it has none, of the nearest first operand with one; else ""."""
     while not at.op_name and at.operands and at.operands[0] in computation:
         at = computation[at.operands[0]]
     return at.op_name

@@ -8,10 +8,10 @@ from parallel.pipeline.schedules import Schedule, Work
 
 
 def text(schedule: Schedule, *, stages: int) -> str:
-    """Returns one line for each of `stages` stages, with one column per tick.
+    """Returns one line for each of `stages` stages, with one column per tick, and a last line about the schedule.
 
     `3f` is microbatch 3 forward, `3f+1b` also 1 backward, `0w` gradients of matrices of 0, `..` a bubble. With repeats,
-    `3f'1` is microbatch 3 in repeat 1.
+    `3f'1` is microbatch 3 in repeat 1, both counted from 0.
     """
     ticks = list(schedule.timeline(stages))
     cells = [[_cell(row[stage], schedule.repeats) for row in ticks] for stage in range(stages)]

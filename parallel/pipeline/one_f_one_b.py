@@ -95,10 +95,17 @@ class OnePass(NamedTuple):
     spans_slices: bool
 
     def run(self, xs: Stream) -> tuple[Sums, Any, Stream]:
-        """Returns the tail's sums, gradients of the layers in float32, k trees [S, ...], and of the input, [M, b, ...].
+        """Runs all microbatches forward and backward.
 
         Args:
           xs: [M, b, ...], the input of the first layer.
+
+        Returns:
+          The tail's sums; the float32 gradients of the layers, one tree for each of the k layers that a stage runs in a
+            tick, leaves [S R, ...] (R repeats), sharded over stages; and the gradient of the input, [M, b, ...].
+
+        Raises:
+          UserError: an entry of `layer_in`, or a summed output, belongs to rows.
         """
         carry = self._on_stages(_start, xs), self._no_sums(jax.tree.map(lambda a: a[0], xs))
         start = 0

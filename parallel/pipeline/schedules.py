@@ -369,8 +369,9 @@ def circular(*, num_microbatches: int, repeats: int, save: str = "layers") -> Sc
     """Runs gpipe with the layers assigned in `repeats` rounds: a smaller bubble, but more communication.
 
     Args:
-      num_microbatches, save: see `Schedule`.
+      num_microbatches: see `Schedule`; at least the number of stages.
       repeats: how often a microbatch passes through all stages.
+      save: see `Schedule`.
 
     Raises:
       UserError: as `Schedule`.
@@ -394,8 +395,9 @@ def interleaved(*, num_microbatches: int, repeats: int, save: str = "layers") ->
     """Runs 1F1B with the layers assigned in `repeats` rounds: a smaller bubble, but more communication.
 
     Args:
-      num_microbatches, save: see `Schedule`.
+      num_microbatches: see `Schedule`; with repeats above 1, a multiple of the number of stages.
       repeats: how often a microbatch passes through all stages.
+      save: see `Schedule`.
 
     Raises:
       UserError: as `Schedule`.
@@ -407,7 +409,7 @@ def zero_bubble(*, num_microbatches: int, repeats: int = 1) -> Schedule:
     """Runs 1F1B, or interleaved if `repeats` is above 1, without bubbles in matrices' gradients; needs more memory.
 
     Args:
-      num_microbatches: see `Schedule`.
+      num_microbatches: see `Schedule`; with repeats above 1, a multiple of the number of stages.
       repeats: how often a microbatch passes through all stages.
 
     Raises:

@@ -59,7 +59,10 @@ class GenerationCost(NamedTuple):
         return tokens / self.chunk_time.exposed, tokens / self.chunk_time.hidden
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the figures as JSON values; those whose names begin with `predicted_` are predictions."""
+        """Returns the figures as JSON values; bytes are per chip.
+
+        Those whose names begin with `predicted_` are pairs: with no traffic hidden, and with all of it hidden.
+        """
         (slow, fast), prompts = self.tokens_per_second, self.prompt_tokens_per_second
         return {
             "slice": self.token_memory.slice.name,

@@ -105,7 +105,12 @@ class SplitWriter:
 
 
 class DatasetWriter:
-    """Writes the files of a dataset into a folder.
+    """Writes the files of a dataset into a folder, complete after `close`; `dataset` makes and closes a writer.
+
+    Args:
+      folder: an existing, empty folder.
+      vocab_size: tokens are 0 to vocab_size - 1.
+      seq_len: tokens per example.
 
     Attributes:
       train, test: the writers of the splits.

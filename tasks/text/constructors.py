@@ -211,7 +211,7 @@ def files(
 
     Args:
       train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed
-        (.gz, .zst, .bz2). None is an error, which `problems` reports.
+        (.gz, .zst, .bz2). `train = None` is an error, which `problems` reports.
       validation: one or more patterns. Default: about 5% of the .txt files, or of the lines and rows, chosen by hash.
       field: the JSON key, or the column, that has the text.
       length: tokens per row.
@@ -239,11 +239,12 @@ def chats(
     Args:
       train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://), which may be compressed. Each line has
         `messages` (a list of `role` and `content`), which the chat template of the vocabulary's folder formats, with
-        `tools` and `documents` if the template needs them; or `prompt` and `completion`. None is an error, which
-        `problems` reports.
+        `tools` and `documents` if the template needs them; or `prompt` and `completion`. `train = None` is an error,
+        which `problems` reports.
       validation: one or more patterns. Default: about 5% of the lines, chosen by hash.
-      length: tokens per row. Longer conversations are cut, and counted.
-      num_streams: number of data streams; must divide the batch size.
+      length: tokens per row. Longer conversations are cut, and skipped if no token of an answer is left; the report of
+        the data counts both.
+      num_streams: number of data streams; must divide the batch size. Training needs at least as many conversations.
       vocabulary: the tokenizer of a published model (`vocabularies.tokenizer`).
 
     Raises:

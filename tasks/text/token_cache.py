@@ -131,7 +131,10 @@ class TokenCache(DocumentSource):
 
     @functools.cached_property
     def about(self) -> Mapping[str, Any]:
-        """The content of `cache.json`. Raises UserError if the cache is missing, incomplete or of another tokenizer."""
+        """The content of `cache.json`.
+
+        Raises UserError if the cache is missing, incomplete, damaged, or of another format or tokenizer.
+        """
         folder = paths.resolve(self.path)
         try:
             about = foreign_json.load_object((folder / COMPLETE).read_bytes(), _ABOUT)

@@ -41,7 +41,10 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def folder(self) -> paths.Path:
-        """The folder to read: the run's copy if there is one, else `path`, downloaded if it is on Hugging Face."""
+        """The folder to read: the run's copy if there is one, else `path`, downloaded if it is on Hugging Face.
+
+        Raises UserError if the name on Hugging Face is malformed or the download fails.
+        """
         return self._copy or published_files.small_files(self.path)
 
     @functools.cached_property

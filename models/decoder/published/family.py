@@ -337,7 +337,11 @@ def types_of_layers(model: DecoderConfig) -> list[str]:
 
 
 def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
-    """Returns the sources of attention whose queries, keys and values have a matrix each; also of biases and norms."""
+    """Returns the sources of an attention, by our names.
+
+    These are the matrices of queries, keys, values (unless the keys are the values) and outputs, and the biases, norms
+    and sinks that the model has.
+    """
     found: Sources = {}
     without_values = any(part.values_are_keys for part in kind.mixers if isinstance(part, Attention))
     for ours, rows in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
