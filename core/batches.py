@@ -75,7 +75,10 @@ def batch_size(batch: Mapping[str, Any]) -> int:
 
 
 def row_length(spec: BatchSpec) -> int:
-    """Returns the tokens per row: the largest dimension with the axis `length`; 1 if no field has that axis."""
+    """Returns the tokens per row: the largest dimension with the axis `length`; 1 if no field has that axis.
+
+    Raises UserError as `check_spec`.
+    """
     check_spec(spec)
     dimensions = (pair for field in spec.values() for pair in zip(field.shape, field.axes, strict=True))
     return max((size for size, axis in dimensions if axis == "length"), default=1)

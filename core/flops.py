@@ -25,6 +25,9 @@ def per_token(
 
     Returns:
       The FLOPs; None for a model without `flops_per_token`.
+
+    Raises:
+      UserError: a pattern of `frozen` matches no parameter, or a parameter has no named axes.
     """
     counted = model.flops_per_token(length) if can(model, CountsFlops) else None
     return None if counted is None else counted - 2.0 * sum(_products(model, batch, frozen) if frozen else ())

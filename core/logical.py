@@ -286,6 +286,8 @@ def constrain_stored(x: jax.Array, axes: Axes) -> jax.Array:
     """Constrains the sharding of a parameter by the strategy's table of stored parameters, over automatic mesh axes.
 
     Returns `x` unchanged without a strategy.
+
+    Raises UserError as `partition_spec`.
     """
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
@@ -316,7 +318,10 @@ def automatic_axes() -> set[str]:
 
 
 def activation_spec(*names: str | None) -> PartitionSpec | None:
-    """Returns the spec of an activation with these axes over automatic mesh axes; None without a strategy."""
+    """Returns the spec of an activation with these axes over automatic mesh axes; None without a strategy.
+
+    Raises UserError as `partition_spec`.
+    """
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
         return None
@@ -352,6 +357,9 @@ def lookup_specs(table: tuple[str | None, str], rows: Sequence[str | None]) -> L
     Returns:
       The layouts over automatic mesh axes. None without a strategy, and for a table that is sharded over both
       dimensions inside a region that is manual over some mesh axes: XLA for TPU crashes when it partitions that sum.
+
+    Raises:
+      UserError: as `partition_spec`.
     """
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:

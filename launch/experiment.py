@@ -67,7 +67,7 @@ class Experiment:
       model: a `core.types.Model`.
       task: the data, from `tasks`.
       optimizer: an optimizer of `core.optimizers`, or a transformation of optax, which becomes one.
-      batch_size: rows of a global batch.
+      batch_size: rows of a global batch; a multiple of `task.num_streams`.
       total_steps: the last step, which learning rate schedules refer to as well.
       phases: changes of data, row length, batch size or strategy during the run; see `launch.phases`.
       phase: if above 0, the number (from 1) of the only phase that this experiment then has, to report or plan it.

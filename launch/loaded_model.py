@@ -71,7 +71,10 @@ class Sight(Protocol):
         """Raises UserError if the ids have another number of image tokens than the images have vectors."""
 
     def vectors(self, ids: Sequence[int], images: Images) -> Vectors | None:
-        """Returns the vectors of the images of a prompt; None without images."""
+        """Returns the vectors of the images of a prompt; None without images.
+
+        Raises UserError if an image cannot be read.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,7 +411,10 @@ def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, ch
 
 
 def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
-    """Returns the tokenizer of a published model with so many ids; None if the folder has none."""
+    """Returns the tokenizer of a published model with so many ids; None if the folder has none.
+
+    Raises UserError if the folder cannot be read, or the tokenizer has more ids than `vocab_size`.
+    """
     if not (published_files.small_files(folder) / published_files.TOKENIZER).exists():
         return None
     vocabulary = vocabularies.tokenizer(folder)

@@ -127,8 +127,8 @@ class Logging(_Group):
 
     Attributes:
       log_interval: steps between lines of metrics.
-      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`); 0: no
-        statistics.
+      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`), a multiple of
+        `log_interval`; 0: no statistics.
       profile_steps: steps at which a profile of every host starts.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
       wandb_project: the Weights & Biases project to which host 0 also logs; "": none.
@@ -168,7 +168,7 @@ class Evaluation(_Group):
       eval_batches: the maximum number of validation batches per evaluation; 0: no evaluation.
       prompt: the text that the model continues at the end of the run.
       metric_examples: the maximum number of examples of each seqio task for the task's own metrics. Every evaluation
-        then computes them, and `keep_best` may name one. 0: no such metrics.
+        then computes them, and `keep_best` may name one; needs `eval_batches` above 0. 0: no such metrics.
 
     Raises:
       UserError: a field has a wrong value, or two fields contradict one another.
@@ -199,7 +199,8 @@ class Checkpointing(_Group):
       checkpoint_interval: steps between checkpoints.
       keep_checkpoints: number of latest checkpoints to keep.
       keep_best: also keep the best checkpoint by a metric: `validation/loss` for the lowest value,
-        `max:validation/accuracy` for the highest; "": keep only the latest ones.
+        `max:validation/accuracy` for the highest; "": keep only the latest ones. `checkpoint_interval` must then be a
+        multiple of `eval_interval`.
       params_checkpoint_interval: steps between checkpoints of the parameters alone, in addition to those of the whole
         state; 0: none.
       keep_params_checkpoints: number of latest checkpoints of the parameters alone to keep.
@@ -239,7 +240,8 @@ class Health(_Group):
     """The limits after which a run ends because its hosts hang or disagree.
 
     Attributes:
-      step_limit_seconds: if a step takes longer, the run ends and prints the stacks of all threads.
+      step_limit_seconds: if a step takes longer, the run ends and prints the stacks of all threads; at most
+        `compile_limit_seconds`.
       compile_limit_seconds: the same for steps that compile, and for reading and writing.
       heartbeat_timeout_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
         simulation.

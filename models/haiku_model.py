@@ -28,7 +28,7 @@ class HaikuModel(abc.ABC):
         """Returns the loss as sums over the batch, never means; runs inside `hk.transform`."""
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters."""
+        """Returns initial parameters. Raises UserError as `core.logical.named`."""
         return self._transformed(is_training=False).init(rng, batch)
 
     def init_carry(self, batch: Batch) -> Carry:

@@ -33,11 +33,12 @@ class Lora:
     """Adapters of a decoder's matrices.
 
     Attributes:
-      rank: inner dimension of an adapter.
-      alpha: the adapter's output is multiplied by alpha / rank.
+      rank: inner dimension of an adapter, at least 1.
+      alpha: the adapter's output is multiplied by alpha / rank; above 0.
       targets: names of the matrices with an adapter, of those that the decoder's parts list (`Part.matrices`).
-      dropout: rate at which inputs of adapters are dropped in training.
-      base_dtype: dtype in which all other parameters are stored, frozen; routers of experts stay in float32.
+      dropout: rate, from 0 to below 1, at which inputs of adapters are dropped in training.
+      base_dtype: dtype, "bfloat16" or "float32", in which all other parameters are stored, frozen; routers of experts
+        stay in float32.
 
     Raises:
       UserError: a number is out of range, there is no target, or a target is given twice.

@@ -179,6 +179,9 @@ class Program:
     Attributes:
       partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides, frozen,
         frozen_dtype: the arguments of `Partitioner.program`.
+
+    Raises:
+      UserError: as `Partitioner.program`.
     """
 
     partitioner: Partitioner

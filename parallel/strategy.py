@@ -44,7 +44,8 @@ class Strategy:
 
     Attributes:
       name: used by gin and in reports.
-      mesh_shape: degree by mesh axis inside a slice; one may be -1, the remaining chips; a missing axis is 1.
+      mesh_shape: degree, a positive integer, by mesh axis inside a slice; one may be -1, the remaining chips; a missing
+        axis is 1.
       param_rules: sharding of stored parameters; lists every logical axis.
       activation_rules: sharding of computation; lists every logical axis.
       optimizer_rules: sharding of optimizer state; None: as the parameters.

@@ -96,10 +96,10 @@ def rows(*, kind: str, length: int, num_streams: int, values: int = 16, items: i
 
     Args:
       kind: "retrieval", "recall" or "selective_copy".
-      length: tokens per row.
+      length: tokens per row; at least 4 for `retrieval`, 4 x items for `recall`, 2 x items + 1 for `selective_copy`.
       num_streams: number of data streams; must divide the batch size.
       values: number of different values, and of different keys.
-      items: number of pairs in `recall`, or of values in `selective_copy`; not used by `retrieval`.
+      items: number of pairs in `recall`, at most `values`, or of values in `selective_copy`; not used by `retrieval`.
 
     Raises:
       UserError: the kind is unknown, a number is out of range, or rows are too short for the items.

@@ -48,11 +48,17 @@ class SampledTask(Task, abc.ABC):
         del run_dir, is_host_zero
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of batches."""
+        """Returns an endless iterator of batches.
+
+        Raises UserError if the streams do not divide the batch; the iterator, if a row does not fit `spec`.
+        """
         return self._batches(layout, (_TRAIN, seed))
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns an endless iterator of batches, which are the same at every call and differ from training batches."""
+        """Returns an endless iterator of batches, which are the same at every call and differ from training batches.
+
+        Raises UserError as `train`.
+        """
         return self._batches(layout, (_VALIDATION, 0))
 
     def problems(self) -> list[str]:

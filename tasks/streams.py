@@ -160,6 +160,9 @@ class PassBatches(Batches):
           layout: the rows of this host.
           spec: fields of the global batch.
           stream: a finite stream with one row per element.
+
+        Raises:
+          UserError: the layout has no rows, or rows outside the batch.
         """
         _check_layout(layout)
         self._layout, self._spec, self._stream = layout, spec, stream

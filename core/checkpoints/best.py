@@ -67,7 +67,10 @@ def values(described: Mapping[int, Mapping[str, Any]], metric: Metric) -> dict[i
 
 
 def asked(described: Mapping[int, Mapping[str, Any]]) -> Metric | None:
-    """Returns the requested metric of the newest step that has one, given the metadata by step; None if none has."""
+    """Returns the requested metric of the newest step that has one, given the metadata by step; None if none has.
+
+    Raises UserError if the text of the request is malformed (`parse`).
+    """
     found = [meta[_KEEP_BEST] for _, meta in sorted(described.items()) if _KEEP_BEST in meta]
     return parse(found[-1]) if found else None
 

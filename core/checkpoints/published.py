@@ -172,7 +172,10 @@ class PublishedFolder:
         return lines
 
     def renamed(self, renames: Mapping[str, str]) -> PublishedFolder:
-        """Returns the folder as if its tensors had other names; see `core.parameters.renamed`."""
+        """Returns the folder as if its tensors had other names; see `core.parameters.renamed`.
+
+        Raises UserError as `core.parameters.renamed`.
+        """
         names = parameters.renamed(list(self._tensors), renames, where="INIT_RENAMES")
         other = copy.copy(self)
         other._use({names[name]: tensor for name, tensor in self._tensors.items()})

@@ -146,7 +146,10 @@ class Best(NamedTuple):
 
 
 def find_best(directory: paths.Path) -> Best | None:
-    """Returns the best of the complete steps, by the metric of the newest step that has one; None if none has."""
+    """Returns the best of the complete steps, by the metric of the newest step that has one; None if none has.
+
+    Raises UserError if the requested metric is malformed (`best.parse`).
+    """
     described = described_steps(directory)
     if (metric := best.asked(described)) is None:
         return None

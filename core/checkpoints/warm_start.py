@@ -48,6 +48,9 @@ class ParameterSource(Protocol):
 
         Args:
           renames: see `core.parameters.renamed`.
+
+        Raises:
+          UserError: as `core.parameters.renamed`.
         """
 
     def has(self, path: str) -> bool:

@@ -131,7 +131,10 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file atomically: a reader sees the old text or the new one. Creates its folder if necessary."""
+    """Writes a file atomically: a reader sees the old text or the new one. Creates its folder if necessary.
+
+    Raises UserError if `resolve` refuses the path.
+    """
     write_bytes_atomically(path, text.encode())
 
 
@@ -286,7 +289,10 @@ class Listed(NamedTuple):
 
 
 def listed(pattern: str) -> dict[str, Listed]:
-    """Returns the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
+    """Returns the files that match a pattern (`*`, `**`), by absolute path or gs:// name.
+
+    Raises UserError if the pattern is empty or has a scheme other than gs://.
+    """
     if not is_remote(pattern):
         found = glob.glob(os.fspath(resolve(pattern)), recursive=True)  # noqa: PTH207 (absolute patterns)
         return {name: Listed(pathlib.Path(name).stat().st_size) for name in found if pathlib.Path(name).is_file()}
@@ -300,7 +306,7 @@ def listed(pattern: str) -> dict[str, Listed]:
 
 
 def matching(pattern: str) -> dict[str, int]:
-    """Returns the sizes in bytes of the files that match a pattern, as `listed`."""
+    """Returns the sizes in bytes of the files that match a pattern, as `listed`. Raises UserError as `listed`."""
     return {name: found.size_bytes for name, found in listed(pattern).items()}
 
 

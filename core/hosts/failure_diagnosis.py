@@ -74,9 +74,10 @@ class Seen:
       name: `host 2 (10.0.0.4)`.
       place: the step and activity that it last reported.
       heard_seconds: time since its last message.
-      raised: the exception that ends it, and the time of its report; None if it reported none.
-      left: the exit code that the process reported (0: done), the reason, and the time of the report; None if it
-        reported none.
+      raised: the exception that ends it, and the time of its report, in seconds on host 0's monotonic clock; None if
+        it reported none.
+      left: the exit code that the process reported (0: done), the reason, and the time of the report on the same clock;
+        None if it reported none.
       is_consequence: whether the loss of another host can have caused its exception.
       gone: whether its connection is closed.
     """
@@ -116,7 +117,7 @@ def judge(seen: Mapping[int, Seen], *, limits: Limits, now: float) -> Verdict | 
     Args:
       seen: the states of all hosts, by index.
       limits: the time limits.
-      now: the current time, on the clock used in `seen`.
+      now: the current time in seconds, on the clock used in `seen`.
     """
     ended = _lost(seen) or _raised(seen, now) or _left(seen, now) or _left_early(seen, now)
     return ended or (None if limits.reports_only else overdue(seen, limits=limits))
@@ -134,7 +135,7 @@ def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Ver
       zero: the state of host 0, as this host knows it.
       own: the state of this host.
       limits: the time limits.
-      now: the current time, on the clock used in `zero` and `own`.
+      now: the current time in seconds, on the clock used in `zero` and `own`.
 
     Returns:
       The verdict; None if there is no reason to end.

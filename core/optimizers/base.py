@@ -191,8 +191,8 @@ def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[...,
 
     In addition to the keyword arguments of the rule, the constructor takes:
       learning_rate: schedule.
-      weight_decay: decoupled weight decay, multiplied by the learning rate.
-      clip_norm: largest global norm of the gradient; None: no clipping.
+      weight_decay: decoupled weight decay, at least 0, multiplied by the learning rate.
+      clip_norm: largest global norm of the gradient, above 0; None: no clipping.
       no_decay: kinds (`core.parameters.KINDS`) or patterns over paths of parameters without weight decay.
 
     It raises UserError for a number out of range (`schedules.check_ranges`), and when bound for a
@@ -298,7 +298,7 @@ def from_optax(
 
     Args:
       transformation: converts gradients of the mean loss to updates that are added to the parameters.
-      clip_norm: largest global norm of the gradient; None: no clipping besides that of the transformation.
+      clip_norm: largest global norm of the gradient, above 0; None: no clipping besides that of the transformation.
       by_layer: whether each layer of a stack is treated as a separate parameter. None: only if the transformation
         would otherwise treat a stack in another way than its layers, because it looks at dimensions or sizes
         (`mask=lambda p: tree_map(lambda x: x.ndim > 1, p)`, labels by shape, `sm3`). Set True for transformations that
@@ -330,7 +330,10 @@ def from_optax(
 
 
 def as_optimizer(given: Optimizer | Transformation) -> Optimizer:
-    """Converts an optax transformation to an `Optimizer`; returns an `Optimizer` unchanged."""
+    """Converts an optax transformation to an `Optimizer`; returns an `Optimizer` unchanged.
+
+    Raises UserError as `from_optax`.
+    """
     return given if isinstance(given, Optimizer) else from_optax(transformation=given)
 
 

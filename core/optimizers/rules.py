@@ -28,9 +28,9 @@ def adamw(*, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Rule:
     It takes and checks the arguments that all rules share, too (`core.optimizers.base.trained_by`).
 
     Args:
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the square root of the second moment.
+      b1: decay of the first moment, from 0 to below 1.
+      b2: decay of the second moment, from 0 to below 1.
+      eps: added to the square root of the second moment; above 0.
     """
     return lambda _: optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
@@ -49,8 +49,8 @@ def adafactor(
     dimensions, so that narrow heads do not prevent factoring. Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
-      decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate.
-      clip_update: largest root mean square of an update, before the learning rate.
+      decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate; above 0.
+      clip_update: largest root mean square of an update, before the learning rate; above 0.
       relative: whether to multiply updates by the root mean square of the parameter; the learning rate is then
         relative, about 1e-2.
       min_factored: the second moment of a matrix is factored if both sides are at least this large. A parameter of
@@ -72,8 +72,8 @@ def lion(*, b1: float = 0.9, b2: float = 0.99) -> Rule:
     Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
-      b1: weight of the momentum in the update.
-      b2: decay of the momentum.
+      b1: weight of the momentum in the update, from 0 to below 1.
+      b2: decay of the momentum, from 0 to below 1.
     """
     return lambda _: optax.scale_by_lion(b1=b1, b2=b2)
 
@@ -96,8 +96,8 @@ def muon(
     Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
-      momentum: decay of Muon's moment (Nesterov's form).
-      rms: root mean square of an update before the learning rate.
+      momentum: decay of Muon's moment (Nesterov's form), from 0 to below 1.
+      rms: root mean square of an update before the learning rate; above 0.
       b1, b2, eps: as in `adamw`, for the other parameters.
 
     When bound, it raises UserError for a model without matrices.
@@ -147,8 +147,8 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
         direction = atan2(m, sqrt(v / (1 - b2^t))) / (1 - b1^t)
 
     Args:
-      b1: decay of the first moment.
-      b2: decay of the second moment.
+      b1: decay of the first moment, from 0 to below 1.
+      b2: decay of the second moment, from 0 to below 1.
     """
 
     def init(params: Params) -> Atan2State:
@@ -190,7 +190,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
     Args:
       optimizer: the optimizer that trains.
-      decay: weight of the previous average in each update.
+      decay: weight of the previous average in each update, from 0 to below 1.
 
     Raises:
       UserError: decay is out of range. The result's `init` raises it if the optimizer averages already.
@@ -250,7 +250,7 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
     Args:
       dense: optimizer of all other parameters. Its learning rate is the one that is reported.
       learning_rate: schedule of tables.
-      weight_decay: weight decay of touched rows; multiplied by the learning rate of tables.
+      weight_decay: weight decay of touched rows, at least 0; multiplied by the learning rate of tables.
 
     Raises:
       UserError: the decay is out of range, or `dense` averages; when bound, no trained parameter is a table; in a

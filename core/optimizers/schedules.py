@@ -61,10 +61,10 @@ def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fra
     Raises UserError if a number is out of range.
 
     Args:
-      peak: the highest rate.
-      warmup_steps: steps of the warm-up, from 0; the first has the rate `peak / warmup_steps`.
+      peak: the highest rate, at least 0.
+      warmup_steps: steps of the warm-up, from 0 to total_steps - 1; the first has the rate `peak / warmup_steps`.
       total_steps: number of steps, warm-up included.
-      final_fraction: the rate at the last step, as a fraction of the peak.
+      final_fraction: the rate at the last step, as a fraction of the peak, from 0 to 1.
     """
     return _warmup_then(lambda progress: 1 - progress, peak, warmup_steps, total_steps, final_fraction)
 
@@ -75,10 +75,10 @@ def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fra
     Raises UserError if a number is out of range.
 
     Args:
-      peak: the highest rate.
-      warmup_steps: steps of the warm-up, from 0; the first has the rate `peak / warmup_steps`.
+      peak: the highest rate, at least 0.
+      warmup_steps: steps of the warm-up, from 0 to total_steps - 1; the first has the rate `peak / warmup_steps`.
       total_steps: number of steps, warm-up included.
-      final_fraction: the rate at the last step, as a fraction of the peak.
+      final_fraction: the rate at the last step, as a fraction of the peak, from 0 to 1.
     """
     return _warmup_then(_half_cosine, peak, warmup_steps, total_steps, final_fraction)
 
@@ -90,10 +90,10 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
     in `warmup_cosine`, and the run may end during the warm-up. Raises UserError if a number is out of range.
 
     Args:
-      peak: the highest rate.
-      warmup_steps: steps of the warm-up; the first has the rate `peak / warmup_steps`.
+      peak: the highest rate, at least 0.
+      warmup_steps: steps of the warm-up, from 0; the first has the rate `peak / warmup_steps`.
       total_steps: the step at which the cosine ends.
-      floor: the final rate as a fraction of the peak.
+      floor: the final rate as a fraction of the peak, from 0 to 1.
     """
     check_ranges("warmup_floor", peak=peak)
     if warmup_steps < 0:

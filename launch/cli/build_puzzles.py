@@ -73,7 +73,10 @@ def _add_arc(own: argparse.ArgumentParser) -> None:
 
 
 def run(kind: str, given: Mapping[str, Any], out: str) -> int:
-    """Builds puzzles, then prints a summary and one of them."""
+    """Builds puzzles, then prints a summary and one of them.
+
+    Raises UserError if a setting is out of range, or the folder is not empty or cannot be written.
+    """
     of_csv = _OF_CSV[kind] if "csv" in given else {}
     recipe = _SETS[kind](**{**_DEFAULTS[kind], **of_csv, **given})
     whole_folder.check_free(out)

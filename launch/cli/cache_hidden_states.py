@@ -39,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the base model and writes its hidden states for every split."""
+    """Loads the base model and writes its hidden states for every split.
+
+    Raises UserError if --rows is malformed, the folder cannot be written or was begun otherwise, or the experiment does
+    not fit.
+    """
     limits = _limits(args.rows)
     paths.check_writable(args.out)
     loaded_model.choose_devices(None, is_simulated=False)

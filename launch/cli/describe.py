@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the description; reads no weights."""
+    """Prints the description; reads no weights.
+
+    Raises UserError if the folder cannot be read, its model is not supported, or --length exceeds its positions.
+    """
     model = pretrained.model(args.folder, remat="full")
     length = _length(model, args.length)
     config = families.read_config(published_files.small_files(args.folder))

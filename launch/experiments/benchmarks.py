@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the tasks, loads the model, computes the scores, and prints them."""
+    """Finds the tasks, loads the model, computes the scores, and prints them.
+
+    Raises UserError if flags exclude one another, or the tasks or the model cannot be used.
+    """
     limit = require_benchmark(args)
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
     if args.task is not None and args.slice and slices.get(args.slice).hosts > 1:
@@ -68,7 +71,10 @@ def require_benchmark(args: argparse.Namespace) -> int | None:
 
 
 def load(args: argparse.Namespace, **options: Any) -> TextScores:
-    """Loads the model that the arguments name, and prints where it was found."""
+    """Loads the model that the arguments name, and prints where it was found.
+
+    Raises UserError as `loaded_model.load`, or if the model has no vocabulary.
+    """
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     bindings = [*(args.gin or ()), *([f"import {args.module}"] if args.module else [])]

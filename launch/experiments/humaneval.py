@@ -66,6 +66,8 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
     Returns:
       The result of `tasks.code.humaneval.score`.
 
+    Raises:
+      UserError: programs cannot be confined on this machine.
     """
     sandbox.require_confinement()
     prompts = [problem.prompt for problem in problems for _ in range(samples)]

@@ -167,7 +167,10 @@ def _of_experiments(names: Sequence[str]) -> str:
 
 
 def as_run(entry: Entry, *, text: str) -> Entry:
-    """Returns a copy of an entry with the experiment that a run's canonical text describes."""
+    """Returns a copy of an entry with the experiment that a run's canonical text describes.
+
+    Raises UserError as `loader.load`.
+    """
     if text == entry.text:
         return entry
     trust = Trust(config.parse(entry.text).imports.values())
@@ -245,6 +248,8 @@ class Suite:
         """Finds existing runs of the experiments, on any slice and with any data location, and their last steps.
 
         An entry with a run is replaced by the experiment recorded in the run directory.
+
+        Raises UserError as `as_run`.
         """
         found = saved_run.find_runs(self._root, [e.text for e in self.entries], ignoring=LOCATION)
         for number, entry in enumerate(self.entries):

@@ -27,7 +27,7 @@ class TextScores:
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """The scorer of likelihoods."""
+        """The scorer of likelihoods. Raises UserError if the model computes no logits."""
         return Scorer(self.model.program, self.model.params)
 
     def encoded(self, text: str, *, with_bos: bool | None = None) -> list[int]:

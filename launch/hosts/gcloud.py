@@ -152,6 +152,9 @@ def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> 
 
     Returns:
       The exit code of the first step that failed, or 0.
+
+    Raises:
+      UserError: the program of a step is not installed, unless `dry_run`.
     """
     running = []
     for step in steps:

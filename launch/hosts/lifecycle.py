@@ -82,6 +82,9 @@ def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int
 
     Returns:
       The exit code of the first command that failed, or 0.
+
+    Raises:
+      UserError: gcloud is not installed, unless `dry_run`.
     """
     delete = action == "delete"
     steps = [delete_step(tpu, is_queued=order.is_queued) if delete else create_step(tpu, order) for tpu in tpus]
@@ -89,7 +92,10 @@ def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int
 
 
 def run_state(tpu: Tpu) -> str:
-    """Returns the state of the run on host 0: `running`, `ended CODE`, `gone`, or "" if host 0 did not answer."""
+    """Returns the state of the run on host 0: `running`, `ended CODE`, `gone`, or "" if host 0 did not answer.
+
+    Raises UserError if gcloud is not installed.
+    """
     asked = gcloud.output(gcloud.ssh(tpu, gcloud.on_host("state"), worker="0"))
     return asked.stdout.strip() if asked.returncode == 0 else ""
 

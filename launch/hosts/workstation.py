@@ -141,6 +141,9 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, d
 
     Returns:
       The exit code of the first command that failed, or 0.
+
+    Raises:
+      UserError: gcloud is not installed, unless `dry_run`.
     """
     if action == "tensorboard":
         return gcloud.perform([tensorboard_step(tpus[0], log_directory)], dry_run=dry_run)
@@ -185,7 +188,7 @@ def workspace_files(workspace: Path) -> list[str]:
 
 
 def require_small(workspace: Path) -> Shipment:
-    """Returns the files to ship with their size.
+    """Returns the files to ship with their total size.
 
     Raises:
       UserError: they are larger than MOST_BYTES (lists the largest), or the workspace is not under git.
@@ -246,7 +249,10 @@ def shipped_path(path: str, *, workspace: Path) -> str:
 
 
 def left_behind(patterns: Sequence[str], *, workspace: Path) -> list[str]:
-    """Returns a message for each pattern, relative to `workspace`, that matches files that would not be shipped."""
+    """Returns a message for each pattern, relative to `workspace`, that matches files that would not be shipped.
+
+    Raises UserError if there are patterns and `workspace` is no git working tree.
+    """
     shipped = workspace_files(workspace) if patterns else []
     found = []
     for pattern in patterns:

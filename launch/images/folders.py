@@ -103,7 +103,10 @@ class FolderSight:
             )
 
     def vectors(self, ids: Sequence[int], images: Images) -> Vectors | None:
-        """Returns the vectors of the images of a prompt; None without images."""
+        """Returns the vectors of the images of a prompt; None without images.
+
+        Raises UserError if an image cannot be read.
+        """
         if not images:
             return None
         frames = np.concatenate([each.pixels for each in self._prepared(images)])

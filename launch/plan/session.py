@@ -371,7 +371,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, explains one layout, or predicts the cost of generation; raises UserError if flags exclude one another."""
+    """Plans, explains one layout, or predicts the cost of generation.
+
+    Raises UserError if flags exclude one another, or the slice or the experiment has mistakes.
+    """
     names = slice_ranking.names(args.slice)
     candidates.require_known(args.only)
     if len(names) > 1:

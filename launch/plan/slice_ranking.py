@@ -66,7 +66,10 @@ class Choice:
 
 
 def names(text: str) -> list[str]:
-    """Returns the names of the slices in text such as `v4-32,v5p-32`. Raises UserError if one is no TPU slice."""
+    """Returns the names of the slices in text such as `v4-32,v5p-32`.
+
+    Raises UserError if one is no TPU slice, is empty or is given twice.
+    """
     given = [one.strip() for one in text.split(",")]
     if "" in given:
         raise UserError(f"SLICE = {text!r}: a name is empty; expected a slice, or several such as v4-32,v5p-32")

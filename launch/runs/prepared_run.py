@@ -79,7 +79,10 @@ class Run:
         return StatisticsStep(self.program.statistics_step, interval) if interval else None
 
     def open_batches(self, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
-        """Returns training batches on the devices, from a position in the data (None: from the beginning)."""
+        """Returns training batches on the devices, from a position in the data (None: from the beginning).
+
+        Raises UserError as the task, or if the position does not fit its data.
+        """
         layout = self.program.partitioner.data_layout(self.experiment.batch_size)
         batches = self.experiment.task.train(layout, seed=self.span.seed)
         if position is not None:

@@ -195,7 +195,10 @@ def attempt(run_dir: str) -> str:
 
 
 def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir: str) -> None:
-    """Rehearses the phases in a new folder, one after another; each continues from the previous one."""
+    """Rehearses the phases in a new folder, one after another; each continues from the previous one.
+
+    Raises RuntimeError and UserError as `rehearse`.
+    """
     folder = attempt(run_dir)
     for span in spans:
         rehearse(prepare(span, run_dir=folder))

@@ -202,6 +202,9 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
       program: initializes the state.
       initial: the result of `find`; None: all parameters are initialized.
       is_host_zero: whether to show the progress of reading.
+
+    Raises:
+      UserError: as `load` of the source.
     """
     if initial is None:
         return program.init()

@@ -116,6 +116,9 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
       examples: strategies to train under.
       steps: number of steps.
       into: the folder of the batches and the results.
+
+    Raises:
+      UserError: as `cluster.join`.
     """
     data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}

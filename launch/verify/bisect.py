@@ -65,7 +65,7 @@ class Variant(NamedTuple):
         return "; ".join((f"config={self.config}", f"hosts={self.hosts}", *start, *self.bindings))
 
     def experiment(self, slice_name: str | None) -> Experiment:
-        """Builds the experiment."""
+        """Builds the experiment. Raises UserError as `loader.load`."""
         return loader.load(self.config, bindings=self.bindings, slice_name=slice_name).build()
 
 

@@ -85,8 +85,8 @@ class DecoderConfig(Decoder):
 
     Attributes:
       vocab_size: entries of the vocabulary, which are stored rounded up to `vocab_multiple`.
-      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes; default of head_dim: embed_dim /
-        num_heads.
+      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes, at least 1; num_heads is a multiple
+        of num_kv_heads. Default of head_dim, which is even with rotary positions: embed_dim / num_heads.
       tied: whether the embedding is also the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim)
         instead of 1.
       remat: what is saved for the backward pass and not recomputed: "none" (saves all it needs), "projections",
@@ -106,7 +106,8 @@ class DecoderConfig(Decoder):
       bias: biases: "none"; "qkv": of queries, keys and values; "all": also of the output and the feed-forward layer.
       gated: whether a second projection multiplies the activated one; otherwise there is only one.
       activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
-      positions: "rotary"; or "learned": a vector for each of `max_positions` positions is added to the embedding.
+      positions: "rotary"; or "learned": a vector for each of `max_positions` positions, which must be given, is added
+        to the embedding.
       max_positions: the largest number of positions; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and its scaling to longer contexts
         (`models.decoder.rotary`).

@@ -32,31 +32,34 @@ class Experts(Part, expert_routing.Choices):
 
     Attributes:
       num_experts: E, number of experts per layer.
-      top_k: k, number of experts that a token passes through.
+      top_k: k, number of experts that a token passes through; at most E.
       mlp_dim: F, width of an expert; None: the decoder's `mlp_dim`.
       scores: how logits become scores: "softmax" over all experts, or "sigmoid" of each.
       normalized: whether the scores of the chosen experts are divided by their sum.
-      scale: factor that multiplies these scores.
+      scale: factor above 0 that multiplies these scores.
       has_correction: whether a vector is added to the scores when experts are chosen. It is frozen: it starts at 0 or
         at its published values, has no gradient, and is not adjusted to the experts' load.
-      num_groups: number of equal groups of successive experts; 1: no grouping.
-      top_groups: number of groups per token, from which its experts are chosen.
+      num_groups: number of equal groups of at least 2 successive experts; 1: no grouping.
+      top_groups: number of groups per token, from which its experts are chosen; at most `num_groups`, and enough for k
+        experts.
       has_biases: whether the router and the experts' matrices have biases.
       clamped_gate: how the gate and the other projection are bounded and multiplied; None: the decoder's activation of
         the gate, times the other projection.
       shared_mlp_dim: width of a shared expert, which every token also passes through; None: there is none.
-      shared_gate: whether the shared expert's output is multiplied by the sigmoid of a learned score of the token.
+      shared_gate: whether the shared expert's output is multiplied by the sigmoid of a learned score of the token; this
+        and `separate_norms` need a shared expert.
       separate_norms: whether experts and router read the residual stream through norms of their own, and the outputs
         of the experts and of the shared expert are normalized before they are added. The norm of the router is followed
         by a learned scale, divided by sqrt(embed_dim).
       output_scales: whether the factors of each expert are multiplied by a learned number, after `normalized`.
       capacity_factor: in the training loss, every expert takes at most capacity_factor x T x top_k / num_experts
-        choices of a row, where T includes padding; None: no limit. Evaluation, `logits` and generation drop nothing.
+        choices of a row, where T includes padding; a number above 0; None: no limit. Evaluation, `logits` and
+        generation drop nothing.
       load_balance_coef: coefficient of the balancing loss; 0: no such loss.
       z_loss: coefficient of the squared logsumexp of the router's logits; 0: no such loss.
 
     Raises:
-      UserError: a number is out of range.
+      UserError: a number is out of range, `scores` is unknown, or a setting of a shared expert is given without one.
     """
 
     num_experts: int

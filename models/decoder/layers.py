@@ -110,11 +110,12 @@ class Heads(Part):
     Attributes:
       qk_norm: whether the decoder's norm is applied to queries and keys before the rotation; True: to every head;
         "all_heads": to all heads together.
-      scale: factor that multiplies scores; None: 1 / sqrt(head_dim).
-      softcap: scores x become softcap tanh(x / softcap); None: they are not bounded.
+      scale: factor above 0 that multiplies scores; None: 1 / sqrt(head_dim).
+      softcap: scores x become softcap tanh(x / softcap), softcap above 0; None: they are not bounded.
       output_gate: whether the query matrix has twice as many columns, and the sigmoid of the second half multiplies the
         heads' outputs.
-      head_dim, num_kv_heads: size of a head, and number of key/value heads; None: the decoder's.
+      head_dim, num_kv_heads: size of a head, and number of key/value heads, a divisor of the decoder's `num_heads`;
+        None: the decoder's.
       values_are_keys: whether values are the keys before their norm and rotation; there is then no value matrix.
       value_norm: whether the values of every head are divided by their root mean square.
 
@@ -283,9 +284,10 @@ class Attention(Heads):
     """Causal attention within segments; layers with different fields make a pattern, such as Gemma's.
 
     Attributes:
-      window: number of positions that a query attends to, its own being the last; None: all up to its own.
+      window: number of positions that a query attends to, at least 1, its own being the last; None: all up to its own.
       rope_theta: base of the part's own rotary embedding, without scaling; None: the decoder's base and scaling.
-      rotary_fraction: fraction of a head's dimensions, from the first, that is rotated; 0: attention without positions.
+      rotary_fraction: fraction of a head's dimensions, from the first, that is rotated, from 0 (attention without
+        positions) to 1.
       sinks: whether each head learns an additional score, which takes a share of the softmax without adding a value
         (Xiao et al. 2023).
 

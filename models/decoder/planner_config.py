@@ -10,7 +10,7 @@ class Planner:
     """A planner over chunks of a row (experimental).
 
     Attributes:
-      chunk: number of positions that are summarized together.
+      chunk: number of positions that are summarized together; this and the other numbers are at least 1.
       layers: number of layers of each of the two stacks.
       high_steps: number of steps of the high stack.
       low_steps: number of steps of the low stack for each step of the high one.

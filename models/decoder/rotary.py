@@ -55,7 +55,7 @@ class Llama3:
     """Divides low frequencies by `factor`, keeps high ones and interpolates between, as the code of Llama 3.1 does.
 
     Attributes:
-      factor: multiplies wavelengths above `original_length / low_frequency_factor`.
+      factor: a number above 0 that multiplies wavelengths above `original_length / low_frequency_factor`.
       low_frequency_factor, high_frequency_factor: wavelengths below `original_length / high_frequency_factor` are kept.
       original_length: context length before the extension.
 
@@ -92,7 +92,7 @@ class Yarn:
     """YaRN (Peng et al. 2023, section 3.2): divides low frequencies by `factor`, and sharpens attention.
 
     Attributes:
-      factor: extension of the context.
+      factor: extension of the context, a number above 0.
       original_length: context length before the extension.
       beta_fast, beta_slow: dimensions that turn more often than `beta_fast` times in the original context are kept,
         those that turn less often than `beta_slow` times are divided. If `beta_fast` is less, the ramp between them
@@ -172,7 +172,7 @@ class Proportional:
 
     Attributes:
       fraction: part of the dimensions that is rotated, from 0 to 1.
-      factor: number by which frequencies are divided.
+      factor: number above 0 by which frequencies are divided.
 
     Raises:
       UserError: a number is out of range.

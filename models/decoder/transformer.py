@@ -68,6 +68,9 @@ class Transformer(DecoderConfig):
     """A decoder-only language model; `models.decoder.config` describes its fields, and the errors of wrong ones.
 
     Batches have `inputs`, `targets`, `segment_ids`, `positions` [B, T] int32 and `weights` [B, T] float32.
+
+    Raises:
+      UserError: fields have wrong values, or parts, adapters or kept states do not fit the decoder or one another.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -153,7 +156,10 @@ class Transformer(DecoderConfig):
         return hk.transform(self.all_logits).apply(params, None, batch)[..., : self.vocab_size]
 
     def published(self, folder: str) -> PublishedFolder:
-        """Returns access to this decoder's parameters in the folder of a published model; reads no tensor yet."""
+        """Returns access to this decoder's parameters in the folder of a published model; reads no tensor yet.
+
+        Raises UserError as `family_tensors.published_folder`.
+        """
         from models.decoder.published import family_tensors  # a run that starts from its seed does not need it
 
         return family_tensors.published_folder(self, folder)

@@ -49,11 +49,12 @@ class LatentAttention(Part):
 
     Attributes:
       latent_dim: R, the width of these vectors.
-      plain_dim, rotary_dim: dimensions of queries and keys without and with a rotary embedding.
+      plain_dim, rotary_dim: dimensions of queries and keys without and with a rotary embedding; rotary_dim is even.
       value_dim: V, the size of a head of values.
       query_latent_dim: Q, the width of the short vectors of queries; None: queries come from the residual stream.
       interleaved: whether the rotary embedding pairs dimensions 2i and 2i + 1; otherwise i and i + P / 2.
-      score_sharpening: m: scores are multiplied by (1 + 0.1 m ln s)^2 if `rope_scaling` has a factor s above 1.
+      score_sharpening: m, at least 0: scores are multiplied by (1 + 0.1 m ln s)^2 if `rope_scaling` has a factor s
+        above 1.
 
     Raises:
       UserError: a number is out of range.

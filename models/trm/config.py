@@ -20,7 +20,8 @@ class Config:
 
     Attributes:
       vocab_size: number of different tokens that a cell can have; stored rounded up to a multiple of `vocab_multiple`.
-      embed_dim, num_heads, num_layers: sizes of the network; num_heads is used by attention only.
+      embed_dim, num_heads, num_layers: sizes of the network; num_heads is used by attention only, whose heads must
+        have an even size.
       expansion: hidden units are expansion * 2/3 of the width, rounded up to a multiple of 256.
       mixer: how positions are mixed: "attention", or "mlp": a feed-forward layer over positions (5M parameters for a
         Sudoku; its weights depend on S).
@@ -28,12 +29,13 @@ class Config:
       h_cycles, l_cycles: outer and inner cycles of the recursion.
       latents, gradient, remat, unroll: see `models.trm.net.Recursion`.
       num_puzzles: rows of the puzzle table; stored rounded up to a multiple of `puzzle_multiple`.
-      puzzle_dim: width of a puzzle's embedding; None: embed_dim; 0: no table.
+      puzzle_dim: width of a puzzle's embedding, at most prefix_length x embed_dim; None: embed_dim; 0: no table, with
+        prefix_length 0.
       prefix_length: P, number of positions before the cells; they contain the puzzle's embedding, padded with zeros.
       halt_bias: initial bias of both logits of the halting head; its matrix starts at zero.
       halt_max_steps: maximum number of steps for a puzzle, and the number of steps in evaluation.
-      exploration: probability that a row must continue for a random number of steps; a number, or a schedule
-        (`models.trm.schedules.Linear`).
+      exploration: probability, from 0 to 1, that a row must continue for a random number of steps; a number, or a
+        schedule (`models.trm.schedules.Linear`).
       curriculum: how the cycles grow to h_cycles and l_cycles during training; None: all cycles from the start.
       probabilities: how the token loss turns logits into probabilities: "stablemax" or "softmax".
       dtype: compute dtype, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The

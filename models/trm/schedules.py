@@ -26,7 +26,7 @@ class Linear:
       start: the value at step 0.
       end: the value from step `share * total_steps` on.
       total_steps: number of steps of the run.
-      share: fraction of the run during which the value changes.
+      share: fraction of the run, above 0 and at most 1, during which the value changes.
 
     Raises:
       UserError: `total_steps` is below 1, or the share is outside (0, 1].
@@ -52,9 +52,9 @@ class Curriculum:
     Evaluation always uses all cycles.
 
     Attributes:
-      h_cycles, l_cycles: outer and inner cycles at step 0; at most those of the model.
+      h_cycles, l_cycles: outer and inner cycles at step 0; from 1 to those of the model.
       total_steps: number of steps of the run.
-      share: fraction of the run after which all cycles are used.
+      share: fraction of the run, above 0 and at most 1, after which all cycles are used.
 
     Raises:
       UserError: a number of cycles or `total_steps` is below 1, or the share is outside (0, 1].

@@ -110,16 +110,16 @@ class AdaptedDecoder:
     Attributes:
       base: the decoder; its parameters come from the folder or run that INIT_FROM names.
       layer: the settings of the adapter.
-      chunk: C, positions of a chunk; divides the length of a row.
+      chunk: C, positions of a chunk; a multiple of `layer.mini_batch` that divides the length of a row.
       carry: "none": every chunk starts from the learned initial weights; "document": weights are carried from chunk to
         chunk of a row, and start again with every segment.
       gate: decides in training which chunks use the layer; its state is the model's carry.
       per_batch: whether all chunks at one place in the rows of a batch share one decision.
       gating_scale: whether the learning rates of the inner models have a learned factor, which starts at 1.
-      loss_positions: positions of each chunk, drawn anew in every step, whose cross-entropy is computed in training;
-        None: all. The logits of a large vocabulary are most of the work of a step.
-      reconstruction_weight: weight of the reconstruction losses in the loss.
-      base_dtype: dtype in which the base is stored.
+      loss_positions: number of positions of each chunk (1 to C, drawn anew in every step) whose cross-entropy
+        is computed in training; None: all. The logits of a large vocabulary are most of the work of a step.
+      reconstruction_weight: weight, at least 0, of the reconstruction losses in the loss.
+      base_dtype: dtype in which the base is stored, "bfloat16" or "float32".
 
     Raises:
       UserError: a setting is out of range, the chunk does not fit the mini-batch or the base, or the base has LoRA or
@@ -179,7 +179,10 @@ class AdaptedDecoder:
     def loss(
         self, params: Params, carry: Any, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Any, LossOutput]:
-        """Returns the gate's next state, and the loss under its decisions, summed over supervised positions."""
+        """Returns the gate's next state, and the loss under its decisions, summed over supervised positions.
+
+        Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
+        """
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
         key = jax.random.key(0) if rng is None else rng
         rows = random_bits.row_ids(batch)
@@ -205,6 +208,8 @@ class AdaptedDecoder:
         Extras are, for every chunk [B, n]: `loss_skip` and `loss_update`, the sums over the `tokens` supervised
         positions, and the reconstruction losses `initial`, `step_0` and `step_1`; and the batch's `documents`, if it
         has them. With `carry = "document"` the weights are updated by every chunk.
+
+        Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
         """
         del rng
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
@@ -243,6 +248,9 @@ class AdaptedDecoder:
 
         Returns:
           The gate's next state; for every chunk [B, n] the decision `updates` and the summed cross-entropy `losses`.
+
+        Raises:
+          UserError: C does not divide T, or the batch's `hidden` have another width than the base.
         """
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
 
@@ -258,7 +266,10 @@ class AdaptedDecoder:
         return state, {name: self._by_row(value, batch["inputs"].shape[0]) for name, value in found.items()}
 
     def hidden(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns the hidden states of the base after its final norm, chunk by chunk, [B, T, D]."""
+        """Returns the hidden states of the base after its final norm, chunk by chunk, [B, T, D].
+
+        Raises UserError if C does not divide T.
+        """
         text = {name: self._split(batch[name]) for name in ("inputs", "targets", "segment_ids", "positions", "weights")}
         first = jnp.where(text["segment_ids"] == text["segment_ids"][:, :1], text["positions"][:, :1], 0)
         base = {module: leaves for module, leaves in params.items() if not module.startswith(_NAME)}

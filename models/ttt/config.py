@@ -22,16 +22,16 @@ class TTTConfig:
       variant: "published" (Sun et al. 2024) or "ponder", the form of PonderTTT's code: rates belong to the token that
         is learned from instead of the token that reads, they grow by `decay` within a mini-batch and shrink with the
         width of the model, the convolutions end one token earlier, and the epsilon of norms is 1e-5 instead of 1e-6.
-      num_heads, head_dim: sizes; their product is usually the width of the model.
+      num_heads, head_dim: sizes; their product is usually the width of the model. head_dim is even.
       mini_batch: number of successive tokens whose gradients are taken at the same weights.
       conv_width: number of tokens that the convolutions over queries and keys read.
-      base_rate: the learning rate of the inner model before its learned factors.
+      base_rate: the learning rate, above 0, of the inner model before its learned factors.
       rope_theta: base of the rotary embedding, whose positions are those of tokens in their mini-batch.
       expansion: hidden width of the inner MLP, in multiples of head_dim.
-      decay: growth of rates within a mini-batch; for "ponder" only.
+      decay: growth of rates within a mini-batch; 0 unless the variant is "ponder".
       diagonal: 0: a token reads weights that have also learned from the token itself; -1: only from earlier ones (a
         control).
-      rate_scale: factor of the learning rate; 0 makes the layer static (a control).
+      rate_scale: factor, at least 0, of the learning rate; 0 makes the layer static (a control).
       resets: whether every mini-batch starts from the initial weights, instead of those that the last one left (a
         control).
 

@@ -78,7 +78,11 @@ SKIP, UPDATE = Constant(False), Constant(True)
 class Random(Gate):
     """Decides UPDATE at random, with a fixed probability.
 
-    Raises UserError if it is outside 0 to 1.
+    Attributes:
+      probability: from 0 to 1.
+
+    Raises:
+      UserError: the probability is outside 0 to 1.
     """
 
     probability: float = 0.5
@@ -99,7 +103,11 @@ class Random(Gate):
 class LossThreshold(Gate):
     """Decides UPDATE if the loss of the base is above a threshold.
 
-    Raises UserError if the threshold is not a number.
+    Attributes:
+      threshold: mean cross-entropy per supervised token, in nats.
+
+    Raises:
+      UserError: the threshold is not a number.
     """
 
     threshold: float = 2.0
@@ -122,7 +130,7 @@ class Average(Gate):
 
     Attributes:
       signal: "loss" or "reconstruction".
-      decay: weight of the past in the average.
+      decay: weight of the past in the average, from 0 to 1.
 
     Raises:
       UserError: the signal is unknown, or the weight is outside 0 to 1.
@@ -163,8 +171,8 @@ class Reconstruction(Gate):
 
     Attributes:
       budget: mean cost of a chunk, from 1 (all SKIP) to 3 (all UPDATE).
-      calibration: number of chunks at the start that set the threshold.
-      alpha: weight of the latest decision in the rate r, and step of the threshold.
+      calibration: number of chunks at the start that set the threshold, at least 1.
+      alpha: weight of the latest decision in the rate r, and step of the threshold; from 0 to 1.
       floor, least: least scale of a change of the threshold, and least threshold, as in the formula.
 
     Raises:
@@ -259,7 +267,7 @@ class Oracle:
     """Decides UPDATE, with hindsight, for the chunks that gain most by it: a share of all, or all that gain anything.
 
     Attributes:
-      rate: the share of chunks; None: greedy, every chunk with a positive advantage.
+      rate: the share of chunks, from 0 to 1; None: greedy, every chunk with a positive advantage.
 
     Raises:
       UserError: the share is outside 0 to 1.
@@ -281,7 +289,11 @@ class Oracle:
 class Improvement:
     """Decides UPDATE for the share of all chunks whose inner models improve most by a step.
 
-    Raises UserError if the share is outside 0 to 1.
+    Attributes:
+      rate: the share of chunks, from 0 to 1.
+
+    Raises:
+      UserError: the share is outside 0 to 1.
     """
 
     rate: float = 0.5

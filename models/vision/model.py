@@ -64,7 +64,8 @@ class VisionLanguageModel:
       connector_dim: width of the hidden layer of the connector; None: one matrix.
       connector_activation: activation of its hidden layer, one of `models.derivatives.ACTIVATIONS`.
       connector_bias: whether the matrices of the connector have biases.
-      connector_square: rows and columns of patches whose features the connector joins to one vector.
+      connector_square: rows and columns of patches whose features the connector joins to one vector; divides the
+        patches along the side of an image, and is 1 with a selector.
       causal: whether images and questions attend causally.
       freeze: parts that are not trained, some of `PARTS`.
       frozen_dtype: dtype in which frozen parts are stored, "bfloat16" or "float32".

@@ -272,6 +272,9 @@ def sources(model: Model, names: Names, decoder_kind: str) -> dict[str, Source]:
       model: the model.
       names: names of tensors; of each part the first prefix is used.
       decoder_kind: the `model_type` of the decoder in the folder.
+
+    Raises:
+      UserError: as `family_tensors.sources`.
     """
     found = {path: source.prefixed(names.vision[0]) for path, source in towers.sources(model.vision).items()}
     for path, source in family_tensors.sources(model.decoder, decoder_kind).items():

@@ -78,9 +78,9 @@ class Reader:
 
     Attributes:
       block: patches along the side of a block; divides those along the side of an image.
-      glimpses: how often blocks are looked at.
+      glimpses: how often blocks are looked at, at least 1.
       width: W, even.
-      answers: weight of the loss of the reader's own answers; 0: it does not answer.
+      answers: weight, at least 0, of the loss of the reader's own answers; 0: it does not answer.
       points: whether patches are chosen where the last glimpse looks: their scores are `pointed`, and the reader's
         answer is a mixture of answers that each come from one block and the words. The logits of the last glimpse,
         which are the shares of the blocks, get a gradient from the reader's own answers and none from choices.

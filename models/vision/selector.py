@@ -71,7 +71,7 @@ class Selector:
       method: one of `METHODS`.
       width: width of the vectors whose product is the relevance.
       balancer_width: width of the hidden layer that weighs the maps.
-      temperature: two values of t: at the first step, and from step `temperature_steps` on.
+      temperature: two values of t, above 0: at the first step, and from step `temperature_steps` on.
       temperature_steps: steps over which the temperature falls.
       reader: computes the relevance from all patches and the words in their order; None: each patch is compared with
         the mean of the words.

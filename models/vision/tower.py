@@ -48,7 +48,7 @@ class VisionTower:
       image_size: rows and columns of pixels of an image.
       patch_size: rows and columns of a patch; divides `image_size` unless `cut`.
       num_layers: number of layers; 0: a patch is embedded without looking at others.
-      embed_dim, mlp_dim, num_heads: sizes.
+      embed_dim, mlp_dim, num_heads: sizes; num_heads divides embed_dim.
       norm_eps: the number added to the variance in norms.
       activation: see `models.decoder.config.DecoderConfig`.
       positions: "learned": a vector for each patch is added; "rotary": half of the dimensions of queries and keys are
@@ -133,7 +133,10 @@ class VisionTower:
         return images[:, :size, :size] if self.cut else images
 
     def embedded(self, images: jax.Array, *, dtype: str) -> jax.Array:
-        """Returns the patches of images [B, H, W, 3] uint8 as vectors, before they attend to others, [B, N, D]."""
+        """Returns the patches of images [B, H, W, 3] uint8 as vectors, before they attend to others, [B, N, D].
+
+        Raises UserError as `check`.
+        """
         self.check(images)
         p, d = self.patch_size, self.embed_dim
         images = self.whole_patches(images)

@@ -34,6 +34,9 @@ def forward(schedule: Schedule, stage: Stage, ys: Traveling) -> tuple[Traveling,
     Returns:
       The output of the last layer with the sums, on every stage, and the values saved by this stage, leaves [k, M R +
         1, ...].
+
+    Raises:
+      UserError: an entry of `layer_in`, or a summed output, belongs to rows.
     """
 
     first = jax.tree.map(lambda a: a[0], ys.x)

@@ -57,7 +57,8 @@ class Schedule:
     """Base class of schedules.
 
     Attributes:
-      num_microbatches: M. Microbatch m has rows m, m + M, … of every chip, so that rows stay on their chips.
+      num_microbatches: M, at least 1. Microbatch m has rows m, m + M, … of every chip, so that rows stay on their
+        chips.
       save: what the forward pass saves for the backward pass: "layers", for every layer its input and what the model's
         `remat` names; or "stage", only the input of a stage, which costs one more forward pass of the stage.
       bubble_input: fills uninitialized memory and the inputs of bubbles. Results do not depend on it; tests show that
@@ -192,10 +193,14 @@ class GPipe(Schedule):
 class Circular(Schedule):
     """gpipe with layers assigned to stages in R rounds: stage s has parts s, S + s, 2 S + s, …
 
-    The parts are smaller, so filling and emptying the pipeline takes less time, but more arrays are sent.
+    The parts are smaller, so filling and emptying the pipeline takes less time, but more arrays are sent. M must be at
+    least S.
 
     Attributes:
-      repeats: R.
+      repeats: R, at least 1.
+
+    Raises:
+      UserError: a number is out of range, or `save` has another value than those of `Schedule`.
     """
 
     repeats: int
@@ -301,7 +306,10 @@ class Interleaved(OneFOneB):
     The bubble is that of circular. Memory does not grow with the number of microbatches, a multiple of S.
 
     Attributes:
-      repeats: R.
+      repeats: R, at least 1.
+
+    Raises:
+      UserError: a number is out of range, or `save` has another value than those of `Schedule`.
     """
 
     repeats: int
@@ -320,9 +328,13 @@ class ZeroBubble(OneFOneB):
     Qi et al. 2023 ("zero bubble") compute the gradients of matrices, on which no other stage depends, in place of
     bubbles. Here all stages compute those of one microbatch at the same tick, as soon as the first stage can. Until
     then the last stage keeps what they need of up to S microbatches. So M R ticks have this work, and none is a bubble.
+    With R above 1, M must be a multiple of S.
 
     Attributes:
-      repeats: R.
+      repeats: R, at least 1.
+
+    Raises:
+      UserError: a number is out of range, or `save` is not "layers".
     """
 
     repeats: int = 1

@@ -81,7 +81,10 @@ def product_flops(sharded: ShardedState, step: Step) -> float:
 
 
 def place(program: Program) -> tuple[ShardedState, Step]:
-    """Traces a bound program's model; returns the arguments of `estimate` and `product_flops`."""
+    """Traces a bound program's model; returns the arguments of `estimate` and `product_flops`.
+
+    Raises Refused if slice, model and tables do not fit together.
+    """
     step, bound = step_of(program), program.partitioner
     trace = model_trace.trace(
         program.model,

@@ -105,7 +105,7 @@ class StepTime(NamedTuple):
         return self.exposed - beside
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the time as JSON values."""
+        """Returns the fields as JSON values; times are in seconds."""
         return {**self._asdict(), "traffic": [axis._asdict() for axis in self.traffic]}
 
     @classmethod

@@ -386,7 +386,10 @@ class Subject(NamedTuple):
     frozen: Mapping[str, Any] = {}
 
     def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
-        """Returns the program under a strategy; computes in `dtype` if the model has a field for it."""
+        """Returns the program under a strategy; computes in `dtype` if the model has a field for it.
+
+        Raises UserError as `bind`.
+        """
         model, options = computing_in(self.model, dtype), {**self.options, **self.frozen}
         return bind(model, self.optimizer, example, batch, axes=self.axes, seed=self.seed, **options)
 

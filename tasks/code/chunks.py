@@ -88,11 +88,17 @@ class ChunkTask(abc.ABC):
         return {**streams.batch_spec(batch_size, length=self.length), DOCUMENTS: documents}
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of training batches."""
+        """Returns an endless iterator of training batches.
+
+        Raises UserError if the streams do not divide the batch, or the split has no rows.
+        """
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out row once, at most `eval_rows`; rows of padding fill the last batch."""
+        """Returns batches with each held-out row once, at most `eval_rows`; rows of padding fill the last batch.
+
+        Raises UserError if the streams do not divide the batch, or the split has no rows.
+        """
         return self._batches(layout, self.held_out, None)
 
     def evaluating(self, rows: int | None) -> ChunkTask:

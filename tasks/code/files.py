@@ -207,7 +207,7 @@ def code_files(
       exclude: files of evaluation sets, such as `HumanEval.jsonl`; training files that share text with them are left
         out.
       exclude_words, exclude_characters: see `tasks.text.decontamination.Excluded`.
-      least_tokens: shorter pieces of files are left out.
+      least_tokens: shorter pieces of files are left out; from 1 to `length`.
 
     Raises:
       UserError: a language or split is unknown, a pattern is not a text, or a number is out of range.

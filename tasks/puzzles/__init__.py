@@ -106,7 +106,7 @@ def maze(
     No held-out maze is a rotated or mirrored training maze.
 
     Args:
-      size: rows and columns.
+      size: rows and columns, from 5 to 100.
       num_train: number of training mazes.
       num_test: number of held-out mazes.
       min_path: shortest paths have more steps than this; None: 110 for 30 x 30, otherwise proportional to the area.

@@ -79,11 +79,17 @@ class Judge:
 
         Args:
           batches: `inputs` and `predicted` [B, 900], `puzzle_ids` and `q_halt` [B] of each batch.
+
+        Raises:
+          UserError: the identifier of a variant is malformed.
         """
         return count_votes(answer for batch in batches for answer in self._answers(batch))
 
     def scores(self, votes: Votes) -> dict[str, Any]:
-        """Returns pass@k by k, and the numbers of puzzles, tests, tests with votes, and votes, as JSON values."""
+        """Returns pass@k by k, and the numbers of puzzles, tests, tests with votes, and votes, as JSON values.
+
+        Raises UserError if there are no puzzles.
+        """
         tests = [(name, as_grid(test["input"])) for name, puzzle in self.puzzles.items() for test in puzzle["test"]]
         counted = [sum(support.votes for support in votes.get(test, {}).values()) for test in tests]
         return {
@@ -112,7 +118,7 @@ def read_judge(directory: str) -> Judge | None:
     """Returns the judge of the dataset in a folder; None if it is not an ARC dataset (has no test_puzzles.json).
 
     Raises:
-      UserError: test_puzzles.json is damaged or empty.
+      UserError: test_puzzles.json is damaged or empty, or the dataset is incomplete.
     """
     file = paths.resolve(directory) / arc_sets.TEST_PUZZLES
     if not file.exists():
@@ -128,7 +134,10 @@ def read_judge(directory: str) -> Judge | None:
 
 
 def count_votes(answers: Iterable[Answer]) -> Votes:
-    """Converts answers back to their puzzles, and counts them as votes; an answer without a grid is no vote."""
+    """Converts answers back to their puzzles, and counts them as votes; an answer without a grid is no vote.
+
+    Raises UserError if the name of an answer is malformed.
+    """
     found: dict[tuple[str, Grid], dict[Grid, Support]] = {}
     for answer in answers:
         puzzle, variant = arc_grids.parse(answer.name)

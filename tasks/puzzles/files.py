@@ -121,7 +121,7 @@ def read_metadata(directory: str, split: str) -> Metadata:
 
 
 def read_identifiers(directory: str) -> list[str]:
-    """Returns the names of puzzles, indexed by id."""
+    """Returns the names of puzzles, indexed by id. Raises FileNotFoundError if the dataset is not complete."""
     return json.loads((paths.resolve(directory) / IDENTIFIERS).read_text())
 
 
@@ -147,7 +147,10 @@ def read_group_indices(directory: str, split: str) -> np.ndarray:
 
 
 def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the first example's tokens and labels, [S] each, and the number of examples; reads nothing else."""
+    """Returns the first example's tokens and labels, [S] each, and the number of examples; reads nothing else.
+
+    Raises UserError if a file is no .npy file.
+    """
     folder, rows = paths.resolve(directory) / split, []
     for name in ("inputs", "labels"):
         file = folder / f"{SET}__{name}.npy"

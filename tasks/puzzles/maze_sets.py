@@ -23,7 +23,7 @@ class MazeSet:
     """The parameters of a dataset of mazes.
 
     Attributes:
-      size: N, rows and columns.
+      size: N, rows and columns, from 5 to 100.
       num_train: number of training mazes, each a group; None: all of the CSV file.
       num_test: number of held-out mazes; None: all of the CSV file.
       min_path: generated shortest paths have more steps than this; None: 110 for 30 x 30, proportional to the area.

@@ -11,7 +11,13 @@ from tasks.puzzles import writing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomGrids:
-    """A `task.Recipe` that writes random tokens instead of puzzles."""
+    """A `task.Recipe` that writes random tokens instead of puzzles.
+
+    Attributes:
+      seq_len: S, tokens per grid.
+      vocab_size: tokens are 1 to vocab_size - 1; at most 256.
+      num_train, num_test: numbers of grids in the splits.
+    """
 
     seq_len: int
     vocab_size: int
@@ -23,7 +29,7 @@ class RandomGrids:
         return {"kind": "random grids", **dataclasses.asdict(self)}
 
     def build(self, directory: str) -> Mapping[str, Any]:
-        """Writes the dataset and returns the content of its build.json."""
+        """Writes the dataset and returns the content of its build.json. Raises UserError as `writing.dataset`."""
         rng = np.random.default_rng(0)
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
             for split, count in ((out.train, self.num_train), (out.test, self.num_test)):

@@ -72,6 +72,9 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
       rng: source of randomness.
       size: rows and columns of the grid: 4, 6 or 9.
       clues: minimum and maximum number of clues; None: `CLUES[size]`.
+
+    Raises:
+      UserError: the size is not 4, 6 or 9.
     """
     solution = _solved(rng, size)
     low, high = clues or CLUES[size]
@@ -88,7 +91,10 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
 
 
 def rate(grid: Sequence[int], *, size: int) -> int:
-    """Returns the difficulty of a puzzle: the number of backtracks of a complete search (`sudoku_solver.solve`)."""
+    """Returns the difficulty of a puzzle: the number of backtracks of a complete search (`sudoku_solver.solve`).
+
+    Raises UserError if the size is not 4, 6 or 9.
+    """
     return sudoku_solver.solve(grid, size=size)[1]
 
 

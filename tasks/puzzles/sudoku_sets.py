@@ -236,7 +236,10 @@ def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
 
 
 def is_solved(grid: np.ndarray, *, size: int) -> bool:
-    """Returns whether every row, column and box of a grid [C] has every digit once."""
+    """Returns whether every row, column and box of a grid [C] has every digit once.
+
+    Raises UserError if the size is not 4, 6 or 9.
+    """
     cells = np.asarray(grid)
     units = ([c for c in range(size**2) if unit >> c & 1] for unit in shape(size).units)
     return all(sorted(cells[unit].tolist()) == list(range(1, size + 1)) for unit in units)

@@ -188,6 +188,8 @@ def solve(grid: Sequence[int], *, size: int, at_most: int = 2) -> tuple[list[lis
 
     With `at_most=2`, finding one solution proves that it is unique, and the backtracks are the puzzle's rating: the
     number of candidates tried without success in the complete search.
+
+    Raises UserError if the size is not 4, 6 or 9.
     """
     search = Search(shape(size), at_most=at_most)
     search.run(places_of(grid, search._shape))

@@ -73,7 +73,10 @@ class Stored:
             raise UserError(_EMPTY.format(self.directory))
 
     def split(self, name: str) -> Split:
-        """Returns one split, which the first call reads."""
+        """Returns one split, which the first call reads.
+
+        Raises UserError if a file breaks a rule of the format, or there are fewer puzzles or copies than requested.
+        """
         if name not in self._splits:
             found = files.read_split(self.directory, name)
             if name == "train":
@@ -245,7 +248,7 @@ class PuzzleTask:
         ]
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch."""
+        """Returns the fields of a global batch. Raises UserError if the batch size is below 1."""
         streams.rows_per_stream(batch_size, num_streams=1)
         tokens = Field((batch_size, self.length), np.int32, ("batch", "length"))
         return {"inputs": tokens, "labels": tokens, "puzzle_ids": Field((batch_size,), np.int32, ("batch",))}
@@ -269,6 +272,8 @@ class PuzzleTask:
         """Returns batches with each held-out example, or each of a fixed subset, once.
 
         Rows that only fill the last batch are not scored.
+
+        Raises UserError if the dataset is damaged.
         """
         split = self.source.split("test")
 

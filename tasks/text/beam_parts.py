@@ -45,6 +45,9 @@ class Beam:
     Attributes:
       runner: one of `RUNNERS`.
       options: Beam's options, as on a command line.
+
+    Raises:
+      UserError: Beam is not installed, or a quotation mark in the options is not closed.
     """
 
     runner: str

@@ -141,7 +141,10 @@ class ChatFiles(Corpus):
         return found
 
     def first_conversation(self) -> Chat | None:
-        """Returns the first line with messages; None if the first 1,000 have none, or a file is remote."""
+        """Returns the first line with messages; None if the first 1,000 have none, or a file is remote.
+
+        Raises UserError for a malformed line or an empty split.
+        """
         if any(map(paths.is_remote, (*self.train, *self.validation))):
             return None
         found = (line.chat() for line in self.lines("train")[:_MOST_TRIED])

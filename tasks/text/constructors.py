@@ -188,7 +188,7 @@ def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | Non
     of their name. The library's tests are left out, because some installations lack them.
 
     Args:
-      length: tokens per row.
+      length: tokens per row, at least 2.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
 
@@ -214,7 +214,7 @@ def files(
         (.gz, .zst, .bz2). `train = None` is an error, which `problems` reports.
       validation: one or more patterns. Default: about 5% of the .txt files, or of the lines and rows, chosen by hash.
       field: the JSON key, or the column, that has the text.
-      length: tokens per row.
+      length: tokens per row, at least 2.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
 
@@ -242,8 +242,8 @@ def chats(
         `tools` and `documents` if the template needs them; or `prompt` and `completion`. `train = None` is an error,
         which `problems` reports.
       validation: one or more patterns. Default: about 5% of the lines, chosen by hash.
-      length: tokens per row. Longer conversations are cut, and skipped if no token of an answer is left; the report of
-        the data counts both.
+      length: tokens per row, at least 2. Longer conversations are cut, and skipped if no token of an answer is left;
+        the report of the data counts both.
       num_streams: number of data streams; must divide the batch size. Training needs at least as many conversations.
       vocabulary: the tokenizer of a published model (`vocabularies.tokenizer`).
 
@@ -281,7 +281,7 @@ def tfds(
       validation_split: the split for evaluation.
       field: the feature that holds the text.
       data_dir: the folder of datasets, local or gs://, which all hosts can read; default: TensorFlow Datasets' own.
-      length: tokens per row.
+      length: tokens per row, at least 2.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
 
@@ -319,7 +319,7 @@ def huggingface(
       field: the column that holds the text.
       streaming: whether to read over the network during training; otherwise the dataset is downloaded first.
       where: keeps only documents with one of these values in each column: `{'lang': ('Python', 'Go')}`. None: all.
-      length: tokens per row.
+      length: tokens per row, at least 2.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: default: bytes.
 
@@ -374,7 +374,7 @@ def seqio(
       live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the same
         version of TensorFlow, and the position of each stream includes its buffers.
       vocabulary: for Renga's own tasks; default: bytes. Your own task uses the vocabulary of its features.
-      length: tokens per row.
+      length: tokens per row, at least 2.
       num_streams: number of data streams; must divide the batch size.
 
     Raises:
@@ -412,7 +412,7 @@ def tokens(
       cache: the folder of the cache, local or gs://. None is an error, which `problems` reports.
       concatenate: whether documents fill rows one after another and are cut where a row ends. By default documents are
         packed whole, and only those with more than `length` tokens are cut.
-      length: tokens per row; runs may use one cache with different lengths.
+      length: tokens per row, at least 2; runs may use one cache with different lengths.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: the vocabulary with which the documents were converted; default: bytes.
 

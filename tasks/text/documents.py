@@ -66,7 +66,10 @@ def validation_names(names: Iterable[str]) -> set[str]:
 
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
-    """Returns the files that match any pattern, sorted by name (the path relative to their common folder)."""
+    """Returns the files that match any pattern, sorted by name (the path relative to their common folder).
+
+    Raises UserError if a pattern is empty or has a scheme other than gs://.
+    """
     found = {path: about for pattern in patterns for path, about in paths.listed(pattern).items()}
     if not found:
         return ()
@@ -369,7 +372,10 @@ def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[An
 
 
 def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iterator[Any]:
-    """Yields the result of `read_line(path, line number, line)` for each whole line in a file's first MiB."""
+    """Yields the result of `read_line(path, line number, line)` for each whole line in a file's first MiB.
+
+    Raises UnreadableFile if the file cannot be read; also what `read_line` raises.
+    """
     content, is_cut = _beginning(file)
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1] if is_cut else lines, start=1):
@@ -377,7 +383,10 @@ def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iter
 
 
 def first_text(file: File) -> Iterator[bytes]:
-    """Yields the first MiB of a file that is one document, checked."""
+    """Yields the first MiB of a file that is one document, checked.
+
+    Raises UnreadableFile if the file cannot be read, MalformedDocument if it is not text.
+    """
     content, is_cut = _beginning(file)
     yield file_text(file.path, content, is_cut=is_cut)
 

@@ -42,7 +42,10 @@ class Vocabulary(Protocol):
         """Converts text to ids, without adding an end-of-document id."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Converts ids up to the first end-of-document id to text; special ids give no text."""
+        """Converts ids up to the first end-of-document id to text; special ids give no text.
+
+        Raises UserError for an id outside the vocabulary.
+        """
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
         """Makes the vocabulary usable; called first on host 0, then on the others.

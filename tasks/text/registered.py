@@ -61,7 +61,10 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
 
 
 def vocabulary(ours: Vocabulary) -> Any:
-    """Returns one of Renga's vocabularies, such as `vocabularies.tokenizer(folder)`, as a seqio Vocabulary."""
+    """Returns one of Renga's vocabularies, such as `vocabularies.tokenizer(folder)`, as a seqio Vocabulary.
+
+    Raises UserError if seqio is not installed.
+    """
     seqio = seqio_tasks.library()
     if ours.hash == vocabularies.bytes().hash:
         return seqio.ByteVocabulary()

@@ -394,7 +394,7 @@ class _TaskJob:
         }  # fmt: skip
 
     def sources(self) -> list[dict[str, Any]]:
-        """Returns the path, size and version of each file that the task reads."""
+        """Returns the path, size in bytes and version of each file that the task reads."""
         from tasks.text import tokenizing
 
         return tokenizing.listing({name: paths.resolve(name).stat().length for name in self._about["files"]})

@@ -104,7 +104,7 @@ class LiveSeqio(Corpus):
 
 
 class SeqioStream(Stream):
-    """`streams.Stream` over a tf.data iterator."""
+    """`streams.Stream` over a tf.data iterator. Raises UserError as `rows`."""
 
     def __init__(self, corpus: LiveSeqio, spec: StreamSpec) -> None:
         self._tf = tensorflow()
@@ -157,7 +157,10 @@ def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
 
 
 def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
-    """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T]."""
+    """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T].
+
+    Raises UserError if seqio is not installed; also as `seqio_tasks.registered`.
+    """
     tf, seqio = tensorflow(), seqio_tasks.library()
     lengths = corpus.lengths(spec.length)
     with log_filters.without_records(*_HARMLESS):

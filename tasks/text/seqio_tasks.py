@@ -83,6 +83,9 @@ def described(name: str) -> dict[str, Any]:
     Returns:
       `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` and `hash`; for SentencePiece also its
         `model` in base64.
+
+    Raises:
+      UserError: as `registered`.
     """
     vocabulary, seqio = registered(name).output_features["targets"].vocabulary, library()
     size, eos = int(vocabulary.vocab_size), vocabulary.eos_id
@@ -101,7 +104,10 @@ def described(name: str) -> dict[str, Any]:
 
 
 def reserves_zero(vocabulary: Any) -> bool:
-    """Returns whether id 0 of a seqio vocabulary is used only for padding."""
+    """Returns whether id 0 of a seqio vocabulary is used only for padding.
+
+    Raises UserError if seqio is not installed.
+    """
     seqio = library()
     if isinstance(vocabulary, seqio.SentencePieceVocabulary):
         return vocabulary.tokenizer.pad_id() == 0
@@ -110,7 +116,15 @@ def reserves_zero(vocabulary: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SeqioVocabulary(Vocabulary):
-    """The vocabulary of a registered task, as `tasks.text.ids.Vocabulary`."""
+    """The vocabulary of a registered task, as `tasks.text.ids.Vocabulary`.
+
+    Attributes:
+      name: name of the task.
+      module: the Python module that registers it; None: one of Renga's own tasks.
+
+    Raises:
+      UserError: as `registered`, at the first use.
+    """
 
     name: str
     module: str | None = None

@@ -51,7 +51,10 @@ class FileSource(DocumentSource):
         return None
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns the parts of a split; all streams share validation lines, because a file may have none."""
+        """Returns the parts of a split; all streams share validation lines, because a file may have none.
+
+        Raises UserError if the split has no files; also as `text_formats.Rows`.
+        """
         files, kept = self.files(split), self.kept_split(split)
         divides = len(files) < num_streams and kept != "validation"
         parts = [part for file in files for part in self._parts_of(file, num_streams if divides else 1, kept)]

@@ -135,7 +135,10 @@ class Rows:
             )
 
     def read(self, start: int, stop: int) -> Iterator[bytes | None]:
-        """Yields the values of rows start to stop - 1, None for null; decodes whole row groups."""
+        """Yields the values of rows start to stop - 1, None for null; decodes whole row groups.
+
+        Raises UnreadableFile if the file ends early or is damaged.
+        """
         import pyarrow
 
         groups = [g for g, (a, b) in enumerate(itertools.pairwise(self.groups)) if a < stop and b > start]
@@ -155,5 +158,5 @@ class Rows:
 
 
 def row_groups(path: str, field: str) -> list[tuple[int, int]]:
-    """Returns (start, stop) of the rows of each row group of a .parquet file."""
+    """Returns (start, stop) of the rows of each row group of a .parquet file. Raises UserError as `Rows`."""
     return list(itertools.pairwise(Rows(path, field).groups))

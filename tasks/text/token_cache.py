@@ -176,7 +176,10 @@ class TokenCache(DocumentSource):
         return {}
 
     def arrays(self, split: str) -> dict[str, Any]:
-        """Opens the arrays of a split once; all streams of a host share cached blocks."""
+        """Opens the arrays of a split once; all streams of a host share cached blocks.
+
+        Raises UserError if the cache cannot be read.
+        """
         if split not in self._opened:
             folder = paths.resolve(self.path) / split
             with _reading(self.path):
@@ -190,7 +193,10 @@ class TokenCache(DocumentSource):
         return DocumentStream(self.chunks(spec), spec, concatenates=self.concatenates)
 
     def chunks(self, spec: StreamSpec) -> Chunks:
-        """Opens the chunks of one stream at its start."""
+        """Opens the chunks of one stream at its start.
+
+        Raises UserError if the cache cannot be read, or the split has no documents.
+        """
         return _Documents(self, spec)
 
     def sample_texts(self) -> Iterator[str]:
@@ -223,7 +229,7 @@ class TokenCache(DocumentSource):
         return f"text.tokens: {self.path} ({counts} documents (train + validation), {tokens:,} tokens){how}"
 
     def train_tokens(self) -> int:
-        """Returns the number of tokens of the training split."""
+        """Returns the number of tokens of the training split. Raises UserError as `split`."""
         return self.split("train").tokens
 
     def fingerprint(self) -> str:

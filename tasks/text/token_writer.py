@@ -175,7 +175,10 @@ class Writer:
             seen.add(self._signatures.read().reshape(-1, near_duplicates.HASHES))
 
     def add(self, batch: Batch, converted: Converted) -> None:
-        """Adds the documents of a batch except those left out; writes when there are enough."""
+        """Adds the documents of a batch except those left out; writes when there are enough.
+
+        Raises UserError as `commit`.
+        """
         counts, self._position = self.counts, batch.position
         self._read |= batch.files
         counts.fraction = batch.fraction

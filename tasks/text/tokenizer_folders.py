@@ -31,6 +31,9 @@ class FolderTokenizer(ChatVocabulary):
     Attributes:
       path: the folder's path, or its name on Hugging Face.
       pad_id: None, because no id is reserved; rows are padded with 0, and their weights say what is padding.
+
+    Raises:
+      UserError: a file of the folder is missing or malformed, at the first use of what needs it.
     """
 
     pad_id = None
@@ -91,7 +94,10 @@ class FolderTokenizer(ChatVocabulary):
         return value
 
     def token(self, role: str) -> str | None:
-        """Returns the text of a special token such as "bos_token"; None if the folder names none."""
+        """Returns the text of a special token such as "bos_token"; None if the folder names none.
+
+        Raises UserError if the setting is no text.
+        """
 
         def text(value: Any) -> Any:
             return value.get("content") if isinstance(value, Mapping) else value
@@ -154,7 +160,10 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def bos_id(self) -> int:
-        """The begin-of-text id; for models without one, such as Qwen's, the end-of-document id."""
+        """The begin-of-text id; for models without one, such as Qwen's, the end-of-document id.
+
+        Raises UserError if the folder names neither.
+        """
         found = self._id("bos")
         return self.eos_id if found is None else found
 
@@ -173,7 +182,10 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: the end-of-document id, those of `generation_config.json`, and ends of answers."""
+        """Ids that end generation: the end-of-document id, those of `generation_config.json`, and ends of answers.
+
+        Raises UserError if the folder names no end-of-document token.
+        """
         return tuple(dict.fromkeys([self.eos_id, *self._listed_ids("eos"), *self.turn_ends]))
 
     @property
@@ -186,11 +198,14 @@ class FolderTokenizer(ChatVocabulary):
         return hashlib.sha256(json.dumps([self._text, self.bos_id, self.eos_id]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Converts text to ids; adds no special tokens, but recognizes those written in the text."""
+        """Converts text to ids; adds no special tokens, but recognizes those written in the text.
+
+        Raises UserError for an id without an embedding in the folder's model.
+        """
         return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each text."""
+        """Returns the ids of each text. Raises UserError for an id without an embedding in the folder's model."""
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._embedded(each.ids) for each in found]
 
@@ -209,7 +224,10 @@ class FolderTokenizer(ChatVocabulary):
         return sum(i >= self.size for i in self._ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids, and for each id the first character that it covers and the one after its last."""
+        """Returns the ids, and for each id the first character that it covers and the one after its last.
+
+        Raises UserError for an id without an embedding in the folder's model.
+        """
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return self._embedded(found.ids), found.offsets
 

@@ -100,13 +100,12 @@ def write(
     Args:
       out: the folder of the cache.
       begun: settings that must be the same when a command continues a cache.
-      files: the path, size and version of each source.
+      files: the path, size in bytes and version of each source.
       convert: called with `files` and a position (None: the start); yields batches with their converted documents.
       require: raises UserError if too little was written.
       seen: finds near duplicates; None: they are kept.
       quiet: whether the only message is that the command continues.
       say, report, check: as in `run`.
-
     """
     folder = paths.resolve(out)
     if (done := _read(folder / COMPLETE)) is not None:
@@ -218,7 +217,7 @@ def _listed(source: TextFiles | Tfds | HuggingFace) -> list[dict[str, Any]]:
 
 
 def listing(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns the path, size and version of each file, given sizes by path."""
+    """Returns the path, size in bytes and version of each file, given sizes by path."""
     return [{"path": path, "bytes": size, "version": paths.file_version(path)} for path, size in sizes.items()]
 
 

@@ -46,7 +46,10 @@ class Bytes(Vocabulary):
         return [byte + self._offset for byte in text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Converts ids to text; bytes that are not UTF-8 are skipped."""
+        """Converts ids to text; bytes that are not UTF-8 are skipped.
+
+        Raises UserError for an id outside the vocabulary.
+        """
         body = before_end(ids, self)
         kept = [i - self._offset for i in body if i >= self._offset]
         return builtins.bytes(kept).decode(errors="ignore")
@@ -85,7 +88,10 @@ class Numbers(Vocabulary):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Writes every id, because there is no end-of-document id."""
+        """Writes every id, because there is no end-of-document id.
+
+        Raises UserError for an id outside the vocabulary.
+        """
         ids = [int(i) for i in ids]
         check_ids(ids, self)
         return " ".join(map(str, ids))
@@ -143,6 +149,9 @@ def named(name: str | None) -> Vocabulary:
     Args:
       name: `bytes`, a SentencePiece model (.model), or the folder of a published model; both local or gs://. None is an
         error, which `problems` reports.
+
+    Raises:
+      UserError: `name` is no string.
     """
     if name == "bytes":
         return bytes()

@@ -55,7 +55,7 @@ class ImageQuestions:
       train_files, validation_files: patterns of .jsonl files.
       image_size: rows and columns to which images are resized.
       image_tokens: S, positions per image.
-      length: T, tokens per row.
+      length: T, tokens per row; at least S + 2.
       num_streams: number of data streams; divides the batch size.
       vocabulary: converts text to ids.
       kinds: names of kinds of questions; the field `kind` of a batch has indices into them.
@@ -84,7 +84,7 @@ class ImageQuestions:
     evaluated: int | None = None
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch."""
+        """Returns the fields of a global batch. Raises UserError if the streams do not divide the batch."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return batch_spec(
             batch_size,
@@ -103,11 +103,17 @@ class ImageQuestions:
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out question once, or the first `evaluated` ones; padding is not scored."""
+        """Returns batches with each held-out question once, or the first `evaluated` ones; padding is not scored.
+
+        Raises UserError for a malformed line or an empty split.
+        """
         return self._batches(layout, "validation", None)
 
     def evaluated_on(self, most: int | None = None) -> str:
-        """Describes the questions that an evaluation scores, at most `most`; None: no such limit."""
+        """Describes the questions that an evaluation scores, at most `most`; None: no such limit.
+
+        Raises UserError for a malformed line or an empty split.
+        """
         count = len(self.questions("validation"))
         taken = min(n for n in (count, self.evaluated, most) if n is not None)
         return f"all {count:,} held-out questions" if taken == count else f"{taken:,} of {count:,} held-out questions"

@@ -434,7 +434,7 @@ def splash_attention(
 
     Args:
       q, k, v, segment_ids, kv_segment_ids, prefix, sinks, scores, order: as in `plain`; each chip has keys and values
-        of all positions.
+        of all positions. It raises UserError if the rows of a `prefix` are too long.
       masks: a mask for every head, instead of the causal or window mask.
       tiles: upper limits of the tiles.
       interpret: whether to run the kernel in Pallas's interpreter, on any device.

@@ -90,6 +90,9 @@ def arrange(x: jax.Array, *names: str | None, back: bool = False) -> jax.Array:
       x: the array.
       *names: its logical axes.
       back: whether to change from the order of the ring to that of the row instead.
+
+    Raises:
+      UserError: as `order`.
     """
     count = shards()
     if count == 1:

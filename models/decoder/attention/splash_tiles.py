@@ -18,8 +18,8 @@ class Tiles:
     more of a chip's vector memory (VMEM), and fewer reads of keys and values from HBM.
 
     Attributes:
-      queries: number of query positions per tile.
-      keys: number of key and value positions per tile.
+      queries: number of query positions per tile, a multiple of 128.
+      keys: number of key and value positions per tile, a multiple of 128.
       fused_backward: whether one kernel computes the gradients of queries, keys and values. It computes scores once
         instead of twice, but stores partial gradients of queries, one per tile of keys, in HBM.
 

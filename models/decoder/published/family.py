@@ -152,6 +152,9 @@ def llama(
       rope: the rotary embedding; None: the one that the configuration describes for all layers.
       activation: the key that names the activation.
       **other: other fields.
+
+    Raises:
+      UserError: the rotary embedding or the activation is not supported, or the sizes of heads do not fit together.
     """
     theta, scaling = rope or rope_settings.of_all_layers(config)
     _check_heads(config)

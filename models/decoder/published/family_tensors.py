@@ -35,12 +35,15 @@ def sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
     Args:
       model: the decoder.
       kind: the `model_type` in the folder's `config.json`; "": the one that an export of the decoder has.
+
+    Raises:
+      UserError: `kind` is "" and no family has the decoder's fields.
     """
     return families.known()[kind or families.family(model)].sources(model)
 
 
 def named_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
-    """Returns `sources` with the complete tensor names of exported folders."""
+    """Returns `sources` with the complete tensor names of exported folders. Raises UserError as `sources`."""
     kind = kind or families.family(model)
     prefix = families.known()[kind].prefixes[0]
     return {path: source.prefixed(prefix) for path, source in sources(model, kind).items()}
@@ -100,6 +103,9 @@ def adapter_config(model: DecoderConfig, base: str, kind: str = "") -> dict[str,
       model: the decoder with adapters.
       base: the published model, a folder or hf://OWNER/NAME[@REVISION].
       kind: as in `adapter_sources`.
+
+    Raises:
+      UserError: as `adapter_sources`.
     """
     name, _, revision = base.removeprefix("hf://").partition("@") if base.startswith("hf://") else (base, "", "")
     assert model.lora is not None
@@ -129,6 +135,8 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     """Returns access to a decoder's parameters in the folder of a published model.
 
     Reads only its `config.json` and the headers of its tensor files.
+
+    Raises UserError if the folder cannot be read or downloaded, or describes a model that is not supported.
     """
     found = published_files.small_files(folder)
     name = published_files.described(folder)
