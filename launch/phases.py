@@ -28,7 +28,7 @@ class Phase:
     """The settings that change after a step; None keeps the setting of the previous phase.
 
     Attributes:
-      after: the last step of the previous phase.
+      after: the last step of the previous phase; ascending from phase to phase, at least 1, and below `total_steps`.
       task: the data.
       batch_size: rows of a global batch.
       accum_steps: microbatches per step.

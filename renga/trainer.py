@@ -67,7 +67,7 @@ class Trainer:
           optimizer: an optimizer of Renga, or any optax transformation.
           strategy: how arrays are sharded over the devices.
           run_dir: where checkpoints and metrics are written, local or gs://; one run per directory.
-          batch_size: rows of a batch.
+          batch_size: rows of a batch; a multiple of `task.num_streams`.
           init_from: parameters that a new run starts from: a run, RUN@STEP or the folder of a published model; or
             arrays in memory, `{module: {name: array}}`, such as `params` of another trainer, which are copied.
           **settings: other settings of `launch.experiment` and `launch.settings`, such as `seed`, `accum_steps`,

@@ -27,7 +27,14 @@ from tasks import streams
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTask:
-    """A `core.types.Task` whose rows are chunks of another task's rows; other attributes are those of that task."""
+    """A `core.types.Task` whose rows are chunks of another task's rows.
+
+    Attributes that are not listed are those of the other task.
+
+    Attributes:
+      whole: the other task.
+      length: positions per chunk; the rows of `whole` must be two or more chunks long.
+    """
 
     whole: Task
     length: int

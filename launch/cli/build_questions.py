@@ -32,7 +32,7 @@ def add_arguments(_: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(_: str, given: Mapping[str, Any], out: str) -> int:
-    """Builds the dataset, then prints a summary."""
+    """Builds the dataset, then prints a summary. Raises UserError as `QuestionSet.write`."""
     source = question_sets.QuestionSet(**given)
     with Progress(TextColumn("{task.description}"), console=terminal.console(80)) as progress:
         bar = progress.add_task("")

@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of the four subcommands."""
+    """Runs one of the four subcommands.
+
+    Returns the exit code: 1 if `verify` finds damage or `diff` a difference, otherwise 0. Raises UserError if there is
+    no such run or checkpoint.
+    """
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     return args.action(args)
 

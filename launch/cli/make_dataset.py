@@ -31,6 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the dataset, then prints a summary."""
+    """Builds the dataset, then prints a summary. Raises UserError as the command of the kind of dataset."""
     given = {name: value for name, value in vars(args).items() if name not in ("built", "out")}
     return _KINDS[args.built].run(args.built, given, args.out)

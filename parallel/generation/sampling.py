@@ -17,8 +17,9 @@ class Sampling(NamedTuple):
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draws from this many of the most likely tokens; 0: from all.
-      top_p: draws from the most likely tokens that together have this probability (Holtzman et al. 2020).
-      min_p: draws from tokens with at least this fraction of the largest probability (Nguyen et al. 2024).
+      top_p: draws from the most likely tokens that together have this probability (Holtzman et al. 2020); 1: from all.
+      min_p: draws from tokens with at least this fraction, from 0 to 1, of the largest probability (Nguyen et al.
+        2024); 0: from all.
     """
 
     temperature: float = 1.0

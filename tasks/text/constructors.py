@@ -368,12 +368,14 @@ def seqio(
       module: the Python module that registers it, such as `my_tasks`; None: one of Renga's own tasks.
       cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the workspace, one per
         host unless hosts share the workspace.
-      inputs_length: maximum number of ids of `inputs` in a row; targets get the rest of `length`. None: a task without.
+      inputs_length: maximum number of ids of `inputs` in a row, below `length`; targets get the rest. None: a task
+        without.
       epochs: if preprocessors draw random numbers: number of epochs to cache, each with its own random numbers; these
         epochs are then repeated. None: they must draw none.
       live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the same
         version of TensorFlow, and the position of each stream includes its buffers.
-      vocabulary: for Renga's own tasks; default: bytes. Your own task uses the vocabulary of its features.
+      vocabulary: for Renga's own tasks, which take none of `cache`, `inputs_length`, `epochs` and `live`; default:
+        bytes. Your own task uses the vocabulary of its features.
       length: tokens per row, at least 2.
       num_streams: number of data streams; must divide the batch size.
 

@@ -73,8 +73,8 @@ class Excluded:
     """The texts of evaluation sets, for `shares_text`.
 
     Attributes:
-      words: number of successive words that count as shared text; None: not compared.
-      characters: length of a substring that counts as shared text; None: not compared.
+      words: number of successive words that count as shared text, at least 4; None: not compared.
+      characters: length of a substring that counts as shared text, at least 16; None: not compared.
       digest: a hash of the texts and both lengths.
     """
 

@@ -18,8 +18,8 @@ class Filters:
       exclude: patterns of files of evaluation sets (`decontamination.read`); documents that share text with them are
         left out.
       words, characters: how much shared text counts; see `decontamination.Excluded`.
-      near_duplicates: the similarity from which a document counts as repeating an earlier one (`near_duplicates.Seen`);
-        None: all are kept.
+      near_duplicates: the similarity, from 0.5 to 0.95, from which a document counts as repeating an earlier one
+        (`near_duplicates.Seen`); None: all are kept.
       digest: the digest of the texts to exclude, which must be the same in every process; "": not compared.
     """
 

@@ -57,7 +57,7 @@ class Seen:
     """
 
     def __init__(self, similarity: float) -> None:
-        """Chooses the bands for a similarity. Raises UserError if it is not from LEAST_ to MOST_SIMILARITY."""
+        """Chooses the bands for a similarity, from 0.5 to 0.95. Raises UserError for another one."""
         if not LEAST_SIMILARITY <= similarity <= MOST_SIMILARITY:
             raise UserError(
                 f"near duplicates with a similarity of {similarity}: expected {LEAST_SIMILARITY} to {MOST_SIMILARITY}"

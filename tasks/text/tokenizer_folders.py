@@ -151,6 +151,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def eos_id(self) -> int:
+        """The end-of-document id. Raises UserError if the folder names no `eos_token` that its tokenizer has."""
         found = self._id("eos")
         if found is None:
             if text := self.token("eos_token"):
@@ -173,6 +174,7 @@ class FolderTokenizer(ChatVocabulary):
         return chat_answers.turn_ends(self)
 
     def token_of(self, token_id: int) -> str:
+        """Returns the text of the token with an id. Raises UserError if there is none."""
         found = self._tokenizer.id_to_token(token_id)
         if found is None:
             raise UserError(

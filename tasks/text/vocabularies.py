@@ -83,6 +83,10 @@ class Numbers(Vocabulary):
         return hashlib.sha256(f"numbers below {self.size}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        """Converts numbers with white space between them.
+
+        Raises UserError for a number outside the vocabulary, ValueError for a word that is no number.
+        """
         ids = [int(word) for word in text.split()]
         check_ids(ids, self)
         return ids

@@ -340,8 +340,8 @@ def random_questions(
     Args:
       image_size: pixels along a side.
       image_tokens: positions of an image in a row.
-      length: positions per row, including those of the image.
-      num_streams: number of data streams.
+      length: positions per row, including those of the image; at least image_tokens + 2.
+      num_streams: number of data streams; must divide the batch size.
       vocab_size: number of ids to draw from.
 
     Raises:

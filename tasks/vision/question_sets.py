@@ -66,7 +66,8 @@ class QuestionSet:
         """Writes the files, which appear together in `directory` (local or gs://) at the end; returns counts by split.
 
         Raises:
-          UserError: the directory is in use; there is no such dataset, split or field; or an example cannot be used.
+          UserError: the directory is in use; the splits are equal; there is no such dataset, split or field; `data_dir`
+            is given for data other than `tfds:`; or an example cannot be used.
         """
         if not self.split or self.split == self.validation:
             raise UserError(
