@@ -278,10 +278,21 @@ def test_quickstart_compiles_to_its_record():
     check_compiled("quickstart")
 
 
+# One of each kind of model and slice, none above two minutes; `tests/run.sh lab golden` compiles all.
+COMPILED = (
+    "arrcoc-v5p_8",
+    "llama_3_1_8b_lora",
+    "ponder-quick_v4_64",
+    "trm-suite",
+    "valkyrie_7b",
+    "valkyrie_7b_2xv4_32",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.compiled("v4-32", "v4-64", "v4-128", "v5p-128", "v5p-1024", "v6e-256", "2xv4-32")
-@pytest.mark.parametrize("name", [name for name in RECORDS if name != "quickstart"])
-def test_every_experiment_compiles_to_what_is_recorded(name):
+@pytest.mark.compiled("v4-8", "v4-32", "v4-64", "v5p-8", "2xv4-32")
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_experiment_of_each_kind_compiles_to_what_is_recorded(name):
     check_compiled(name)
 
 
