@@ -183,9 +183,9 @@ def write_headers() -> None:
 def with_header(text: str, record: Prediction, title: str = "Predicted") -> str:
     """Returns a gin text with the prediction in its header: a line `# Predicted:` and an indented one after it."""
     usable = units.size(record["memory"]["usable_bytes"], digits=4)
-    lines = (
-        f"# {title}: {measured.figures(record)} of {usable} a chip; not run on a TPU\n#   ({measured.label(record)}).\n"
-    )
+    unit = slices.get(record["slice"]).chip.unit
+    lines = f"# {title}: {measured.figures(record)} of {usable} a {unit}; not run on a TPU\n"
+    lines += f"#   ({measured.label(record)}).\n"
     return re.sub(rf"(?m)^# {re.escape(title)}:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
 
 

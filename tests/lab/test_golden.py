@@ -124,6 +124,7 @@ def test_seven_billion_at_sixty_four_rows_reach_their_shares_of_the_peak():
 def record(**changes):
     return {
         "fingerprint": "0" * 16,
+        "slice": "v4-8",
         "memory": {"peak_bytes": 2**33},
         "predicted": {
             "step_seconds": {"hidden": 0.5, "scheduled": 0.6, "exposed": 0.8},
@@ -164,6 +165,7 @@ def test_headers_have_the_recorded_predictions(known):
         "SLICE = 'v4-8'",
     ]
     assert golden.with_header("# A model.\n", found) == "# A model.\n"
+    assert "of 32 GiB a device; not" in golden.with_header(text, record(**found | {"slice": "tpu7x-128"}))
     both, title = "# Predicted: a\n# Predicted for v4-64: b\n#   c\n", "Predicted for v4-64"
     assert golden.with_header(both, found, title).startswith(f"# Predicted: a\n# {title}: 600 ms (540 to 750 ms)")
 
