@@ -203,8 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         metavar="N",
         type=flags.at_least(1),
-        default=1,
-        help="runs of each experiment, with different seeds (default: 1)",
+        help="runs of each experiment, with different seeds (default: 1; with --analyze: all that exist)",
     )
     flags.add(parser, "--steps", help="stop each experiment after step N")
     parser.add_argument(
@@ -238,11 +237,12 @@ def run(args: argparse.Namespace) -> int:
             f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
         )
     root = os.fspath(paths.resolve(args.run_root or environment.run_root()))
+    files = suites.files(args.group)
     entries = suites.load(
-        suites.files(args.group),
+        files,
         bindings=args.gin,
         slice_name=args.slice,
-        seeds=args.seeds,
+        seeds=args.seeds or (suites.seeds_run(files, root) if args.analyze else 1),
         root=root,
         level=args.check,
         check_data=runs,

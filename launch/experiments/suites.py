@@ -161,6 +161,18 @@ def load(
     return entries
 
 
+def seeds_run(files: Sequence[Path], root: str) -> int:
+    """Returns the number of seeds, counted from that of the file, up to the last one with a run directory in `root`.
+
+    It is 1 if there is none.
+    """
+    stems = {(path.resolve().parent.name, path.stem) for path in files}
+    folders = [Path(name).parent for group, _ in stems for name in paths.listed(f"{root}/{group}/*_seed*/config.gin")]
+    names = [(folder.parent.name, *folder.name.rpartition("_seed")) for folder in folders]
+    found = (int(seed) for group, stem, _, seed in names if (group, stem) in stems and seed.isdecimal())
+    return 1 + max(found, default=0)
+
+
 def _of_experiments(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}: " if names else ""

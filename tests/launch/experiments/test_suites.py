@@ -203,6 +203,26 @@ def test_chips_are_left_to_the_runs(launch_command, folder, tmp_path):
     assert (tmp_path / "out" / "results.csv").read_text().count("not run") == 3
 
 
+def test_an_analysis_has_every_seed_that_was_run(folder, tmp_path, capsys):
+    root = tmp_path / "runs"
+
+    def analyzed(*more):
+        options = ("--run-root", str(root), "--out", str(tmp_path / "out"), *more)
+        assert main.main(["suite", str(folder), "--analyze", *options]) == 0
+        rows = (tmp_path / "out" / "results.csv").read_text().splitlines()[1:]
+        return [row.split(",")[1] for row in rows]
+
+    assert analyzed() == ["a", "b", "c"]
+    for name in ("a_seed1", "b_seed2", "other_seed5", "a_seed", "a_seedx"):
+        (root / "mine" / name).mkdir(parents=True)
+    (root / "elsewhere" / "a_seed7").mkdir(parents=True)
+    assert analyzed() == ["a", "b", "c"]  # no run began there
+    for run in root.glob("*/*"):
+        (run / "config.gin").write_text(suites.load([folder / "b.gin"])[0].text)
+    assert analyzed() == [f"{name}{seed}" for name in "abc" for seed in ("", "_seed1", "_seed2")]
+    assert analyzed("--seeds", "1") == ["a", "b", "c"]
+
+
 def test_wrong_arguments_are_refused(folder, capsys):
     def said(*arguments):
         assert main.main(["suite", *arguments]) == exit_codes.USER_ERROR
