@@ -41,7 +41,7 @@ class Error(NamedTuple):
 
 
 def label(*, libtpu: str | None = None) -> str:
-    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1; intervals from 20 published steps`.
+    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1; intervals from 25 published steps`.
 
     Args:
       libtpu: version that compiled the step; None for the installed one.
