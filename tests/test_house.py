@@ -65,6 +65,7 @@ FORBIDDEN = {
     "a registry address": r"https?://[\w.-]*(pypi|pythonhosted|artifact|nexus|mirror)|--(extra-)?index-url[ =]\S*:",
     "what looks like a secret": r"\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[\w-]{20,}"
     r"|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w-]{35}|-----BEGIN [A-Z ]*PRIVATE KEY",
+    "a conflict of a merge": r"^(<{7}|>{7}|={7})( |$)",
     "how the project is made": r"(?i)\b(claude|anthropic|chatgpt|(?<!hf://)openai|copilot|ai assistants?"
     r"|system prompts?|sub-?agents?|coding agents?)\b",
 }
