@@ -242,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
         files,
         bindings=args.gin,
         slice_name=args.slice,
-        seeds=args.seeds or (suites.seeds_run(files, root) if args.analyze else 1),
+        seeds=suites.seeds_run(files, root) if args.analyze and not args.seeds else range(args.seeds or 1),
         root=root,
         level=args.check,
         check_data=runs,

@@ -113,12 +113,12 @@ def load(
     *,
     bindings: Sequence[str] = (),
     slice_name: str | None = None,
-    seeds: int = 1,
+    seeds: Sequence[int] = (0,),
     root: str | None = None,
     level: str | None = None,
     check_data: bool = True,
 ) -> list[Entry]:
-    """Loads every experiment with every seed (its file's own, then 1, 2, …), and marks duplicates.
+    """Loads every experiment with every seed, and marks duplicates.
 
     Run directories are in `root`, by default RENGA_RUN_ROOT; those of checks at `level` have their own names. Such a
     check looks for the data itself.
@@ -127,7 +127,7 @@ def load(
       paths: experiment files.
       bindings: gin bindings for all of them.
       slice_name: the slice; None: the one in each file.
-      seeds: number of seeds.
+      seeds: 0 stands for the seed of the file; others are bound to SEED.
       root: the root of the run directories.
       level: the level of the check to make instead of a run; None: a run.
       check_data: whether problems with the data are mistakes, such as missing files.
@@ -139,7 +139,7 @@ def load(
     first: dict[str, str] = {}
     entries = []
     for path in (path.resolve() for path in paths):
-        for seed in range(seeds):
+        for seed in seeds:
             name = f"{path.stem}_seed{seed}" if seed else path.stem
             given = (*bindings, f"SEED = {seed}") if seed else tuple(bindings)
             try:
@@ -161,16 +161,16 @@ def load(
     return entries
 
 
-def seeds_run(files: Sequence[Path], root: str) -> int:
-    """Returns the number of seeds, counted from that of the file, up to the last one with a run directory in `root`.
-
-    It is 1 if there is none.
-    """
-    stems = {(path.resolve().parent.name, path.stem) for path in files}
-    folders = [Path(name).parent for group, _ in stems for name in paths.listed(f"{root}/{group}/*_seed*/config.gin")]
-    names = [(folder.parent.name, *folder.name.rpartition("_seed")) for folder in folders]
-    found = (int(seed) for group, stem, _, seed in names if (group, stem) in stems and seed.isdecimal())
-    return 1 + max(found, default=0)
+def seeds_run(files: Sequence[Path], root: str) -> list[int]:
+    """Returns the seeds with which an experiment of the files has a run directory in `root`, and 0, the file's own."""
+    of_files = {(path.resolve().parent.name, path.stem) for path in files}
+    found = {0}
+    for group in {group for group, _ in of_files}:
+        for name in paths.listed(f"{root}/{group}/*_seed*/config.gin"):
+            stem, _, seed = Path(name).parent.name.rpartition("_seed")
+            if (group, stem) in of_files and seed.isdecimal():
+                found.add(int(seed))
+    return sorted(found)
 
 
 def _of_experiments(names: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.
       sizes: number of rows of each group, [E] int32. Rows after them belong to no group.
 
     Returns:
-      [S, F]; rows that belong to no group have undefined values.
+      [S, F]; rows that belong to no group have undefined values. It has no forward-mode derivative (`jax.jvp`).
     """
     return by_platform(x, matrices, sizes, tpu=by_kernel, cpu=by_blocks, default=jax.lax.ragged_dot)
 
@@ -45,6 +45,8 @@ def by_blocks(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     Args:
       x, matrices, sizes: as in `grouped_product`.
     """
+    if not len(x):
+        return jnp.zeros((0, matrices.shape[-1]), x.dtype)
     average = max(len(x) // len(matrices), 1)
     rows = min(1 << average.bit_length() - 1, _MOST_ROWS)
     blocks = -(-sizes // rows)
@@ -57,7 +59,7 @@ def by_blocks(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
         at = first_rows[group] + (i - ends[group] + blocks[group]) * rows
         of_block = jax.lax.dynamic_slice_in_dim(padded, at, rows)
         product = of_block @ jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
-        return jax.lax.dynamic_update_slice_in_dim(y, product, at, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(y, product.astype(y.dtype), at, axis=0)
 
     y = jax.lax.fori_loop(0, ends[-1], add_block, jnp.zeros((len(padded), matrices.shape[-1]), x.dtype))
     return y[: len(x)]

@@ -280,7 +280,7 @@ def test_quickstart_compiles_to_its_record():
     check_compiled("quickstart")
 
 
-# One of each kind of model and slice, none above two minutes; `tests/run.sh lab golden` compiles all.
+# Those that compile in a minute or two, of several kinds; `tests/run.sh lab golden` compiles all.
 COMPILED = (
     "arrcoc-v5p_8",
     "llama_3_1_8b_lora",
@@ -294,7 +294,7 @@ COMPILED = (
 @pytest.mark.slow
 @pytest.mark.compiled("v4-8", "v4-32", "v4-64", "v5p-8", "2xv4-32")
 @pytest.mark.parametrize("name", COMPILED)
-def test_an_experiment_of_each_kind_compiles_to_what_is_recorded(name):
+def test_experiments_compile_to_what_is_recorded(name):
     check_compiled(name)
 
 

@@ -189,4 +189,4 @@ def test_controls_train_on_the_same_questions(name, method, slots):
     assert {(span.experiment.task.image_tokens, span.experiment.task.length) for span in spans} == {(slots, slots + 12)}
     selectors = {span.experiment.model.selector for span in spans}
     assert {(one.method, one.reads_question) for one in selectors} == {(method, name != "unasked")}
-    assert [len(span.experiment.task.train_files) for span in spans] == [1, 2, 1]
+    assert [len(span.experiment.task.train_files) for span in spans] == [1, 2, 3, 1]  # the last of `train_*.jsonl`

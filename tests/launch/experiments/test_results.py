@@ -21,7 +21,7 @@ PATHS = [suites.HOME / "exp01" / f"exp01{i}.gin" for i in "abc"]
 
 @pytest.fixture(scope="module")
 def entries():
-    return suites.load(PATHS, check_data=False, seeds=2)
+    return suites.load(PATHS, check_data=False, seeds=range(2))
 
 
 def write(folder, lines):
@@ -113,7 +113,7 @@ def text_suite(tmp_path_factory):
     for name, rate in (("low", "1e-3"), ("high", "4e-3")):
         (folder / f"{name}.gin").write_text(TEXT.format(rate=rate))
     root = folder.parent / "runs"
-    entries = suites.load(suites.files(str(folder)), root=str(root), seeds=2, check_data=False)
+    entries = suites.load(suites.files(str(folder)), root=str(root), seeds=range(2), check_data=False)
     for number, entry in enumerate(entries[:-1]):
         steps = (100, 3.0 + number), (200, 2.0 + number)
         lines = [json.dumps({"step": s, "loss": x, "validation/loss": x + 0.125}) for s, x in steps]

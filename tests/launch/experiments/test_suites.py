@@ -155,7 +155,7 @@ def test_gathering_uses_the_configuration_of_the_runs(suite, folder):
 
 
 def test_the_command_of_an_experiment(suite):
-    entry = suite(seeds=2).entries[1]
+    entry = suite(seeds=range(2)).entries[1]
     mode = suites.Mode(simulate=True, steps=7)
     assert mode.command(entry)[1:] == [
         *("-m", "launch", "pod", "v4-8", entry.path, "--run-dir", entry.run_dir),
@@ -213,13 +213,13 @@ def test_an_analysis_has_every_seed_that_was_run(folder, tmp_path, capsys):
         return [row.split(",")[1] for row in rows]
 
     assert analyzed() == ["a", "b", "c"]
-    for name in ("a_seed1", "b_seed2", "other_seed5", "a_seed", "a_seedx"):
+    for name in ("a_seed1", "b_seed20261128", "other_seed5", "a_seed", "a_seedx"):
         (root / "mine" / name).mkdir(parents=True)
     (root / "elsewhere" / "a_seed7").mkdir(parents=True)
     assert analyzed() == ["a", "b", "c"]  # no run began there
     for run in root.glob("*/*"):
         (run / "config.gin").write_text(suites.load([folder / "b.gin"])[0].text)
-    assert analyzed() == [f"{name}{seed}" for name in "abc" for seed in ("", "_seed1", "_seed2")]
+    assert analyzed() == [f"{name}{seed}" for name in "abc" for seed in ("", "_seed1", "_seed20261128")]
     assert analyzed("--seeds", "1") == ["a", "b", "c"]
 
 

@@ -41,7 +41,7 @@ def test_a_group_is_a_name_a_beginning_all_or_a_folder(folder):
 
 
 def test_duplicates_and_seeds(folder):
-    entries = suites.load(suites.files(str(folder(a=50, b=60, c=50))), seeds=2, root="gs://bucket/runs")
+    entries = suites.load(suites.files(str(folder(a=50, b=60, c=50))), seeds=range(2), root="gs://bucket/runs")
     assert [entry.name for entry in entries] == ["a", "a_seed1", "b", "b_seed1", "c", "c_seed1"]
     assert [entry.same_as for entry in entries] == [None] * 4 + ["mine/a", "mine/a_seed1"]
     assert [entry.experiment.seed for entry in entries[:2]] == [0, 1]

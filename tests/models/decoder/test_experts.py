@@ -279,13 +279,14 @@ def test_the_kernel_equals_the_product_of_groups_with_its_gradients():
         [0, 0, 0, 0, 0, 0],
     ],
 )
-@pytest.mark.parametrize("others", [1, 5])  # rows of no group
-def test_blocks_on_cpus_equal_the_product_of_groups_and_leave_its_gradients(sizes, others):
+@pytest.mark.parametrize("others", [0, 5])  # rows of no group
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])  # 1 ulp of 8 in bfloat16
+def test_blocks_on_cpus_equal_the_product_of_groups_and_leave_its_gradients(sizes, others, dtype, apart):
     rng = np.random.default_rng(2)
     count = sum(sizes)
     rows = count + others
     x, matrices, dy = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((rows, 16), (6, 16, 24), (rows, 24))
+        jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, 16), (6, 16, 24), (rows, 24))
     )
     dy = dy.at[count:].set(0.0)
 
@@ -295,8 +296,22 @@ def test_blocks_on_cpus_equal_the_product_of_groups_and_leave_its_gradients(size
         return y[:count], back(dy)
 
     ours, theirs = of(grouped_products.by_blocks), of(jax.lax.ragged_dot)
-    np.testing.assert_allclose(ours[0], theirs[0], atol=1e-5)
+    assert ours[0].dtype == theirs[0].dtype == dtype
+    np.testing.assert_allclose(ours[0].astype("f4"), theirs[0].astype("f4"), atol=apart)
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
+
+
+def test_on_cpus_blocks_are_for_products_without_a_gradient():
+    given = jnp.ones((8, 16)), jnp.ones((6, 16, 24)), jnp.full(6, 1)
+
+    def lowered(function):
+        return jax.jit(function).lower(*given).compile().as_text()
+
+    def loss(x, matrices, sizes):
+        return jnp.sum(grouped_products.grouped_product(x, matrices, sizes) ** 2)
+
+    assert "while(" in lowered(grouped_products.grouped_product)
+    assert "while(" not in lowered(jax.grad(loss, (0, 1)))
 
 
 @pytest.mark.slow  # compiles for half a minute

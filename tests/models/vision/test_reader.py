@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
+from models.vision import reader as reader_module
 from models.vision.reader import Reader
 from models.vision.selector import Selector
 from tests.models.vision import subjects
@@ -128,7 +129,7 @@ def test_the_answer_is_the_mixture_of_answers_in_their_shares(points):
     assert found.seen.shape == (3, 4 if points else 1, 8)
 
 
-def test_no_block_loses_its_gradient_however_large_the_weights_are():
+def test_no_block_loses_its_share_however_large_the_weights_are():
     """A reader that ruled out a block for good could not find that it has the answers."""
     patches = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 12)), jnp.float32)
     query = 1e3 * np.random.default_rng(2).normal(size=(16, 8)).astype(np.float32)
@@ -137,7 +138,23 @@ def test_no_block_loses_its_gradient_however_large_the_weights_are():
     assert np.ptp(found.log_shares, axis=-1).min() > 1e-2
 
 
-def test_blocks_that_a_reader_points_at_have_the_chosen_patches():
+def test_a_block_that_a_reader_is_certain_of_has_all_chosen_patches():
+    """The power of shares does that: without it, the best patches of other blocks come before its worst."""
+    block = np.full((1, 4, 4), -4.0, np.float32)
+    block[:, 2:, 2:] = 4.0  # the least and the most that a logit can be
+    within = 3 * np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
+    block = np.broadcast_to(block.reshape(1, 16), within.shape)
+
+    def chosen(power):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader_module, "_POWER", power)
+            return np.sort(np.argsort(POINTING.pointed(jnp.asarray(block), jnp.asarray(within)))[:, -4:])
+
+    assert (chosen(3.0) == [10, 11, 14, 15]).all()
+    assert not (chosen(1.0) == [10, 11, 14, 15]).all(axis=1).all()
+
+
+def test_blocks_that_a_reader_points_at_come_first_among_equal_patches():
     selector = Selector(num_chosen=4, reader=POINTING, balancer_width=8)
     rng = np.random.default_rng(0)
     images = jnp.asarray(rng.integers(0, 256, (6, 16, 16, 3), dtype=np.uint8))

@@ -28,9 +28,10 @@ STRATEGIES = {
 CASES = tuple(itertools.product(FAMILIES, STRATEGIES))
 STEPS = 3
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state. Gemma 3 differs most,
-# in its embedding and in the scales of its query and key norms. Gemma 4, whose scores are not divided by anything, is
-# within the headroom of these limits: 248, 4, 78, 268.
+# in its embedding and in the scales of its query and key norms, but for Gemma 4, whose scores are not divided by
+# anything.
 MEASURED = (58, 6, 33, 72)
+MEASURED_OF_GEMMA_4 = (248, 4, 78, 268)
 # The norm behind a delta rule divides by lengths near zero at the first positions of a row, which amplifies rounding:
 # on one device, chunks of 6 positions and of 64 differ by 5169 ulp, and with this epsilon by 28.
 WITH_LARGE_EPSILON = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -60,5 +61,5 @@ def test_numbers_of_a_family_do_not_depend_on_the_strategy(name, strategy):
     found = agreement.compare(trained(name, Example("v4-8", STRATEGIES[strategy])), one_device(name))
     figures = [f"{part} {apart.absolute:.1e} ({apart.ulp:.0f} ulp, {apart.where})" for part, apart in found.items()]
     print(f"{name}, {strategy}: {'; '.join(figures)}")
-    limits = agreement.limits(MEASURED)
+    limits = agreement.limits(MEASURED_OF_GEMMA_4 if name.startswith("gemma4") else MEASURED)
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
