@@ -165,7 +165,7 @@ _unraisable: _Unraisable | None = None
 
 
 def _is_late_write(unraisable: Any) -> bool:
-    """Returns True if C++ code called `call_soon_threadsafe` of a closed loop; no Python function called it then."""
+    """Returns True if C++ code called `call_soon_threadsafe` of a closed loop directly, without a Python caller."""
     trace = unraisable.exc_traceback
     if not isinstance(unraisable.exc_value, RuntimeError) or trace is None or trace.tb_next is None:
         return False

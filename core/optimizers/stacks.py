@@ -33,7 +33,7 @@ class Treatment(NamedTuple):
     """How a transformation treats stacked parameters.
 
     Attributes:
-      otherwise: paths of stacked parameters that it updates in another way than a single layer of them.
+      otherwise: paths of stacked parameters whose update differs from that of the same layers unstacked.
       combines: whether an update of a parameter depends on other parameters, as after clipping by the global norm.
     """
 

@@ -453,7 +453,10 @@ class RollBack(Hook):
         self._in_vain = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises RollBackError at a non-finite loss or gradient norm, NonFiniteLossError after too many in vain."""
+        """Raises RollBackError at a non-finite loss or gradient norm.
+
+        After too many rollbacks without progress, it raises NonFiniteLossError instead.
+        """
         if not (bad := non_finite(report.metrics)):
             if report.step > self._failed_at:
                 self._in_vain = 0

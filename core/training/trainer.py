@@ -254,9 +254,10 @@ class _Loop:
         return self._last
 
     def close(self, error: BaseException | None) -> None:
-        """Closes every hook; after an exception of the loop, gives them the last step first.
+        """Closes every hook; if the loop raised an Exception, first calls every hook's `on_error` with the last step.
 
-        Further exceptions are added as notes to the first, which is raised here if it is not that of the loop.
+        The first exception gets all later ones as notes. It is raised here, unless it is `error`, which the caller
+        raises.
         """
         first = error
         calls = [(hook, hook.close) for hook in self._hooks]

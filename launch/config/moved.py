@@ -188,7 +188,7 @@ class _Spelling:
         return found
 
     def _full(self, name: str, depth: int, *, file: str) -> str:
-        """Returns the full name of a name in a file; `depth` as in `_mapped`."""
+        """Returns the full dotted name of a name as `file` writes it; `depth` as in `_mapped`."""
         symbol, _, rest = name.partition(".")
         symbols = self._shared if is_flag(file) else self._written[file]
         if depth == _OF_MACRO or symbol in symbols:

@@ -221,7 +221,8 @@ def rehearse(run: Run) -> None:
 
     Raises:
       RuntimeError: the losses differ.
-      UserError: a step divides the rows of its batch, and the model's loss couples these without declaring it.
+      UserError: the step splits its batch (accumulation, microbatches), but the model's loss couples rows and does
+        not declare it.
     """
     require_divisible_rows(run.experiment)
     first, again, span = _Losses(), _Losses(), run.span

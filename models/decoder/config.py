@@ -376,7 +376,7 @@ class DecoderConfig(Decoder):
 
 
 def slots(kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:
-    """Returns the slots of a layer (mixer, feed-forward): name, start of the names of its norms, and parts by name."""
+    """Returns the slots of a layer (mixer, feed-forward): name, prefix of the names of its norms, and parts by name."""
     mixers = {part.name: part for part in kind.mixers}
     norm = next((part.norm for part in kind.mixers if part.norm is not None), "mixer")
     if (last := kind.feed_forward) is None:

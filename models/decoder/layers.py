@@ -421,7 +421,7 @@ def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side
 
 
 def products_per_input(decoder: Decoder, width: int) -> int:
-    """Returns a feed-forward layer's multiplications per token and entry of its input, of `width` hidden units."""
+    """Returns the multiplications, per token and input entry, of a feed-forward layer with `width` hidden units."""
     return (3 if decoder.gated else 2) * width
 
 

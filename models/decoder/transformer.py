@@ -471,8 +471,8 @@ class Transformer(DecoderConfig):
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per token without recomputation.
 
-        6 per parameter of a matrix product, and 6 L T H K for causal attention; 12 W H K with a window of W
-        positions, if that is less. A frozen matrix has no gradient: 4 instead of 6. Of experts, only
+        6 per parameter of a matrix product and, per attention layer, 6 T H K (causal), or 12 W H K with a
+        window of W positions if that is less. A frozen matrix has no gradient: 4 instead of 6. Of experts, only
         those that a token passes through count.
         """
         matrices, others = float(self.embed_dim * self.stored_vocab_size), 0.0

@@ -1,8 +1,8 @@
 """Runs layer stacks with a pipeline schedule: the interface to `core.stack`, with custom derivatives.
 
-gpipe and circular run the whole forward pass, then the tail on all rows, as the scan does. They save the gathered
-weights and inputs of layers for the backward pass. 1F1B computes gradients as soon as a microbatch has its loss, so its
-forward rule computes both at once and saves the gradients.
+gpipe and circular run the whole forward pass, then what follows the layers (norm, logits, loss) on all rows, as without
+a pipeline. They save the gathered weights and inputs of layers for the backward pass. 1F1B computes gradients as soon
+as a microbatch has its loss, so its forward rule computes both at once and saves the gradients.
 """
 
 import contextlib

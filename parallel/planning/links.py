@@ -47,8 +47,8 @@ class Extent(NamedTuple):
 
     Attributes:
       chips: number of coordinates that the group occupies.
-      stride: number of groups that share its links: the distance between neighbors of the group, times the devices
-        of a chip if each is in another group.
+      stride: number of groups that share its links. It is the distance between neighboring chips of the group, times
+        the number of groups on a chip.
       is_ring: whether wraparound links close it.
     """
 

@@ -83,7 +83,8 @@ class Work(NamedTuple):
       reductions: reductions of a forward pass.
       gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are saved.
       looped: share of `flops`, and of `kernel_flops`, that loops over layers compute.
-      chunk_bytes: bytes of logits per chip above which the loss is computed in chunks of at most as many; 0: never.
+      chunk_bytes: the most bytes of logits that a chip computes at a time; if there are more, the loss is computed in
+        chunks; 0: never.
       kept_in_chunks: arrays that are kept if the loss is computed in chunks.
     """
 

@@ -374,7 +374,10 @@ class _Chunks(Chunks):
         return self._has_text
 
     def _number(self) -> int:
-        """Returns the number of the current part; streams take parts in turn, in a new order in every epoch."""
+        """Returns the number of the current part, in an order that is new in every epoch.
+
+        Streams take parts in turn, or each reads all parts if these are shared.
+        """
         count, spec = len(self._parts), self._spec
         running = self._part if self._is_shared else self._part * spec.num_streams + spec.index
         epoch, place = divmod(running, count)

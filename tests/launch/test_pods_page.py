@@ -44,8 +44,8 @@ def test_the_ways_to_make_a_global_array(run_hosts):
     for number, result in enumerate(run_hosts(body.replace("initialize()", f"initialize({told})"), hosts=2)):
         assert result.returncode == 0, result.output
         assert "an error: True" in result.output
-        assert "equal: True sum: 276.0" in result.output
-        assert f"[{4 * number}:{4 * number + 2}, 0:3] from {12 * number} to {12 * number + 5}" in result.output
+        assert "equal: True sum: 1128.0" in result.output
+        assert f"[{8 * number}:{8 * number + 4}, 0:3] from {24 * number} to {24 * number + 11}" in result.output
 
 
 @pytest.mark.covers("L11")
