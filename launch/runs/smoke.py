@@ -221,7 +221,7 @@ def rehearse(run: Run) -> None:
 
     Raises:
       RuntimeError: the losses differ.
-      UserError: the step splits its batch (accumulation, microbatches), but the model's loss couples rows and does
+      UserError: the step splits its batch (as microbatches do), but the model's loss couples rows and does
         not declare it.
     """
     require_divisible_rows(run.experiment)
