@@ -257,7 +257,7 @@ class VisionLanguageModel:
 
     @property
     def image_tokens(self) -> int:
-        """The number of vectors of an image before a selector: of patches, or of squares of patches."""
+        """Vectors per image before a selector drops some: one per patch, or per square that the connector joins."""
         return self.vision.num_patches // self.connector_square**2
 
     def image_vectors(self, params: Params, images: jax.Array) -> jax.Array:
