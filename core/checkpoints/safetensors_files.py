@@ -174,7 +174,7 @@ def _header(file: paths.Path) -> dict[str, Tensor]:
 
 
 class _Entry(NamedTuple):
-    """What a header says of a tensor.
+    """The entry of a tensor in the header of a file.
 
     Attributes:
       dtype: name of the dtype in the format, such as `BF16`.

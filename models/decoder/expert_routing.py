@@ -461,9 +461,8 @@ def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) ->
     """Returns the slots of the choices [B, T, k] as one group, and whether each choice has one.
 
     Slots are numbered [E, B, C]: the slots of an expert are contiguous over all rows, as an exchange sends them. If the
-    experts are on chips that all have these rows, only slots of the `own` experts of this chip count. e is the number
-    of
-     experts, c the number C of slots of an expert for a row.
+    experts are on chips that all have these rows, only slots of the `own` experts of this chip count. `e` is the number
+    of experts, and `c` is C, the slots of an expert for a row.
     """
     b, choices = chosen.shape[0], chosen.size
     order, places, sizes, starts = _sorted(chosen, e)

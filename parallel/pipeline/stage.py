@@ -111,7 +111,7 @@ class Stage(NamedTuple):
     spans_slices: bool
 
     def input(self, at: Turn, x: Any) -> Any:
-        """Returns the tree `x`; in a bubble filled with `Schedule.bubble_input`, unless that is None."""
+        """Returns the tree `x`. In a bubble, its arrays are filled with `Schedule.bubble_input` unless that is None."""
         if (bubble := self.schedule.bubble_input) is None:
             return x
         return jax.tree.map(lambda a: jnp.where(at.valid, a, bubble), x)

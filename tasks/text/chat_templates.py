@@ -149,7 +149,7 @@ def _refuse(message: str) -> None:
 
 
 class _Dict:
-    """What templates call as `dict`: it makes a dictionary, but has none of the class's attributes."""
+    """Stands for `dict` in templates: makes a dictionary, but has none of the attributes of the class `dict`."""
 
     def __call__(self, *values: Any, **items: Any) -> dict[Any, Any]:
         return dict(*values, **items)

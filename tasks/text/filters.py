@@ -52,7 +52,7 @@ class Filters:
 
     @property
     def leave_out(self) -> bool:
-        """Whether any document can be left out: whether there are evaluation sets, or near duplicates are left out."""
+        """Whether documents can be left out, because of evaluation sets or of near duplicates."""
         return bool(self.exclude or self.near_duplicates)
 
     def described(self) -> dict[str, Any]:

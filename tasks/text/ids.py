@@ -64,7 +64,7 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """What any vocabulary can do; checking whether an object can needs no model file."""
+    """The methods of every vocabulary; to check whether an object has them, no model file is read."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""

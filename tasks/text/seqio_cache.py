@@ -93,7 +93,7 @@ class SeqioCache(DocumentSource):
 
     @functools.cached_property
     def definition(self) -> Mapping[str, Any]:
-        """What `seqio_pipeline.definition` returns: the vocabulary and the tasks, by default from the cache.
+        """The vocabulary and the tasks, as `seqio_pipeline.definition` returns them; from the cache if it is there.
 
         Before the cache is written, this takes seconds, and raises UserError if the task cannot be read.
         """

@@ -85,8 +85,12 @@ class Numbers(Vocabulary):
     def encode(self, text: str) -> list[int]:
         """Converts numbers with white space between them.
 
-        Raises UserError for a number outside the vocabulary, ValueError for a word that is no number.
+        Raises UserError for a word that is no number, or a number outside the vocabulary.
         """
+        if wrong := [word for word in text.split() if not word.isdecimal()]:
+            raise UserError(
+                f"{wrong[0]!r} is no id of {self.describe()}: expected numbers with white space between them"
+            )
         ids = [int(word) for word in text.split()]
         check_ids(ids, self)
         return ids

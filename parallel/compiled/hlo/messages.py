@@ -12,7 +12,7 @@ AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
 
 
 class Messages:
-    """What `compiler_messages` captures.
+    """The compiler's output, which `compiler_messages` captures.
 
     Attributes:
       text: the compiler's output; empty until the context ends.

@@ -90,7 +90,7 @@ def test_choices_train_where_the_last_glimpse_looks_unless_the_reader_points(poi
 
 
 def glimpsed(reader, patches, changes=None):
-    """What a reader with the parameters of one seed, but for changes, finds in patches [B, 16, 12], and its answers."""
+    """Returns a reader's result for patches [B, 16, 12], and its answers; `changes` replace some parameters."""
     words = jnp.asarray(np.random.default_rng(1).normal(size=(len(patches), 5, 6)), jnp.float32)
 
     def both():

@@ -17,7 +17,7 @@ def sizes():
 
 
 def work_of(model, *, length):
-    """What a step without rematerialization computes and saves."""
+    """Returns the work and the saved arrays of a training step without rematerialization."""
     optimizer, spec = optimizers.adamw(learning_rate=optimizers.constant(1e-3)), streams.batch_spec(8, length=length)
     return model_trace.trace(model, optimizer, spec, slice=slices.get("v4-8"), remats=["none"]).works["none"]
 

@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 
+from core.errors import UserError
 from tasks import text
 from tasks.text import seqio_tasks, vocabularies
 
@@ -107,3 +108,11 @@ def test_a_file_that_is_no_model_is_named(tmp_path):
     (tmp_path / "words.model").write_text("not a model")
     with pytest.raises(ValueError, match=r"words\.model is not a SentencePiece model: set VOCABULARY"):
         _ = vocabularies.sentencepiece(str(tmp_path / "words.model")).size
+
+
+def test_a_prompt_of_numbers_that_has_a_word_or_an_id_outside_is_an_error():
+    numbers = vocabularies.Numbers(10)
+    assert numbers.encode("3 0  9") == [3, 0, 9]
+    for prompt, said in (("3 four", "'four' is no id of"), ("-1", "'-1' is no id of"), ("10", "expected 0 to 9")):
+        with pytest.raises(UserError, match=said):
+            numbers.encode(prompt)
