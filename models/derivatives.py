@@ -3,7 +3,7 @@
 An intermediate value that several matrix products read is computed once and stored. By default, XLA would fuse its
 computation into each of the products: that is hardly more operations, but leaves the tiles of the products less of the
 chip's fast memory. Inputs worth saving for the backward pass have checkpoint names
-(`models.decoder.transformer.REMAT`).
+(`models.decoder.config.REMAT`).
 
 B batch, T length, D embed, F mlp, V vocab.
 """
@@ -22,7 +22,10 @@ from core.errors import check_number
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32 (Zhang & Sennrich 2019, eq. 4)."""
+    """Returns x / sqrt(mean(x^2) + eps) * scale over the last dimension (Zhang & Sennrich 2019, eq. 4).
+
+    It is computed in float32, and returned in the dtype of x.
+    """
     return _rms_norm_forward(x, scale, eps)[0]
 
 
@@ -46,7 +49,9 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_back)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Returns (x - mean) / sqrt(variance + eps) * scale + bias over the last dimension, in float32 (Ba et al. 2016).
+    """Returns (x - mean) / sqrt(variance + eps) * scale + bias over the last dimension (Ba et al. 2016).
+
+    It is computed in float32, and returned in the dtype of x.
 
     Args:
       x: [..., D].

@@ -41,7 +41,7 @@ class Lora:
         stay in float32.
 
     Raises:
-      UserError: a number is out of range, there is no target, or a target is given twice.
+      UserError: a number is out of range, there is no target, a target is given twice, or `base_dtype` is unknown.
     """
 
     rank: int

@@ -20,7 +20,9 @@ def model(folder: str, **changes: Any) -> Transformer:
       **changes: fields of `Transformer`, such as `remat`.
 
     Raises:
-      UserError: there is no such file, or it describes a model that the decoder cannot express.
+      UserError: the file is missing or cannot be downloaded, it describes a model that the decoder cannot express, or
+        `changes` do not fit.
+      TypeError: there is no field of a name in `changes`.
     """
     found = published_files.small_files(folder)
     fields = families.fields(families.read_config(found), where=str(found / published_files.CONFIG))

@@ -75,7 +75,7 @@ def _rounded(x: jax.Array, type_: str, names: str, others: str) -> Any:
       x: one operand of the product.
       type_: the dtype of its quantized values.
       names: the letters of its dimensions in the subscripts of the product.
-      others: the letters of the result's dimensions, which are not summed over.
+      others: the letters of the other operand's dimensions; the product sums over those that both have.
     """
     kept = [i for i, name in enumerate(names) if name not in others]
     import qwix

@@ -20,7 +20,7 @@ State = dict[str, object]  # states of one layer, by name of the part
 
 
 class Block(hk.Module):
-    """One layer: its parts read the residual stream, with norms before or after, and add their outputs to it."""
+    """One layer: its parts read the residual stream, with norms before, after or both, and add their outputs to it."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind):
         """Makes a layer of a kind; the names of its parameters start with the kind's `module`."""
@@ -33,10 +33,11 @@ class Block(hk.Module):
 
         Args:
           x: the residual stream [B, T, D].
-          call: the other arguments; `call.before.state` has the states of all parts of this layer.
+          call: the other arguments; `call.before.state` and `call.carried`, if given, have the states of all parts of
+            this layer, by name.
 
         Returns:
-          The residual stream, the states by part, and the sums by part.
+          The residual stream, and the states and the sums of the parts that have any, by name of the part.
         """
         states: State = {}
         sums: dict[str, object] = {}

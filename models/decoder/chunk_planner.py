@@ -33,7 +33,7 @@ from models.decoder.planner_config import Planner
 
 
 class State(NamedTuple):
-    """The state of generation: sums over the tokens of each chunk of a row, [rows, n, D] float32."""
+    """The state of generation: for each chunk of a row, the sum of its embedded tokens; [rows, n, D] float32."""
 
     sums: jax.Array
 
@@ -51,7 +51,7 @@ def empty_state(settings: Planner, rows: int, length: int, embed_dim: int) -> St
 
 
 class Plans(hk.Module):
-    """The planner of a decoder: makes plans of the chunks of rows, and adds them to later positions."""
+    """The planner of a decoder: makes plans from the chunks of rows, and returns what later positions add from them."""
 
     def __init__(self, config: DecoderConfig, settings: Planner):
         super().__init__("planner")
@@ -70,7 +70,7 @@ class Plans(hk.Module):
         )
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Returns the vectors [B, T, D] to add to the embedded tokens `x` [B, T, D].
+        """Returns the vectors [B, T, D] to add to the embedded tokens `x` [B, T, D], given their segments [B, T].
 
         Raises:
           UserError: the strategy being traced shards positions.
@@ -90,7 +90,7 @@ class Plans(hk.Module):
         """Continues rows that have one segment each; returns the vectors to add, and the new state.
 
         Args:
-          x: [B, T, D], the new slots.
+          x: [B, T, D], the embedded tokens of the new slots.
           state: the state after the earlier slots.
           places: [B, T], the positions of the slots in their rows; negative for empty slots.
         """
@@ -103,7 +103,7 @@ class Plans(hk.Module):
         return y, State(sums)
 
     def _plans(self, summaries: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Returns the plan of each chunk, [B, n, D], from summaries [B, n, D]."""
+        """Returns the plan of each chunk, [B, n, D], from summaries [B, n, D] of chunks in segments [B, n]."""
         config, settings = self.config, self.settings
         positions = jnp.broadcast_to(jnp.arange(summaries.shape[1]), segment_ids.shape)
         make = functools.partial(rotary.tables, positions, theta=config.rope_theta)
@@ -160,7 +160,10 @@ class Plans(hk.Module):
 
 
 def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
-    """Returns training FLOPs per token, 6 per matrix entry with a gradient, without attention among summaries."""
+    """Returns training FLOPs per token: 6 per matrix entry, or 2 in steps without gradient.
+
+    Attention among summaries is not counted.
+    """
     layer = sum(part.work(config, 0).matrices for part in (layers.Attention(), layers.Mlp()))
     low, high = settings.high_steps * settings.low_steps, settings.high_steps
     products = 2 * (low + high) * settings.layers + 4 * 2 * settings.layers

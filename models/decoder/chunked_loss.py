@@ -49,7 +49,7 @@ def default_positions(rows: int, length: int, vocab: int) -> int | None:
     """Returns the positions per row and chunk on a chip; None if the logits are small enough for one chunk.
 
     Args:
-      rows, length, vocab: shape of the logits on all chips over which automatic mesh axes shard them.
+      rows, length, vocab: shape of the logits, before automatic mesh axes shard them.
     """
     spec, sizes = logical.activation_spec("batch", "length", "vocab"), jax.sharding.get_abstract_mesh().shape
     shards = [logical.shards(entry, sizes) for entry in spec or ()] or [1, 1, 1]
@@ -139,7 +139,10 @@ def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
 def _with_gradients(
     fn: Sums, params: Any, trained: Sequence[bool], chunks: tuple[jax.Array, Any]
 ) -> tuple[LossOutput, list[jax.Array], jax.Array]:
-    """Returns the sums over all chunks, and the gradients of trained leaves (float32) and of x ([n, B, C, D])."""
+    """Returns the sums over `chunks`, and the gradients of the leaves of `params` that `trained` marks, and of x.
+
+    The gradients of the leaves are in float32; that of x is [n, B, pieces C, D].
+    """
     leaves, structure = jax.tree.flatten(params)
 
     def loss_sum(learned: list[jax.Array], x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:

@@ -70,7 +70,7 @@ class LayerKind(NamedTuple):
       mixers: the mixers, whose outputs are added.
       feed_forward: the feed-forward; None: the layer has none.
       module: name of the Haiku module with its parameters.
-      is_first: whether it is a kind of the layers in `first_feed_forward`.
+      is_first: whether it is a kind of the layers of `DecoderConfig.first_feed_forward`.
     """
 
     mixers: tuple[Part, ...]
@@ -105,7 +105,7 @@ class DecoderConfig(Decoder):
       layer_scale: whether a frozen number multiplies the stream after each layer; it is 1 unless weights are read.
       bias: biases: "none"; "qkv": of queries, keys and values; "all": also of the output and the feed-forward layer.
       gated: whether a second projection multiplies the activated one; otherwise there is only one.
-      activation: "silu", "gelu", "gelu_tanh" or "gelu_sigmoid" (its approximations).
+      activation: "silu", "gelu", or the approximations of "gelu" by "gelu_tanh" and "gelu_sigmoid".
       positions: "rotary"; or "learned": a vector for each of `max_positions` positions, which must be given, is added
         to the embedding.
       max_positions: the largest number of positions; None: no limit.
@@ -117,10 +117,10 @@ class DecoderConfig(Decoder):
       mixer: the part (`parts.Part`) that mixes positions, or a `parts.Sum` of several; a tuple is repeated over the
         layers, such as (Attention(window=512), Attention()).
       feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If layers have
-        different parameters, `num_layers` must be a multiple of the number of layers after which these repeat; the
-        i-th of these layers has its parameters in a module `block_i`.
-      first_feed_forward: the feed-forwards of the first layers, one per layer, instead of `feed_forward`; later layers
-        repeat.
+        different parameters, the number of layers (without those of `first_feed_forward`) must be a multiple of the
+        number after which these repeat; the i-th of these layers has its parameters in a module `block_i`.
+      first_feed_forward: the feed-forwards of the first layers, one per layer, fewer than `num_layers`; later layers
+        use `feed_forward`.
       planner: adds plans of finished chunks to the embedded tokens; see `models.decoder.chunk_planner`.
       keeps_states: for `tasks.chunked`: whether parts with a state, such as `s5.S5`, continue from the states at the
         end of the previous step's rows, without their gradient (truncated backpropagation). Rows whose first position
@@ -128,8 +128,8 @@ class DecoderConfig(Decoder):
       lora: low-rank adapters; only they are then trained; see `models.lora.adapted`.
       loss_chunk: number of positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all
         if their logits are small enough (`models.decoder.chunked_loss.default_positions`).
-      attention_tiles: tiles of the splash kernel; None: the defaults. Block-sparse attention does not use them, and a
-        ring has no fused backward pass.
+      attention_tiles: tiles of the splash kernel; None: the defaults. Block-sparse attention does not use them, and
+        ring attention ignores their `fused_backward`.
       vocab_multiple: the multiple to which the stored vocabulary is rounded up. It is part of the model, so parameters
         do not depend on the mesh or the strategy.
 
@@ -283,7 +283,7 @@ class DecoderConfig(Decoder):
 
     @property
     def chunk_bytes(self) -> int:
-        """The maximum number of bytes of logits that a chip computes at a time."""
+        """The maximum number of bytes of logits that a chip computes at a time if `loss_chunk` is None."""
         return chunked_loss.CHUNK_BYTES
 
     @property
@@ -347,7 +347,7 @@ class DecoderConfig(Decoder):
         return first[layer] if layer < len(first) else kinds[(layer - len(first)) % len(kinds)]
 
     def attention_on_gpus(self, length: int) -> str:
-        """Returns how attention is computed on GPUs; see `core.types.ChoosesKernels`."""
+        """Returns how attention over `length` positions is computed on GPUs; see `core.types.ChoosesKernels`."""
         mixers = dict.fromkeys(part for kind in self.layer_kinds for part in kind.mixers)
         found = {part.name: how for part in mixers if (how := part.on_gpus(self, length)) is not None}
         if len(found) < 2:

@@ -59,7 +59,7 @@ class Choices(Protocol):
     z_loss: float
 
     def slots(self, length: int) -> int:
-        """Returns C, the number of choices of a row of `length` positions that an expert takes."""
+        """Returns C, the largest number of choices of a row of `length` positions that an expert takes."""
 
 
 class Weights(NamedTuple):
@@ -438,7 +438,11 @@ def _with_capacity(
     activation: Activation,
     at: _Layout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs [B, T, D] with a capacity, or this chip's parts, and the number of dropped choices [B]."""
+    """Returns the outputs of experts [B, T, D] with a capacity, and the number of dropped choices [B].
+
+    If experts or hidden units are sharded, the outputs are this chip's summand, to be summed over `at.summed`.
+    Arguments are as in `_dropless`, with the settings of the experts.
+    """
     (b, t, d), (own, *_) = x.shape, weights.up.shape
     slots, fits = _capacity_slots(chosen, settings.num_experts, settings.slots(t), own, at)
     dropped = jnp.sum((chosen < settings.num_experts) & ~fits, axis=(1, 2)).astype(jnp.float32)

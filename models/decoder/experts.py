@@ -59,7 +59,8 @@ class Experts(Part, expert_routing.Choices):
       z_loss: coefficient of the squared logsumexp of the router's logits; 0: no such loss.
 
     Raises:
-      UserError: a number is out of range, `scores` is unknown, or a setting of a shared expert is given without one.
+      UserError: a number is out of range, the experts do not divide into the groups, `scores` is unknown, or a setting
+        of a shared expert is given without one.
     """
 
     num_experts: int
@@ -131,7 +132,7 @@ class Experts(Part, expert_routing.Choices):
             )
 
     def slots(self, length: int) -> int:
-        """Returns C, the choices of a row of `length` positions that an expert takes; needs a `capacity_factor`."""
+        """Returns C, the most choices of a row of `length` positions that an expert takes; needs `capacity_factor`."""
         assert self.capacity_factor is not None
         return min(length, math.ceil(self.capacity_factor * length * self.top_k / self.num_experts))
 

@@ -40,7 +40,7 @@ def by_blocks(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     """Computes `grouped_product` in a loop over blocks of rows, each of one group; reads no matrix of an empty group.
 
     A block has about as many rows as a group on average. Its rows after the end of its group are computed with the
-    wrong matrix; the next block replaces them. Where a gradient is computed, it is `jax.lax.ragged_dot`.
+    wrong matrix; the next block replaces them. Where a gradient is computed, `jax.lax.ragged_dot` is used instead.
 
     Args:
       x, matrices, sizes: as in `grouped_product`.

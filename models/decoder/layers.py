@@ -225,7 +225,7 @@ class Heads(Part):
         return Result(of.biased("output", out, ("norm",), among=("all",)), after)
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
-        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the new KV cache."""
+        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the new KV cache or ()."""
         raise NotImplementedError
 
     def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:

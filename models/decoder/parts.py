@@ -59,7 +59,7 @@ class Decoder(Protocol):
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """The kinds (`config.LayerKind`) of successive layers, which repeat over the stack."""
+        """The kinds (`config.LayerKind`) of the first layers, if there are some, then those that repeat after them."""
 
 
 class Side(NamedTuple):
@@ -130,7 +130,7 @@ class Result(NamedTuple):
     Attributes:
       y: [B, T, D], which is added to the residual stream.
       state: the state after these positions, if the call had `before` or `carried`; otherwise ().
-      sums: tree of sums over rows, float32, with the structure of `Part.empty_sums`.
+      sums: tree of sums over rows, float32, with the structure of `Part.empty_sums`; () if the call has no weights.
     """
 
     y: jax.Array

@@ -36,7 +36,10 @@ class Prefix(NamedTuple):
 
 
 def visible(until: jax.Array, *, window: int | None) -> jax.Array:
-    """Returns whether each query may see each key if segments are ignored, bool [B, T, S]."""
+    """Returns whether each query may see each key if segments are ignored, bool [B, T, S]; `until` is that of `Prefix`.
+
+    With a window, a query sees only its own and the `window - 1` positions before it, and those after it up to `until`.
+    """
     places = jnp.arange(until.shape[1])
     seen = until[:, :, None] >= places
     return seen if window is None else seen & (places[:, None] - places < window)
@@ -78,7 +81,7 @@ def sequence(until: jax.Array, *, window: int | None) -> jax.Array:
     """Returns the positions of queries that `PrefixMask` compares, [B, T] int32.
 
     Raises:
-      UserError: rows are too long to put two positions into one number.
+      UserError: there is a window, and rows are too long to put two positions into one number.
     """
     if window is not None and until.shape[1] > (most := 1 << (31 - _OWN_BITS)):
         raise UserError(

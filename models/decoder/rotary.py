@@ -97,11 +97,11 @@ class Yarn:
       beta_fast, beta_slow: dimensions that turn more often than `beta_fast` times in the original context are kept,
         those that turn less often than `beta_slow` times are divided. If `beta_fast` is less, the ramp between them
         is reversed, as in transformers.
-      sharpening: factor of cosines and sines; None: 0.1 ln(factor) + 1.
+      sharpening: factor of cosines and sines; None: 0.1 ln(factor) + 1, or 1 for a factor below 1.
       truncate: whether the bounds between kept and divided dimensions are rounded outward to whole dimensions.
 
     Raises:
-      UserError: a number is not above 0.
+      UserError: a number other than `sharpening` is not above 0.
     """
 
     factor: float
@@ -168,7 +168,7 @@ class LongRope:
 class Proportional:
     """Rotates a part of the dimensions of a head, with the frequencies of all of them (Gemma 4).
 
-    Dimension i is paired with i + K/2 as without it, and the pairs of the lowest frequencies are not rotated.
+    Dimension i is paired with i + K/2, as if all were rotated; the pairs of the lowest frequencies are not rotated.
 
     Attributes:
       fraction: part of the dimensions that is rotated, from 0 to 1.
@@ -259,8 +259,8 @@ def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns x cos + (-b, a) sin, where (a, b) are the halves of x; tables [B, T, 1, K].
 
     The halves are swapped by a matrix product with ones and zeros, which is exact. Half of 128 dimensions does not fill
-    a vector register: for slicing and concatenating halves, the TPU compiler would estimate a third of the cycles of
-    the projection to queries.
+    a vector register: the TPU compiler estimates that slicing and concatenating halves would take a third of the cycles
+    of the projection to queries.
     """
     half = x.shape[-1] // 2
     places = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)  # (a, b) -> (-b, a)

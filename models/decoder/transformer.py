@@ -49,6 +49,8 @@ class Inserted(NamedTuple):
       values: [B, T, D].
       places: [B, T], bool: the positions whose embedded tokens they replace.
       prefix: the positions that attend to one another in both directions; None: attention is causal.
+
+      Methods that take them raise UserError if the strategy's keys travel around a ring of chips.
     """
 
     values: jax.Array
@@ -119,7 +121,7 @@ class Transformer(DecoderConfig):
             raise UserError(f"Transformer.keeps_states = True: {found} from the start of a row, which is of many steps")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters in float32; they depend only on the sizes of the model, not on the batch."""
+        """Returns initial parameters, whatever the batch: in float32, with adapters the base in `lora.base_dtype`."""
         params = hk.transform(self.sums).init(rng, batch)
         return params if self.lora is None else self.lora.base_frozen(params)
 
@@ -144,7 +146,7 @@ class Transformer(DecoderConfig):
           carry: states of parts from the step before, or ().
           rng: the key of the step.
           batch: {field: [B, T]}, as the class describes.
-          is_training: whether dropout is drawn, and the losses of experts are added.
+          is_training: whether dropout and the capacity of experts apply, and the losses of experts are added.
         """
         drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
         rows = random_bits.row_ids(batch) if drops else None
@@ -260,7 +262,7 @@ class Transformer(DecoderConfig):
         drops: bool = False,
         inserted: Inserted | None = None,
     ) -> tuple[Carried, Any]:
-        """Returns the next carry and the result; around a ring of devices, positions are in the ring's order.
+        """Returns the next carry and the result of `tail_fn`; with ring attention, positions are in the ring's order.
 
         Args:
           batch: inputs, segments, positions, targets and weights.
@@ -554,7 +556,7 @@ def preset(name: str, **changes) -> Transformer:
     """Returns the decoder called `name` (see `models.decoder.presets`), with fields replaced by `changes`.
 
     Raises:
-      UserError: there is no preset of this name.
+      UserError: there is no preset of this name, or fields have wrong values or do not fit together.
       TypeError: there is no field of a name in `changes`.
     """
     from models.decoder import presets  # a model of given sizes needs none

@@ -44,7 +44,12 @@ def _feed_forward(part: Part | None) -> Sources:
 
 
 def sources(model: DecoderConfig, *, projections: Projections) -> Sources:
-    """Returns the sources of a decoder with both kinds of layers, given those of the projections of the delta rule."""
+    """Returns the sources of a decoder with both kinds of layers.
+
+    Args:
+      model: the decoder.
+      projections: returns the names and dimensions of the tensors of a delta rule's projections, by our names.
+    """
     return family.llama_sources(
         model,
         norms={"mlp_norm": "post_attention_layernorm"},

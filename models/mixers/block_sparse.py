@@ -9,8 +9,8 @@ j with
 The drawn blocks depend on (seed, h, i) alone, so they are the same on all hosts and in all layouts and lengths. Two
 forms compute the same function without scores of all pairs: the splash kernel visits the blocks of the mask, and the
 plain form gathers the keys of each block of queries, one key head at a time. The kernel reads the mask of blocks of
-every head from scalar memory, where n^2 entries for each head of a chip must fit; longer rows are computed by the plain
-form.
+every head from scalar memory, where n^2 entries for each head of a chip must fit. With attention = 'auto', longer rows
+are computed by the plain form.
 
 B batch, T length, H query heads, N key/value heads, G = H / N, K head_dim, c positions and n = T / c blocks of a row, s
 blocks of keys of a block of queries.
@@ -49,7 +49,7 @@ class BlockSparse(Heads):
       global_blocks: first blocks of a row, to which all queries attend.
       window: blocks before a query's own to which it attends.
       random: number of further blocks that are drawn; fewer if a query has fewer others before it.
-      seed: seed of the draws, below 2**63.
+      seed: seed of the draws, from 0 to 2**63 - 1.
 
     Raises:
       UserError: a number is out of range.
@@ -113,7 +113,7 @@ class Table(NamedTuple):
 
     Attributes:
       blocks: [H, n, s], int32.
-      valid: [H, n, s], bool: whether the entry of `blocks` is one, or fills the row.
+      valid: [H, n, s], bool: whether the entry of `blocks` is a block; others only fill the array, and are 0.
     """
 
     blocks: np.ndarray

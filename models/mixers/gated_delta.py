@@ -180,7 +180,7 @@ class Rows(NamedTuple):
 
 
 def scan(rows: Rows, memory: jax.Array, *, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Applies the rule to rows, from the memory before them.
+    """Applies the rule to rows, `chunk` positions at a time, from the memory before them [B, N, G, K, V].
 
     Returns:
       y [B, T, N, G, V] and the memory after the last position [B, N, G, K, V], float32.

@@ -49,7 +49,7 @@ class LatentAttention(Part):
 
     Attributes:
       latent_dim: R, the width of these vectors.
-      plain_dim, rotary_dim: dimensions of queries and keys without and with a rotary embedding; rotary_dim is even.
+      plain_dim, rotary_dim: N and P, the dimensions of queries and keys without and with a rotary embedding; P is even.
       value_dim: V, the size of a head of values.
       query_latent_dim: Q, the width of the short vectors of queries; None: queries come from the residual stream.
       interleaved: whether the rotary embedding pairs dimensions 2i and 2i + 1; otherwise i and i + P / 2.

@@ -63,7 +63,7 @@ def attend(
     Args:
       q: queries [B, T, H, K].
       k: keys [B, T, N, K]; key head n serves query heads n G to n G + G - 1.
-      v: values [B, T, N, K].
+      v: values [B, T, N, K]; their heads may have another size than K, which the result then has.
       segment_ids: [B, T] int32.
       scores: scale, bound and window of scores.
       choice: "plain"; "splash"; "cudnn"; "auto": splash on TPUs if its tiles fit, cuDNN on GPUs if it can compute this,
@@ -77,8 +77,8 @@ def attend(
       [B, T, H, K].
 
     Raises:
-      UserError: positions of a chip do not fill the kernel's tiles, cuDNN cannot compute this, or a prefix is not
-        possible.
+      UserError: with "splash", positions of a chip do not fill the kernel's tiles; with "cudnn", cuDNN cannot compute
+        this; positions do not divide over a ring; or a prefix is given with a ring, or key biases with a softcap.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
@@ -177,7 +177,7 @@ def _around_ring(
     tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention of rows whose positions are in the order of the ring; arguments as in `attend`."""
+    """Computes attention of rows in the order of the ring; arguments as in `attend` and `splash_attention`."""
     ring_attention.order(q.shape[1])  # raises UserError if positions do not divide
     q = scaled(q, scores.factor(q.shape[-1]))
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length")
@@ -291,7 +291,7 @@ def cached(
       sinks: as in `attend`.
 
     Returns:
-      [B, T, H, K], and the cache with the new keys and values.
+      [B, T, H, K], and the cache with the new keys and values, or as it was if the choice is "none".
     """
     new, entries = KeysAndValues(*(jnp.swapaxes(a, 1, 2) for a in (k, v))), before.keys.shape[2]
     if choice == "none":
@@ -313,7 +313,7 @@ def cached(
 
 
 def _visible(slots: jax.Array, start: jax.Array, padding: jax.Array, *, length: int, window: int | None) -> jax.Array:
-    """Returns whether each of T = `length` queries attends to each of S slots, [B, T, S]."""
+    """Returns whether each of T = `length` queries, from slot `start` on, attends to each of S slots, [B, T, S]."""
     queries = start + jnp.arange(length)[:, None]
     visible = (slots <= queries) & (slots >= padding[:, None, None])
     return visible if window is None else visible & (queries - slots < window)
@@ -395,7 +395,7 @@ def _mixed_by_blocks(
 
 
 def _held(entries: int, end: jax.Array) -> jax.Array:
-    """Returns the slot in each entry, [R], once all slots before `end` are stored; negative for empty entries."""
+    """Returns the slot in each of R entries once all slots before `end` are stored, [R]; negative for empty entries."""
     return end - 1 - (end - 1 - jnp.arange(entries)) % entries
 
 
@@ -434,8 +434,8 @@ def splash_attention(
 
     Args:
       q, k, v, segment_ids, kv_segment_ids, prefix, sinks, scores, order: as in `plain`; each chip has keys and values
-        of all positions. It raises UserError if the rows of a `prefix` are too long.
-      masks: a mask for every head, instead of the causal or window mask.
+        of all positions.
+      masks: a mask for every head, instead of the causal or window mask; (): none.
       tiles: upper limits of the tiles.
       interpret: whether to run the kernel in Pallas's interpreter, on any device.
     """

@@ -20,7 +20,9 @@ INTERPRETED = {"bfloat16": 0.04, "float32": 2e-5}
 
 
 def compare(*, dtype: str, interpret: bool) -> dict[str, Any]:
-    """Compares the kernel with the plain implementation in one dtype.
+    """Compares the kernel with the plain implementation in one dtype, "float32" or "bfloat16".
+
+    If `interpret`, the kernel runs in Pallas's interpreter, on shorter rows.
 
     Returns:
       {dtype, apart, tolerance}: `apart` has the largest differences of the output and of each gradient, relative to

@@ -22,7 +22,7 @@ class Scores:
     window: int | None = None
 
     def factor(self, head_dim: int) -> float:
-        """Returns the factor for queries and keys with K = `head_dim`."""
+        """Returns the factor that multiplies the products of queries and keys with K = `head_dim`."""
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
 
     def bounded(self, scores: jax.Array) -> jax.Array:

@@ -54,5 +54,5 @@ class Tiles:
 
 
 def largest(most: int, length: int) -> int:
-    """Returns the largest multiple of 128, up to `most`, that divides `length`."""
+    """Returns the largest multiple of 128, up to `most`, that divides `length`, itself a multiple of 128."""
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)

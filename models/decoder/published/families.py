@@ -45,8 +45,8 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
       where: the file, for messages.
 
     Raises:
-      UserError: the `model_type` is unknown, keys are missing or have wrong values, or the decoder lacks a feature;
-        lists all of these.
+      UserError: the `model_type` is unknown; keys are missing, unknown or have wrong values, of which all are listed;
+        or the decoder lacks a feature.
     """
     kind = config.get("model_type")
     if said := of_images(config):

@@ -73,7 +73,7 @@ class Family(NamedTuple):
       others: further known keys: read if present, or not read by transformers in this family.
       aliases: other names of keys; the value under the other name wins.
       prefixes: prefixes of tensor names; exports have the first.
-      inside: the `model_type` of the language model's configuration, if this is the entry `text_config` of another;
+      inside: the `model_type` of the language model's configuration, if that is the entry `text_config` of another one;
         else "".
       around: the other known keys of the surrounding configuration.
       quantized: sources that dequantize weights, by the method that `quantization_config` names. Exports are in
@@ -192,7 +192,7 @@ def without_windows(config: Config, **other: Any) -> dict[str, Any]:
     """Returns the fields as `llama` does, for a family whose windows, if any, do not follow `layer_types`.
 
     Raises:
-      UserError: `layer_types` has a layer with a window.
+      UserError: `layer_types` is malformed or has a layer with a window; or as `llama`.
     """
     if SLIDING in (layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
@@ -251,7 +251,7 @@ def shortest(parts: Sequence[Any]) -> Any:
 
 
 def repeated(parts: Sequence[Any]) -> Any:
-    """Returns the same as `shortest` for layers whose parameters differ: the last repetition must be complete, too."""
+    """Returns the pattern as `shortest`, but of complete repetitions only, for layers with different parameters."""
     length = period(list(parts))
     return tuple(parts[:length]) if length > 1 else parts[0]
 
@@ -279,8 +279,8 @@ def choices(config: Config, number: str) -> int:
 def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
     """Returns the entries of a `config.json` as Llama has it, and `others`.
 
-    A family for which transformers has a default `pad_token_id`, which may be outside the vocabulary, writes null for
-    it.
+    A family for which transformers has a default `pad_token_id`, which may be outside the vocabulary, gives
+    `pad_token_id=None` in `others`.
     """
     found = {
         "num_hidden_layers": model.num_layers,
@@ -342,7 +342,7 @@ def types_of_layers(model: DecoderConfig) -> list[str]:
 def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
     """Returns the sources of an attention, by our names.
 
-    These are the matrices of queries, keys, values (unless the keys are the values) and outputs, and the biases, norms
+    These are the matrices of queries, keys, values (unless the values are the keys) and outputs, and the biases, norms
     and sinks that the model has.
     """
     found: Sources = {}
@@ -392,7 +392,7 @@ def llama_sources(
     attention: Callable[[DecoderConfig, LayerKind], Sources] = attention_sources,
     feed_forward: Callable[[Part | None], Sources] = mlp_sources,
 ) -> Sources:
-    """Returns the sources of a family with Llama's names.
+    """Returns the sources of a family with Llama's names, by the paths of parameters.
 
     Args:
       model: the decoder.

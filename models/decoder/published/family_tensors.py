@@ -74,7 +74,8 @@ def adapter_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
       kind: the `model_type` of the base's `config.json`; "": the one that an export of the decoder has.
 
     Raises:
-      UserError: an adapter belongs to a part of a matrix (GPT-2's queries, keys and values), which PEFT cannot express.
+      UserError: as `sources`; or an adapter's matrix is a part of a tensor (as GPT-2's queries, keys and values), which
+        PEFT cannot express.
     """
     result: dict[str, Source] = {}
     if model.lora is None:
@@ -97,7 +98,7 @@ def adapter_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
 
 
 def adapter_config(model: DecoderConfig, base: str, kind: str = "") -> dict[str, Any]:
-    """Returns the contents of PEFT's file `ADAPTER_CONFIG`.
+    """Returns the content of PEFT's file `adapter_config.json`.
 
     Args:
       model: the decoder with adapters.

@@ -100,7 +100,7 @@ def problems(config: Mapping[str, Any], read: Collection[str], quantized: Collec
 
 
 def method(value: Any) -> str:
-    """Returns the name of the method in the value of a `quantization_config`."""
+    """Returns the name of the method in the value of a `quantization_config`; "an unnamed method" if it has none."""
     return str(value.get("quant_method") or "an unnamed method") if isinstance(value, Mapping) else "an unnamed method"
 
 

@@ -85,7 +85,8 @@ def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple
       others: further keys of these settings to leave out.
 
     Raises:
-      UserError: the fraction is not above 0 and at most 1, or an odd number of dimensions would be rotated.
+      UserError: the fraction is 0 or less or above 1, an odd number of dimensions or none would be rotated, or the
+        settings are no object.
 
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
@@ -233,7 +234,7 @@ def _sharpening(rope: Mapping[str, Any]) -> float | None:
 
 
 def written(scaling: rotary.Scaling | None) -> dict[str, Any] | None:
-    """Returns the `rope_scaling` of a config.json that `scaling` reads as this scaling; None without scaling."""
+    """Returns the entry `rope_scaling` of a `config.json` for a scaling; None without scaling."""
     if isinstance(scaling, rotary.Linear):
         return {"rope_type": "linear", "factor": scaling.factor}
     if isinstance(scaling, rotary.Proportional):
