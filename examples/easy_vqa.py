@@ -3,13 +3,14 @@
     pip download --no-deps easy-vqa==1.0 -d /tmp/easy_vqa && unzip -q /tmp/easy_vqa/*.whl -d /tmp/easy_vqa
     .venv/bin/python examples/easy_vqa.py /tmp/easy_vqa/easy_vqa/data ~/easy_vqa
 
-The result is a folder with train.jsonl, validation.jsonl (questions about every tenth image of training), test.jsonl
-and a tokenizer with an id for each word. The package is by Victor Zhou, 5,000 images of one colored shape each.
+The result is a folder with train.jsonl, curriculum.jsonl (train.jsonl with other weights), validation.jsonl (questions
+about every tenth image for training), test.jsonl and a tokenizer with an id for each word. The package is by Victor
+Zhou, 5,000 images of one colored shape each.
 
-Three quarters of the answers are yes or no, and the words of a question alone predict four of five of them. The weights
-make yes and no equally frequent for each question, and draw questions about shapes more often. The weights of the
-curriculum, in curriculum.jsonl, also leave out most negated questions, from which little can be learned before shapes
-and colors are known.
+Three quarters of the answers are yes or no, and the question alone, without the image, predicts four fifths of these.
+The weights in train.jsonl make yes and no equally frequent for each question, and draw questions about shapes more
+often. Those in curriculum.jsonl also make negated questions rare, from which little can be learned before shapes and
+colors are known.
 """
 
 import argparse
@@ -25,17 +26,17 @@ NEGATED = 0.03
 
 
 def kind_of(answer):
-    """Returns the kind of question that has an answer."""
+    """Returns the kind of a question, given its answer: "yes_no", "shape" or "colour"."""
     return "yes_no" if answer in ("yes", "no") else "shape" if answer in SHAPES else "colour"
 
 
 def words(text):
-    """Splits a question as the tokenizer does."""
+    """Splits a text into lowercase words and punctuation marks, which become the tokens."""
     return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
 def lines_of(folder, split):
-    """Returns the questions of a split, with the number of their images."""
+    """Returns the questions of a split ("train" or "test") of the package, each with the number of its image."""
     found = json.loads((folder / split / "questions.json").read_text())
     return [
         {
@@ -50,7 +51,10 @@ def lines_of(folder, split):
 
 
 def weighted(lines, *, negated):
-    """Adds weights to lines, by how often their question and answer occur."""
+    """Yields the lines with weights: by kind and, for yes or no, by how often the question has the answer.
+
+    `negated` multiplies the weights of questions with "not" or "no".
+    """
     questions = collections.Counter(line["question"] for line in lines)
     pairs = collections.Counter((line["question"], line["answer"]) for line in lines)
     for line in lines:
@@ -62,7 +66,10 @@ def weighted(lines, *, negated):
 
 
 def write_tokenizer(folder, vocabulary):
-    """Writes a tokenizer with an id for each word; the first ends documents."""
+    """Writes a tokenizer with an id for each word, and returns the number of ids.
+
+    Id 0 is `<end>`, which ends documents and stands for unknown words.
+    """
     ids = {word: number for number, word in enumerate(["<end>", *sorted(vocabulary)])}
     model = {"type": "WordLevel", "vocab": ids, "unk_token": "<end>"}
     end = {"id": 0, "content": "<end>", "special": True}
@@ -75,7 +82,7 @@ def write_tokenizer(folder, vocabulary):
 
 
 def main(source, target):
-    """Converts the folder `data` of the package."""
+    """Converts `source`, the folder `data` of the package, to files in the folder `target`."""
     target.mkdir(parents=True, exist_ok=True)
     train, test = lines_of(source, "train"), lines_of(source, "test")
     held_out = [line for line in train if line["number"] % 10 == 0]

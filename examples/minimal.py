@@ -3,9 +3,9 @@
     JAX_PLATFORMS=cpu .venv/bin/python examples/minimal.py [RUN]
 
 It runs from any folder, once `launch/setup.sh` has made `.venv`. Four CPU devices simulate a v4-8; on a TPU, leave
-JAX_PLATFORMS out and set SLICE. On several hosts, start the same program on each with `distributed.initialize()` alone
-(JAX finds the other hosts of a slice) and a shared folder. RUN is a finished run, such as runs/quickstart-v4-16, or the
-folder of a published model, which then continues a text.
+JAX_PLATFORMS out and set SLICE. On several hosts, start the same program on each, call `distributed.initialize()`
+without arguments (JAX finds the other hosts of a slice), and replace the temporary folder by one that all hosts share.
+RUN is a finished run, such as runs/quickstart-v4-16, or the folder of a published model, which then continues a text.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Bars(SampledTask):
         return {"pixels": pixels, "label": Field((batch_size,), np.int32, ("batch",))}
 
     def row(self, rng, *, is_training):
-        """Draws one image."""
+        """Draws one image and its label."""
         label, pixels = rng.integers(8, dtype=np.int32), rng.normal(size=(8, 8)).astype(np.float32)
         pixels[label] += 1
         return {"pixels": pixels, "label": label}
@@ -71,13 +71,13 @@ class Classifier(HaikuModel):
 
 
 def program_of(strategy, optimizer):
-    """Binds model, data and optimizer to the chips; what does not fit is refused here, before anything is computed."""
+    """Binds model, data and optimizer to the chips; raises UserError before anything is computed if they do not fit."""
     at = Partitioner(strategy, slice=SLICE, devices=jax.devices())
     return at.program(Classifier(), from_optax(transformation=optimizer), Bars().spec(BATCH_SIZE), seed=0)
 
 
 def train(program, state):
-    """Trains for some steps; returns the state and the position in the data."""
+    """Trains for STEPS steps; returns the state and the position in the data."""
     batches = Bars().train(program.partitioner.data_layout(BATCH_SIZE), seed=0)  # the rows of this host
     for step in range(1, STEPS + 1):
         state, metrics = program.train_step(state, program.put(next(batches)))  # the old state is donated
@@ -87,7 +87,7 @@ def train(program, state):
 
 
 def main():
-    """Trains, saves, and continues from the parameters under another strategy with another optimizer."""
+    """Trains, saves, and trains the saved parameters under another strategy with another optimizer; then evaluates."""
     distributed.initialize(single_process=True, local_cpu_devices=SLICE.devices)  # before anything uses a device
     with tempfile.TemporaryDirectory() as run:
         program = program_of(strategies.fsdp(), optax.adamw(1e-2))

@@ -12,9 +12,10 @@ write the same files.
     relation   what shape is left of the red shape ?        one cell is red, and one is left of it in its row
     yes_no     is the shape above the circle red ?          each text has as many answers yes as no
 
-A line has the number of cells along a side, `grid`, and the cells that its question is about, `cells`, row by row from
-0: the one that answers, and for relations the named one too. Tests are made of the package's images for tests, and
-validation of every tenth image for training. With their weights, kinds are drawn equally often from the files together.
+A line has the number of cells along a side, `grid`, and the cells that its question is about, `cells`, numbered row by
+row from 0: first the cell whose shape or color is asked for and, in questions with a relation, then the cell that they
+name. Tests are made of the package's images for tests, and validation of every tenth image for training. With the
+weights of the lines, all kinds are drawn equally often if the files are read together.
 """
 
 import argparse
@@ -63,7 +64,7 @@ class Pointer(NamedTuple):
 
 
 def known_images(folder, split):
-    """Returns the cells that the images of a split can be; the questions of the package say what is on them."""
+    """Returns, by image number, the images of a split whose shape and color the package's questions tell."""
     found = collections.defaultdict(dict)
     for line in easy_vqa.lines_of(folder, split):
         said, answer = line["question"].split(), line["answer"]
@@ -99,17 +100,17 @@ def pointers(cells, grid):
 
 
 def inside(place, grid):
-    """Returns whether a row and a column are of a cell."""
+    """Returns whether `place`, a row and a column, is a cell of a mosaic with `grid` cells along a side."""
     return all(0 <= at < grid for at in place)
 
 
 def open_question(pointer, cells, asked):
-    """Returns a question for the shape or the color of a cell, and its answer."""
+    """Returns a question for the "shape" or "color" (`asked`) of a cell, and its answer."""
     return f"what {asked} is {pointer.words} ?", getattr(cells[pointer.cells[0]], asked)
 
 
 def closed_question(pointer, cells, asked, answer, rng):
-    """Returns a question whose answer is "yes" or "no"."""
+    """Returns a question about the shape or color of a cell with the answer `answer`, "yes" or "no"; and `answer`."""
     values = easy_vqa.SHAPES if asked == "shape" else COLORS
     true = getattr(cells[pointer.cells[0]], asked)
     value = true if answer == "yes" else str(rng.choice([other for other in values if other != true]))
@@ -134,7 +135,7 @@ def questions_about(cells, grid, rng):
 
 
 def balanced(lines):
-    """Leaves out the last questions with yes or no of each text that has more of one answer."""
+    """Leaves out yes/no questions, the last of each text, so that every text has as many answers yes as no."""
     seen = collections.defaultdict(lambda: {"yes": [], "no": []})
     for number, line in enumerate(lines):
         if line["kind"] == "yes_no":
@@ -147,7 +148,7 @@ def balanced(lines):
 
 
 def write_mosaics(target, split, images, *, grid, count, seed):
-    """Writes the mosaics of a split; returns the lines of their questions."""
+    """Writes `count` mosaics of the given images for a split; returns the lines of their questions."""
     rng, lines = np.random.default_rng((seed, grid, sorted(MOSAICS).index(split))), []
     (target / "images" / split).mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -163,7 +164,7 @@ def write_mosaics(target, split, images, *, grid, count, seed):
 
 
 def read_image(file):
-    """Returns the pixels of an image of the package."""
+    """Returns the pixels of an image of the package, [SIDE, SIDE, 3]; ends the program if it is not such an image."""
     try:
         with Image.open(file) as found:
             pixels = np.asarray(found.convert("RGB"))
@@ -175,13 +176,13 @@ def read_image(file):
 
 
 def weighted(lines):
-    """Adds weights, with which each kind is drawn equally often."""
+    """Adds weights, by which all kinds are drawn equally often."""
     counts = collections.Counter(line["kind"] for line in lines)
     return [{**line, "weight": round(len(lines) / len(counts) / counts[line["kind"]], 4)} for line in lines]
 
 
 def main(source, target, *, grid=2, mosaics=MOSAICS, seed=0):
-    """Makes mosaics of the images in the folder `data` of the package."""
+    """Makes mosaics of the images in `source`, the folder `data` of the package, and writes them to `target`."""
     if not (source / "train" / "questions.json").is_file():
         raise SystemExit(f"{source} has no train/questions.json; expected the folder data of the package easy-vqa")
     train, test = (known_images(source, split) for split in ("train", "test"))

@@ -35,7 +35,8 @@ def commands() -> dict[str, str]:
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
     """Runs one command line with `command`, by default as launch/run does, and returns the exit code.
 
-    The code is 141 (128 + SIGPIPE) if the reader of the output has closed the pipe.
+    The code is 141 (128 + SIGPIPE) if the reader of the output has closed the pipe, and 13 after another exception,
+    whose traceback is printed. In a process that has joined a run, such an exception ends the process instead.
     """
     try:
         code = (command or _command)(argv)

@@ -76,7 +76,7 @@ class Conversation:
 
 
 def run(conversation: Conversation) -> None:
-    """Answers messages until `/exit` or the end of standard input."""
+    """Answers messages until `/exit` or the end of standard input; `/new` clears the history."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"Ctrl-C stops an answer; {_NEW} begins a new conversation; {_EXIT} ends.", file=sys.stderr)

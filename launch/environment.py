@@ -52,7 +52,7 @@ MESH_AXES = ("data", "fsdp", "tensor")  # mesh axes of strategies.mesh3d
 def declared(constant: str) -> Mapping[str, Any]:
     """Returns the literals that modules in folders of launch/ assign to a constant in one line, by full module name.
 
-    No module is imported. So the commands of an optional part exist exactly as long as its files do.
+    It imports no module. Therefore the commands of an optional part exist exactly as long as its files do.
     """
     line, found = re.compile(rf"(?m)^{constant} = (.+)$"), {}
     for file in sorted(Path(__file__).parent.glob("*/*.py")):
@@ -108,7 +108,10 @@ def worker_addresses() -> tuple[str, ...]:
 
 
 def join_secret() -> str:
-    """Returns what all hosts of this start share: RENGA_JOIN_SECRET, or else the addresses that all were given."""
+    """Returns the text by which the hosts of one start recognize one another, the same on all of them.
+
+    It is RENGA_JOIN_SECRET or, if that is unset, the addresses of the hosts; "" if these are unset, too.
+    """
     return read("RENGA_JOIN_SECRET") or ",".join(worker_addresses())
 
 
@@ -213,7 +216,10 @@ def require_named(run_dir: str | None, slice_: "Slice") -> None:
 
 
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
-    """Returns how long hosts wait for one another at the start (RENGA_JOIN_SECONDS). Raises UserError if malformed."""
+    """Returns how many seconds hosts wait for one another at the start: RENGA_JOIN_SECONDS, or JOIN_SECONDS if unset.
+
+    Raises UserError if the variable is malformed.
+    """
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
 
 

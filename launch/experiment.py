@@ -70,7 +70,8 @@ class Experiment:
       batch_size: rows of a global batch; a multiple of `task.num_streams`.
       total_steps: the last step, which learning rate schedules refer to as well.
       phases: changes of data, row length, batch size or strategy during the run; see `launch.phases`.
-      phase: if above 0, the number (from 1) of the only phase that this experiment then has, to report or plan it.
+      phase: 0 for all phases; otherwise the number (from 1) of the one phase to which the experiment is reduced, to
+        report or plan it.
       accum_steps: microbatches per step.
       gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
       compiler_options: options of the TPU compiler to add or replace, by name; None removes one
@@ -86,7 +87,8 @@ class Experiment:
       initialization, logging, evaluation, checkpointing, health: further settings, in groups (`launch.settings`).
 
     Raises:
-      UserError: a setting has the wrong type or is out of range.
+      UserError: the slice is unknown, a setting has the wrong type or is out of range, or settings contradict one
+        another.
     """
 
     _chosen: ClassVar[tuple[int, int, int, int] | None] = None  # of `phase`: number, count, first and last step
@@ -251,7 +253,9 @@ class Experiment:
         return None if per_token is None else per_token * self.tokens_per_step
 
     def data_problems(self, *, prepared: bool) -> list[str]:
-        """Returns mismatches between task and model that can be found without reading the data, each with its fix.
+        """Returns the task's problems or, if it has none, mismatches of task, model, PROMPT and METRIC_EXAMPLES.
+
+        Each has its fix. It reads no documents.
 
         Args:
           prepared: whether `task.prepare` has run; a vocabulary that the run itself trains can only be checked then.

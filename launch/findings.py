@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
     @classmethod
     def failed(cls, name: str, error: Exception) -> Self:
-        """Returns the finding of a check that raised a UserError."""
+        """Returns the finding of a check that raised an error, such as a UserError."""
         detail = error.args[0] if error.args and isinstance(error.args[0], Problem) else str(error)
         return cls(name, False, detail)
 
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges the findings of all hosts; a finding that not all hosts share begins with the names of those that do."""
+    """Merges the findings of each host; the detail of one that not all hosts share begins with those that have it."""
     names = list(dict.fromkeys(finding.name for findings in by_host for finding in findings))
     merged = []
     for name in names:

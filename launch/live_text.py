@@ -15,7 +15,10 @@ class LiveText:
         self._printed = ""
 
     def add(self, ids: list[int | None]) -> None:
-        """Prints the text that the first row's new id adds; an incomplete character waits for its other bytes."""
+        """Prints the text that the first row's new id adds; an incomplete character waits for its other bytes.
+
+        `ids` has the new id of each row, None for a row that has ended.
+        """
         if ids[0] is None:
             return
         self._ids.append(ids[0])

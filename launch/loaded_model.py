@@ -104,7 +104,8 @@ class LoadedModel:
         Args:
           text: the prompt.
           is_chat: whether to format the prompt by the chat template, as a user's first message.
-          images: files, for the image tokens of the prompt in their order; of a message, before its text.
+          images: files of images: one for each image token of the prompt, in order; with `is_chat`, they come before
+            the text.
 
         Raises:
           UserError: there is no vocabulary or chat template, or the images do not fit the prompt.
@@ -126,7 +127,8 @@ class LoadedModel:
           images: files of images, which come before the text of the first message.
 
         Raises:
-          UserError: there is no chat template, it refuses the conversation, or the images do not fit.
+          UserError: there is no vocabulary or chat template, it does not accept the conversation, or an image cannot be
+            read.
         """
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
@@ -207,7 +209,9 @@ class LoadedModel:
         images: Sequence[Images] = (),
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> Iterator[list[Text]]:
-        """Continues prompts in batches, which change results only by rounding; yields the continuations of each batch.
+        """Continues prompts in batches, and yields the continuations of each batch.
+
+        The size of the batches changes results only by rounding.
 
         Args:
           prompts: text or ids; all are checked before the first is continued.
@@ -215,7 +219,12 @@ class LoadedModel:
           skip: the number of prompts to skip at the beginning.
           is_chat: see `encoded`.
           images: files of the images of each prompt, for its image tokens in their order; empty: none has any.
-          max_tokens, sampling, seed, slots, on_tokens: see `parallel.generation.generating.Generator.generate`.
+          max_tokens: largest number of new ids per prompt.
+          sampling: how ids are drawn; by default, the most likely one is taken.
+          seed: seed of the draws.
+          slots: number of slots of the KV cache, if more than needed: calls of different lengths then share programs.
+          on_tokens: called for each position with the new id of every row, None for rows that have ended. If it returns
+            True, only the tokens that are already being generated follow.
 
         Raises:
           UserError: as `checked`, before the first batch.
@@ -288,7 +297,8 @@ def load(
       check_model: called with the model before its parameters are read; raises UserError if the model is unsuitable.
 
     Raises:
-      UserError: there is no such run, step or folder, it does not fit the model, or it is damaged.
+      UserError: there is no such run, step or folder; it is damaged or not supported; `bindings` have mistakes; or the
+        layout does not fit the slice or the devices of this process.
     """
     published_files.use_copies(None)
     if published_files.is_published(text):
@@ -324,7 +334,8 @@ def load_step(
       slice_name, strategy, check_model: as in `load`.
 
     Raises:
-      UserError: the checkpoint does not fit the experiment, or is damaged.
+      UserError: the checkpoint does not fit the experiment or is damaged, or the layout does not fit the slice or the
+        devices of this process.
     """
     experiment, run_dir = experiment.spans()[-1].experiment, str(folder.parent.parent)
     vocabulary = experiment.task.vocabulary
@@ -411,9 +422,9 @@ def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, ch
 
 
 def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
-    """Returns the tokenizer of a published model with so many ids; None if the folder has none.
+    """Returns the tokenizer of a published model's folder; None if it has none.
 
-    Raises UserError if the folder cannot be read, or the tokenizer has more ids than `vocab_size`.
+    Raises UserError if the folder cannot be read, or the tokenizer has more ids than `vocab_size`, those of the model.
     """
     if not (published_files.small_files(folder) / published_files.TOKENIZER).exists():
         return None

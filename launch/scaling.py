@@ -26,7 +26,8 @@ def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str
       given: the other bindings of the command line.
 
     Raises:
-      UserError: a chip would have a fraction of a row, or phases have batch sizes of their own.
+      UserError: the batch would not have a whole number of rows, phases have batch sizes of their own, or the
+        configuration has a mistake.
     """
     experiment = loader.load(file, bindings=given, slice_name=scale_from).build()
     if any(phase.batch_size for phase in experiment.phases):

@@ -59,7 +59,8 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
 
     Raises:
       EarlierPhaseError: the newest intact checkpoint belongs to an earlier phase.
-      UserError: the checkpoint was trained on other data or in another order.
+      UserError: the checkpoint does not fit the state, or was trained on other data or in another order.
+      RuntimeError: there are checkpoints, but none can be read and restored.
     """
     if step is None:
         found = checkpoints.restore_newest(run.program.abstract_state)
@@ -134,6 +135,9 @@ class Session:
         Raises:
           EarlierPhaseError: neither a checkpoint of this phase nor the last one of the previous phase can be restored.
             The damaged ones were renamed, and the previous phase must be trained again.
+          UserError: the newest checkpoint does not fit, or there is no space for another one.
+          PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
+          NonFiniteLossError: the loss or the gradient is NaN or infinite, and `non_finite` is "stop" or did not help.
         """
         run = self._run
         with activity.enter(activity.RESTORING):

@@ -1,4 +1,4 @@
-"""Writes to a terminal or a pipe: detects the width, wraps errors, sends no escape codes to pipes, handles closed ones.
+"""Writes to a terminal or a pipe: finds the width, wraps errors, sends no escape codes to pipes, survives closed pipes.
 
 Uses the standard library only, except in `console` and `markdown`, because `launch.hosts.host_output` runs before
 anything else is installed.

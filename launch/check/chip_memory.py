@@ -17,7 +17,7 @@ _SURELY_TOO_MUCH = 2.0  # estimated bytes / bytes of a chip; the compiler does n
 
 
 def estimate(program: Program) -> "tuple[Estimate | None, str]":
-    """Returns the estimated memory and time of a step; or None, and why there is none."""
+    """Returns the estimated memory and time of a step, and ""; if they cannot be estimated, None and the reason."""
     from parallel.planning import arithmetic  # slow to import, and only needed here
 
     try:
@@ -27,9 +27,10 @@ def estimate(program: Program) -> "tuple[Estimate | None, str]":
 
 
 def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> Finding:
-    """Compares the memory that a program needs with that of a chip.
+    """Compares the memory that a program needs with that of a chip; returns the finding "memory".
 
-    The estimate is up to 1.13 times the compiler's figure, so on its own it fails only above `_SURELY_TOO_MUCH`.
+    The check fails if the state does not fit. The estimate with activations can exceed what the compiler needs, so the
+    check fails only if it is above twice the memory of a chip. If it is above that memory, the finding is a note.
 
     Args:
       program: bound to a slice.

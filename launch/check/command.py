@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the findings, on host 0 if there are several hosts. Returns 0, or 2 if a check failed.
 
-    Raises UserError if flags exclude one another.
+    Raises UserError if flags exclude one another, the slice is unknown, or a level that needs its devices is started on
+    another machine.
     """
     slice_ = slices.get(args.slice)
     if args.ship and args.level != "config":

@@ -38,7 +38,11 @@ def own_host(*, is_tpu: bool) -> list[Finding]:
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[Finding]:
-    """Checks environment variables for contradictory values, and for RENGA_ names that nothing reads.
+    """Checks environment variables for contradictory values, RENGA_ names that nothing reads, and a hidden TPU.
+
+    Args:
+      environ: the variables.
+      is_tpu: whether this is a host with a TPU, which JAX_PLATFORMS must not hide.
 
     Returns:
       A finding for each problem, and for each name that looks misspelled; one that passed if there are none.
@@ -67,7 +71,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[
 
 
 def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
-    """Joins the other hosts; returns this host, or None if that failed, and the finding."""
+    """Joins the other hosts within LIMITS; returns this host, or None if that failed, and the finding."""
     try:
         host = cluster.join(slice_, limits=LIMITS)
     except (UserError, TimeoutError, RuntimeError) as error:
@@ -125,7 +129,11 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
 
 
 def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
-    """Compares the recorded HBM use of this experiment with the HBM of a chip (`limit_bytes`, or else the table's)."""
+    """Compares the recorded HBM use of this experiment's compiled step with the HBM of a chip.
+
+    The finding is a note if no use is recorded. `limit_bytes` is the HBM that the runtime reports; None: that of the
+    table of slices.
+    """
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
     there = f"{have / GIB:.4g} GiB a {chip.unit} ({whose})"
@@ -143,7 +151,7 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
 
 
 def links(mesh: Mesh, host: Host) -> list[Finding]:
-    """Runs every collective on every axis of the mesh; returns a finding for each axis.
+    """Runs every collective on every axis of the mesh; returns a finding for each axis. All hosts must call it.
 
     A finding tells whether the numbers are right, and the speed on the slowest host.
     """
@@ -207,7 +215,7 @@ def on_this_host(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[F
 
 
 def without_devices(args: argparse.Namespace) -> list[Finding]:
-    """Makes the checks that need no device in a separate process, whose compiler uses no chip."""
+    """Makes the checks of level `config`, in a separate process that uses no chip."""
     with tempfile.TemporaryDirectory(prefix="renga-check-") as name:
         file, variables = Path(name) / "config.json", {**os.environ, "JAX_PLATFORMS": "cpu"}
         command = _command(args, file, *flags.passed_on(args, "--simulate"))

@@ -73,7 +73,8 @@ def check(
       slice_name: the slice; None: the one in the experiment's file.
       run_dir: the run directory.
       smoked: whether the run is a smoke run, whose model is small and whose data may be replaced.
-      hosts: where the hosts will be.
+      hosts: where the hosts will be: "here", on this machine or unknown; "simulated" on this machine; "shipped to", on
+        a TPU that gcloud reaches from here; or "dry run", the same without using the network.
     """
     findings: list[Finding] = []
     bound = None
@@ -166,7 +167,7 @@ def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[
 
 
 def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Program], str]:
-    """Returns (experiment, program) as they would run, and a description of the layout.
+    """Returns (experiment, program) as they would run, shrunk if `smoked`, and a description of the layout.
 
     The program is bound to the compiler's description of the slice.
 
@@ -236,7 +237,7 @@ def _row_coupling(experiment: Experiment) -> list[Finding]:
 def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding | None:
     """Checks the parameters that a start reads: from INIT_FROM, or those that the run's newest checkpoint leaves out.
 
-    Reads metadata and headers, but no array. Returns None if the run starts from its seed.
+    Reads metadata and headers, but no array. Returns None if there are none and INIT_FROM is empty.
     """
     is_away, text = hosts in _AWAY, experiment.initialization.init_from
     with contextlib.chdir(environment.WORKSPACE) if is_away else contextlib.nullcontext():
@@ -325,7 +326,7 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
     Args:
       experiment: the experiment.
       smoked: whether random tokens may replace data that is missing.
-      hosts: where the hosts will be; files that only they can see are not checked.
+      hosts: where the hosts will be, as in `check`; files that only they can see are not checked.
       name: name of the finding.
     """
     task = experiment.task
@@ -386,7 +387,10 @@ def _unused_ids(experiment: Experiment) -> list[Finding]:
 
 
 def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Finding]:
-    """Checks whether the hosts of the slice can share and write the run directory, without creating anything."""
+    """Checks whether the hosts of the slice can share and write the run directory, without creating anything.
+
+    With an unknown slice (`slice_` None), it only checks whether they can write it. `hosts` is as in `check`.
+    """
     name, remote = "run directory", paths.is_remote(run_dir)
     not_shared = ""
     if slice_ is not None and slice_.hosts > 1 and not remote:

@@ -1,4 +1,4 @@
-"""The level `slice` of a check: all strategies, the attention kernel and the speed of a slice, in about ten minutes.
+"""The level `slice` of a check: the level `hosts`, the attention kernel, all strategies, and the speed of a slice.
 
 Every part is a command that a user could type, run in a process of its own, so a part that fails, hangs or is killed
 does not affect the others or the report.
@@ -124,7 +124,7 @@ def measured(run_dir: str) -> dict[str, float]:
 
 
 def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
-    """Checks attention on this host's chip or, with --simulate, on this machine's CPU.
+    """Compares the attention kernel with plain attention on this host's chip or, with --simulate, on the CPU.
 
     Returns:
       One finding, in a list, and whether to print it here: on host 0.

@@ -73,9 +73,16 @@ def _add_arc(own: argparse.ArgumentParser) -> None:
 
 
 def run(kind: str, given: Mapping[str, Any], out: str) -> int:
-    """Builds puzzles, then prints a summary and one of them.
+    """Builds a dataset of puzzles, then prints its first puzzle and a summary. Returns 0.
 
-    Raises UserError if a setting is out of range, or the folder is not empty or cannot be written.
+    Args:
+      kind: "sudoku", "maze" or "arc".
+      given: the arguments on the command line, by name; the others have their defaults.
+      out: the folder to write, local or gs://.
+
+    Raises:
+      UserError: an argument is out of range, the puzzles to read are invalid or too few, or the folder is not empty or
+        cannot be written.
     """
     of_csv = _OF_CSV[kind] if "csv" in given else {}
     recipe = _SETS[kind](**{**_DEFAULTS[kind], **of_csv, **given})

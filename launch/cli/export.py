@@ -55,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the parameters array by array, and writes the folder; raises UserError if the run cannot be exported."""
+    """Writes the folder, reading the parameters array by array, and uploads it if --push is given. Returns 0.
+
+    Raises UserError if the folder is not new or cannot be written, there is no such checkpoint or it is damaged, or its
+    model cannot be exported.
+    """
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     if args.push:
         published_files.check_name(args.push)
@@ -144,7 +148,7 @@ def _base(step: paths.Path, experiment: Experiment) -> str:
 
 
 def _free_folder(text: str) -> paths.Path:
-    """Returns the folder to write, which is created later. Raises UserError if it has files or cannot be written."""
+    """Returns the folder to write, to be created later. Raises UserError unless it is local, empty and writable."""
     out = paths.resolve(text)
     if paths.is_remote(out):
         raise UserError(f"--out {text}: expected a local folder; copy it to the bucket afterwards")
@@ -192,7 +196,7 @@ def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | No
 
 
 def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the special ids for config.json, and generation_config.json with the ids that end the run's texts."""
+    """Returns the special ids for config.json, and the content of generation_config.json: the ids that end texts."""
     task = experiment.spans()[-1].experiment.task
     vocabulary = task.vocabulary
     if vocabulary is None:

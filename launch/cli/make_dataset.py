@@ -1,4 +1,4 @@
-"""`launch/run make-dataset KIND`: writes the files of a dataset; each kind is made by a module beside this one.
+"""`launch/run make-dataset KIND`: writes the files of a dataset; a module in a folder of launch/ makes each kind.
 
 Such a module has `DATASETS` (the names of its kinds, on one line), `EXAMPLE`, `add_arguments(kind, parser)` and
 `run(kind, given, out)`, where `given` maps the arguments on the command line to their values.
@@ -31,6 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the dataset, then prints a summary. Raises UserError as the command of the kind of dataset."""
+    """Builds the dataset, then prints a summary. Raises UserError if its source, a setting or the folder is invalid."""
     given = {name: value for name, value in vars(args).items() if name not in ("built", "out")}
     return _KINDS[args.built].run(args.built, given, args.out)

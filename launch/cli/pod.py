@@ -85,9 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs an action of pod.sh, or trains in the place that the flags and this machine select.
+    """Runs an action of pod.sh, or trains in the place that the flags and this machine select; returns the exit code.
 
-    Raises UserError if flags exclude one another, or no such place is found.
+    It does not return if another command takes over this process.
+
+    Raises UserError if flags are missing or exclude one another, no such place is found, or a check before the start
+    fails.
     """
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)

@@ -81,9 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the cache, with progress, and prints what it holds.
+    """Writes the cache, with progress, and prints what it holds. Returns 0.
 
-    Raises UserError if flags are missing or exclude one another, or what they name cannot be used.
+    Raises UserError if flags are missing or exclude one another, what they name cannot be used, or another command is
+    writing the cache.
     """
     if args.task:
         return _run_task(args)

@@ -52,7 +52,10 @@ class Changes:
         return value if isinstance(value, Reference) and value.evaluate and not value.scope else None
 
     def of_model(self, field: str, value: str) -> list[str]:
-        """Returns the statements that bind a field of the model, in its `constructor`, to a value given as gin text."""
+        """Returns the statements that bind a field of the model to a value, given as gin text.
+
+        `constructor(field)` must not be None.
+        """
         home = self.constructor(field)
         assert home is not None, field
         return [self._config.import_line(home.partition(".")[0]), f"{home}.{field} = {value}"]

@@ -37,6 +37,7 @@ class Configuration:
     """All bindings of a configuration, with names resolved to constructors.
 
     Attributes:
+      reader: the sources: files and flags, as read.
       root: the constructor of the object that the configuration builds.
       defaults: the name of the file that declares the macros.
       known: valid macro names: those declared in `defaults`, and those that the files both define and read.
@@ -66,7 +67,7 @@ class Configuration:
         return self.defaults not in self.reader.sources and not self.bound(self.root, ())
 
     def is_doubtful(self, name: str) -> bool:
-        """Returns whether a name resembles an unresolved name, or a name in a statement with a syntax error."""
+        """Returns whether a name resembles one that is unknown, or is in a statement with a syntax error."""
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
@@ -84,9 +85,10 @@ class Configuration:
 
 
 def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[Binding]]:
-    """Returns all mistakes in a configuration, notes about displaced bindings (`_displaced`), and effective bindings.
+    """Returns all mistakes in a configuration, notes about unused bindings that are no mistake, and effective bindings.
 
-    A binding is effective if it is the last one of its name and reachable from the root.
+    A note is about a binding that another choice has made unused, such as one of a parameter of another optimizer. A
+    binding is effective if it is the last one of its name and reachable from the root.
     """
     scopes, faults = _walk(config)
 
@@ -232,7 +234,7 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for bindings above an include of a file that would silently override them."""
+    """Yields problems for bindings above the include of a file that sets them again, silently."""
     for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
             if before.file in config.reader.sources[after.file].ancestors:

@@ -66,7 +66,7 @@ class Settings:
 
     @functools.cached_property
     def text(self) -> str:
-        """The canonical gin text: equal on two hosts exactly if both build the same object."""
+        """The canonical gin text: configurations with equal texts build equal objects."""
         imports = [import_line(sources.DYNAMIC_REGISTRATION), *map(self.import_line, self.imports)]
         macros, parameters = ([str(b) for b in self.bindings if b.is_macro is kind] for kind in (True, False))
         return "\n".join([*imports, "", *macros, "", *parameters]) + "\n"
@@ -93,7 +93,7 @@ class LoadedConfig(Settings):
 
     @property
     def slice(self) -> str:
-        """The name of the slice; empty if the root has no parameter `slice`."""
+        """The name of the slice; empty if none is bound, or the root has no parameter `slice`."""
         bound = (b for b in self.bindings if b.parameter == "slice" and b.target == self._root and not b.scope)
         return next((str(expand(b.value, self._macros)) for b in bound), "")
 
@@ -101,7 +101,7 @@ class LoadedConfig(Settings):
         """Builds the root object; every call builds a new one.
 
         Raises:
-          ConfigError: a constructor has refused its values with a ValueError.
+          ConfigError: a constructor raised a ValueError, such as UserError, for its values.
         """
         gin.clear_config()
         with gin_engine.interactive_mode():  # a module imported anew brings new constructors under known names
@@ -162,19 +162,23 @@ def load(
     (if `text` is None or `of_environment`), `between`, `bindings`, `slice_name`.
 
     Args:
-      path: the experiment file, relative to the working directory or the top of the workspace, or gs://.
+      path: the experiment file, relative to the working directory or the top of the workspace, or gs://. With `text`,
+        only its name in messages.
       text: the content of the file, if it is not read from `path`. Includes of a text, and of a file in a bucket, are
         searched for in the workspace, then in the working directory.
-      bindings: from the command line; they may use the experiment's imports and the public modules of this workspace.
+      bindings: gin statements from the command line, which may use the experiment's imports and the public modules of
+        this workspace.
       slice_name: value for the macro SLICE, which overrides the file and `bindings`; None: theirs.
       root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
       between: further gin texts, by their names in messages.
       trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
         cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
+      of_environment: whether to use the two environment variables although `text` is given.
 
     Raises:
-      UserError: an environment variable is malformed, or the configuration has mistakes; lists all of them.
+      UserError: there is no such file, an environment variable is malformed, or the configuration has mistakes
+        (ConfigError, which lists all of them).
     """
     mesh = environment.mesh_bindings() if (text is None or of_environment) and root == ROOT else ()
     if mesh:
@@ -212,7 +216,7 @@ def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
 
 
 def declared_text(defaults: str = DEFAULTS) -> str:
-    """Returns the text that declares the macros."""
+    """Returns the text of the file `defaults`, a path in the workspace, which declares the macros."""
     return (sources.WORKSPACE / defaults).read_text(encoding="utf-8")
 
 

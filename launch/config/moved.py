@@ -1,4 +1,4 @@
-"""Replaces old names and values in gin files, accepted for one release: a table, and the code that applies it.
+"""Replaces old names and values in gin files, which are accepted for one release, by a table.
 
 The table applies to statements as they were read, before names are resolved. So it serves files, flags and the saved
 configurations of runs, and a text in an old spelling compares as equal to one in the new. Notes say the new spelling.
@@ -44,8 +44,8 @@ class Table(NamedTuple):
         old one; if the module `models.trm` becomes a folder, its constructors are listed instead.
       values: functions that replace old values of a parameter, by the new name of the parameter.
       former: functions that replace bindings of parameters that no longer exist, by the names of the parameters.
-      needs: for a constructor that took over parameters of another one, by its name: the statement that passes an
-        object of it to the other.
+      needs: for each constructor that took over parameters of another one, the statement that passes an object of the
+        new one to the other; by the name of the new one.
     """
 
     names: Mapping[str, str] = MappingProxyType({})
@@ -118,7 +118,7 @@ class Current(NamedTuple):
 
 
 def current(read: Mapping[str, Source], bindings: Sequence[Binding]) -> Current:
-    """Returns the statements of all sources, in the order in which they apply, in the current spelling."""
+    """Returns sources (by name) and their bindings (in the order in which they apply) in the current spelling."""
     return _Spelling(read).current(bindings) if any(TABLE) else Current(dict(read), list(bindings), {}, [], set())
 
 
@@ -262,9 +262,9 @@ def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
 def _rewritten(
     of: Binding, rewrite: Rewrite, bindings: Sequence[Binding], now: Binding
 ) -> Sequence[str] | ConfigProblem | None:
-    """Returns the result of `rewrite` for `now`: `of` itself or, if its value is a macro, the binding of the macro.
+    """Returns the result of `rewrite` for the binding `of` or, if its value is a macro, for the macro's binding `now`.
 
-    The latter is passed with the left-hand side of `of`, so that `rewrite` sees only its value.
+    The macro's binding is passed with the left-hand side of `of`, so that `rewrite` sees only its value.
     """
     if now.is_macro:
         now = dataclasses.replace(now, scope=of.scope, selector=of.selector, parameter=of.parameter)
@@ -331,7 +331,7 @@ def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:
 
 
 def _parsed(statements: Sequence[str], *, at: Binding) -> list[Binding]:
-    """Parses the statements that replace a binding, and gives them its file and line; the first one keeps its name."""
+    """Parses statements that replace the binding `at`, and gives them its file and line; a macro keeps its name."""
     parsed = sources.parse("\n".join(statements)) if statements else []
     found = [dataclasses.replace(b, scope=b.scope or at.scope, file=at.file, line=at.line) for b in parsed]
     return [dataclasses.replace(at, value=found[0].value), *found[1:]] if found and at.is_macro else found

@@ -277,7 +277,7 @@ def _public_modules(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def _siblings(package: str) -> list[str]:
-    """Returns the public modules of an imported package; none if there is no such package."""
+    """Returns the names of the public modules in a package; [] if it has not been imported."""
     folders = getattr(sys.modules.get(package), "__path__", [])
     return [module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_")]
 

@@ -169,7 +169,7 @@ def find(path: str, *, folders: Iterable[Path]) -> Path | None:
 
 
 def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the existing gin file with the most similar name and path, to suggest for a missing one; None: none."""
+    """Returns the existing gin file with the most similar path, to suggest for a missing one; None: none is similar."""
     near = dict.fromkeys(place for folder in folders for place in (folder, (folder / path).parent))
     files = [*sorted((WORKSPACE / "gin").rglob("*.gin")), *(file for f in near for file in sorted(f.glob("*.gin")))]
     alike = [file for file in files if nearest(Path(path).stem, [file.stem])]

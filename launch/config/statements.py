@@ -169,7 +169,10 @@ def leaves(value: Any) -> list[Any]:
 
 
 def expand(value: Any, macros: Mapping[str, Binding], *, inside: tuple[str, ...] = ()) -> Any:
-    """Replaces every macro in a value by the macro's value; macros without one stay, such as `%gin.REQUIRED`."""
+    """Replaces every macro in a value by the macro's value.
+
+    Macros without a value, such as `%gin.REQUIRED`, stay; so do those in `inside`, which are being replaced.
+    """
 
     def change(leaf: Any) -> Any:
         if not isinstance(leaf, Macro) or leaf.name in inside or leaf.name not in macros:

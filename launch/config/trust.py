@@ -66,7 +66,10 @@ _OPTAX = "optax"
 
 
 class Trust:
-    """What the configuration of a run may name: the public constructors, and those of modules that the user names."""
+    """What the configuration of a run may name.
+
+    These are the constructors in CONSTRUCTORS, those of optax, and those of `modules`, which the user trusts.
+    """
 
     def __init__(self, modules: Collection[str] = ()):
         self._modules = frozenset(modules)

@@ -61,10 +61,11 @@ class Asked(NamedTuple):
 
 
 def opened(args: argparse.Namespace, flag: str) -> Asked:
-    """Loads the run that the arguments of an evaluation name; `flag` asked for the evaluation.
+    """Loads the run that the arguments of an evaluation name. `flag`, such as "--relevance", asked for the evaluation.
 
     Raises:
-      UserError: other flags exclude `flag`, the run is not one of questions about images, or its data are missing.
+      UserError: other flags exclude `flag`, the run cannot be loaded, it is not one of questions about images, or its
+        data are missing.
     """
     if args.all_steps or args.submission or args.simulate:
         raise UserError(f"--all-steps, --submission and --simulate do not go with {flag}, which runs in one process")

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the tasks, loads the model, computes the scores, and prints them.
+    """Finds the tasks, loads the model, computes the scores, and prints them; --json also writes them. Returns 0.
 
     Raises UserError if flags exclude one another, or the tasks or the model cannot be used.
     """
@@ -73,7 +73,8 @@ def require_benchmark(args: argparse.Namespace) -> int | None:
 def load(args: argparse.Namespace, **options: Any) -> TextScores:
     """Loads the model that the arguments name, and prints where it was found.
 
-    Raises UserError as `loaded_model.load`, or if the model has no vocabulary.
+    `options` are further arguments of `loaded_model.load`. Raises UserError if the model cannot be loaded, its memory
+    is not available, or it has no vocabulary.
     """
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
@@ -93,7 +94,9 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of a registered seqio task or mixture, by task. All hosts call it; host 0 reads the data.
+    """Returns the metrics of a registered seqio task or mixture, by task and name.
+
+    All hosts call it; host 0 reads the data. `limit` is the most examples of each task; None: all.
 
     Raises:
       UserError: on all hosts, if the model and the task do not have the same vocabulary, or a metric fails.

@@ -130,9 +130,10 @@ def _examples(text: str) -> int | str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the run, checks the arguments and evaluates.
+    """Reads the run, checks the arguments and evaluates. Returns 0, or the exit code of the simulated hosts.
 
-    Raises UserError if the arguments exclude one another or do not fit the run, or its data are missing.
+    Raises UserError if the arguments exclude one another or do not fit the run, or the run, its checkpoint or its data
+    are missing.
     """
     other = _other(args)
     args.step = saved_steps.best_of(args.run_dir) if args.step == saved_steps.BEST else args.step

@@ -59,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates all gates, prints the table, and writes table and chunks to the run directory.
+    """Evaluates all gates, prints the table, and writes table and chunks to the run directory. Returns 0.
 
-    Raises UserError for unknown gates or controls, other evaluations' flags, a model without a gate, or missing data.
+    Raises UserError for unknown gates or controls, a budget outside 1 to 3, other evaluations' flags, a file of
+    --against that cannot be read or has other chunks, a model without a gate, or missing data.
     """
     names = [name for name in args.gates.split(",") if name]
     if not names:
@@ -170,7 +171,7 @@ class _Report:
         )
 
     def _milliseconds(self, gate: Any) -> float:
-        """Returns the milliseconds per chunk with a gate; NaN for gates that must know all chunks."""
+        """Returns the milliseconds per chunk with a gate; NaN for gates that see all chunks before they decide."""
         if hasattr(gate, "decide_all"):
             return float("nan")
         model = dataclasses.replace(self._model, gate=gate)
@@ -189,7 +190,10 @@ class _Report:
         return 1e3 * float(np.median(times)) / (rows * length // model.chunk)
 
     def _gflops(self, rate: float, gate: Any) -> float:
-        """Returns the forward GFLOPs of a chunk, counted as if a skipped update cost nothing."""
+        """Returns the forward GFLOPs of a chunk for a gate that updates the share `rate` of the chunks.
+
+        The layer counts for updated chunks alone, unless the gate runs it before every decision.
+        """
         model = self._model
         reads = getattr(gate, "reads", "")
         runs = 1.0 if reads == "reconstruction" or hasattr(gate, "decide_all") else rate
@@ -222,7 +226,10 @@ class _Report:
         return {name: value for name, value in found.items() if math.isfinite(value)}  # NaN: a constant
 
     def write(self, folder: Any, suffix: str, about: Mapping[str, Any]) -> list[str]:
-        """Writes table and chunks; returns the names of the files."""
+        """Writes table and chunks to a folder; returns the paths of the files.
+
+        `suffix` is added to the names of the files, and `about` to the content of the table.
+        """
         result = {**about, "gates": self.rows, "differences": self.differences, "correlations": self._correlations()}
         text = json.dumps(result, indent=1) + "\n"
         files = {f"gates{suffix}.json": text, f"chunks{suffix}.csv": self._csv()}
@@ -248,7 +255,7 @@ def _figure(value: float, digits: int) -> str:
 
 
 def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any], what: str) -> Chunks:
-    """Computes losses and signals of all chunks."""
+    """Computes losses and signals of all chunks; `what` names the computation in lines of progress."""
     answers, last = [], time.monotonic()
     with loaded.program.partitioner.tracing():
         step: Callable = jax.jit(lambda params, batch: dict(model.evaluate(params, jax.random.key(0), batch).extras))
@@ -261,7 +268,10 @@ def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any
 
 
 def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Shuffles the tokens within every chunk. Inputs remain the preceding tokens, except the first of each chunk."""
+    """Shuffles the target tokens within every chunk.
+
+    Each input is again the target before it, except the first input of each chunk, which is unchanged.
+    """
     targets, inputs = batch["targets"].copy(), batch["inputs"].copy()
     for row, weights in enumerate(batch["weights"]):
         for begin in range(0, targets.shape[1], chunk):

@@ -33,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the problems, loads the model, and prints and writes how many it solves.
+    """Reads the problems, loads the model, and prints pass@k; --json also writes every completion. Returns 0.
 
-    Raises UserError without --allow-code, or if the problems, the model or the flags cannot be used.
+    Raises UserError without --allow-code, or if the problems, the model or the flags cannot be used, or programs cannot
+    be confined on this machine.
     """
     limit = benchmarks.require_benchmark(args)
     if args.temperature is not None and args.samples in (None, 1):
@@ -64,7 +65,8 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
       temperature: sampling temperature; unused for a greedy completion.
 
     Returns:
-      The result of `tasks.code.humaneval.score`.
+      As JSON values: `evaluated_on`, a description; `pass_at`, pass@k by k; and `samples`, every completion with its
+        outcome.
 
     Raises:
       UserError: programs cannot be confined on this machine.

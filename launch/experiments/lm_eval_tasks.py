@@ -107,7 +107,7 @@ def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics that are numbers. lm_eval adds a filter of answers to their names: `acc,none`."""
+    """Returns the metrics that are numbers, by name, such as `acc` for `acc,none`, to which lm_eval adds a filter."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in metrics.items()
@@ -157,7 +157,7 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a task's generation options to arguments of `TextScores.continued`.
 
     Raises:
-      UserError: an option that is not known, or a malformed value.
+      UserError: an option is not known, or a value is malformed.
     """
     options = dict(given)
     until = options.pop("until", None) or []

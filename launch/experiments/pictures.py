@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the sheet to the run directory. Raises UserError as `asked.opened`, or for --num-examples."""
+    """Writes the sheet to the run directory. Returns 0.
+
+    Raises UserError if other flags exclude --pictures, the run cannot be loaded or is not one of questions about
+    images, or its data are missing.
+    """
     if args.num_examples:
         raise UserError("--pictures does not use --num-examples")
     found = asked.opened(args, "--pictures")
@@ -60,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """Yields up to QUESTIONS questions about each of the first IMAGES images, if possible of other cells and kinds."""
+    """Yields at most QUESTIONS questions about each of the first IMAGES images, varying their cells and kinds."""
     by_image: dict[str, list[Question]] = {}
     for question in questions:
         by_image.setdefault(question.image, []).append(question)

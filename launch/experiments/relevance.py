@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Raises UserError as `asked.opened`, or if the questions do not say where they point."""
+    """Prints the table. Returns 0.
+
+    Raises UserError if other flags exclude --relevance, the run cannot be loaded or is not one of questions about
+    images, its data are missing, or a question does not say where it points.
+    """
     if args.num_examples:
         raise UserError("--relevance does not use --num-examples")
     found = asked.opened(args, "--relevance")

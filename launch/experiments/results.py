@@ -79,7 +79,10 @@ class _CutsPuzzles(Protocol):
 def rows(
     entries: Sequence[Entry], *, status: Mapping[str, Status], run_dirs: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns a row of results per entry, in order; the row of a duplicate shows the run of the other entry."""
+    """Returns a row of results per entry, in order; the row of a duplicate shows the run of the other entry.
+
+    `status` and `run_dirs` are by entry id, as in `Suite`.
+    """
     told = settings(entries)
     found = [_row(entry, told[entry.id], status[entry.id].text, run_dirs[entry.id]) for entry in entries]
     for entry, row in zip(entries, found, strict=True):
@@ -217,7 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads the experiments, runs them (unless --list or --analyze) and writes the results (unless --list or --check).
 
-    Returns the exit code of `Suite.run`; 0 if nothing is run.
+    Returns 0 if all are done or nothing is run, 1 if any failed, or the exit code of an interruption or preemption.
 
     Raises UserError if flags exclude one another, an experiment has mistakes, no run could start here, or matplotlib is
     not installed.

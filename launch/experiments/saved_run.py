@@ -24,7 +24,13 @@ _OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot bu
 
 
 class SavedRun(NamedTuple):
-    """A run on disk: its resolved directory, its configuration with overrides, and the step that it was saved with."""
+    """A run on disk.
+
+    Attributes:
+      run_dir: the run directory, resolved.
+      config: the configuration, with overrides.
+      step: the step of the checkpoint that `config` was read from; None: the run directory.
+    """
 
     run_dir: str
     config: LoadedConfig
@@ -45,7 +51,8 @@ def read(
       bindings, slice_name: as for `loader.load`.
 
     Raises:
-      UserError: there is no run, it is a run of `renga.Trainer`, which gin cannot build, or the bindings are wrong.
+      UserError: there is no run, it is a published model or a run of `renga.Trainer`, which gin cannot build, or the
+        configuration or the bindings have mistakes.
     """
     is_of_hub = run_dir.startswith(published_files.HUB)
     folder = paths.resolve("." if is_of_hub else run_dir)
@@ -82,7 +89,8 @@ def refuse_published(text: str) -> None:
 def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
     """Reads the configuration that is saved in a checkpoint: that of `step`, or the newest.
 
-    For a run without checkpoints, the configuration of the run directory is read.
+    For a run without checkpoints, the configuration of the run directory is read. `options` are `bindings` and
+    `slice_name` of `read`.
 
     Raises:
       UserError: as `read`, or there is no such checkpoint.

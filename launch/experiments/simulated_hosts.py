@@ -24,10 +24,9 @@ _PASSED_ON = (
 
 
 def evaluate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """Runs the command on every simulated host; logs go to the run's logs or, if it is in a bucket, to runs/NAME/logs.
+    """Runs `launch/run evaluate` with the arguments on every simulated host; returns the exit code.
 
-    Returns:
-      The exit code.
+    Logs go to the run's logs or, for a run in a bucket or a published model, to runs/NAME/logs.
     """
     is_published = published_files.is_published(args.run_dir)
     # The path is resolved: simulated hosts have another home directory.

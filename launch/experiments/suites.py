@@ -120,8 +120,7 @@ def load(
 ) -> list[Entry]:
     """Loads every experiment with every seed, and marks duplicates.
 
-    Run directories are in `root`, by default RENGA_RUN_ROOT; those of checks at `level` have their own names. Such a
-    check looks for the data itself.
+    Run directories are in `root`, by default RENGA_RUN_ROOT; those of checks at `level` have their own names.
 
     Args:
       paths: experiment files.
@@ -130,7 +129,8 @@ def load(
       seeds: 0 stands for the seed of the file; others are bound to SEED.
       root: the root of the run directories.
       level: the level of the check to make instead of a run; None: a run.
-      check_data: whether problems with the data are mistakes, such as missing files.
+      check_data: whether problems with the data, such as missing files, are mistakes; not used with `level`, as the
+        check itself looks for the data.
 
     Raises:
       UserError: lists every mistake in every file.
@@ -181,7 +181,7 @@ def _of_experiments(names: Sequence[str]) -> str:
 def as_run(entry: Entry, *, text: str) -> Entry:
     """Returns a copy of an entry with the experiment that a run's canonical text describes.
 
-    Raises UserError as `loader.load`.
+    Raises UserError if the text has mistakes or names what is not trusted.
     """
     if text == entry.text:
         return entry
@@ -211,7 +211,13 @@ class Mode:
 
 
 class Suite:
-    """The experiments of a suite and their status; `mode` has the options with which they are run.
+    """The experiments of a suite and their status.
+
+    Args:
+      entries: the experiments.
+      mode: the options with which they are run.
+      root: the folder in which earlier runs of them are looked for.
+      logs: the folder for the output of their processes.
 
     Attributes:
       entries: entries of the suite.
@@ -229,7 +235,11 @@ class Suite:
         }
 
     def find_done(self) -> None:
-        """Marks experiments that are done, here or in another group, and those whose run directory has another one."""
+        """Marks experiments that are already done, in any run directory, as DONE; checks never are.
+
+        An experiment whose run directory contains another one is REFUSED. A duplicate gets the run directory of the
+        experiment that is run instead.
+        """
         found = {} if self.mode.check else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
         for entry in self.entries:
             if entry.same_as:
@@ -261,7 +271,7 @@ class Suite:
 
         An entry with a run is replaced by the experiment recorded in the run directory.
 
-        Raises UserError as `as_run`.
+        Raises UserError if the configuration of a run has mistakes or names what is not trusted.
         """
         found = saved_run.find_runs(self._root, [e.text for e in self.entries], ignoring=LOCATION)
         for number, entry in enumerate(self.entries):

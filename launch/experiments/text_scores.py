@@ -73,7 +73,8 @@ class TextScores:
           prompts: the prompts, as text.
           until: stop strings; empty ones are ignored.
           max_tokens: largest number of new ids.
-          sampling, seed: see `parallel.generation.generating.Generator.generate`.
+          sampling: how ids are drawn; by default, the most likely one is taken.
+          seed: seed of the draws.
 
         Raises:
           UserError: `max_tokens` leaves no positions for a prompt.
@@ -120,5 +121,5 @@ class _StopsEveryRow:
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """Returns the text before the first of the stop strings."""
+    """Returns the text before the first of the stop strings in it; the whole text if it has none."""
     return text[: min((found for stop in until if (found := text.find(stop)) >= 0), default=len(text))]

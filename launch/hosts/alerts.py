@@ -49,9 +49,10 @@ _ADDRESSES = ("https://", "http://127.0.0.1:", "http://localhost:")
 
 @contextlib.contextmanager
 def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Context for the process that starts a run; yields a function that sends an alert if its exit code is a failure.
+    """Context for the process that starts a run; yields a function of the run's exit code, which sends alerts.
 
-    If each host is started on its own, only host 0 sends alerts. `host`: the index; None: all hosts, or unknown.
+    It sends one if the code is a failure, which a user's error, an interruption and a preemption are not. If each host
+    is started on its own, only host 0 sends alerts. `host` is its index; None: all hosts, or unknown.
 
     Raises:
       UserError: RENGA_ALERT cannot be used.
@@ -76,7 +77,7 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int
 
 
 def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
-    """Context for a process of a run.
+    """Context for a process of a run, on `host` (None: unknown).
 
     If an exception or verdict ends the process, notes it for the process that sends alerts.
     """

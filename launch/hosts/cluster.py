@@ -52,7 +52,7 @@ class Host:
 
 
 def limits(health: Health) -> Limits:
-    """Returns the time limits of the health checks of a run on this slice, or in this simulation."""
+    """Returns the time limits of a run's health checks; the default ones differ between TPUs and simulations."""
     return health.limits(USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU)
 
 
@@ -71,11 +71,13 @@ def join(
       slice_: the slice of the hosts.
       description: describes the run (`launch.runs.prepared_run.run_signature`); it must be equal on all hosts.
       limits: how long each activity of a host may take.
-      before_devices: see `distributed.initialize`.
+      before_devices: called with the cluster once all hosts are connected and agree, before any device is initialized.
 
     Raises:
       UserError: environment variables contradict one another or the slice; the descriptions of the hosts differ; JAX
         found other devices than those of the slice.
+      TimeoutError: some hosts are missing; names them.
+      RuntimeError: a device was initialized before.
     """
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")
@@ -191,7 +193,7 @@ def warn_at_start(host: Host) -> None:
 
 
 def check_versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
-    """Compares jax, jaxlib and libtpu with the tested versions: older ones are a problem, newer ones a note.
+    """Compares jax, jaxlib and libtpu with the tested versions: older or missing ones fail, newer ones are a note.
 
     `installed` returns the version of a package. `pins` is the text of a requirements.txt; None: this project's.
     """
@@ -217,7 +219,10 @@ def check_versions(*, installed: Callable[[str], str] = importlib.metadata.versi
 
 
 def check_clocks(*, now: Callable[[], float] = time.time) -> Finding:
-    """Measures the largest difference between the hosts' clocks, as exactly as the duration of the exchange allows."""
+    """Compares the clocks of all hosts, which all must call this.
+
+    The finding fails if they are more than SKEW_SECONDS apart, beyond the uncertainty of the measurement.
+    """
     distributed.barrier("start/clocks")
     started, asked = now(), time.perf_counter()
     every = [float(text) for text in distributed.all_gather_text("start/clocks", repr(started))]

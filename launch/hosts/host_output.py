@@ -62,7 +62,17 @@ class HostProcess(subprocess.Popen):
         to_terminal: bool = False,
         start_new_session: bool = False,
     ):
-        """Starts `command`, which ends if this process ends; with `to_terminal` its output is also shown."""
+        """Starts the process.
+
+        Args:
+          command: its argv; it ends if this process ends.
+          log_path: the log, which is appended to.
+          name: the name of the host, in lines until the process notes its step.
+          step_file: the file in which the process notes its step.
+          env: the environment variables, to which RENGA_STEP_FILE is added.
+          to_terminal: whether to show the output, too.
+          start_new_session: whether the process gets a session of its own.
+        """
         self.log_path, self._name, self._step_file, self._to_terminal = log_path, name, step_file, to_terminal
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         if to_terminal and sys.stdout.isatty():
@@ -144,7 +154,7 @@ def _write_to_terminal(chunk: bytes) -> None:
 def run(log_path: Path, name: str, command: Sequence[str]) -> int:
     """Runs `command` to its end on the host called `name`; returns its exit code, or 128 + N if signal N ended it.
 
-    This process ignores signals to the process group, which the command handles. So it can copy the command's last
+    This process ignores signals to the process group, which the command handles, so that it can copy the command's last
     lines.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

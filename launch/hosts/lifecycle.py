@@ -94,7 +94,7 @@ def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int
 def run_state(tpu: Tpu) -> str:
     """Returns the state of the run on host 0: `running`, `ended CODE`, `gone`, or "" if host 0 did not answer.
 
-    Raises UserError if gcloud is not installed.
+    A run is `gone` if it ended without an exit code, as by a reboot. Raises UserError if gcloud is not installed.
     """
     asked = gcloud.output(gcloud.ssh(tpu, gcloud.on_host("state"), worker="0"))
     return asked.stdout.strip() if asked.returncode == 0 else ""
@@ -123,10 +123,18 @@ class Watch:
     poll_seconds: float = POLL_SECONDS
 
     def run(self, *, restarts: int, newest_step: Callable[[], int | None]) -> int:
-        """Watches until the run ends; restarts it after lost slices, as often as `supervise.supervise` allows.
+        """Watches until the run ends, and restarts it after a slice was lost.
+
+        Args:
+          restarts: how many restarts without a new checkpoint to allow.
+          newest_step: returns the newest checkpointed step, or None.
 
         Returns:
-          The run's exit code; PREEMPTED if its slices were lost too often; FAILED if it could not be restarted.
+          The run's exit code; PREEMPTED if its slices were lost too often; FAILED if it could not be restarted; or the
+            code in `requested`, if this process was asked to stop.
+
+        Raises:
+          UserError: gcloud is not installed.
         """
         attempts = itertools.count()
 

@@ -35,7 +35,11 @@ class Place(NamedTuple):
 
 
 def look() -> Place:
-    """Looks at environment variables, the chips in DEVICES and, if either suggests a TPU, the metadata server."""
+    """Finds out whether this machine is a host of a TPU slice, and of which one.
+
+    It looks at environment variables and at the chips in DEVICES. If these suggest a TPU but not the type of its slice,
+    it asks the metadata server.
+    """
     names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
     values = {name: environment.read(name) for name in names}
     looked_at = [f"environment: {name} {'is ' + value if value else 'is not set'}" for name, value in values.items()]
@@ -68,9 +72,10 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 
 
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
-    """Raises UserError if the slice is not the actual one; an unknown one passes (its devices are counted later).
+    """Raises UserError if the slice is not the actual one; names both with their devices and hosts.
 
-    The error names both with their devices and hosts.
+    It also raises UserError if the slice table does not have the actual one. If that is unknown, it passes; its devices
+    are counted later.
 
     Args:
       slice_: the slice that was asked for.
@@ -107,7 +112,7 @@ def require_here(slice_: slices.Slice) -> None:
 
 
 def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
-    """Checks that no other process has opened a chip of this host, or libtpu's lock file."""
+    """Checks that no other process has opened a chip of this host (`is_chip`: paths of chips) or libtpu's lock file."""
     holders, unseen = {}, 0
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) in (os.getpid(), os.getppid()):

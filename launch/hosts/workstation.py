@@ -58,7 +58,7 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
 
     Raises:
       UserError: a TPU has another size or is not READY, the numbers of TPUs and slices differ, the workspace is not
-        under git, or its files are larger than MOST_BYTES.
+        under git, its files are larger than MOST_BYTES, or gcloud is not installed (unless `dry_run`).
     """
     names = ", ".join(tpu.name for tpu in tpus)
     if len(tpus) != slice_.num_slices:

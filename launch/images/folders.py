@@ -152,7 +152,8 @@ def load(
       slice_name, bindings, dtype, strategy, check, check_model: as in `launch.loaded_model.load`.
 
     Raises:
-      UserError: a file is missing, or describes a model that is not supported.
+      UserError: a file is missing, damaged, or describes a model that is not supported; `bindings` have mistakes; or
+        the layout does not fit the slice or the devices of this process.
     """
     choice = loaded_model.chosen(_GIN, folder, bindings, dtype, check)
     model: VisionLanguageModel = choice.model

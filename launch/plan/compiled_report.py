@@ -90,7 +90,7 @@ def _print_traffic(collectives: Sequence[Collective], *, per: str) -> None:
 
 
 def print_warnings(warnings: Sequence[str]) -> None:
-    """Prints the compiler's warnings, without those known to be harmless."""
+    """Prints the compiler's warnings."""
     print("\ncompiler warnings: " + ("" if warnings else "none"))
     for warning in warnings:
         print(f"* {warning}")
@@ -134,7 +134,7 @@ class StrategyResult(NamedTuple):
         return [self.name, mesh, *numbers, ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the figures of `analysis.as_json`, or the problem."""
+        """Returns the compiler's figures as JSON values or, if it was not compiled, the strategy and the problem."""
         if self.program and self.found:
             return analysis.as_json(self.program, self.found)
         return {"strategy": self.name, "problem": self.problem}
@@ -237,9 +237,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables. Returns 1 if a program does not fit into the memory of a chip.
+    """Prints the tables. Returns 1 if the state or, by arithmetic, the step does not fit into a chip; 0 otherwise.
 
-    Raises UserError if flags exclude one another, or the experiment has a mistake.
+    With --strategies, it returns 0, and the table shows what does not fit.
+
+    Raises UserError if flags exclude one another, the experiment has a mistake, or a compiled step does not fit.
     """
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")

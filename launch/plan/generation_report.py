@@ -26,7 +26,7 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
 
     Raises:
       UserError: the configuration has a mistake, the model cannot generate with a KV cache, rows do not divide over the
-        chips, or the layout does not fit.
+        chips, the layout does not fit the slice, or generation does not fit into a chip's memory.
     """
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
     for note in config.notes:

@@ -29,10 +29,11 @@ _OF_COMPILED = ("predicted", "compiled in s")
 
 
 def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
-    """Prints a table of candidates. Ranges are those of `CandidateMetrics`, the smaller number first.
+    """Prints a table of candidates, with as many columns as the terminal's width allows.
 
-    The column `predicted` is the step time if exactly the traffic that the compiler overlapped is hidden. The table has
-    as many columns as the terminal's width allows.
+    For compiled candidates, the column `predicted` is the step time if exactly the traffic that the compiler overlapped
+    is hidden, and the range in `step s` is that time with its known error. For others, this range reaches from all
+    traffic hidden to none.
 
     Args:
       rows: candidates, the best first.
@@ -96,7 +97,10 @@ def sent(traffic: Sequence[AxisTime]) -> str:
 
 
 def print_rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
-    """Prints why candidates are not in the table: for each one (`every`), or a count and an example for each reason."""
+    """Prints why candidates are not in the table: for each one (`every`), or a count and an example for each reason.
+
+    Of the compiled candidates in `found`, it lists each that does not fit or failed.
+    """
     for kind, group in selection.by_reason(options):
         terminal.say(f"\nrejected, {kind}: {len(group)}")
         shown = group if every else sorted(group, key=lambda one: len(one.name))[:1]
@@ -176,7 +180,7 @@ def _figures(option: Option) -> tuple[str, ...]:
 
 
 def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
-    """Returns the lines of comment at the top of the winner's gin file."""
+    """Returns the lines of comment at the top of the winner's gin file; `label` as in `show`."""
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
     tokens, chip = units.counted(best.tokens // best.rows, "token"), question.slice.chip
     return [

@@ -150,7 +150,10 @@ class _Session:
         return None if self._is_fresh else self.store.find(one.text)
 
     def look_up(self) -> None:
-        """Takes existing records in order, until those that fit, and those without a record, are as many as wanted."""
+        """Takes existing records in order, until enough candidates fit or may fit.
+
+        A candidate without a record may fit.
+        """
         missing: list[Option] = []
         while self._left and self._still_wanted() > len(missing):
             one = self._left.pop(0)
@@ -371,9 +374,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, explains one layout, or predicts the cost of generation.
+    """Plans, explains one layout (--explain), or predicts the speed of generation (--generate).
 
-    Raises UserError if flags exclude one another, or the slice or the experiment has mistakes.
+    Returns 0; 1 if no layout fits, or the explained one does not; 130 after Ctrl-C in a plan, with the results so far.
+
+    Raises UserError if flags exclude one another, the slice or the experiment has mistakes, or generation does not fit.
     """
     names = slice_ranking.names(args.slice)
     candidates.require_known(args.only)

@@ -112,6 +112,9 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
 
     Returns:
       0; 1 if the experiment fits no slice; 130 after Ctrl-C, which prints the slices so far.
+
+    Raises:
+      UserError: the configuration has a mistake on one of the slices.
     """
     given = args.price or [None]
     questions = [

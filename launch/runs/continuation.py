@@ -138,7 +138,7 @@ def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *,
 
     Args:
       step: the step of the checkpoint.
-      then: its metadata. If earlier revisions saved it without ORDER, the position itself is checked.
+      then: its metadata. Earlier revisions saved it without ORDER; then the position is checked when it is restored.
       now: metadata that the run would save.
       span: the phase.
     """
@@ -212,7 +212,7 @@ FIX = (
 
 
 def changes(then: Mapping[str, Any], config: Settings | str) -> list[Difference]:
-    """Returns the settings in which a configuration differs from that in a checkpoint's metadata `then`."""
+    """Returns the settings in which a configuration differs from that in a checkpoint's metadata `then`; [] if none."""
     return differences.between(then["config"], config) if "config" in then else []
 
 

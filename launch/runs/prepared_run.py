@@ -81,7 +81,7 @@ class Run:
     def open_batches(self, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
         """Returns training batches on the devices, from a position in the data (None: from the beginning).
 
-        Raises UserError as the task, or if the position does not fit its data.
+        Raises UserError if the task cannot open its data, or the position does not fit them.
         """
         layout = self.program.partitioner.data_layout(self.experiment.batch_size)
         batches = self.experiment.task.train(layout, seed=self.span.seed)
@@ -131,7 +131,8 @@ def prepare_run(
       given: parameters from which a new run starts instead of INIT_FROM; None: there are none.
 
     Raises:
-      UserError: the hosts differ, the run directory is not shared, data is missing, or the layout does not fit.
+      UserError: the hosts differ, the run directory is not shared, data is missing or would be read more often than
+        `max_epochs`, or the layout, the host's memory or the parameters of INIT_FROM do not fit.
     """
     activity.at(activity.OPENING)
     span = experiment if isinstance(experiment, Span) else experiment.spans()[0]

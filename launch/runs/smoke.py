@@ -165,7 +165,7 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
     in the same order.
 
     Raises:
-      UserError: as `shrink`.
+      UserError: the model or a task cannot shrink, or a mesh does not fit the slice.
     """
     spans = experiment.spans()
     if len(spans) == 1:
@@ -195,9 +195,16 @@ def attempt(run_dir: str) -> str:
 
 
 def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir: str) -> None:
-    """Rehearses the phases in a new folder, one after another; each continues from the previous one.
+    """Rehearses the phases, one after another; each continues from the previous one.
 
-    Raises RuntimeError and UserError as `rehearse`.
+    Args:
+      spans: the phases.
+      prepare: `prepare(span, run_dir=…)` returns the run of a phase.
+      run_dir: the smoke run's directory, in which a new folder becomes the run directory of all phases.
+
+    Raises:
+      RuntimeError: after a restore, the losses differ.
+      UserError: as `rehearse`, or from `prepare`.
     """
     folder = attempt(run_dir)
     for span in spans:

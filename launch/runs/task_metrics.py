@@ -69,7 +69,14 @@ class TaskMetrics:
     """Computes the metrics of a run's task at its evaluations. seqio runs in a separate process on host 0."""
 
     def __init__(self, program: Program, own: OwnMetrics, *, stop_ids: Sequence[int], num_ids: int | None):
-        """Starts to read the examples in the background."""
+        """Starts to read the examples in the background.
+
+        Args:
+          program: the run's program.
+          own: the metrics of the task, which host 0 computes.
+          stop_ids: the ids that end a continuation.
+          num_ids: the size of the vocabulary; None: unknown.
+        """
         self._program, self._own = program, own
         self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
         self._processes = seqio_pipeline.Processes()

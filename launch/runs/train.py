@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; if the run fails, notes the cause for the process that started this one.
 
-    Raises UserError for --check with --steps, a mistake in the configuration, or what `prepare_run` refuses.
+    Returns 0 at the end of the run, or the exit code of a preemption, an interruption or a lost run directory.
+
+    Raises UserError for --check with --steps, a mistake in the configuration, hosts that differ, or a layout, data,
+    memory, checkpoint or run directory that does not fit.
     """
     if args.check and args.steps:
         raise UserError("--check and --steps exclude each other: a smoke run has 20 steps")
@@ -159,6 +162,10 @@ def run_phases(
       run_dir: the run directory.
       last_step: the step at which to stop.
       lock: the lock of the run directory, on the host that holds it; None on others.
+
+    Raises:
+      UserError: a phase cannot be prepared, or cannot continue from the checkpoint.
+      PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
     """
     validation: dict[str, float] = {}
     while (span := _next(spans, run_dir)).first_step < last_step:

@@ -119,7 +119,7 @@ def refuse(*, generation: str, others: Sequence[str] = ()) -> None:
 
 
 def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
-    """Measures all candidates on the devices of a run, prints a table, and writes tuned.gin on host 0.
+    """Measures all candidates, each for `steps` timed steps, prints a table, and writes tuned.gin on host 0.
 
     Returns:
       The choice. If nothing is faster, its name is `AS_IT_IS`, no file is written, and an earlier one is deleted.
@@ -141,6 +141,8 @@ def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
 
 def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple[Candidate, float]:
     """Tries the settings one by one; returns the choice, and its time divided by that of the unchanged experiment.
+
+    `measure` returns a candidate's seconds per step, or None if it cannot be used.
 
     Raises:
       UserError: the unchanged experiment does not run.

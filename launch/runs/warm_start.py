@@ -204,7 +204,7 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
       is_host_zero: whether to show the progress of reading.
 
     Raises:
-      UserError: as `load` of the source.
+      UserError: the source was removed meanwhile, or its parameters are missing or differ from what was saved.
     """
     if initial is None:
         return program.init()

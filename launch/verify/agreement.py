@@ -118,7 +118,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
       into: the folder of the batches and the results.
 
     Raises:
-      UserError: as `cluster.join`.
+      UserError: the process cannot join the others, or is not one of the simulated slice.
     """
     data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}
@@ -169,7 +169,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row per strategy. Returns 1 if one exceeds its tolerance, or a requested one is not supported.
+    """Prints one row per strategy. Returns 0 if all agree with one device within their tolerances.
+
+    It returns 1 if one exceeds its tolerance, one that was asked for does not support the model, or none does.
 
     Raises UserError if flags do not go together, or the model, the experiment or its data cannot be used.
     """

@@ -65,7 +65,7 @@ class Variant(NamedTuple):
         return "; ".join((f"config={self.config}", f"hosts={self.hosts}", *start, *self.bindings))
 
     def experiment(self, slice_name: str | None) -> Experiment:
-        """Builds the experiment. Raises UserError as `loader.load`."""
+        """Builds the experiment. Raises UserError if there is no such file or the configuration has mistakes."""
         return loader.load(self.config, bindings=self.bindings, slice_name=slice_name).build()
 
 
