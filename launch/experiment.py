@@ -253,9 +253,9 @@ class Experiment:
         return None if per_token is None else per_token * self.tokens_per_step
 
     def data_problems(self, *, prepared: bool) -> list[str]:
-        """Returns the task's problems or, if it has none, mismatches of task, model, PROMPT and METRIC_EXAMPLES.
+        """Returns the task's problems or, if it has none, mismatches between task, model and settings of evaluations.
 
-        Each has its fix. It reads no documents.
+        Each is a sentence with its fix. No documents are read.
 
         Args:
           prepared: whether `task.prepare` has run; a vocabulary that the run itself trains can only be checked then.

@@ -29,8 +29,8 @@ def estimate(program: Program) -> "tuple[Estimate | None, str]":
 def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> Finding:
     """Compares the memory that a program needs with that of a chip; returns the finding "memory".
 
-    The check fails if the state does not fit. The estimate with activations can exceed what the compiler needs, so the
-    check fails only if it is above twice the memory of a chip. If it is above that memory, the finding is a note.
+    The check fails if the state does not fit. The estimate with activations can exceed what the compiler needs.
+    Therefore the finding is a note if the estimate is above a chip's memory, and the check fails only above twice that.
 
     Args:
       program: bound to a slice.

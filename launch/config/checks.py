@@ -234,7 +234,7 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for bindings above the include of a file that sets them again, silently."""
+    """Yields problems for bindings above the include of a file that silently overrides them."""
     for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
             if before.file in config.reader.sources[after.file].ancestors:

@@ -73,8 +73,8 @@ def require_benchmark(args: argparse.Namespace) -> int | None:
 def load(args: argparse.Namespace, **options: Any) -> TextScores:
     """Loads the model that the arguments name, and prints where it was found.
 
-    `options` are further arguments of `loaded_model.load`. Raises UserError if the model cannot be loaded, its memory
-    is not available, or it has no vocabulary.
+    `options` are further arguments of `loaded_model.load`. Raises UserError if the model cannot be loaded, needs more
+    memory than this machine has, or has no vocabulary.
     """
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"

@@ -107,7 +107,10 @@ def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics that are numbers, by name, such as `acc` for `acc,none`, to which lm_eval adds a filter."""
+    """Returns the metrics that are numbers, by name.
+
+    lm_eval's names are such as `acc,strict`, with a filter of the answers; the filter `none` is left out.
+    """
     return {
         name.removesuffix(",none"): float(value)
         for name, value in metrics.items()

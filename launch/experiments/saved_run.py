@@ -29,7 +29,7 @@ class SavedRun(NamedTuple):
     Attributes:
       run_dir: the run directory, resolved.
       config: the configuration, with overrides.
-      step: the step of the checkpoint that `config` was read from; None: the run directory.
+      step: the step of the checkpoint that `config` was read from; None: it was read from the run directory.
     """
 
     run_dir: str

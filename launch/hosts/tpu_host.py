@@ -74,7 +74,7 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
     """Raises UserError if the slice is not the actual one; names both with their devices and hosts.
 
-    It also raises UserError if the slice table does not have the actual one. If that is unknown, it passes; its devices
+    It also raises UserError if the slice table does not have the actual one. An unknown actual slice passes; its devices
     are counted later.
 
     Args:
@@ -112,7 +112,10 @@ def require_here(slice_: slices.Slice) -> None:
 
 
 def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
-    """Checks that no other process has opened a chip of this host (`is_chip`: paths of chips) or libtpu's lock file."""
+    """Checks that no other process has opened a chip of this host, or libtpu's lock file.
+
+    `is_chip` matches the paths of chips.
+    """
     holders, unseen = {}, 0
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) in (os.getpid(), os.getppid()):

@@ -237,11 +237,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables. Returns 1 if the state or, by arithmetic, the step does not fit into a chip; 0 otherwise.
+    """Prints the tables. Returns 1 if nothing is compiled and, by arithmetic, a step cannot fit; 0 otherwise.
 
-    With --strategies, it returns 0, and the table shows what does not fit.
-
-    Raises UserError if flags exclude one another, the experiment has a mistake, or a compiled step does not fit.
+    Raises UserError if flags exclude one another, the experiment has a mistake, or a step does not fit when it is
+    compiled. With --strategies, the table shows those that do not fit instead.
     """
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")

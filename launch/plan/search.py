@@ -177,7 +177,10 @@ def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:
 
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
-    """Returns the candidates that fit, the fastest first, by seconds per row as the compiler overlapped the traffic."""
+    """Returns the candidates that fit, the fastest first, by predicted seconds per row.
+
+    In the prediction, exactly the traffic that the compiler overlapped is hidden.
+    """
     fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
     return [(one, record) for _, one, record in sorted(fit, key=lambda each: each[0])]
 

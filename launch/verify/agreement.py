@@ -169,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row per strategy. Returns 0 if all agree with one device within their tolerances.
+    """Prints one row per strategy. Returns 0 if all that support the model agree with one device.
 
     It returns 1 if one exceeds its tolerance, one that was asked for does not support the model, or none does.
 
