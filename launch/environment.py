@@ -168,7 +168,8 @@ def run_directory(
     """Returns the default run directory of an experiment on a slice, such as `runs/quickstart-v4-16`, in `run_root`.
 
     An experiment file that is not directly in the workspace's `gin/` adds its folder: `runs/trm/sudoku4-v4-8`. The file
-    is searched for as the loader does. Checks at level smoke or slice use run directories of their own.
+    is looked for in the working directory, then in the workspace. Checks at level smoke or slice use run directories of
+    their own.
 
     Args:
       experiment: the experiment file.
@@ -195,7 +196,7 @@ def former_run_directory(experiment: str | Path, *, environ: Mapping[str, str] |
 
 
 def _found(experiment: str | Path) -> Path:
-    """Returns the path of an experiment file, which is searched for as the loader does."""
+    """Returns the path of an experiment file, looked for in the working directory, then in the workspace."""
     if "://" in str(experiment):
         return Path(experiment)
     places = (folder / experiment for folder in (Path.cwd(), WORKSPACE))

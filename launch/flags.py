@@ -88,9 +88,9 @@ def _folder(text: str) -> str:
 
 
 def _slice(text: str) -> str:
-    """An argparse type: the name of a slice; `local` becomes the name of this machine's slice.
+    """An argparse type: the name of a slice, which is not checked; `local` becomes the name of this machine's slice.
 
-    Raises ArgumentTypeError if there is no such slice.
+    Raises ArgumentTypeError if the devices of this machine cannot be found or are not known.
     """
     if text != LOCAL:
         return text

@@ -46,7 +46,14 @@ _GIN = "gin/generation/folder.gin"
 
 
 class Text(NamedTuple):
-    """A continuation as text, without the token that ended it; the other fields are as in `generating.Continuation`."""
+    """The continuation of a prompt.
+
+    Attributes:
+      text: the continuation as text.
+      ids: its ids, without the one that ended it.
+      log_probabilities: log-probability of each id, by the model itself (at temperature 1, over all tokens).
+      ended: whether a stop id ended it, rather than the limit.
+    """
 
     text: str
     ids: list[int]

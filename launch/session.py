@@ -89,12 +89,13 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
 
 
 def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
-    """Returns the compiled training step, and the statistics step or None; waits until all hosts have compiled both.
+    """Returns the training step, and the statistics step or None; waits until all hosts have compiled both.
 
-    The statistics step is always compiled here, because a later compilation would look like a step that hangs.
+    A single host compiles the training step only when it is first called. The statistics step is always compiled here,
+    because a later compilation would look like a step that hangs.
 
     The hosts wait here because simulated hosts wait at most 30 s for one another in a program's first collective. On a
-    busy machine, compile times differ by more.
+    busy machine, compile times differ by more. If no step is left to train, nothing is compiled.
 
     Raises:
       TimeoutError: a host did not compile within the run's limit for compiling; names it.

@@ -199,8 +199,8 @@ class Checkpointing(_Group):
       checkpoint_interval: steps between checkpoints.
       keep_checkpoints: number of latest checkpoints to keep.
       keep_best: also keep the best checkpoint by a metric: `validation/loss` for the lowest value,
-        `max:validation/accuracy` for the highest; "": keep only the latest ones. `checkpoint_interval` must then be a
-        multiple of `eval_interval`.
+        `max:validation/accuracy` for the highest. Needs `eval_batches` above 0 and `checkpoint_interval` a multiple of
+        `eval_interval`. "": keep only the latest ones.
       params_checkpoint_interval: steps between checkpoints of the parameters alone, in addition to those of the whole
         state; 0: none.
       keep_params_checkpoints: number of latest checkpoints of the parameters alone to keep.

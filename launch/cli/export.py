@@ -55,11 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder, reading the parameters array by array, and uploads it if --push is given. Returns 0.
-
-    Raises UserError if the folder is not new or cannot be written, there is no such checkpoint or it is damaged, or its
-    model cannot be exported.
-    """
+    """Writes the folder and, with --push, uploads it; raises UserError if the flags or the run do not allow that."""
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     if args.push:
         published_files.check_name(args.push)
@@ -140,7 +136,7 @@ def _is_published(base: str) -> bool:
 
 
 def _base(step: paths.Path, experiment: Experiment) -> str:
-    """Returns the published model that a run's adapters belong to; if on Hugging Face, with the revision read."""
+    """Returns the published model that a run's adapters belong to; for one of the hub, with the revision read."""
     left_out = steps.read(step).left_out
     if left_out is not None and left_out.source.startswith(published_files.HUB):
         return left_out.source

@@ -29,7 +29,7 @@ class Changes:
     def constructor(self, field: str) -> str | None:
         """Returns the constructor in which a field of the model is bound, such as `transformer.Transformer`.
 
-        The constructor may be inside wrappers, and functions that change a model. None if no single one has the field.
+        It is looked for inside wrappers, and inside functions that change a model. None if it is not found there.
         """
         path = wrappers.field_path(self._model, field)
         if path is None:

@@ -162,23 +162,19 @@ def load(
     (if `text` is None or `of_environment`), `between`, `bindings`, `slice_name`.
 
     Args:
-      path: the experiment file, relative to the working directory or the top of the workspace, or gs://. With `text`,
-        only its name in messages.
+      path: the experiment file, relative to the working directory or the top of the workspace, or gs://.
       text: the content of the file, if it is not read from `path`. Includes of a text, and of a file in a bucket, are
         searched for in the workspace, then in the working directory.
-      bindings: gin statements from the command line, which may use the experiment's imports and the public modules of
-        this workspace.
+      bindings: gin statements; they may use the experiment's imports and the public modules of this workspace.
       slice_name: value for the macro SLICE, which overrides the file and `bindings`; None: theirs.
       root: full name of the constructor of the root object.
       defaults: the file that declares the macros.
       between: further gin texts, by their names in messages.
       trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
         cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
-      of_environment: whether to use the two environment variables although `text` is given.
 
     Raises:
-      UserError: there is no such file, an environment variable is malformed, or the configuration has mistakes
-        (ConfigError, which lists all of them).
+      UserError: there is no such file, an environment variable is malformed, or there are mistakes; lists all of them.
     """
     mesh = environment.mesh_bindings() if (text is None or of_environment) and root == ROOT else ()
     if mesh:

@@ -209,7 +209,7 @@ def _not_gin(problems: Sequence[ConfigProblem], *, statements: int) -> ConfigPro
 
 
 def display(path: Path) -> str:
-    """Returns a path relative to the workspace or working directory if it is inside; it is equal on all hosts."""
+    """Returns a path, relative to the workspace or working directory if it is inside, so that hosts name it alike."""
     path = path.resolve()
     for folder in (WORKSPACE, Path.cwd()):
         if path.is_relative_to(folder):

@@ -35,7 +35,14 @@ class Answered(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A run with its loaded model, and the task that makes rows of questions."""
+    """A run with its loaded model.
+
+    Attributes:
+      run_dir: the run directory.
+      loaded: the model.
+      task: makes rows of questions.
+      batch_size: questions that are asked together.
+    """
 
     run_dir: str
     loaded: LoadedModel

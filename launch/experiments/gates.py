@@ -149,7 +149,9 @@ class _Report:
             )
 
     def compare(self, where: str, theirs: Mapping[tuple[int, int, int], tuple[float, float]]) -> None:
-        """Compares UPDATE's losses with those of another run on the same chunks (`theirs`, from `_read_chunks`).
+        """Compares UPDATE's losses with those of another run.
+
+        `theirs` is what `_read_chunks` read from the file `where`.
 
         Raises:
           UserError: the other run has other chunks.
@@ -250,7 +252,7 @@ class _Report:
 
 
 def _figure(value: float, digits: int) -> str:
-    """Formats a number; `-` for NaN, such as the time of a gate that must know all chunks."""
+    """Formats a number; `-` for NaN, such as the time of a gate that sees all chunks before it decides."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 

@@ -42,7 +42,7 @@ def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
 
 
 def charts(table: Sequence[ResultRow]) -> list[str]:
-    """Returns SVG charts, separate for each kind of score: the score against each quantity that varies, and by step."""
+    """Returns SVG charts for each kind of score: one against each quantity that varies, and one by training step."""
     return [chart for score in _SCORES for chart in _charts([row for row in table if row["score"] == score], score)]
 
 

@@ -43,7 +43,7 @@ class TextScores:
         return beginning_with_bos(found, vocabulary) if begins else found
 
     def likelihoods(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Returns the likelihood of each continuation; pairs: ids of context and continuation (see `Scorer.score`)."""
+        """Returns the likelihood of each continuation, given as pairs: ids of a context, ids of its continuation."""
         return self.scorer.score(pairs)
 
     def rolling(self, texts: Sequence[str]) -> list[float]:

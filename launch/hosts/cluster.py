@@ -184,7 +184,10 @@ def about_hosts() -> list[str]:
 
 
 def warn_at_start(host: Host) -> None:
-    """Prints a warning if library versions are incompatible or newer than tested, or if the clocks differ."""
+    """Prints a warning if library versions are older than tested or the clocks differ; a note if versions are newer.
+
+    All hosts must call it.
+    """
     for finding, is_mine in ((check_versions(), True), (check_clocks(), host.is_zero)):
         if is_mine and not finding.ok:
             print(f"{host.name}: warning: {finding.name}: {finding.detail}", flush=True)

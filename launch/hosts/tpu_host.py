@@ -74,8 +74,8 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
     """Raises UserError if the slice is not the actual one; names both with their devices and hosts.
 
-    It also raises UserError if the slice table does not have the actual one. An unknown actual slice passes; its devices
-    are counted later.
+    It also raises UserError if the slice table does not have the actual one. If the actual one is unknown, it passes:
+    its devices are counted later.
 
     Args:
       slice_: the slice that was asked for.

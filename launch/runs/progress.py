@@ -197,7 +197,7 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, ch
 
 
 def evaluated_on(experiment: Experiment) -> str:
-    """Describes the rows that evaluations score; "" if the task does not describe them."""
+    """Describes the rows that evaluations score; "" if there are none, or the task does not describe them."""
     if not experiment.evaluation.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
     return experiment.task.evaluated_on(experiment.evaluation.eval_batches * experiment.batch_size)
@@ -216,7 +216,7 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
-    """Returns the model's continuation of the prompt; "" if the model cannot generate text."""
+    """Returns the model's continuation of the prompt; "" if there is none, or the model cannot generate text."""
     if not experiment.evaluation.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary
@@ -237,6 +237,11 @@ class Progress:
     """Prints progress lines such as this on host 0; other hosts print only the step at which they start.
 
     step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
+
+    Args:
+      last_step: the step at which the run ends.
+      host: this host.
+      unit: what throughput counts: "token" or "row".
     """
 
     def __init__(self, last_step: int, *, host: Host, unit: str):
@@ -297,6 +302,10 @@ class Waiting:
 
     It reads the current activity from `core.hosts.activity`. If an activity has parts, lines show the current part and
     the duration of the whole activity: `evaluating, batch 3 of 8, 0:20`.
+
+    Args:
+      say: prints a line; None: to standard output.
+      place: returns the current activity.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Initial(NamedTuple):
     """The source of the parameters that a run starts from, checked against its model.
 
     Attributes:
-      source: where they are: a step of a run, or a published model's folder.
+      source: where they are: a step of a run, a published model's folder, or memory.
       notes: for the user: differences in model settings, what is not read (such as averaged weights), how layers are
         mapped, and what was not checked; "" if there is nothing to say.
       left_out: frozen parameters of a published model, which checkpoints leave out; None: there are none.
@@ -226,7 +226,7 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
 def _left_out(
     experiment: Experiment, read: Specs, found: warm_start.ParameterSource, layers: layer_map.LayerMap
 ) -> steps.LeftOut | None:
-    """Returns the frozen parameters that are read from a published folder; None if layers are mapped.
+    """Returns the frozen parameters that are read from a published folder, without mapped layers; None if none.
 
     Frozen parameters from another run or from memory are saved in checkpoints, because their source may disappear.
     """
