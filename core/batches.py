@@ -77,7 +77,7 @@ def batch_size(batch: Mapping[str, Any]) -> int:
 def row_length(spec: BatchSpec) -> int:
     """Returns the tokens per row: the largest dimension with the axis `length`; 1 if no field has that axis.
 
-    Raises UserError as `check_spec`.
+    Raises UserError if the spec is malformed (`check_spec`).
     """
     check_spec(spec)
     dimensions = (pair for field in spec.values() for pair in zip(field.shape, field.axes, strict=True))

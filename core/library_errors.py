@@ -39,19 +39,19 @@ def _statuses(error: BaseException) -> set[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory of the devices or of this process is exhausted."""
+    """Returns whether an error says that memory of the devices or of this process is exhausted."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in _statuses(error)
     )
 
 
 def is_of_reader(error: BaseException) -> bool:
-    """Returns whether the service or process that reads is in trouble, which says nothing of what was to be read."""
+    """Returns whether an error shows only that the reader or its service is in trouble, not that a file is damaged."""
     return not _statuses(error).isdisjoint(_READERS)
 
 
 def is_not_found(error: BaseException) -> bool:
-    """Returns whether something that was to be read is not there."""
+    """Returns whether an error says that something that was to be read is not there."""
     return isinstance(error, FileNotFoundError) or "NOT_FOUND" in _statuses(error)
 
 

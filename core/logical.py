@@ -228,7 +228,7 @@ def mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
 
 
 def shards(axes: MeshAxes, sizes: Mapping[str, int]) -> int:
-    """Returns the number of shards into which these mesh axes split a dimension."""
+    """Returns the number of shards into which these mesh axes split a dimension; `sizes` has the size of each axis."""
     return math.prod(sizes[axis] for axis in mesh_axes(axes))
 
 
@@ -268,8 +268,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     still automatic are used.
 
     Raises:
-      UserError: the number of names is not the rank of x, a name is unknown, the table gives two dimensions one mesh
-        axis, or a dimension does not divide evenly.
+      UserError: the number of names is not the rank of x, a name is unknown, the table lacks a name or gives two
+        dimensions one mesh axis, or a dimension does not divide evenly.
     """
     if len(names) != x.ndim:
         raise UserError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
@@ -410,7 +410,7 @@ def param(
       [*shape], laid out for computation by the activation table unless `as_stored`.
 
     Raises:
-      UserError: the axes are not as many as the dimensions, an axis is unknown, or `ParamSpec` refuses its arguments.
+      UserError: the axes are not as many as the dimensions, an axis is unknown, or `ParamSpec` or `constrain` fails.
     """
     names = tuple(axes)
     where = f"parameter {hk.experimental.current_name()}/{name}"
@@ -451,7 +451,7 @@ _names: contextvars.ContextVar[_Names | None] = contextvars.ContextVar("names", 
 
 
 def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -> Callable:
-    """Gives axes to the parameters of a Haiku function that is made of stock modules, such as `hk.Linear`.
+    """Returns a Haiku function of stock modules, such as `hk.Linear`, with axes for its parameters.
 
         NAMES = {"*/attn/linear/w": ("heads", "embed"), "*/attn/*/w": ("embed", "heads"), "*ln*": ("norm",), …}
         net = hk.transform(logical.named(forward, NAMES))
@@ -571,7 +571,7 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
 
 
 def frozen(params: Params, patterns: Sequence[str], dtype: str | None = None) -> Params:
-    """Freezes parameters, at the end of a model's `init`, and returns all: training leaves frozen bits unchanged.
+    """Freezes parameters at the end of a model's `init`, so that training keeps their bits; returns all parameters.
 
     Args:
       params: what `init` created.

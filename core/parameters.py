@@ -48,8 +48,8 @@ class ParamSpec:
     Attributes:
       axes: logical axis of each dimension, of a stacked parameter including the layers.
       kind: one of `KINDS`. By default it follows from the axes: "constant" if not trainable; "norm" with the axis
-        `norm`; otherwise "bias" with at most one dimension, "embedding" with the axis `vocab`, and "matrix". A
-        "table" has a row for each example, of which a batch reads a few.
+        `norm`; otherwise "bias" with at most one dimension that is not stacked, "embedding" with the axis `vocab`,
+        and "matrix". A "table" has one row for each of many items, of which a step reads a few.
       in_dims: number of input dimensions (rows) of a matrix, after the stacked ones; the others are outputs. A
         query weight [embed, heads, head_dim] has 1, an output weight [heads, head_dim, embed] has 2.
       stacked: how many leading dimensions count independent parameters, such as layers or experts. Optimizers treat
@@ -59,7 +59,8 @@ class ParamSpec:
       dtype: dtype of the stored parameter.
 
     Raises:
-      UserError: an unknown kind, or dimensions that do not fit the kind.
+      UserError: an unknown kind, "constant" for a trained parameter, or dimensions that do not fit `stacked` or
+        `in_dims`.
     """
 
     axes: tuple[str | None, ...]

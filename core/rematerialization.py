@@ -54,14 +54,18 @@ Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is sav
 
 
 def rematerialized(fn: Callable, remat: Remat, *, in_loop: bool) -> Callable:
-    """Wraps a layer in `jax.checkpoint` with the policy that `remat` names; `in_loop`: whether a loop will run it.
+    """Returns the layer `fn` with what its backward pass saves and recomputes, as `remat` says (`jax.checkpoint`).
 
-    With `prevent_cse` every weight would be copied first. In a loop it is not needed: the forward and backward passes
-    run in different loops, so the compiler cannot merge the recomputation with the forward pass.
+    Args:
+      fn: a layer.
+      remat: a name in `REMAT_POLICIES`, the checkpoint names of the arrays to save, or an `OnHost`.
+      in_loop: whether a loop will run the layer. Then `prevent_cse`, which copies every weight first, is not needed:
+        the forward and backward passes run in different loops, so the compiler cannot merge the recomputation with the
+        forward pass.
 
-    Without rematerialization a loop would save a second copy of all weights, laid out for computation (with FSDP,
-    gathered). The policy saves everything else, and lays out the stored weights again. Outside of a loop such a layer
-    is jitted, so that JAX traces equal layers once.
+    Even with "none", a layer in a loop recomputes the layout of its weights for computation (with FSDP, gathered);
+    otherwise the loop would save a second copy of all weights. Outside of a loop, a layer with "none" is only jitted,
+    so that JAX traces equal layers once.
     """
     if remat == "none" and not in_loop:
         return jax.jit(fn)

@@ -383,7 +383,7 @@ def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
 
 
 def require_tpu(name: str, *, what: str) -> Slice:
-    """Returns the TPU slice called `name`. Raises UserError for other devices; `what` names what needs TPUs."""
+    """Returns the TPU slice called `name`. Raises UserError for other names; `what` names what needs TPUs."""
     if not (found := get(name)).is_tpu:
         raise UserError(f"{name} is not a TPU slice, and {what} are for TPU slices alone")
     return found

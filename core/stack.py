@@ -384,7 +384,7 @@ def layer_stack(
         entry of `layer_in`, if the stack is called with one; returns `(x, out)` if `outputs` is given; and has a
         keyword argument `kind` if `pattern` is given. It may call `hk.next_rng_key()`: each layer then has its own
         key, equal under every runner.
-      num_layers: L.
+      num_layers: L, those of `first` included.
       name: module name of the stacked parameters.
       remat: what the backward pass recomputes: "none" (only sharding constraints), "dots" (all but matrix products),
         "full"; or the names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`,
@@ -392,18 +392,18 @@ def layer_stack(
       tail: runs after the last layer.
       outputs: "stacked" or "summed" for all outputs of a layer, or a tree of these words for parts of it, such as
         `{"cache": "stacked", "balance": "summed"}`; None if the block returns x alone.
-      pattern: static kinds, one for each layer of a group that is repeated; hashable. None: all layers are equal.
+      pattern: hashable kinds of successive layers, repeated over those after `first`. None: all layers are equal.
       group: the number of successive layers that runners treat as one, because the parameters of their kinds differ.
-        Layers of a group create modules of different names, by their kinds; layer l has the parameters of l % group.
+        The layers of a group create modules of different names, by their kinds.
       first: layers at the beginning, before those of the pattern; their parameters are in a module `first_{name}`.
 
     Returns:
       `(x, side=(), layer_in=()) -> x`, or the tail's result; with `outputs` a pair of that and the outputs.
 
     Raises:
-      UserError: an argument is malformed, or `num_layers` does not divide into groups; the block changes a shape, or
-        returns something other than declared; the block or tail closes over an array; x and `side` differ in rows, or
-        `layer_in` has not L entries; kinds differ in parameters, or two layers of a group have equal module names.
+      UserError: an argument is malformed; `num_layers` does not divide into groups; the block changes a shape or
+        returns other than declared; the block or tail closes over an array; x and `side` differ in rows; `layer_in` has
+        not L entries; kinds differ in outputs or, without `group`, in parameters; or a group has equal module names.
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
     how = {"remat": remat, "outputs": outputs, "pattern": pattern, "group": group}

@@ -268,7 +268,7 @@ def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Param
 
 
 def refuse_carry(carry: Any, accum_steps: int) -> None:
-    """Raises UserError for a carry (or its shapes) with microbatches: a carry cannot be split."""
+    """Raises UserError for a carry (or its shapes) if `accum_steps` is above 1: a carry cannot be split."""
     if accum_steps > 1 and jax.tree.leaves(carry):
         raise UserError(
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
@@ -277,7 +277,7 @@ def refuse_carry(carry: Any, accum_steps: int) -> None:
 
 
 def refuse_coupled_rows(model: Any, division: str) -> None:
-    """Raises UserError for a model whose loss couples rows, where rows are divided, as `division` says."""
+    """Raises UserError for a model whose loss couples rows; `division` names the setting that divides the rows."""
     if can(model, CouplesRows) and model.couples_rows:
         raise UserError(
             f"{division} divides the rows of a batch, but the loss of {type(model).__name__} couples them "

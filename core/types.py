@@ -218,7 +218,7 @@ class ExtendsCache(Protocol):
 
 
 class ExtendsLayers(Protocol):
-    """A model with a cache whose `extend` is `before_layers`, `extend_layers` for successive layers, `after_layers`.
+    """A model whose `extend` is `before_layers`, then `extend_layers` for successive layers, then `after_layers`.
 
     Its cache is a tuple: the states of all layers, then others. `num_layers` counts all layers.
 
@@ -248,7 +248,7 @@ class ExtendsLayers(Protocol):
         Args:
           params: the parameters, of which the stacked ones have these layers alone.
           x, side: the input of the first of these layers; the arrays from `before_layers`.
-          states, start: states and first slot of these layers in the cache; as in `ExtendsCache.extend`.
+          states, start: the states of these layers, from the cache; the slot of the first new id.
           kinds: kinds of these layers, from `layer_kind`.
         """
 

@@ -27,7 +27,7 @@ from parallel.strategy import Strategy
 
 
 def manual_axes(tables: Strategy, shape: Mapping[str, int], *, gather_once: bool) -> set[str]:
-    """Returns the mesh axes of degree above 1 that shard rows and, without `gather_once`, not parameters."""
+    """Returns the mesh axes of degree above 1 that shard rows; without `gather_once`, those that shard only rows."""
     rows = {axis for axis in logical.mesh_axes(tables.activation_rules["batch"]) if shape[axis] > 1}
     return rows if gather_once else rows - _stored(tables)
 
@@ -92,7 +92,7 @@ def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
-    """Sums over the manual axes; along sharded dimensions each chip keeps its own shard."""
+    """Sums `x` over the manual axes; along dimensions that `spec` shards, each chip keeps only its own shard."""
     sharded = _sharded_dimensions(spec)
     for dimension, axes in sharded:
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)

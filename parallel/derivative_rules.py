@@ -87,7 +87,7 @@ def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer
 
 
 def trained(weights: Any) -> Trained:
-    """Returns which arguments of a derivative rule are differentiated: those that are not frozen."""
+    """Returns which leaves of `weights` are differentiated (not frozen), in a `jax.custom_vjp` with symbolic zeros."""
     leaves, structure = jax.tree.flatten(weights)
     return Trained(structure, tuple(leaf.perturbed for leaf in leaves))
 

@@ -158,15 +158,17 @@ class Partitioner:
           optimizer: the optimizer.
           spec: fields of a global batch.
           seed: seed of initialization and training.
-          accum_steps, gather_once: see `parallel.accumulation`.
-          skip_non_finite: see `core.step`.
+          accum_steps: microbatches per step, whose gradients are added.
+          gather_once: whether parameters are gathered once per step, not per microbatch (`parallel.accumulation`).
+          skip_non_finite: whether a step with a non-finite loss or gradient is counted, but changes nothing else.
           compiler_overrides: options of `parallel.compiled.compiler_options` to change, by name.
           frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
             that the model freezes.
           frozen_dtype: dtype in which the floating-point ones of these are stored.
 
         Raises:
-          UserError: lists every mismatch between the model, the batch and the tables.
+          UserError: `accum_steps` is below 1, a pattern of `frozen` matches no parameter, or model, optimizer, batch
+            and tables do not fit; lists every mismatch.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
         return Program(self, model, optimizer, dict(spec), seed, *flags)

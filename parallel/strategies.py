@@ -1,7 +1,8 @@
 """The built-in strategies. Each function returns sharding tables; a gin file selects one by its name.
 
 Arguments named after mesh axes are their degrees; -1 takes the remaining chips. `slices` is the number of slices, and
-`schedule` the schedule of a pipeline (`parallel.pipeline.schedules`).
+`schedule` the schedule of a pipeline (`parallel.pipeline.schedules`). A degree that is neither -1 nor a positive
+integer is a UserError, and so are two of -1.
 
 Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
 is not sharded; d is data, e is expert, s is sequence, t is tensor, p is stage; gather_f, scatter_f and exchange_f are
@@ -48,6 +49,9 @@ def data_parallel(*, data: int = -1) -> Strategy:
     """Replicates the model on every chip; each chip has its own rows, and gradients are summed over `data`.
 
     In[B_d, D] · Win[D, F] → H[B_d, F];   H · Wout[F, D] → Out[B_d, D]
+
+    Args:
+      data: copies of the model; -1: as many as chips.
     """
     return Strategy(
         name="data_parallel",
@@ -61,6 +65,9 @@ def zero1(*, data: int = -1) -> Strategy:
     """Like data_parallel, with the optimizer state sharded over `data` (ZeRO stage 1, Rajbhandari et al. 2020).
 
     dWin[D, F] → scatter_d → dWin[D_d, F];   Adam's m, v [D_d, F];   Win ← gather_d(updated Win[D_d, F])
+
+    Args:
+      data: copies of the model; -1: as many as chips.
     """
     return Strategy(
         name="zero1",
@@ -78,6 +85,10 @@ def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
     (`parallel.overlapped`). Use it on v4, whose chips compute nothing during other reductions.
 
     In[B_f, D] · gather_f(Win[D_f, F]) → H[B_f, F];   H · gather_f(Wout[F, D_f]) → Out[B_f, D]
+
+    Args:
+      fsdp: chips that share the weights; -1: all.
+      overlap_reduction: whether reductions of gradients overlap with the backward pass.
     """
     return Strategy(
         name="fsdp_overlapped" if overlap_reduction else "fsdp",
@@ -92,6 +103,10 @@ def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
     """Copies the model to `data` groups of chips; each shards weights over `fsdp`; gradients are summed over `data`.
 
     In[B_df, D] · gather_f(Win[D_f, F]) → H[B_df, F];   H · gather_f(Wout[F, D_f]) → Out[B_df, D]
+
+    Args:
+      data: copies of the model.
+      fsdp: chips that share the weights of a copy; -1: all others.
     """
     return Strategy(
         name="hsdp",
@@ -105,6 +120,9 @@ def tensor(*, tensor: int = -1) -> Strategy:
     """Shards heads, hidden units and vocabulary over `tensor`; every chip computes all rows (Shoeybi et al. 2019).
 
     In[B, D] · Win[D, F_t] → H[B, F_t];   H · Wout[F_t, D] → Out[B, D]  (summed over t)
+
+    Args:
+      tensor: chips that share each matrix product; -1: all.
     """
     return Strategy(
         name="tensor",
@@ -118,6 +136,10 @@ def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     """Shards weights over `fsdp` and `tensor`, and the batch over `fsdp`.
 
     In[B_f, D] · gather_f(Win[D_f, F_t]) → H[B_f, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_f, D]  (summed over t)
+
+    Args:
+      tensor: chips that share each matrix product.
+      fsdp: shards of the rows, and of each weight besides `tensor`; -1: all other chips.
     """
     return Strategy(
         name="fsdp_tensor",
@@ -131,6 +153,10 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     """Like fsdp_tensor, with the residual stream sharded along length between blocks (Korthikanti et al. 2022).
 
     gather_t(In[B_f, L_t, D]) · gather_f(Win[D_f, F_t]) → H[B_f, L, F_t];   H · Wout → scatter_t → Out[B_f, L_t, D]
+
+    Args:
+      tensor: chips that share each matrix product, and the positions of a row between blocks.
+      fsdp: shards of the rows, and of each weight besides `tensor`; -1: all other chips.
     """
     return Strategy(
         name="sequence_tensor",
@@ -148,6 +174,11 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
     With `ring`, keys and values are not gathered, but travel around the chips of sequence (`ring_attention`):
 
     Q[B_f, L_s, H, K] · K[B_f, L_s, N, K] → scores[B_f, H, L_s, L_s], s times
+
+    Args:
+      sequence: chips that share the positions of a row.
+      fsdp: shards of the rows; weights are sharded over both degrees; -1: all other chips.
+      ring: whether keys and values travel instead of being gathered.
     """
     return Strategy(
         name="context",
@@ -167,6 +198,11 @@ def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
     """Like fsdp_tensor, but `expert` shards experts and rows; chips exchange tokens with an all-to-all over it.
 
     exchange_e(In[E, B_ef, C, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, B_f, C, F_t];   exchange_e(H · gather_f(Wout))
+
+    Args:
+      expert: chips over which experts, and rows besides `fsdp`, are distributed.
+      fsdp: shards of the rows and of the weights; -1: all other chips.
+      tensor: chips that share each matrix product.
     """
     return Strategy(
         name="experts",
@@ -185,6 +221,11 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
     """Copies the model to `data` groups of chips; each shards weights over `fsdp` and `tensor`.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_df, D]  (summed over t)
+
+    Args:
+      data: copies of the model.
+      fsdp: shards of a copy's rows, and of each weight besides `tensor`; -1: all other chips.
+      tensor: chips that share each matrix product.
     """
     return Strategy(
         name="mesh3d",
@@ -198,6 +239,11 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
     """Copies the model to each slice: only gradients cross the data-center network (DCN), all other traffic uses ICI.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t], with data across slices, fsdp and tensor inside one
+
+    Args:
+      slices: number of slices.
+      fsdp: shards of a slice's rows, and of each weight besides `tensor`; -1: all other chips of the slice.
+      tensor: chips that share each matrix product.
     """
     return Strategy(
         name="multislice",
@@ -212,6 +258,11 @@ def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) 
     """Splits layers into stages and rows into microbatches (Huang et al. 2019), in each of `data` copies of the model.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, for microbatch m;   logits[B_d, V_p]
+
+    Args:
+      stage: stages of the pipeline.
+      data: replicas of the pipeline; -1: all other chips.
+      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline",

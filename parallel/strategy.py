@@ -274,7 +274,7 @@ def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
     """Returns the number of which a dimension with this logical axis must be a multiple, for all tables.
 
     Raises:
-      UserError: the strategy does not fit the slice, as in `resolve`.
+      UserError: the strategy does not fit the slice, as in `resolve`; or `axis` is no logical axis.
     """
     shape = resolve(strategy, slice)
     rules = (strategy.param_rules, strategy.activation_rules, strategy.stored_optimizer_rules)

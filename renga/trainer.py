@@ -105,11 +105,12 @@ class Trainer:
         that were saved; the same call continues from the newest. With `phases`, `steps` may end in any of them.
 
         Returns:
-          The last validation means, such as `validation/loss`; empty without `eval_batches`.
+          The last validation means, such as `validation/loss`; empty without `eval_batches` or if nothing was trained.
 
         Raises:
           UserError: the layout does not fit the devices, data is missing, the run directory is in use or belongs to
             another experiment.
+          NonFiniteLossError: the loss or its gradient was not finite, and the policy `non_finite` ends the run.
         """
         check_integer(steps, where="steps", least=1)
         self._held = None  # its parameters would take memory of the devices
@@ -162,7 +163,7 @@ class Trainer:
           The continuation.
 
         Raises:
-          UserError: there is no such checkpoint, or the model cannot generate.
+          UserError: there is no such checkpoint, the model cannot generate, or prompt or options do not fit it.
         """
         return self.loaded(step=step).continued([prompt], **options)[0].text
 

@@ -45,7 +45,7 @@ class Block(NamedTuple):
 class Arrays:
     """The arrays of one saved step, named as by `reading.by_name`.
 
-    Methods raise FileNotFoundError if the step has no array with a name.
+    Methods raise FileNotFoundError if the step has no array of the given name.
     """
 
     def __init__(self, step_folder: paths.Path):
@@ -135,7 +135,7 @@ class _Shards:
     """Starts to read this host's shards of an array. Called with the index of a shard, waits for it and returns it.
 
     Raises:
-      DamagedError: the stored array has another shape than `leaf`.
+      DamagedError: the stored array does not have the shape of `leaf`, the requested array (shape, dtype, sharding).
     """
 
     def __init__(self, name: str, opened: Any, leaf: Any):
@@ -155,7 +155,7 @@ class _Shards:
 
 
 def _comparable(name: str) -> str:
-    """Normalizes a name, so that the one in a description equals the one under which the array is stored."""
+    """Returns a form of a name that is the same for the name in a step's metadata and for the name in its files."""
     return name.replace("/", _JOINED_BY)
 
 

@@ -52,7 +52,7 @@ def parse(text: str) -> Metric:
 
 
 def described(text: str, validation: Mapping[str, float]) -> dict[str, Any]:
-    """Returns entries for the metadata of a step: the requested metric `text`, and the means of its evaluation.
+    """Returns entries for the metadata of a step: the requested metric `text`, and `validation`, the step's means.
 
     Means that are not finite are left out, because metadata is strict JSON.
     """

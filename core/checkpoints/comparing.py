@@ -46,7 +46,9 @@ class ArrayDifference(NamedTuple):
 
 
 def compare(first: paths.Path, second: paths.Path, *, values: bool = True) -> Iterator[str]:
-    """Yields a line for each difference between two steps; nothing if they are equal.
+    """Yields lines of text about the differences between two steps; nothing if they are equal.
+
+    Of the arrays that differ, the MOST_SHOWN with the largest differences are listed.
 
     Args:
       first: folder of one step.

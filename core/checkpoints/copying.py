@@ -125,7 +125,8 @@ def _identity(folder: paths.Path) -> str:
 def fetch_newest(run_dir: str, place: str) -> int | None:
     """Copies the newest step from `place` to the run directory; returns its number.
 
-    Returns None, and copies nothing, if the run directory has this step or a newer one. Raises as `copy_step`.
+    Returns None, and copies nothing, if `place` has no step, or if the run directory has this step or a newer one.
+    Raises as `copy_step`.
     """
     own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
     newest = max(steps.complete(there), default=0)
@@ -166,7 +167,7 @@ class Copying:
             pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
 
     def copy_newest(self) -> None:
-        """Copies the newest step unless it was copied, and removes copies that are no longer kept.
+        """Copies the newest step, unless it was copied, and config.gin; removes copies that are no longer kept.
 
         Raises as `copy_step`.
         """

@@ -53,7 +53,7 @@ class Matrix(NamedTuple):
         return self.weight.shape
 
     def reader(self, parts: Sequence[Slices]) -> _Reader:
-        """Returns a function that is called with one of `parts` and returns it, dequantized."""
+        """Returns a function that reads one of `parts` in float32; a part is a slice of rows and one of columns."""
         return _Reader(self, parts)
 
 

@@ -82,8 +82,8 @@ def read(folder: paths.Path, usual: str) -> ImageProcessor:
       usual: the `image_processor_type` of a folder that names none.
 
     Raises:
-      UserError: preprocessor_config.json, and processor_config.json with `image_processor`, are both missing; or values
-        are not supported (the message lists all of them).
+      UserError: preprocessor_config.json, and processor_config.json with `image_processor`, are both missing; the file
+        is malformed or names an unsupported processor; or values are not supported (the message lists all of them).
     """
     found = {name: published_files.read_object(folder / name) for name in FILES if (folder / name).exists()}
     inside = found.get(published_files.PROCESSOR, {}).get("image_processor")

@@ -30,7 +30,7 @@ _UNSEALED = "saved by an earlier revision: its data positions are not tied to th
 
 
 def table(directory: paths.Path) -> list[tuple[str, ...]]:
-    """Returns a table with the columns HEADER: a row for every complete step, ascending, then for every other folder.
+    """Returns a table with the columns HEADER: a row for every complete step, ascending, then for every leftover.
 
     The last cell begins with `complete` if the metadata is intact; otherwise it says what is wrong. `config` is the
     beginning of a hash of the configuration. No array is read.
@@ -159,8 +159,8 @@ def plan_pruning(
 ) -> tuple[list[int], list[paths.Path]]:
     """Returns the steps to keep, ascending, and the folders to delete.
 
-    The latest `keep` steps are kept, the best one of a run with KEEP_BEST, and the newest intact one, which is found by
-    verifying steps from the newest backwards.
+    The latest `keep` steps are kept, the best one of a run with KEEP_BEST, and the newest intact one. If other steps
+    are left to delete, the newest intact one is found by verifying steps from the newest backwards.
 
     Args:
       folder: the folder of checkpoints.

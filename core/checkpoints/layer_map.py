@@ -39,9 +39,8 @@ class LayerMap:
     """The source layer of each layer of a model. `LayerMap()` maps nothing: parameters are read as they are.
 
     Attributes:
-      layers: by path of each mapped parameter: for each of its layers, the layer of the source, or None to initialize
-        it.
-      depths: by path of each mapped parameter: its number of layers in the source.
+      layers: the mapped parameters by path; for each of its layers, the layer of the source, or None to initialize it.
+      depths: the number of layers of each mapped parameter in the source, by path.
       notes: a line for each pattern, which lists the layers that are copied, initialized, and not read.
     """
 
@@ -61,7 +60,7 @@ class LayerMap:
     def in_source(self, tree: Any) -> Any:
         """Returns the shapes and shardings with which to read a source, given those of the model's parameters.
 
-        Mapped parameters get the source's number of layers, and their layers are not sharded.
+        Mapped parameters get the source's number of layers, and their first dimension, the layers, is not sharded.
         """
 
         def one(path: Sequence[Any], leaf: Any) -> Any:

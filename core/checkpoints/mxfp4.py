@@ -58,7 +58,7 @@ class Matrices(NamedTuple):
         return experts, groups * BLOCK, rows
 
     def reader(self, parts: Sequence[Slices]) -> _Reader:
-        """Returns a function that is called with one of `parts` and returns it, dequantized."""
+        """Returns a function that reads one of `parts` in bfloat16; a part has a slice for each dimension."""
         return _Reader(self, parts)
 
 

@@ -79,7 +79,7 @@ class Copy(NamedTuple):
     """A tensor with the same numbers as a parameter, which some folders contain.
 
     Attributes:
-      name: name of the tensor, without a prefix.
+      name: full name of the tensor; no prefix is added.
       path: path of the parameter, which is read from this tensor if its own is missing.
       otherwise: what to do if the two differ; the end of the error message.
     """
@@ -201,8 +201,8 @@ class PublishedFolder:
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
         """Returns a line for each difference between the folder and a model.
 
-        A tensor is missing or left over, has another shape or dtype, or differs from the parameter that it should
-        repeat.
+        A parameter has no `Source`; or a tensor is missing, left over, of another shape, or not of floating-point
+        numbers; or the first rows of a `Copy` differ from its parameter.
 
         Args:
           shapes, specs: shapes and specs of the model's parameters, trees of one structure.
@@ -253,7 +253,8 @@ class PublishedFolder:
           A tree of arrays like `abstract`.
 
         Raises:
-          UserError: the folder does not fit the model (every difference is listed), or a number is not finite.
+          UserError: a parameter has no `Source`, tensors are missing or do not fit, or a `Copy` differs from its
+            parameter (all are listed); or a number is not finite.
         """
         lines = self._unknown(abstract) + self._misfits(self._expected(abstract, specs)) + self._differing(abstract)
         if lines:

@@ -50,7 +50,7 @@ _run_dir: str | None = None  # of the run that this process works on
 
 
 def small_files(text: str) -> paths.Path:
-    """Returns the folder with the configuration and the tokenizer of a model: the run's copy, if there is one.
+    """Returns the folder with the configuration and the tokenizer of a model, or its copy in the run (`use_copies`).
 
     Args:
       text: a local path, gs:// or hf://.
@@ -106,6 +106,9 @@ def weights(text: str) -> paths.Path:
 
     Interrupted downloads are resumed, and existing files are not downloaded again. A token for gated models is read
     from HF_TOKEN by the library, and never printed.
+
+    Args:
+      text: a local path, gs:// or hf://.
 
     Raises:
       UserError: the name is malformed, the download failed, the model of the hub has no safetensors, or an adapter
@@ -197,7 +200,7 @@ def keep_copies(run_dir: str) -> None:
 
 
 def use_copies(run_dir: str | None) -> None:
-    """From now on, small files are read from the copies of a run if it has a checkpoint; None: from their own folders.
+    """Makes this process read small files from the copies in a run, if it has a checkpoint; None: from their folders.
 
     Forgets which folders this process has used before.
     """

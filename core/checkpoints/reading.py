@@ -84,7 +84,7 @@ def require_arrays(state: Any) -> None:
 
 
 class Unused(Problem):
-    """A stored array that the model does not have."""
+    """A problem with a checkpoint: a stored array that the model does not have."""
 
 
 def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "in the checkpoint") -> list[Problem]:
@@ -268,7 +268,11 @@ def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def agreed(says: str) -> str:
-    """Returns the problems of all hosts as one text, on every host; "" without problems. All hosts must call it."""
+    """Returns the problems of all hosts as one text, on every host; "" without problems. All hosts must call it.
+
+    Args:
+      says: the problems of this host; "" without problems.
+    """
     answers = distributed.all_gather_text("checkpoints/agreed", says, timeout_seconds=SLOW_SECONDS)
     if len(set(answers)) == 1:
         return says

@@ -52,7 +52,7 @@ class Stored(Protocol):
         """The shape of the whole array."""
 
     def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
-        """Returns a function that is called with one of `parts` and returns it.
+        """Returns a function that takes one of `parts` and returns the numbers in it.
 
         Args:
           parts: what will be read: a slice with a start and a stop for each dimension.
@@ -75,7 +75,7 @@ class Tensor(NamedTuple):
     start: int
 
     def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
-        """Returns a function that is called with one of `parts` and returns it in the stored dtype."""
+        """Returns a function that reads one of `parts` in the stored dtype; a part has a slice for each dimension."""
         return Reader(self, parts)
 
 
@@ -85,8 +85,8 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
     As in transformers, `model.safetensors` wins over an index, and files that the index does not name are not read.
 
     Raises:
-      UserError: there are no safetensors files, one is missing, truncated or malformed, or without an index a tensor is
-        in two of them.
+      UserError: there are no safetensors files; one is missing, truncated or malformed, or has an unsupported dtype; or
+        there is no index, and a tensor is in two files.
     """
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)

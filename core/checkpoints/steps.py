@@ -113,7 +113,8 @@ def find(text: str) -> paths.Path:
     one by the metric of KEEP_BEST.
 
     Raises:
-      UserError: `text` is malformed, or there is no such run or step; lists the steps that exist.
+      UserError: `text` is malformed; there is no such run or step (lists the steps that exist); or, for RUN@best, no
+        step has a metric to compare.
     """
     run, mark, step = text.rpartition("@")
     if mark and run and step == BEST:
@@ -180,7 +181,7 @@ def best_of(run: str) -> int:
 
 
 def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Returns the steps of the checkpoints to evaluate: all complete ones if `every`, else `step`; None: the latest.
+    """Returns the steps of the checkpoints to evaluate: all if `every`; else `step`, or the latest if that is None.
 
     Raises:
       UserError: there is no complete checkpoint, or none of `step`.
@@ -284,10 +285,10 @@ def content_hash(content: Mapping[str, list]) -> str:
 
 
 class Description(NamedTuple):
-    """Metadata with a verified checksum.
+    """The metadata of a step, after its checksum was verified.
 
     Attributes:
-      meta: the caller's metadata.
+      meta: the metadata that was passed to `Checkpoints.save`.
       content: dtype, shape and fingerprint of every leaf, `{"params/w": ["float32[8, 6]", 2864434397]}`.
       streams: by name, the SHA-256 of the data position of each stream of all hosts. Checkpoints of earlier revisions
         recorded only the names; there the values are None.

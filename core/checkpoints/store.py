@@ -183,12 +183,12 @@ class Checkpoints:
 
         Args:
           step: a saved step.
-          abstract_state: a tree like the saved one of jax.ShapeDtypeStruct, each with the sharding to restore into.
+          abstract_state: a tree of jax.ShapeDtypeStruct like the saved state, each with the sharding to restore into.
 
         Raises:
           UserError: there is no such complete step, a leaf has no sharding, or the tree, a shape or a dtype
             differs; names the leaves, before any array is read. Also if arrays that the step leaves out are no longer
-            in their source, or differ there.
+            in their source, or differ there, or there is no `origin` to read them.
           DamagedError: an array or the metadata differs from what was saved.
           UnreadableError: the step could not be read, for a reason that does not prove damage.
         """

@@ -73,7 +73,7 @@ class Source:
         return tuple(sum(around) + own for around, own in zip(self._around, products, strict=True))
 
     def part(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> Slices:
-        """Returns the part of the tensor that contains the wanted part of the parameter."""
+        """Returns the part of the tensor that contains the wanted part of the parameter; arguments as in `read`."""
         return tuple(place for place, _, _ in self._placed(sizes, wanted))
 
     def _placed(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> list[tuple]:
@@ -152,6 +152,11 @@ def _slice(token: str, sizes: Mapping[str, int], wanted: Mapping[str, slice]) ->
 
 def _covering(parts: Sequence[slice], sizes: Sequence[int], before: int) -> tuple[slice, list[int], list[slice]]:
     """Returns the shortest range of a merged dimension that contains these parts of its factors.
+
+    Args:
+      parts: the wanted part of each factor.
+      sizes: length of each factor.
+      before: entries of other parameters before the first factor's.
 
     Returns:
       The range, its shape as factors, and the parts inside of that shape.

@@ -60,12 +60,25 @@ class ParameterSource(Protocol):
         """Returns the number of layers that the source has of a stacked parameter; None if it has none."""
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
-        """Returns one line for each parameter that is missing, unused (`reading.Unused`) or of another shape."""
+        """Returns one line for each parameter that is missing, unused (`reading.Unused`), or of another shape or kind.
+
+        Args:
+          shapes, specs: shapes and specs of the parameters to read, trees of one structure.
+        """
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
         """Reads this host's shards, and calls `progress` meanwhile.
 
-        Returns a tree of arrays with the shapes, dtypes and shardings of `abstract`.
+        Args:
+          abstract: shapes, dtypes and shardings of the parameters to read.
+          specs: their specs, a tree of the same structure.
+          progress: called with the path of a parameter, its number from 1, and the number of parameters.
+
+        Returns:
+          A tree of arrays like `abstract`.
+
+        Raises:
+          UserError: parameters are missing or do not fit, or their values are damaged.
         """
 
 
@@ -92,13 +105,19 @@ class Origin(NamedTuple):
           abstract_state: shapes and shardings of the arrays of the step.
 
         Raises:
-          UserError: see `read_left_out`.
+          UserError: the source lacks some of the arrays, or their values differ.
         """
         return read_left_out(source, described, left_out_of(described, abstract_state, self.specs))
 
 
 def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> dict[str, tuple[Any, ParamSpec]]:
-    """Returns shape, dtype and sharding, and the `ParamSpec`, of each array that a step leaves out, by name."""
+    """Returns shape, dtype and sharding, and the `ParamSpec`, of each array that a step leaves out, by name.
+
+    Args:
+      described: metadata of the step.
+      abstract_state: shapes and shardings of all arrays of the state.
+      specs: specs of the model's parameters.
+    """
     shapes, by_name = reading.by_name(abstract_state), reading.by_name({"params": specs})
     names = described.left_out.arrays if described.left_out else []
     return {name: (shapes[name], by_name[name]) for name in names if name in shapes}
@@ -186,7 +205,7 @@ class SavedParameters(ParameterSource):
 
     Attributes:
       folder: folder of the step.
-      meta: metadata of its run.
+      meta: metadata that its run saved with it.
       notes: see `ParameterSource`; empty until a caller that knows the models sets it.
     """
 
@@ -336,7 +355,7 @@ class GivenParameters(ParameterSource):
           renames: renames of its paths, as in `core.parameters.renamed`.
 
         Raises:
-          UserError: params has another form.
+          UserError: `params` has another form, or the renames do not fit its paths.
         """
         if not _is_tree_of_arrays(params):
             raise UserError(
@@ -518,13 +537,13 @@ def load(
       patterns: as in `chosen`.
       optional: wildcards over paths of parameters, such as adapters, that are initialized where the source lacks them.
       layers: the layers of the source that the parameters start from; None: the same ones.
-      progress: called before a parameter is read.
+      progress: called before a parameter is read, with its path, its number from 1, and the number of parameters.
 
     Returns:
       The arrays of all parameters, a tree like `abstract`.
 
     Raises:
-      UserError: as `load` of the source.
+      UserError: a pattern matches no parameter; or as `load` of the source.
     """
     wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (abstract, specs))
     is_whole = len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)) and not (layers and layers.initializes)

@@ -44,9 +44,9 @@ class Appender:
 
         Args:
           path: path of the file.
-          most_bytes: limit on the pending content, in whole lines; only the rest of a partly written line may exceed
-            it. What exceeds it is dropped until the file can be written again; a line in the file then says how many
-            bytes are missing. None: everything is kept.
+          most_bytes: limit in bytes on the content that stays pending when a flush fails; None: everything is kept.
+            Whole lines beyond the limit are dropped until the file can be written again; a line in the file then says
+            how many bytes are missing. The rest of a partly written line is always kept.
         """
         self._path, self._most_bytes = path, most_bytes
         self._file: io.FileIO | None = None

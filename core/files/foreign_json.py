@@ -48,7 +48,7 @@ def load_object(text: str | bytes, kinds: Mapping[str, Kind] = _ANY, *, strict: 
     A float may be written as an integer; true and false are not integers.
 
     Raises:
-      MalformedError: says which key is missing or has another type.
+      MalformedError: as `loads`; or the JSON is not an object, or a key is missing or has another type.
     """
     found = loads(text, strict=strict)
     if not isinstance(found, dict):

@@ -137,7 +137,7 @@ def initialize(
 def _wanted(
     coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool
 ) -> Cluster | None:
-    """Returns the cluster that the arguments describe, or None if it has to be detected; `alone`: of one process.
+    """Returns the cluster that the arguments describe (one process if `alone`), or None if it has to be detected.
 
     Raises:
       UserError: the arguments contradict one another, are malformed or out of range, or some are missing.
@@ -311,7 +311,7 @@ def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SE
     """Returns the `text` of every host, in the order of their indices. All hosts must call it with the same `name`.
 
     Raises:
-      RuntimeError: `text` is too long.
+      RuntimeError: `text` has more than 2 MiB.
       TimeoutError: names the first host that gave none within `timeout_seconds`.
     """
     sources = list(range(process_count()))
@@ -371,7 +371,7 @@ def posted(folder: str) -> dict[str, str]:
 
 
 def require_same(what: str, text: str) -> None:
-    """Raises UserError on all hosts, with the difference, if `text` differs between hosts."""
+    """Raises UserError on all hosts if `text` differs between hosts; shows the difference, and calls it `what`."""
     if differing := rendezvous.host_differences(all_gather_text(what, text)):
         raise UserError(f"{what} differs between hosts (- marks the other hosts' lines):\n{differing}")
 
@@ -426,7 +426,7 @@ def interrupt() -> None:
 
 
 def is_interrupted() -> bool:
-    """Returns on all hosts that are `preempted` whether the reason is Ctrl-C on one of them, and not SIGTERM."""
+    """Returns, once `preempted` has returned True, whether the reason is Ctrl-C on a host, and not SIGTERM."""
     return bool(posted(_INTERRUPTED))
 
 
@@ -469,7 +469,7 @@ def exit_at_once_on_exception() -> None:
     If the error's attribute `says_all` is true, only its message is printed.
 
     The exit code is the error's attribute `exit_code` if it has one, otherwise `exit_codes.RAISED`; if the loss of
-    another host caused the error, it is the code of the verdict. Without this hook, the process would wait for the
+    another host caused the error, it is the code of host 0's verdict. Without this hook, the process would wait for the
     others at exit, and they for its collectives. Ctrl-C ends with 130.
     """
 

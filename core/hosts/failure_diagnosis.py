@@ -68,14 +68,14 @@ ON_TPU = USUAL_LIMITS._replace(silent_seconds=120.0, apart_seconds=600.0)
 
 @dataclasses.dataclass
 class Seen:
-    """The state of a host as host 0 knows it.
+    """The state of a host, as the host that judges it knows it: host 0, or for host 0 the others.
 
     Attributes:
-      name: `host 2 (10.0.0.4)`.
+      name: such as `host 2 (10.0.0.4)`.
       place: the step and activity that it last reported.
       heard_seconds: time since its last message.
-      raised: the exception that ends it, and the time of its report, in seconds on host 0's monotonic clock; None if
-        it reported none.
+      raised: the exception that ends it, and the time of its report, in seconds on the judging host's monotonic
+        clock; None if it reported none.
       left: the exit code that the process reported (0: done), the reason, and the time of the report on the same clock;
         None if it reported none.
       is_consequence: whether the loss of another host can have caused its exception.

@@ -107,7 +107,12 @@ def stop() -> None:
 
 
 def compare(step: int, numbers: Numbers) -> None:
-    """Reports fingerprints of this host's replicated arrays after a step; differences end the run. Does not wait."""
+    """Reports fingerprints of this host's replicated arrays after a step; differences end the run. Does not wait.
+
+    Args:
+      step: number of the step.
+      numbers: by the name of an array, the fingerprint of each copy that this host has.
+    """
     if _watch is not None:
         _watch.tell({"compared": step, "numbers": {name: list(held) for name, held in numbers.items()}})
 
@@ -347,7 +352,7 @@ def stacks_of_all_threads() -> str:
 
 
 def grouped_by_text(of_hosts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Groups hosts by stack, ignoring addresses; returns (hosts, text) of the first few groups."""
+    """Groups hosts by stack, ignoring memory addresses; returns (hosts, text) of the first few groups."""
     hosts: dict[str, list[int]] = {}
     for host in sorted(of_hosts):
         hosts.setdefault(re.sub(r"0x[0-9a-f]+", "", of_hosts[host]), []).append(host)

@@ -111,8 +111,9 @@ def answer(
 
     Raises:
       TimeoutError: some hosts are missing; names them, or host 0's address if host 0 is missing.
-      UserError: the port is in use, another process has the same index, this host has another count, or the
-        descriptions differ (raised on all hosts, with the difference).
+      UserError: the address is malformed, host 0 cannot listen there (such as a port in use) or has no open files left,
+        another process has the same index, this host has another count, or the descriptions differ (raised on all
+        hosts, with the difference).
     """
     deadline = time.monotonic() + timeout_seconds
     key = hashlib.sha256(secret.encode()).digest()

@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def tied(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
-    """Returns a command that becomes `command`, and gets a signal when this process has ended.
+    """Returns a command that becomes `command`, and gets the signal `number` when this process has ended.
 
     The signal is sent when the thread that starts the child ends, so that thread must outlive the child. Where the
     kernel has no such call, the command is returned as it is.

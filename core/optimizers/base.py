@@ -43,8 +43,8 @@ class Optimizer:
     """A rule that makes an optax transformation, with the information that a training step needs.
 
     Attributes:
-      rule: returns the transformation for the parameters of a model: it converts gradients to updates, and its update
-        may take `extras` of the step's `LossOutput`. `lambda specs: optax.sgd(0.1)` if it treats all alike.
+      rule: a function from the specs of a model's parameters to an optax transformation, which converts gradients to
+        updates and may take `extras` of the step's `LossOutput`; `lambda specs: optax.sgd(0.1)` if all are alike.
       learning_rate: schedule over the number of applied updates, for reporting (`rate`); None if only the
         transformation knows it.
       live: kinds of trained parameters that are not averaged over steps.
@@ -63,7 +63,8 @@ class Optimizer:
         """Returns the optimizer for parameters with these specs.
 
         Raises:
-          UserError: no parameter is trainable, or there is no parameter of the kind that the rule is for.
+          UserError: no parameter is trainable, there is none of the kind that the rule is for, or a pattern of the
+            optimizer (`no_decay`) matches none.
         """
         if not any(spec.trainable for spec in jax.tree.leaves(specs)):
             raise UserError(f"all parameters are frozen ({', '.join(parameters.names(specs))}): leave some to train")
@@ -102,7 +103,10 @@ class Optimizer:
         return self.specs
 
     def init(self, params: Params) -> Any:
-        """Returns the initial state for these parameters."""
+        """Returns the initial state for these parameters.
+
+        Raises UserError if the optimizer is not bound, or if its transformation cannot be applied to them.
+        """
         return self.transformation.init(params)
 
     def update(
@@ -187,7 +191,7 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[..., Optimizer]]:
-    """Turns a function that returns a rule into a constructor `(learning_rate, …) -> Optimizer`.
+    """Returns a decorator that turns a function that returns a rule into a constructor of an `Optimizer`.
 
     In addition to the keyword arguments of the rule, the constructor takes:
       learning_rate: schedule.

@@ -193,7 +193,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
       decay: weight of the previous average in each update, from 0 to below 1.
 
     Raises:
-      UserError: decay is out of range. The result's `init` raises it if the optimizer averages already.
+      UserError: decay is out of range. The result's `init` raises it if the optimizer has a `schedule_free` average.
     """
     schedules.check_ranges("averaged", decay=decay)
 

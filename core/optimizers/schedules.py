@@ -35,7 +35,7 @@ def check_ranges(where: str, **values: float | None) -> None:
 
     Args:
       where: the constructor that takes the numbers, for the error.
-      **values: by the names of `_RANGES`; NaN is never allowed.
+      **values: the numbers, each by a name that `_RANGES` lists; NaN is never allowed.
 
     Raises:
       UserError: a number is out of its range.

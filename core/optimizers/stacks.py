@@ -142,7 +142,7 @@ def _single(params: Params, specs: Specs) -> Params:
 
 
 def treatment(rule: optax.GradientTransformation, specs: Specs, shapes: Params) -> Treatment:
-    """Compares the update of stacked parameters with that of a single layer of each.
+    """Returns how a transformation treats stacked parameters, by tracing an update of them and one of single layers.
 
     Args:
       rule: the transformation.

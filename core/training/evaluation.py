@@ -47,13 +47,13 @@ class FirstBatches:
 
 
 class Scored(NamedTuple):
-    """How much an evaluation scored: the weight of its loss (for text, the number of tokens), and the share."""
+    """How much an evaluation scored: the weight of its loss (for text, the tokens), and the share of the data."""
 
     weight: float
     share: float | None  # of the validation data; 1.0 is all; None if it is not known
 
     def describe(self, item: str) -> str:
-        """Returns `301 tokens, all of the validation data`, if `item` is "token": what has a weight of 1."""
+        """Returns `301 tokens, all of the validation data`; `item` is what has a weight of 1, such as "token"."""
         if self.share is None:
             part = "a part"
         elif self.share == 1:

@@ -112,7 +112,7 @@ def sentence(sessions: Sequence[Session]) -> str:
 
 
 class Goodput(Hook):
-    """A hook that updates the line of this start, on host 0 only."""
+    """A hook that updates the line of this start in RUN/sessions.jsonl, on host 0 only."""
 
     def __init__(
         self,

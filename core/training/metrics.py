@@ -199,7 +199,7 @@ class _EventFiles:
 
 
 class JsonLines:
-    """Writes one JSON object per line: `{"step": 3, "time_seconds": …, "loss": …}`; NaN becomes the string "nan"."""
+    """Writes one JSON object per line: `{"step": 3, "time_seconds": …, "loss": …}`; NaN and infinity become text."""
 
     def __init__(self, path: paths.Path):
         """Opens `path`, local or in a bucket, to append to it."""

@@ -155,7 +155,8 @@ def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
       position: the union of what `Prefetch.position` returned on all hosts.
 
     Raises:
-      UserError: there is no stream, or the streams were saved at different numbers of batches since their snapshots.
+      UserError: there is no stream, the streams were saved at different numbers of batches since their snapshots, or
+        `batches.restore` raises it.
     """
     offsets = {name: _OFFSET.unpack_from(value)[0] for name, value in position.items()}
     if not offsets:

@@ -34,8 +34,8 @@ def request(
       taken_seconds: how long to wait until the run accepts the request.
 
     Raises:
-      UserError: both or none of `steps` and `seconds` are given; there is no run, it does not answer, or it ends before
-        the profile.
+      UserError: both or none of `steps` and `seconds` are given; there is no run, it does not answer, it ends before
+        the profile, or its hosts do not write the profile in time.
     """
     if (steps is None) == (seconds is None):
         raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")

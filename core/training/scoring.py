@@ -68,8 +68,8 @@ def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Litera
     Args:
       task: task of the run.
       batch_size, eval_batches: those of the run's own evaluations.
-      rows: a number of rows (for text rounded up to whole batches), or all; None: the rows of the run's own
-        evaluations, at most EVAL_BATCHES x BATCH_SIZE.
+      rows: a number of rows, or "all"; None: the rows of the run's own evaluations, at most EVAL_BATCHES x BATCH_SIZE.
+        A number is rounded up to whole batches, unless the task has the ability `SizesEvaluation`.
 
     Raises:
       UserError: `rows` is `all` for endless data, or is missing for a run without evaluations.

@@ -38,7 +38,7 @@ def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
 
     Args:
       bound: the program.
-      dump_to: see `compiling.compile_for_slice`.
+      dump_to: a folder for the compiler's dump files; None: no dump.
 
     Raises:
       OutOfHbmError, UserError: as `compiling.compile_for_slice`.

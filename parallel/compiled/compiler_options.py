@@ -76,7 +76,7 @@ def options(
     """Returns the compiler options of a chip generation.
 
     Args:
-      generation: see `core.slices.Slice`.
+      generation: a key of `OPTIONS`, such as `v4`, `h100` or `cpu`.
       overrides: options to add or replace, by name; None removes one.
       mesh_shape: degree by mesh axis, -1 for the remaining chips; if that of `expert` is not 1, TPUs get the options
         for asynchronous all-to-alls.

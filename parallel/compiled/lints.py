@@ -168,7 +168,7 @@ def _gathered(c: Collective, weights: report.Weights) -> str | None:
 
 
 def _in_accumulation(c: Collective, accum_steps: int) -> bool:
-    """Returns whether it runs in the loop over microbatches, the only loop outside of the gradient."""
+    """Returns whether a collective runs in the loop over microbatches, the only loop outside of the gradient."""
     return accum_steps > 1 and any(re.fullmatch(r"jit\([^)]*\)(/shard_map)?/while", loop.op_name) for loop in c.loops)
 
 
@@ -190,7 +190,7 @@ def _dcn(context: LintContext) -> Iterator[Finding]:
 
 
 def _place(c: Collective, accum_steps: int) -> str:
-    """Returns a description of the loop that it runs in."""
+    """Returns a description of the loop that a collective runs in."""
     if not c.loops:
         return "once"
     if _in_accumulation(c, accum_steps):

@@ -15,7 +15,7 @@ class StoredArray(NamedTuple):
     """One array of the state.
 
     Attributes:
-      path: `params/layers/block/query`.
+      path: such as `params/layers/block/query`.
       shape, axes, spec: global shape, logical axes, mesh axes as `(-, fsdp)`.
       bytes_per_chip: bytes of the shard of one chip.
       replicated: whether every chip stores the full array.

@@ -61,7 +61,7 @@ class Collective(NamedTuple):
       is_overlapped: whether computation is scheduled between its start and its end.
       cycles_beside: the compiler's estimate for that computation per execution, without kernels.
       sliced_bytes: the part of an all-reduce's payload of which every consumer reads only a slice.
-      op_name: its source operation.
+      op_name: JAX's name of its operation, such as `jit(run)/jvp()/while/body/dot_general`; "" if unknown.
     """
 
     name: str

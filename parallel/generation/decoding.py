@@ -55,9 +55,9 @@ class Drawn(NamedTuple):
     """The ids that a call generated.
 
     Attributes:
-      ids: [STEPS, B].
-      log_probabilities: of each id, [STEPS, B].
-      fate: [STEPS, B]: NEW for an id that was added, STOP where a stop id ended the row, NONE after that.
+      ids: [N, B], N tokens of each row (`Decoder.most_tokens`); [B] from `next_ids`.
+      log_probabilities: of each id, in the shape of `ids`.
+      fate: in this shape: NEW for an id that was added, STOP where a stop id ended the row, NONE after that.
     """
 
     ids: jax.Array
@@ -158,7 +158,7 @@ class Decoder:
             return self._prefill(params, cache, ids, start, padding, *inserted)
 
     def abstract(self, rows: int, slots: int) -> tuple[Params, Any]:
-        """Returns shapes and shardings of the parameters, as `laid_out` returns them, and of a cache."""
+        """Returns shapes and shardings of the parameters, as `laid_out` returns them, and of a cache of this size."""
         with self.tracing():
             params = jax.eval_shape(self._cast, self._program.abstract_state.params)
             empty = functools.partial(self.model.empty_cache, rows, slots)

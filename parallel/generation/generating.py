@@ -106,7 +106,7 @@ class Generator:
             True, only the tokens that are already being generated follow.
 
         Raises:
-          UserError: an empty prompt, an id that the model does not have, or more positions than it has.
+          UserError: no prompt, an empty prompt, an id that the model does not have, or more positions than it has.
         """
         self.check(prompts, max_tokens=max_tokens)
         static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
@@ -125,7 +125,7 @@ class Generator:
         return found
 
     def check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-        """Checks prompts as `check_prompts` does, and raises the same errors."""
+        """Raises UserError for prompts that this model cannot continue with `max_tokens` ids, as `check_prompts`."""
         check_prompts(self._program, prompts, max_tokens=max_tokens)
 
     @property

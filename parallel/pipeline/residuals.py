@@ -61,7 +61,7 @@ class Residuals(NamedTuple):
         return y, sums, tuple(slots)
 
     def residuals(self, kind: Kind, layer: Layer, slots: Slots, side: Side) -> tuple[list, Any]:
-        """Returns all residuals of a layer, and their structure: `jax.tree.unflatten` makes its backward pass.
+        """Returns all residuals of a layer, and their structure: `jax.tree.unflatten` of both is its backward pass.
 
         Args:
           kind, layer, side: as in the forward pass.

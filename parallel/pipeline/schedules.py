@@ -256,14 +256,17 @@ class OneFOneB(Schedule):
     name = "1F1B"
 
     def group(self, stages: int) -> int:
-        """Returns S with repeats: the first microbatch then returns to a stage when the last of its group has left.
+        """Returns S with R above 1: the first of S microbatches returns to a stage when the last of them has left it.
 
         Returns M without repeats.
         """
         return self.num_microbatches if self.repeats == 1 else stages
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the tick of the first forward pass, "F", and of the first backward pass, "B", just after it."""
+        """Returns the tick of the first forward pass, "F", and of the first backward pass, "B".
+
+        In the latter the first microbatch leaves the last layer, and at once starts backward.
+        """
         return {"F": 0, "B": stages * self.repeats - 1}
 
     def problems(self, stages: int) -> list[str]:
@@ -369,10 +372,12 @@ def gpipe(*, num_microbatches: int, save: str = "layers") -> Schedule:
     """Runs all microbatches forward, then all backward; memory grows with their number.
 
     Args:
-      num_microbatches, save: see `Schedule`.
+      num_microbatches: M, at least 1; each stage runs its layers on one microbatch at a time.
+      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
+        whose layers then run forward once more.
 
     Raises:
-      UserError: as `Schedule`.
+      UserError: `num_microbatches` is out of range, or `save` has another value.
     """
     return GPipe(num_microbatches=num_microbatches, save=save)
 
@@ -381,12 +386,13 @@ def circular(*, num_microbatches: int, repeats: int, save: str = "layers") -> Sc
     """Runs gpipe with the layers assigned in `repeats` rounds: a smaller bubble, but more communication.
 
     Args:
-      num_microbatches: see `Schedule`; at least the number of stages.
-      repeats: how often a microbatch passes through all stages.
-      save: see `Schedule`.
+      num_microbatches: M, at least the number of stages; each stage runs on one microbatch at a time.
+      repeats: R, at least 1: how often a microbatch passes through all stages.
+      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
+        whose layers then run forward once more.
 
     Raises:
-      UserError: as `Schedule`.
+      UserError: a number is below 1, or `save` has another value. Numbers of stages that do not fit are reported later.
     """
     return Circular(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
@@ -395,10 +401,12 @@ def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
     """Runs backward passes as early as possible; memory does not grow with the number of microbatches.
 
     Args:
-      num_microbatches, save: see `Schedule`.
+      num_microbatches: M, at least 1; each stage runs its layers on one microbatch at a time.
+      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
+        whose layers then run forward once more.
 
     Raises:
-      UserError: as `Schedule`.
+      UserError: `num_microbatches` is out of range, or `save` has another value.
     """
     return OneFOneB(num_microbatches=num_microbatches, save=save)
 
@@ -407,12 +415,13 @@ def interleaved(*, num_microbatches: int, repeats: int, save: str = "layers") ->
     """Runs 1F1B with the layers assigned in `repeats` rounds: a smaller bubble, but more communication.
 
     Args:
-      num_microbatches: see `Schedule`; with repeats above 1, a multiple of the number of stages.
-      repeats: how often a microbatch passes through all stages.
-      save: see `Schedule`.
+      num_microbatches: M; with `repeats` above 1, a multiple of the number of stages.
+      repeats: R, at least 1: how often a microbatch passes through all stages.
+      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
+        whose layers then run forward once more.
 
     Raises:
-      UserError: as `Schedule`.
+      UserError: a number is below 1, or `save` has another value. Numbers of stages that do not fit are reported later.
     """
     return Interleaved(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
@@ -421,11 +430,11 @@ def zero_bubble(*, num_microbatches: int, repeats: int = 1) -> Schedule:
     """Runs 1F1B, or interleaved if `repeats` is above 1, without bubbles in matrices' gradients; needs more memory.
 
     Args:
-      num_microbatches: see `Schedule`; with repeats above 1, a multiple of the number of stages.
-      repeats: how often a microbatch passes through all stages.
+      num_microbatches: M, at least 1; with `repeats` above 1, a multiple of the number of stages.
+      repeats: R, at least 1: how often a microbatch passes through all stages.
 
     Raises:
-      UserError: as `Schedule`.
+      UserError: a number is below 1. Numbers of stages that do not fit are reported later.
     """
     return ZeroBubble(num_microbatches=num_microbatches, repeats=repeats)
 

@@ -289,9 +289,9 @@ def backward(
 
 
 def empty_deferred(stage: Stage, x: Stream) -> Any:
-    """Allocates the values of S turns that wait for the gradients of matrices, leaves [k, S, ...].
+    """Allocates the values that wait for the gradients of matrices, of S turns with microbatches like `x`.
 
-    Returns () if the schedule computes all gradients in the backward pass.
+    Leaves are [k, S, ...]. Returns () if the schedule computes all gradients in the backward pass.
     """
     if "W" not in stage.schedule.starts(1):
         return ()
@@ -391,7 +391,7 @@ def _if(condition: jax.Array | bool, yes: Any, no: Any) -> Any:
 
 
 def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
-    """Allocates saved values of `places` turns; () if nothing is trained.
+    """Allocates what `places` turns save, each of a microbatch like `x`; () if nothing is trained.
 
     Leaves are [k, places + 1, ...] with `save="layers"`, and [1, places + 1, b, ...] with `save="stage"`.
 

@@ -73,7 +73,7 @@ def read(folder: Path) -> Buffers:
 
 
 def parse(assignment: str, live_ranges: str) -> Buffers:
-    """Parses the texts of the two files, which `read` reads."""
+    """Parses the texts of the two files that `read` finds: of the buffer assignment, and of the live ranges."""
     lives = {
         (found["name"], found["index"].strip("{}")): (int(found["first"]), int(found["last"]))
         for line in live_ranges.partition("BufferLiveRange:")[2].partition("Live ranges at")[0].splitlines()

@@ -40,7 +40,7 @@ class Choice:
 
     Attributes:
       constructor: a function of `parallel.pipeline.schedules`.
-      arguments: as gin would bind them.
+      arguments: pairs of the name of an argument and its value.
     """
 
     constructor: str
@@ -57,7 +57,7 @@ class Layout:
 
     Attributes:
       constructor: a function of `parallel.strategies`.
-      degrees: all of its degrees; -1 takes the remaining chips.
+      degrees: pairs of a mesh axis, or `slices`, and its degree; all that the constructor takes.
       choice: the schedule of a pipeline; None for other strategies.
       ring: whether keys and values travel around a ring (`strategies.context`) instead of being gathered.
     """
@@ -96,7 +96,11 @@ class Candidate:
     batch_size: int
 
     def name(self, mesh: str) -> str:
-        """Returns a short name, such as `fsdp_tensor: fsdp 4 x tensor 4, remat full, accum 2`."""
+        """Returns a short name, such as `fsdp_tensor: fsdp 4 x tensor 4, remat full, accum 2`.
+
+        Args:
+          mesh: the degrees of the mesh as text, here `fsdp 4 x tensor 4`; may be empty.
+        """
         layout = self.layout
         parts = [f"{layout.constructor if layout else 'as written'}: {mesh}".removesuffix(": ")]
         if layout and layout.ring:

@@ -137,9 +137,10 @@ class Difference(NamedTuple):
 
     Attributes:
       absolute: absolute difference; infinite if shapes differ or an entry of either tree is not finite.
-      ulp: divided by the float32 spacing at the largest entry of the leaf, or at its floor; infinite likewise.
+      ulp: the difference divided by the float32 spacing at the largest entry of its leaf, or at the leaf's floor, the
+        smallest size at which the spacing is taken; infinite likewise.
       where: the leaf with the largest `ulp`.
-      relative: divided by the largest entry of the leaf, or by its floor; the largest of all leaves.
+      relative: the difference divided by the largest entry of its leaf, or by the leaf's floor.
     """
 
     absolute: float

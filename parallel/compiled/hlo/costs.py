@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
 
     Attributes:
       name: name of the instruction.
-      op_name: its source operation.
+      op_name: JAX's name of its operation, such as `jit(run)/while/body/pallas_call`.
       operands, results: dtypes and shapes on one chip, such as `bf16[2,2048]`.
       times: executions in a step.
     """

@@ -53,7 +53,7 @@ def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
 
 
 def sliced_bytes(module: Module, executed: Executed) -> int:
-    """Returns the bytes in the result of a collective if all consumers read only slices of it; otherwise 0."""
+    """Returns the bytes of those arrays in a collective's result of which every consumer reads only slices."""
     computation = executed.computation
     at = _result(computation, executed.instruction)
     if not at.type.startswith("("):

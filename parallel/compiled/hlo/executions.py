@@ -30,7 +30,7 @@ class Loop(NamedTuple):
 
     Attributes:
       name: name of the `while`.
-      op_name: its source operation.
+      op_name: JAX's name of its operation, such as `jit(run)/jvp()/while`.
       trips: trip count; None if it depends on data.
     """
 
@@ -44,7 +44,7 @@ class Branch(NamedTuple):
 
     Attributes:
       name: name of the `conditional`.
-      op_name: its source operation.
+      op_name: JAX's name of its operation, such as `jit(run)/cond`.
       depends_on: what the condition depends on, one of `decisions.KINDS`.
     """
 

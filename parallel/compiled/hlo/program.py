@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
 
     Attributes:
       name: unique in its computation.
-      opcode: `all-gather`.
+      opcode: such as `all-gather`.
       type: type of the result, as written.
       argument: text between the brackets: operands, a literal, or a parameter's number.
       attributes: text after the brackets.
@@ -82,7 +82,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The source operation: `jit(run)/jvp()/while/body/.../dot_general`; "" if it is not recorded."""
+        """JAX's name of the operation: `jit(run)/jvp()/while/body/.../dot_general`; "" if it is not recorded."""
         found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
