@@ -77,7 +77,10 @@ class ChunkedTask:
 
 
 class ChunkedBatches(Batches):
-    """Implements `core.types.Batches`: reads batches of long rows, and yields each of them chunk by chunk."""
+    """Implements `core.types.Batches`: yields each batch of long rows of `inner` in chunks of `length` positions.
+
+    `spec` has the fields of a batch of chunks.
+    """
 
     def __init__(self, inner: Batches, spec: BatchSpec, length: int) -> None:
         self._inner, self._spec, self._length = inner, spec, length
@@ -111,7 +114,10 @@ class ChunkedBatches(Batches):
         return {name: header + b"\n" + place for name, place in places.items()}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """Moves to a saved position. Raises UserError if it was saved with chunks of another length."""
+        """Moves to a saved position.
+
+        Raises UserError if it was saved with chunks of another length, is malformed, or does not fit the other task.
+        """
         parts = {name: place.partition(b"\n") for name, place in state.items()}
         headers = [streams.read_position(header, chunks=int, length=int) for header, _, _ in parts.values()]
         if lengths := {header["length"] for header in headers} - {self._length}:

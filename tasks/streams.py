@@ -59,7 +59,7 @@ def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
     """Returns the number of rows that each stream contributes to a global batch.
 
     Raises:
-      UserError: the batch size is not divisible by the number of streams.
+      UserError: the batch size is below 1, or not divisible by the number of streams.
     """
     if batch_size % num_streams == 0 and batch_size > 0:
         return batch_size // num_streams

@@ -32,7 +32,7 @@ def appearing(directory: str, *, last: str) -> Iterator[pathlib.Path]:
       last: name of the file that marks a complete folder.
 
     Raises:
-      UserError: the directory is not empty, or cannot be written.
+      UserError: the directory is not empty, at the beginning or at the end, or cannot be written.
     """
     check_free(directory)
     target = paths.resolve(directory)

@@ -47,7 +47,7 @@ class Config:
 
     Raises:
       UserError: a field is out of range or unknown, sizes do not fit together, or the curriculum starts above the
-        cycles.
+        cycles or is given with `latents = "many"`.
     """
 
     vocab_size: int

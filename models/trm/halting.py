@@ -166,7 +166,7 @@ def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array
 
     Args:
       scores: scores of the rows.
-      q_halt, steps: [B].
+      q_halt, steps: as in `halts`.
       rows: [B], bool: rows included in the loss.
       counted: [B], bool: rows included in the metrics.
     """

@@ -36,7 +36,7 @@ _LOG_PROBABILITIES = {"stablemax": losses.log_stablemax, "softmax": losses.log_s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TRM(Config):
-    """The Tiny Recursive Model; its fields are those of `models.trm.config.Config`.
+    """The Tiny Recursive Model; its fields, and the errors of wrong ones, are those of `models.trm.config.Config`.
 
     Batches have `inputs`, `labels` [B, S] (-100 is ignored) and `puzzle_ids` [B], int32.
     """
@@ -44,7 +44,7 @@ class TRM(Config):
     couples_rows: ClassVar[bool] = False
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters in float32; shapes of the mixer "mlp", which is over positions, depend on S."""
+        """Returns initial parameters in float32; shapes of the mixer "mlp" and of learned positions depend on S."""
         return hk.transform(lambda: weights.make(self, self._length(batch))).init(rng)
 
     def init_carry(self, batch: Batch) -> Carry:
@@ -56,9 +56,10 @@ class TRM(Config):
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Runs one supervised step: the loss is a sum over all B rows, metrics over the labeled rows that halted.
+        """Runs one supervised step; returns the next carry and the loss, summed over all B rows.
 
-        `extras` contains the rows of the puzzle table that the step read. Evaluation calls `evaluate` instead.
+        Accuracies and `steps` are over the labeled rows that halted, other metrics over all rows. `extras` contains the
+        rows of the puzzle table, if there is one, that the step read. Evaluation calls `evaluate` instead.
         """
         del is_training
         w = self._cast(params, batch)
@@ -110,7 +111,7 @@ class TRM(Config):
         return out._replace(metrics={**out.metrics, **by_step}, extras=answers)
 
     def predict(self, params: Params, batch: Batch) -> Outputs:
-        """Returns the heads' outputs after `halt_max_steps` steps; the argmax of the logits is the answer."""
+        """Returns the heads' outputs after `halt_max_steps` steps; `halting.tokens` returns the answer from them."""
         w = self._cast(params, batch)
         x = self._embed(w, batch)
         states, _ = jax.lax.scan(
@@ -183,7 +184,7 @@ class TRM(Config):
         return hk.transform(lambda: weights.make(self, self._length(batch))).apply(params, None)
 
     def _embed(self, w: Weights, data: Mapping[str, jax.Array]) -> jax.Array:
-        """Returns the embeddings of the puzzle and of the cells, times sqrt(D), [B, T, D]."""
+        """Returns the embeddings of puzzle and cells, with learned positions if any, times sqrt(D), [B, T, D]."""
         x = derivatives.embedded(w.embedding, data["inputs"], ("batch", None), self.dtype)  # [B, S, D]
         if self.prefix_length:
             assert w.puzzle_table is not None

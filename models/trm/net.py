@@ -43,7 +43,8 @@ class States(NamedTuple):
 
     Attributes:
       z_h: [B, T, D], the answer; the heads read it.
-      z_l: the latents, each [B, T, D]: one ("two"); none ("single"); one for each of the L inner steps ("many").
+      z_l: the latents, each [B, T, D]. Their number depends on `Recursion.latents`: one for "two", none for "single",
+        one for each of the L inner cycles for "many".
     """
 
     z_h: jax.Array
@@ -57,8 +58,9 @@ class Recursion(NamedTuple):
       h_cycles, l_cycles: outer and inner cycles.
       latents: which states there are: "two" (z and y), "single" (y only), "many" (y, and a z for each inner step).
       gradient: what has a gradient: "last_cycle", or "last_calls": only the last update of each state.
-      remat: what the backward pass recomputes: "none", "dots", "full"; "norms": everything but the outputs of norms;
-        "mixing": the mixing over positions, and only the elementwise parts of the feed-forward layer over channels.
+      remat: what the backward pass recomputes: "none": nothing; "dots": all but matrix products; "full": everything;
+        "norms": everything but the outputs of norms; "mixing": the mixing over positions, and only the elementwise
+        parts of the feed-forward layer over channels.
       unroll: number of calls of the last cycle that are unrolled. Their saved values are then not copied into a stacked
         array, which is faster on TPUs by the compiler's estimate; on a CPU 1 is faster.
     """
@@ -146,7 +148,7 @@ def _cycle(
     l_now: jax.Array | None = None,
     loop: _Loop = _EARLY,
 ) -> States:
-    """Returns the states after L updates of the latent and one of the answer; `l_now` of the L, if given."""
+    """Returns the states after L updates of the latent, or `l_now` if given, and one update of the answer."""
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
 

@@ -1,8 +1,9 @@
 """The parameters of the Tiny Recursive Model: shapes, logical axes and initialization.
 
 There are no norm scales, and no biases except in the halting head. The initial values of answer and latents are
-parameters that are not trained; the puzzle table starts at zero. All other parameters are drawn from a normal
-distribution truncated at two standard deviations and scaled to variance 1 / fan_in.
+parameters that are not trained. The puzzle table and the matrix of the halting head start at zero, and its bias at
+`halt_bias`. All other parameters are drawn from a normal distribution truncated at two standard deviations and scaled
+to variance 1 / fan_in.
 """
 
 import functools

@@ -84,7 +84,7 @@ class Read(NamedTuple):
 
     Attributes:
       output: [R, C, D], the input of the output matrix under UPDATE.
-      signals: [R] each; the losses of the base are 0 if nothing reads them.
+      signals: [R] each; `loss`, which this does not compute, is 0.
     """
 
     output: jax.Array
@@ -180,6 +180,9 @@ class AdaptedDecoder:
         self, params: Params, carry: Any, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Any, LossOutput]:
         """Returns the gate's next state, and the loss under its decisions, summed over supervised positions.
+
+        The loss is cross-entropy plus the weighted reconstruction loss of chunks with UPDATE. In training, only
+        `loss_positions` positions of each chunk count.
 
         Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
         """
@@ -277,7 +280,7 @@ class AdaptedDecoder:
         return found.reshape(*batch["inputs"].shape, -1)
 
     def published(self, folder: str) -> PublishedFolder:
-        """Returns access to the base's parameters in the folder of a published model; reads no tensor yet."""
+        """Returns access to the base's parameters in the folder of a published model, as `Transformer.published`."""
         return self.base.published(folder)
 
     @property
@@ -296,7 +299,7 @@ class AdaptedDecoder:
         return self.base.stored_vocab_size
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings on which numbers depend, by name."""
+        """Returns the settings on which the model's results depend, by name."""
         ours = {f"layer.{name}": value for name, value in dataclasses.asdict(self.layer).items()}
         return {**self.base.settings(), **ours, "chunk": self.chunk, "carry": self.carry}
 

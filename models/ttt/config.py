@@ -28,7 +28,7 @@ class TTTConfig:
       base_rate: the learning rate, above 0, of the inner model before its learned factors.
       rope_theta: base of the rotary embedding, whose positions are those of tokens in their mini-batch.
       expansion: hidden width of the inner MLP, in multiples of head_dim.
-      decay: growth of rates within a mini-batch; 0 unless the variant is "ponder".
+      decay: rates grow by the factor exp(decay) from token to token of a mini-batch; 0 unless the variant is "ponder".
       diagonal: 0: a token reads weights that have also learned from the token itself; -1: only from earlier ones (a
         control).
       rate_scale: factor, at least 0, of the learning rate; 0 makes the layer static (a control).

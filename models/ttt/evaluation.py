@@ -87,7 +87,7 @@ class Decided(NamedTuple):
 
 
 def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
-    """Returns the decisions of a gate about all chunks, taken in order."""
+    """Returns the decisions of a gate about all chunks, taken in order; `seed` is that of its random draws."""
     if hasattr(gate, "decide_all"):
         return Decided(gate.decide_all(chunks.signals, chunks.advantage), None)
     key = jax.random.key(seed)
@@ -106,7 +106,11 @@ def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
 
 
 def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
-    """Returns the scores of decisions: loss, perplexity, update rate, recovery, agreement with the oracle and cost."""
+    """Returns the scores of decisions [chunks], by name.
+
+    They are loss, perplexity, gain (loss of SKIP - loss), update rate, recovery (NaN if no oracle gains anything),
+    agreement with the oracle, and mean cost.
+    """
     total = np.sum(chunks.tokens)
     rate = float(np.mean(updates))
     skip = float(np.sum(chunks.loss_skip) / total)

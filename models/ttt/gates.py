@@ -165,7 +165,7 @@ class Reconstruction(Gate):
     """Decides UPDATE if the reconstruction loss is above a threshold that adapts to a budget: the gate of the paper.
 
     The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves about the
-    share rho above it. From the last chunk of the calibration on, after every decision u,
+    share rho = (budget - 1) / 2 above it. From the last chunk of the calibration on, after every decision u,
 
         r <- (1 - alpha) r + alpha u;    theta <- max(least, theta + (r - rho) alpha max(floor, |theta|))
 
@@ -195,7 +195,7 @@ class Reconstruction(Gate):
 
     @property
     def rate(self) -> float:
-        """The share of chunks that are an UPDATE, rho, which the budget allows."""
+        """rho, the share of chunks for which the budget allows an UPDATE."""
         return (self.budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
 
     def init(self) -> State:
@@ -280,7 +280,7 @@ class Oracle:
             check_number(self.rate, where="gates.Oracle.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
-        """Returns the decisions of all chunks of an evaluation, [chunks] bool."""
+        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool; the signals are not used."""
         del signals
         return advantage > 0 if self.rate is None else _top(advantage, self.rate)
 

@@ -99,7 +99,7 @@ class Learned(NamedTuple):
 
 
 def start(learned: Learned, rows: int, *, segments: bool) -> Memory:
-    """Returns the memory before the first token of `rows` rows."""
+    """Returns the memory before the first token of `rows` rows; `segments`: they may have several segments each."""
     fast = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), learned.initial)
     return Memory(fast, jax.tree.map(jnp.zeros_like, fast), jnp.full((rows,), -1, jnp.int32) if segments else None)
 

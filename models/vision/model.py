@@ -132,7 +132,7 @@ class VisionLanguageModel:
         return self.selector or _ALL
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns the parameters; those of frozen parts are marked."""
+        """Returns initial parameters; those of the parts in `freeze` are marked as frozen, and have `frozen_dtype`."""
         params = hk.transform(lambda b: self._sums(b, jnp.zeros((), jnp.int32), is_training=False)).init(rng, batch)
         if self.decoder.lora is not None:
             params = self.decoder.lora.base_frozen(params)
@@ -148,14 +148,17 @@ class VisionLanguageModel:
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Returns the next carry and the loss as sums, as `Transformer.loss`, plus that of the reader's own answers."""
+        """Returns the next carry and the loss as sums, as `Transformer.loss`, plus that of the reader's own answers.
+
+        The latter is added only in training. Raises UserError if images, slots or rows do not fit the model.
+        """
         step = carry["step"] if carry else jnp.zeros((), jnp.int32)
         run = hk.transform(lambda b: self._sums(b, step, is_training=is_training))
         out = run.apply(params, rng if self._draws(is_training=is_training) else None, batch)
         return ({"step": step + is_training} if carry else ()), out
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns the logits, [B, T, vocab_size], float32."""
+        """Returns the logits, [B, T, vocab_size], float32. Raises UserError as `loss`."""
 
         def run(batch: Batch) -> jax.Array:
             read, inserted, *_ = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
@@ -167,8 +170,8 @@ class VisionLanguageModel:
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Returns the sums of the loss, and how many answers are right in all their tokens, by kind of question.
 
-        `extras` has, for each row, the chosen patches [B, I N], the most likely id after each position [B, T], and
-        whether the answer is right [B].
+        `extras` has, for each row, `chosen` [B, I N], 1 for the chosen patches and 0 for others; `answers` [B, T], the
+        most likely id after each position; and `right` [B], 1 if the answer is right, else 0.
         """
 
         def run(batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -350,7 +353,7 @@ class VisionLanguageModel:
         return (*self.decoder.added_parameters, *(f"{part}_*" for part in PARTS if part != "decoder"))
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings on which numbers depend, by name."""
+        """Returns the settings on which the model's results depend, by name."""
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
         own = {field.name: field for field in dataclasses.fields(self) if field.name in _OF_CONNECTOR}
         changed = {name: getattr(self, name) for name, f in own.items() if getattr(self, name) != f.default}
@@ -359,7 +362,7 @@ class VisionLanguageModel:
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per position of rows with one image; frozen parts have no gradients of matrices.
 
-        Those of the connector and the selector are left out.
+        The connector and the selector are not counted.
         """
         decoder = self.decoder.flops_per_token(length)
         if "decoder" in self.freeze and self.decoder.lora is None:
@@ -395,7 +398,7 @@ class Placed:
 
     @staticmethod
     def of(batch: Batch, slots: jax.Array) -> Placed:
-        """Returns where the images with these slots are: positions of patches in rows, [B, I, S], -1 for no image."""
+        """Returns where images are, from the positions of their patches in rows, [B, I, S], -1 for no image."""
         segments, until = batch["segment_ids"], batch["until"]
         rows, number, size = slots.shape
         place = jnp.arange(segments.shape[1])

@@ -25,7 +25,8 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
       **changes: fields of `VisionLanguageModel`, such as `freeze` or `selector`.
 
     Raises:
-      UserError: a file is missing, or describes a model that is not supported.
+      UserError: a file is missing or describes a model that is not supported, the image processor prepares another size
+        than the tower's, or `changes` do not fit.
     """
     files = published_files.small_files(folder)
     config, where = families.read_config(files), str(files / published_files.CONFIG)

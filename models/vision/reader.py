@@ -5,7 +5,8 @@
 
 A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are, so for "what is
 left of the circle?" the first glimpse can find the circle, and the second its neighbor. The relevance of a patch is the
-last glimpse at its block, plus a score of its own: the patch's key times a query made from the block and the question.
+logit of its block in the last glimpse, plus a score of its own: the patch's key times a query made from the block and
+the question.
 This score picks the most telling patches within a block.
 
 A choice of patches teaches little about where the others would have led. So the reader also answers the question from
@@ -67,7 +68,7 @@ class Glimpsed(NamedTuple):
         return self.within + self.block
 
     def log_answers(self, vocab_size: int) -> jax.Array:
-        """Returns the log-probabilities of the first token of an answer, [B, V]."""
+        """Returns the log-probabilities of an answer's first token, [B, vocab_size]; call it inside a Haiku module."""
         of_each = jax.nn.log_softmax(dense("reader_answer", self.seen, vocab_size), axis=-1)
         return jax.nn.logsumexp(of_each + self.log_shares[..., None], axis=1)
 

@@ -138,6 +138,9 @@ class Selector:
           patches: [R I, N, D], before they attend to one another.
           words: [R, T, E], float32, the embeddings of a row.
           is_word: [R, I, T], float32, 1 at the words of the question about each image.
+
+        Raises:
+          UserError: the blocks of the reader do not divide the patches along the side of an image.
         """
         side = math.isqrt(patches.shape[1])
         question = jnp.einsum("bit,btd->bid", is_word, words)
@@ -268,7 +271,9 @@ def standardized(x: jax.Array) -> jax.Array:
 
 
 def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
-    """Returns the maps of an image [B, H, W, 3] uint8 that need no parameters: entropy and edges, [B, N] each.
+    """Returns the maps of images [B, H, W, 3] uint8 that need no parameters: entropy and edges, [B, N] each.
+
+    There are `side` patches along each side of an image.
 
     The channels of a patch are its mean colors, two opponent colors (red-green, blue-yellow), Sobel's filters, its
     row, column and distance from the center. Edges of the image repeat the pixels at its border.

@@ -52,7 +52,8 @@ class VisionTower:
       norm_eps: the number added to the variance in norms.
       activation: see `models.decoder.config.DecoderConfig`.
       positions: "learned": a vector for each patch is added; "rotary": half of the dimensions of queries and keys are
-        rotated by the row, half by the column of a patch.
+        rotated by the row, half by the column of a patch. This needs heads whose size is a multiple of 4, and no class
+        token.
       patch_bias: whether the embedding of patches has a bias.
       class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
       input_norm: whether patches are normalized before the first layer.
@@ -162,7 +163,8 @@ class VisionTower:
 
         Args:
           x: the patches.
-          like: the decoder, whose compute dtype, attention and rematerialization the tower uses, too.
+          like: the decoder, whose compute dtype and rematerialization the tower uses. Attention is "plain" if the
+            decoder's is, otherwise "auto".
         """
         config = self._config(like)
         if self.class_token:

@@ -52,13 +52,16 @@ class CachedHidden(chunks.ChunkTask):
     vocabulary = None
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Raises UserError unless the folder is complete and its rows have the task's length."""
+        """Raises UserError unless the folder is complete, names the model's checksum, and has the task's length."""
         del run_dir, is_host_zero
         if problems := self.problems():
             raise UserError(" ".join(problems))
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of every `ChunkTask`, and `hidden` [B, T, width] float16: the cached hidden states."""
+        """Returns the fields of every `ChunkTask`, and `hidden` [B, T, width] float16: the cached hidden states.
+
+        Raises UserError if the folder is not complete, or the streams do not divide the batch.
+        """
         shape = (batch_size, self.length, self._about["width"])
         return {**super().spec(batch_size), HIDDEN: Field(shape, np.float16, ("batch", "length", None))}
 

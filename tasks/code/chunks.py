@@ -185,7 +185,14 @@ class TokenRows:
     def __init__(
         self, documents: Mapping[str, np.ndarray], *, length: int, bos_id: int, least_tokens: int, where: str
     ) -> None:
-        """Cuts documents (int32 ids by name) into rows of `length` ids; `where` names them in errors.
+        """Cuts documents into rows.
+
+        Args:
+          documents: int32 ids by name.
+          length: ids per row.
+          bos_id: the first input of each document.
+          least_tokens: rows with fewer ids are left out.
+          where: names the documents in errors.
 
         Raises:
           UserError: no document has `least_tokens` ids.

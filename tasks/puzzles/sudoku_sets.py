@@ -85,7 +85,7 @@ class SudokuSet:
 
         Args:
           directory: local or gs://; must be empty or not exist.
-          report: called with the number of steps done and in total.
+          report: called with the number of steps done and in total; the total is None while CSV files are read.
 
         Raises:
           UserError: the directory is not empty, a CSV file is invalid, or there are not enough different puzzles.

@@ -21,7 +21,7 @@ _HEADER_BYTES = 128  # fixed size, so that the header can be written last, when 
 
 
 class ArrayFile:
-    """A .npy file to which rows are appended; `rows` is their number so far."""
+    """A .npy file to which rows of shape `row` are appended; `rows` is their number so far."""
 
     def __init__(self, path: pathlib.Path, *, row: tuple[int, ...], dtype: type):
         self._stream = path.open("wb")

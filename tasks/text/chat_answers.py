@@ -31,8 +31,8 @@ def formatted(
       tools, documents: see `FormatsChats.chat`.
 
     Raises:
-      UserError: the template raises an error, shows no roles, or formats an answer in a way that depends on later
-        messages.
+      UserError: the template raises an error, shows no roles, has tags that mark nothing, or formats an answer in a way
+        that depends on later messages.
     """
     given: dict[str, Any] = {"date": DATE, "tools": tools, "documents": documents}
     if (marked := vocabulary.marked_chat(messages, **given)) is not None:

@@ -62,10 +62,14 @@ class ChatTemplate:
         return "".join(self._blocks(messages, now, variables))
 
     def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
-        """Formats a conversation like `render`; and returns the ranges of characters that `{% generation %}` tags mark.
+        """Formats a conversation like `render`, and finds the ranges of characters that `{% generation %}` tags mark.
+
+        Returns:
+          The text and the ranges.
 
         Raises:
           jinja2.TemplateError: a tag is inside a macro or block whose text ends up in another place.
+          Exception: as `render`.
         """
         blocks: list[str] = []
         marks: list[tuple[int, str]] = []

@@ -467,8 +467,8 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     Args:
       tasks: tasks with the same vocabulary, length and number of streams, except `chats` and live `seqio` tasks, which
         cannot be mixed.
-      weights: relative shares of rows, as positive numbers. In 1,000 consecutive rows, each source has its share to
-        within a few rows.
+      weights: relative shares of rows, as positive numbers. In any number of consecutive rows, each source has its
+        share to within a few rows.
 
     Raises:
       UserError: the tasks do not match, a source occurs twice, or a weight is not positive.

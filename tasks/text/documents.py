@@ -309,7 +309,7 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
 
 
 def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
-    """Returns the text of one file (or of its beginning) as UTF-8; b"" if it is only white space.
+    """Returns the text of one file (if `is_cut`, of its beginning) as UTF-8; b"" if it is only white space.
 
     Raises:
       MalformedDocument: the content is not text; the message names file and line.

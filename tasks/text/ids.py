@@ -126,6 +126,9 @@ class FormatsChats(Protocol):
           date: the date, for templates that print it; None: today.
           tools: descriptions of functions that the model may call, as JSON schemas.
           documents: documents that the model may quote, each with a title and a text.
+
+        Raises:
+          UserError: the chat template is missing, or raises an error.
         """
 
     def marked_chat(
@@ -145,6 +148,9 @@ class FormatsChats(Protocol):
 
         Returns:
           The text and the ranges of characters that the template marks as answers; None if it does not mark them.
+
+        Raises:
+          UserError: as `chat`.
         """
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -213,6 +219,9 @@ def decode_continuation(vocabulary: Vocabulary, prompt: Iterable[int], ids: Iter
       vocabulary: the vocabulary of the ids.
       prompt: the ids before the continuation; may be empty.
       ids: the ids of the continuation.
+
+    Raises:
+      UserError: an id of the continuation is outside the vocabulary.
     """
     ids, before = list(ids), [int(i) for i in prompt][-_CONTEXT_IDS:]
     ends = [at for at, i in enumerate(before, 1) if i == vocabulary.eos_id or not 0 <= i < vocabulary.size]

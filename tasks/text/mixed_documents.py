@@ -1,7 +1,7 @@
 """Mixes several sources of documents by weight.
 
 Each row comes from one source. The source of the run's row r is computed only from r and the weights, so that each
-source has its share of any number of consecutive rows, rounded up or down.
+source has its share of any number of consecutive rows to within a few rows.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ class MixtureStream(Stream):
 class MixedChunks(Chunks):
     """`document_streams.Chunks` of several sources; weights are shares of chunks, as in a seqio mixture.
 
-    Each source has its share of any number of consecutive chunks of all streams, rounded up or down.
+    Each source has its share of any number of consecutive chunks of all streams to within a few chunks.
     """
 
     def __init__(self, sources: Sequence[Chunks], weights: Sequence[float], spec: StreamSpec) -> None:

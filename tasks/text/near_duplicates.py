@@ -1,4 +1,4 @@
-"""Finds documents that nearly repeat an earlier one with MinHash signatures (Broder 1997), computed by datasketch.
+"""Finds documents that nearly repeat an earlier one, by MinHash signatures (Broder 1997), computed by datasketch.
 
 A document is represented by the set of its runs of 5 successive words, without case and punctuation. The share of equal
 entries in two signatures estimates the Jaccard similarity: the runs that both documents have, divided by the runs that

@@ -36,7 +36,7 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
       **options: options of `seqio.TaskRegistry.add`, such as `metric_fns`.
 
     Raises:
-      UserError: the task has neither documents nor conversations.
+      UserError: seqio is not installed, or the task has neither documents nor conversations.
     """
     seqio, tf, source = seqio_tasks.library(), tensorflow(), task.corpus
     features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]

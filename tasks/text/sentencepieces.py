@@ -82,7 +82,10 @@ class SentencePiece(Vocabulary):
         return self._processor.decode([i for i in before_end(ids, self) if i not in specials])
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Reads the model, so that an invalid one is an error before the first step."""
+        """Reads the model, so that an invalid one is an error before the first step.
+
+        Raises UserError if there is no such file, or it is no SentencePiece model with an end-of-document id.
+        """
         _ = self._processor
 
     def problems(self) -> list[str]:
@@ -120,7 +123,7 @@ class TrainedSentencePiece(SentencePiece):
         """Trains a model on host 0 unless the run already has one; every host checks the hash stored beside it.
 
         Raises:
-          UserError: the model is missing, or differs from the one that host 0 wrote.
+          UserError: the text is too short to train the model, or the model is missing or not the one that host 0 wrote.
         """
         folder = paths.resolve(run_dir) / "vocabulary"
         model, digest = folder / f"sentencepiece_{self._size}.model", folder / f"sentencepiece_{self._size}.sha256"

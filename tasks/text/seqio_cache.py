@@ -140,7 +140,8 @@ class SeqioCache(DocumentSource):
           filters: which examples are left out; None: none, and an existing cache may have any filters.
 
         Raises:
-          UserError: the pipeline fails, another command uses the folder, or the cache was begun with other filters.
+          UserError: the task has `problems`, its pipeline fails, or a split has no example; the folder has other files,
+            or another command uses it; or the filters are not those of the cache, or cannot be applied to the task.
         """
         self.__dict__.pop("saved", None)  # another host may have written it
         if filters:

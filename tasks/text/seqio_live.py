@@ -47,7 +47,7 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class LiveSeqio(Corpus):
-    """A `documents.Corpus` of a registered task or mixture."""
+    """A `documents.Corpus` of a registered task or mixture, whose pipeline runs in this process."""
 
     asked: Asked
 
@@ -90,7 +90,10 @@ class LiveSeqio(Corpus):
         )
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the tasks' metrics, on at most `most` examples of each. Raises UserError if there are none."""
+        """Returns the tasks' metrics, on at most `most` examples of each.
+
+        Raises UserError as `seqio_metrics.require_metrics`, such as if there are none.
+        """
         seqio_metrics.require_metrics(self.asked.name, self.asked.module)
         return self.asked.measured(most)
 

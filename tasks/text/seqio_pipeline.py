@@ -104,7 +104,7 @@ def definition(asked: Asked) -> dict[str, Any]:
         `problems` of these examples.
 
     Raises:
-      UserError: the module cannot be imported, or the task is not one that a decoder can read.
+      UserError: the module cannot be imported, or the task cannot be read or is not one for a decoder.
     """
     try:
         return _definition(asked)
@@ -397,7 +397,7 @@ atexit.register(PROCESSES.close)
 
 
 def answer(future: concurrent.futures.Future, *, fix: str = _FEWER) -> Any:
-    """Returns the result of a call. Raises UserError, with `fix`, if its process ended."""
+    """Returns the result of a call, or raises what it raised. Raises UserError, with `fix`, if its process ended."""
     try:
         return future.result()
     except concurrent.futures.process.BrokenProcessPool as error:

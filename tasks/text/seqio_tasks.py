@@ -78,7 +78,7 @@ def registered(name: str, where: str = "text.seqio.name", *, module: str | None 
 
 
 def described(name: str) -> dict[str, Any]:
-    """Returns a description of a registered task's vocabulary, as JSON values.
+    """Returns a description of the vocabulary of a task whose module was imported, as JSON values.
 
     Returns:
       `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` and `hash`; for SentencePiece also its

@@ -162,7 +162,7 @@ class TokenCache(DocumentSource):
         return about
 
     def split(self, name: str) -> Split:
-        """Returns a split. Raises UserError if it has no documents."""
+        """Returns a split. Raises UserError if it has no documents, or as `about`."""
         about = self.about["splits"][name]
         found = Split(about["documents"], about["tokens"], about["digest"])
         if not found.documents:
@@ -387,7 +387,7 @@ class _Documents(Chunks):
                 number += 1
 
     def _request_bounds(self, number: int) -> tuple[Any, ...]:
-        """Requests begins, ends and checks of _BOUNDS documents of this stream, from `number` on.
+        """Requests begins, ends, checks and any prompts of _BOUNDS documents of this stream, from `number` on.
 
         Returns:
           The documents' indices and the requests; () at the end of a stream that reads its documents once.

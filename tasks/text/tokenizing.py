@@ -56,7 +56,8 @@ def run(
       check: raises an exception if another process has taken over the folder.
 
     Raises:
-      UserError: the sources or the vocabulary cannot be read, or are not those with which the cache was begun.
+      UserError: the sources or the vocabulary cannot be read, or are not those with which the cache was begun; a
+        document is malformed, and is not to be skipped; or a split has no document.
     """
     excluded = job.filters.excluded()
     filters = dataclasses.replace(job.filters, digest=excluded.digest if excluded else "")
@@ -106,6 +107,10 @@ def write(
       seen: finds near duplicates; None: they are kept.
       quiet: whether the only message is that the command continues.
       say, report, check: as in `run`.
+
+    Raises:
+      UserError: the cache was begun with other settings or sources, or is damaged; a source was changed while it was
+        read; or `convert` or `require` raises it.
     """
     folder = paths.resolve(out)
     if (done := _read(folder / COMPLETE)) is not None:

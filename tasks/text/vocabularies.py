@@ -140,7 +140,7 @@ def tokenizer(folder: str) -> Vocabulary:
     """Returns the tokenizer of a published model.
 
     Args:
-      folder: the folder, local or gs://, with tokenizer.json and tokenizer_config.json.
+      folder: the folder with tokenizer.json and tokenizer_config.json: local, gs:// or hf://OWNER/NAME.
 
     Raises:
       UserError: `folder` is not a string.
@@ -155,8 +155,8 @@ def named(name: str | None) -> Vocabulary:
     """Returns a vocabulary by its name.
 
     Args:
-      name: `bytes`, a SentencePiece model (.model), or the folder of a published model; both local or gs://. None is an
-        error, which `problems` reports.
+      name: `bytes`, a SentencePiece model (.model, local or gs://), or the folder of a published model (local, gs:// or
+        hf://OWNER/NAME). None is an error, which `problems` reports.
 
     Raises:
       UserError: `name` is no string.

@@ -123,7 +123,7 @@ class ImageQuestions:
         return dataclasses.replace(self, evaluated=rows)
 
     def problems(self) -> list[str]:
-        """Returns the problems found at the beginning of local files."""
+        """Returns the problems of settings, of the vocabulary, and of the beginning of local files."""
         if not self.train_files:
             return ["DATA is not set: bind it to your questions, e.g. --gin \"DATA = '/data/questions.jsonl'\""]
         found = []
@@ -270,7 +270,7 @@ def questions(
     """Returns a task of questions about images; see `ImageQuestions`.
 
     Args:
-      train: one or more patterns of .jsonl files.
+      train: one or more patterns of .jsonl files. None is an error, which the task's `problems` reports.
       validation: one or more patterns. Default: the questions about 5% of the images, chosen by hash.
       folder: the folder to which patterns are relative, if any.
       image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken,
@@ -424,7 +424,7 @@ def _report_once(message: str) -> None:
 class _Stream:
     """`streams.Stream` over every `num_streams`-th question of a split; a position is the number of questions read.
 
-    Raises UserError if the split has none for this stream.
+    Raises UserError if a training split has none for this stream, or none with a weight above 0 if they are weighted.
     """
 
     def __init__(self, task: ImageQuestions, split: str, seed: int | None, index: int, rows: int):

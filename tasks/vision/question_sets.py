@@ -85,7 +85,10 @@ class QuestionSet:
         return found
 
     def examples(self, split: str) -> Iterator[Mapping[str, Any]]:
-        """Yields the examples of a split. Raises UserError if there is no such dataset or split."""
+        """Yields the examples of a split.
+
+        Raises UserError if `data` is malformed, there is no such dataset or split, or `datasets` is not installed.
+        """
         kind, _, name = self.data.partition(":")
         if kind == "hub" and name:
             return iter(self._of_hub(name, split))
