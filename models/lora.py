@@ -103,7 +103,7 @@ class Lora:
     def _pair(
         self, name: str, width: tuple[int, ...], out: tuple[int, ...], axes: Any, dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Makes A [*width, rank] and B [rank, *out]; other arguments as in `added`."""
+        """Makes A [*width, rank] and B [rank, *out] in `dtype`; `name` and `axes` are as in `added`."""
         inner, outer = axes
         fan_in = math.prod(width)
         init = hk.initializers.RandomUniform(-(fan_in**-0.5), fan_in**-0.5)

@@ -229,7 +229,7 @@ class Heads(Part):
         raise NotImplementedError
 
     def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
-        """Adds the bias to heads [B, T, heads, K], normalizes and rotates them.
+        """Adds the bias of the matrix `name` to its heads x [B, T, `heads`, K], normalizes and rotates them.
 
         They are constrained to the strategy's sharding before and after. The constraint after is for the gradient: if
         keys are gathered over positions, their gradient is scattered before it is rotated.

@@ -45,12 +45,12 @@ _FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # fields
 class Inserted(NamedTuple):
     """Vectors that take the place of embedded tokens, such as those of the patches of an image.
 
+    Methods that take them raise UserError if the strategy's keys travel around a ring of chips.
+
     Attributes:
       values: [B, T, D].
       places: [B, T], bool: the positions whose embedded tokens they replace.
       prefix: the positions that attend to one another in both directions; None: attention is causal.
-
-      Methods that take them raise UserError if the strategy's keys travel around a ring of chips.
     """
 
     values: jax.Array

@@ -262,7 +262,10 @@ def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) ->
 
 
 def _mask_bytes(heads: int, rows: int, columns: int) -> int:
-    """Returns the bytes of the kernel's three tables: kind, partial mask and next block of keys of every block."""
+    """Returns the bytes of the kernel's three tables for a mask of heads x rows x columns blocks.
+
+    The tables have the kind, the partial mask and the next block of keys of every block.
+    """
     return heads * rows * columns * (2 + (1 if columns <= 128 else 2))
 
 
@@ -370,7 +373,11 @@ def _gathered(
     *,
     scores: Scores,
 ) -> jax.Array:
-    """Returns the attention of the heads of a chip, [H, B, n, c, K], computed one key head at a time."""
+    """Returns the attention of the heads of a chip, [H, B, n, c, K], computed one key head at a time.
+
+    q is [H, B, n, c, K], k and v [N, B, n, c, K], segments [B, n, c]; `places` [n] numbers the blocks of queries;
+    blocks and valid are those of a `Table`.
+    """
     groups, c = k.shape[0], q.shape[3]
     within = jnp.arange(c)
 

@@ -339,7 +339,11 @@ def _scan_on_chip(
     chunk: int,
     dtype: Any,
 ) -> tuple[Complex, Complex]:
-    """Runs `scan` on the consecutive positions of one chip, starting from the last states of the chips before it."""
+    """Runs `scan` on the consecutive positions of one chip, starting from the last states of the chips before it.
+
+    `state` is the one before the row, and `axes` are the mesh axes that shard positions. Returns the states of these
+    positions, and the last state of the row.
+    """
     empty = jax.tree.map(jnp.zeros_like, state)
     _, own = scan(system, inputs, segment_ids, empty, chunk=chunk, last_only=True)
     ends = segment_ids[:, 0], segment_ids[:, -1], jnp.all(segment_ids == segment_ids[:, :1], axis=1)

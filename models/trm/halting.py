@@ -167,8 +167,8 @@ def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array
     Args:
       scores: scores of the rows.
       q_halt, steps: as in `halts`.
-      rows: [B], bool: rows included in the loss.
-      counted: [B], bool: rows included in the metrics.
+      rows: [B], bool: rows included in the losses.
+      counted: [B], bool: rows included in the other metrics.
     """
     weight, count = jnp.sum(rows, dtype=jnp.float32), jnp.sum(counted, dtype=jnp.float32)
 

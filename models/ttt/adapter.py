@@ -84,7 +84,7 @@ class Read(NamedTuple):
 
     Attributes:
       output: [R, C, D], the input of the output matrix under UPDATE.
-      signals: [R] each; `loss`, which this does not compute, is 0.
+      signals: [R] each; `loss`, that of the base model, is always 0 here.
     """
 
     output: jax.Array

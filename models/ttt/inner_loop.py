@@ -145,7 +145,10 @@ def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tu
 
 
 def _gradients(apply: Apply, depth: int, tokens: Tokens, norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the input of every layer and the gradient of its output, [B, H, b, ...], at the keys."""
+    """Returns the input of every layer and the gradient of its output, [B, H, b, ...], at the keys.
+
+    `apply` is that of `_of_segments`, and `depth` the number of layers.
+    """
     inputs: list[jax.Array] = [tokens.key]
     outputs: list[jax.Array] = []
     for n in range(depth):

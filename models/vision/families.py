@@ -194,12 +194,18 @@ class TwoFolders:
         return next((folder.num_layers(path) for folder in self._folders if folder.has(path)), None)
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns the differences between each folder and the parameters of a model that are read from it, as lines."""
+        """Returns the differences between each folder and the parameters of a model that are read from it, as lines.
+
+        Arguments are as in `PublishedFolder.problems`.
+        """
         parts = [self._own(folder, shapes, specs) for folder in self._folders]
         return [line for folder, part in zip(self._folders, parts, strict=True) for line in folder.problems(*part)]
 
     def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
-        """Returns a tree like `abstract` with the parameters that this host needs, each from the folder that has it."""
+        """Returns a tree like `abstract` with the parameters that this host needs, each from the folder that has it.
+
+        Arguments and errors are as in `PublishedFolder.load`.
+        """
         found: dict[str, dict[str, Any]] = {module: {} for module in abstract}
         for folder in self._folders:
             if any((part := self._own(folder, abstract, specs))[0].values()):

@@ -134,7 +134,7 @@ class VisionTower:
         return images[:, :size, :size] if self.cut else images
 
     def embedded(self, images: jax.Array, *, dtype: str) -> jax.Array:
-        """Returns the patches of images [B, H, W, 3] uint8 as vectors, before they attend to others, [B, N, D].
+        """Returns the patches of images [B, H, W, 3] uint8 as vectors [B, N, D], in `dtype`, before attention.
 
         Raises UserError as `check`.
         """

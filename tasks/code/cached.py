@@ -195,7 +195,10 @@ def _write_rows(
     *,
     rows: int,
 ) -> Iterator[int]:
-    """Writes rows with their hidden states to a new folder; yields the number of rows done after every batch."""
+    """Writes the rows `order` of `source`, with their hidden states, to a new folder `place`.
+
+    Yields the number of rows done after every batch of `rows` rows.
+    """
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     arrays: dict[str, np.memmap] = {}

@@ -120,7 +120,10 @@ class ArcSet:
         return "\n".join(text)
 
     def _variants(self, puzzle: ArcPuzzle, number: int) -> Iterator[tuple[ArcPuzzle, np.random.Generator]]:
-        """Yields the puzzle, then distinct variants of it, with the generator for their places in the frame."""
+        """Yields the puzzle, then distinct variants of it, with the generator for their places in the frame.
+
+        `number` is that of the puzzle, which seeds the generator.
+        """
         rng = np.random.default_rng((self.seed, number))
         yield puzzle, rng
         seen = {puzzle.content()}

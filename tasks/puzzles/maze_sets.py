@@ -114,7 +114,7 @@ class MazeSet:
             yield maze
 
     def _from_csv(self, name: str, key: int, count: int | None, seen: set[bytes]) -> list[Maze]:
-        """Returns `count` random mazes (None: all) of a CSV file that are not in `seen`, in the file's order.
+        """Returns `count` random mazes (None: all) of the CSV file `name` that are not in `seen`, in the file's order.
 
         Raises UserError if the file has fewer of them.
         """

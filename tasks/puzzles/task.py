@@ -141,7 +141,8 @@ class Built(Stored):
         """Builds the dataset on host 0 if it does not exist, and reads it on every host.
 
         Raises:
-          UserError: the folder has other puzzles, or this host cannot see the dataset that host 0 built.
+          UserError: the folder has other puzzles, this host cannot see the dataset that host 0 built, or the recipe's
+            `build` fails.
         """
         self.directory = self._named or f"{run_dir}/puzzles"
         self._splits = {}

@@ -186,7 +186,7 @@ def _run(pipeline: Any) -> None:
 def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None", fields: tuple) -> int:
     """Runs on a worker: writes the missing parts of a lane beside the marker file; returns the lane's number of parts.
 
-    `fields` are those of the `Lane`.
+    `fields` are those of the `Lane`; asked, most and filters are as in `Parts.make`.
 
     Raises:
       UserError: this worker does not see the command's marker file.

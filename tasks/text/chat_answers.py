@@ -56,7 +56,9 @@ def formatted(
 def _between_prompts(
     text: str, messages: Sequence[Message], vocabulary: ChatVocabulary, given: Mapping[str, Any]
 ) -> list[Range]:
-    """Returns the range of each answer: from the end of its prompt to where the text with the answer ends.
+    """Returns the range in `text` of each answer: from the end of its prompt to where the text with the answer ends.
+
+    `given` has the other arguments of `vocabulary.chat`.
 
     Raises:
       UserError: the template formats a message differently when others follow it.

@@ -368,8 +368,8 @@ def seqio(
       module: the Python module that registers it, such as `my_tasks`; None: one of Renga's own tasks.
       cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the workspace, one per
         host unless hosts share the workspace.
-      inputs_length: maximum number of ids of `inputs` in a row, below `length`; targets get the rest. None: a task
-        without.
+      inputs_length: maximum number of ids of `inputs` in a row, below `length`; targets get the rest. None: the task
+        has no `inputs`.
       epochs: if preprocessors draw random numbers: number of epochs to cache, each with its own random numbers; these
         epochs are then repeated. None: they must draw none.
       live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the same

@@ -39,7 +39,8 @@ def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: in
 def _watched(function: Any, note: Callable[[], None], *, after_watched: bool) -> Any:
     """Returns a preprocessor with the same signature that calls `note` if it fails.
 
-    If `function` is not a Python function (or a partial one), it is returned unchanged.
+    If `function` is not a Python function (or a partial one), it is returned unchanged. `after_watched` says that the
+    preprocessor before it is watched, too, so that its failures only end the examples.
     """
     if isinstance(function, functools.partial):
         inner = _watched(function.func, note, after_watched=after_watched)

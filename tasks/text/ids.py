@@ -24,7 +24,7 @@ class Vocabulary(Protocol):
 
     @attribute
     def pad_id(self) -> int | None:
-        """0 if id 0 is reserved for padding, so that no document may contain it; None if 0 is an ordinary token."""
+        """0 if id 0 is reserved for padding, so that no document may contain it; otherwise None or another id."""
 
     @attribute
     def eos_id(self) -> int:
@@ -32,14 +32,14 @@ class Vocabulary(Protocol):
 
     @attribute
     def bos_id(self) -> int:
-        """The begin-of-text id, the first input of every segment; 0 if the vocabulary has none."""
+        """The begin-of-text id, the first input of every segment; 0 or the end-of-document id if there is none."""
 
     @attribute
     def hash(self) -> str:
         """A hexadecimal hash that is equal exactly for equal mappings from text to ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Converts text to ids, without adding an end-of-document id."""
+        """Converts text to ids, without an end-of-document id. Raises UserError for text that it cannot convert."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Converts ids up to the first end-of-document id to text; special ids give no text.
@@ -64,7 +64,7 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """The methods of every vocabulary; to check whether an object has them, no model file is read."""
+    """The methods that every vocabulary has; checking whether an object has them reads no model file."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""
@@ -81,7 +81,7 @@ class EncodesBatches(Protocol):
 
 
 class ReadsFile(Protocol):
-    """A vocabulary that is read from a file."""
+    """A vocabulary that is read from a file or folder."""
 
     path: str  # "" if unknown
 

@@ -106,7 +106,7 @@ class SentencePiece(Vocabulary):
 
 
 class TrainedSentencePiece(SentencePiece):
-    """A SentencePiece model that host 0 trains once on the task's own text and stores in the run directory."""
+    """A SentencePiece model of `size` ids; host 0 trains it once on the task's text, and keeps it with the run."""
 
     pad_id = PAD_ID
 

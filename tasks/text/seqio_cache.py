@@ -243,7 +243,7 @@ class SeqioCache(DocumentSource):
         return {**dataclasses.asdict(self.asked), "epochs": self.epochs, "module_hash": _module_hash(self.asked.module)}
 
     def _require_same(self, saved: Mapping[str, Any], what: str) -> None:
-        """Raises UserError if the cache was written for another task or other lengths."""
+        """Raises UserError, which begins with `what`, if the cache was written for another task or other lengths."""
         for key, value in self._identity().items():
             if key in ("module", "module_hash") or saved.get(key) == value:  # `_changed` compares the modules' tasks
                 continue
@@ -375,7 +375,7 @@ def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
 
 
 def _definition(asked: Asked) -> Mapping[str, Any]:
-    """Returns the definition of a task, for which a process is asked once. Raises UserError if it has a problem."""
+    """Returns the definition of a task, for which a process is asked once. Raises UserError if it cannot be read."""
     found, problem = _asked(asked)
     if problem:
         raise UserError(problem)

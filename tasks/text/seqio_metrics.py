@@ -36,7 +36,7 @@ class Measured(NamedTuple):
         """Returns what to ask the model, as JSON values: `eos_id`, and in `tasks` the `kinds` and `pairs` of each task.
 
         Raises:
-          UserError: there is no such task, none of its metrics can be computed here, or there are no examples.
+          UserError: as `require_metrics`; or there are no examples.
         """
         found, evaluator = require_metrics(self.name, self.module), _evaluator(self)
         asked = {}
@@ -74,7 +74,7 @@ def require_metrics(name: str, module: str | None = None) -> Any:
     """Returns a registered task or mixture with metrics of predictions or scores.
 
     Raises:
-      UserError: there is no such task, or none of its metrics can be computed here.
+      UserError: there is no such task, it has no metrics, or one needs other outputs of the model.
     """
     seqio, found = seqio_tasks.library(), seqio_tasks.registered(name, "--task", module=module)
     require_kinds(name, [kind for task in seqio.get_subtasks(found) for kind in kinds(task)])

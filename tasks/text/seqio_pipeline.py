@@ -185,8 +185,8 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters |
       lane: the lane, which the process keeps open between calls until its end.
       begin: number of the first example, counting empty ones.
       most: maximum number of examples to read, counting empty ones.
-      filters: filters of training examples, by their texts decoded from ids; the result has what they found. None:
-        none.
+      filters: compare training examples by their texts, decoded from ids; the result has what they found. None: no
+        example is compared.
 
     Raises:
       UserError: the pipeline fails, an example has ids outside the vocabulary, or a filter cannot be used.

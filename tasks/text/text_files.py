@@ -63,7 +63,7 @@ class FileSource(DocumentSource):
         return Parts(parts, is_shared, deals_chunks=is_whole)
 
     def _parts_of(self, file: File, num_streams: int, kept: str | None) -> list[Part]:
-        """Divides a file into parts for `num_streams` streams."""
+        """Divides a file into parts for `num_streams` streams; `kept` is as in `_Range`."""
         take, kind = documents.intake_of(self).take, text_formats.kind(file.path)
         if kind == ".parquet":
             ranges = text_formats.row_groups(file.path, self.field) if num_streams > 1 else [(0, None)]

@@ -29,7 +29,7 @@ class Tfds(DocumentSource):
         return (self.data_dir,) if self.data_dir else ()
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns one part per file or, if there are more streams than files, one per stream.
+        """Returns one part per file or, if there are more streams than files, one per stream; at most one per example.
 
         Raises:
           UserError: the dataset is not prepared, or has no such field or split.

@@ -87,7 +87,7 @@ class FolderTokenizer(ChatVocabulary):
         return found
 
     def _setting(self, key: str, *, expected: str, fits: Callable[[Any], bool]) -> Any:
-        """Returns a setting; None if no file has it. Raises UserError unless `fits(value)`."""
+        """Returns a setting; None if no file has it. Raises UserError, with `expected`, unless `fits(value)`."""
         value, name = self._settings.get(key, (None, ""))
         if value is not None and not fits(value):
             raise UserError(f"{self.path}/{name}: {key} = {json.dumps(value)[:60]}: expected {expected}")
@@ -184,7 +184,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: the end-of-document id, those of `generation_config.json`, and ends of answers.
+        """Ids that end generation: the end-of-document id, the folder's `eos_token_id`s, and ends of answers.
 
         Raises UserError if the folder names no end-of-document token.
         """

@@ -212,7 +212,7 @@ class ImageQuestions:
 
         Raises:
           BrokenImage: its image cannot be read.
-          UserError: the question is longer than the row, or has no tokens.
+          UserError: image, question and answer are longer than the row, or the question or the answer has no tokens.
         """
         asked = self.vocabulary.encode(question.question)
         answer = self.vocabulary.encode(f" {question.answer}")

@@ -67,7 +67,7 @@ class QuestionSet:
 
         Raises:
           UserError: the directory is in use; the splits are equal; there is no such dataset, split or field; `data_dir`
-            is given for data other than `tfds:`; or an example cannot be used.
+            is given for data other than `tfds:`; an example cannot be used; or no example of a split can.
         """
         if not self.split or self.split == self.validation:
             raise UserError(

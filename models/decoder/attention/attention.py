@@ -105,7 +105,7 @@ def attend(
 def _computed(
     choice: str, operands: tuple[Any, ...], scores: Scores, *, order: np.ndarray | None, tiles: Tiles
 ) -> jax.Array:
-    """Computes attention with the chosen implementation, or that of the platform for "auto"."""
+    """Computes attention of `operands`, the first arguments of `plain`, by `choice`; "auto": as the platform allows."""
     q, *_, prefix, sinks = operands
     by_products = functools.partial(plain, scores=scores, order=order)
     by_kernel = functools.partial(splash_attention, scores=scores, order=order, tiles=tiles)
@@ -506,7 +506,7 @@ def _kernel(
     length_shards: int = 1,
     head_shards: int = 1,
 ):
-    """Returns the kernel for all positions, which is sharded over chips like its queries."""
+    """Returns the kernel for all `length` positions of a row, which is sharded over chips like its queries."""
     shape = (length, length)
     mask: Any
     if prefix:

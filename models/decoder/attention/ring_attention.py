@@ -335,7 +335,7 @@ _around.defvjp(_forward, _backward)
 
 
 def _of_sinks(sinks: jax.Array | None, mixed: Mixed, d_means: jax.Array) -> jax.Array | None:
-    """Returns the gradient of sinks [H], which take a share of each normalizer from the means; None without sinks."""
+    """Returns the gradient of sinks [H], from the result with sinks and the gradient of its means; None without any."""
     if sinks is None:
         return None
     along = jnp.sum(mixed.means.astype(jnp.float32) * d_means.astype(jnp.float32), axis=-1)  # [B, H, T]

@@ -165,7 +165,10 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
 
 
 def _copies(decoder: DecoderConfig, otherwise: str, *, is_tied: bool) -> list[Copy]:
-    """Returns head tensors that may repeat another parameter: a tied embedding, or the head under its other name."""
+    """Returns head tensors that may repeat another parameter: a tied embedding, or the head under its other name.
+
+    `otherwise` tells the user what is wrong if a tied head differs from the embedding.
+    """
     if is_tied:
         return [Copy(head, "embedding", otherwise) for head in HEADS]
     return [] if decoder.tied else [Copy(HEADS[1], "unembedding", "remove one of the two")]
