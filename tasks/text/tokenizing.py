@@ -98,6 +98,8 @@ def write(
 ) -> Mapping[str, Any]:
     """Writes a cache, or the missing part of it, and returns the content of its `cache.json`.
 
+    Raises UserError if the cache is damaged or was begun with other settings or sources, or a source changes meanwhile.
+
     Args:
       out: the folder of the cache.
       begun: settings that must be the same when a command continues a cache.
@@ -107,10 +109,6 @@ def write(
       seen: finds near duplicates; None: they are kept.
       quiet: whether the only message is that the command continues.
       say, report, check: as in `run`.
-
-    Raises:
-      UserError: the cache was begun with other settings or sources, or is damaged; a source was changed while it was
-        read; or `convert` or `require` raises it.
     """
     folder = paths.resolve(out)
     if (done := _read(folder / COMPLETE)) is not None:

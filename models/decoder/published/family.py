@@ -335,7 +335,7 @@ def attentions(model: DecoderConfig) -> list[Attention]:
 
 
 def types_of_layers(model: DecoderConfig) -> list[str]:
-    """Returns the value of `layer_types` for a decoder, one type per layer."""
+    """Returns the value of `layer_types` in the `config.json` of a decoder, one type per layer."""
     return [FULL if part.window is None else SLIDING for part in attentions(model)]
 
 
