@@ -175,12 +175,10 @@ class LoadedModel:
             raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
         if any(images) and self.sight is None:
             is_run = not published_files.is_published(self.where)
-            why = (
-                "a run continues text only, also one of a vision-language model" if is_run else "it is a model of text"
-            )
+            why = "of runs, generate reads images for those of gin/finetune_images.gin without a selector"
             raise UserError(
-                f"{self.where} reads no images: {why}; leave --image out, or give the folder of a published "
-                "vision-language model"
+                f"{self.where} reads no images: {why if is_run else 'it is a model of text'}; leave --image out, or "
+                "give the folder of a published vision-language model"
             )
         of_each = [*images] or [()] * len(prompts)
         ids = [
@@ -355,7 +353,7 @@ def load_step(
     where = f"step {folder.name} of {run_dir}"
     task = experiment.task
     begins_with_bos = task.begins_with_bos() if can(task, FramesTexts) else True
-    check_model(LoadedModel(program, None, vocabulary, where, begins_with_bos))
+    check_model(_seeing(LoadedModel(program, None, vocabulary, where, begins_with_bos), task))
     open_source = functools.partial(warm_start.source_again, experiment)
     source = SavedParameters(folder, open_source=open_source)
     if source.is_averaged or not program.optimizer.is_averaging(program.abstract_state.opt_state):
@@ -367,7 +365,14 @@ def load_step(
             state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
         params = program.optimizer.evaluated(state.params, state.opt_state)
         where += " (averaged by its optimizer)"
-    return LoadedModel(program, params, vocabulary, where, begins_with_bos)
+    return _seeing(LoadedModel(program, params, vocabulary, where, begins_with_bos), task)
+
+
+def _seeing(model: LoadedModel, task: Any) -> LoadedModel:
+    """Returns the model of a run, with its `sight` if it reads images."""
+    for module in environment.declared("FOLDERS") if "images" in model.program.spec else ():
+        model = importlib.import_module(module).seeing(model, task)
+    return model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,27 @@ class ImageProcessor:
         return self.crop or self.size
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageInput:
+    """How a published model reads images: how they are prepared, and which tokens stand for them in a text.
+
+    Attributes:
+      folder: the folder of the model, as it was given.
+      processor: how images are prepared.
+      image_size: pixels along a side of a prepared image, or of one of its frames.
+      image_tokens: number of tokens that stand for it.
+      token_id: the id of these tokens.
+      has_frames: whether a text says which frame of an image follows, as those of SmolVLM do.
+    """
+
+    folder: str
+    processor: ImageProcessor
+    image_size: int
+    image_tokens: int
+    token_id: int
+    has_frames: bool
+
+
 def read(folder: paths.Path, usual: str) -> ImageProcessor:
     """Reads how the processor of a published model prepares images.
 

@@ -235,7 +235,7 @@ class PublishedFolder:
         for name, tensor in self._tensors.items():
             if name in expected and tensor.shape != expected[name]:
                 lines.append(f"{name}: shape {list(tensor.shape)}, the model needs {list(expected[name])}")
-            if name in expected and not _is_float(tensor.dtype):
+            if name in expected and not is_float(tensor.dtype):
                 lines.append(
                     f"{name}: dtype {tensor.dtype}, the model needs floating-point numbers of at least 16 bits"
                 )
@@ -357,7 +357,8 @@ class _Own(NamedTuple):
         return jax.make_array_from_single_device_arrays(self.leaf.shape, self.leaf.sharding, shards)
 
 
-def _is_float(dtype: np.dtype) -> bool:
+def is_float(dtype: np.dtype) -> bool:
+    """Returns whether a dtype is of floating-point numbers of 16 bits or more."""
     return jax.numpy.issubdtype(dtype, jax.numpy.floating) and dtype.itemsize > 1
 
 

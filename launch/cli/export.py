@@ -3,10 +3,12 @@
 import argparse
 import dataclasses
 import functools
+import importlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
 import jax
 import ml_dtypes
@@ -19,11 +21,11 @@ from core.checkpoints.arrays import Arrays
 from core.errors import UserError
 from core.files import paths
 from core.types import FramesTexts, can
-from launch import flags
+from launch import environment, flags
 from launch.experiment import Experiment
 from launch.experiments import saved_run
+from launch.exported import Exported, Read
 from launch.runs import warm_start as warm_starts
-from models import lora
 from models.decoder.config import DecoderConfig
 from models.decoder.published import families, family_tensors
 from tasks import streams
@@ -63,57 +65,76 @@ def run(args: argparse.Namespace) -> int:
     step = _step(args.run)
     run_dir = str(step.parent.parent)
     experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build()
-    model: Any = experiment.model
-    if not isinstance(model, DecoderConfig):
-        raise UserError(f"{args.run}: {type(model).__name__} cannot be exported; expected a decoder")
-    shapes, specs = _shapes(model)
-    saved = warm_start.SavedParameters(step)
-    if differences := saved.problems(shapes, specs):
-        listed = "\n  ".join(units.shortened(differences, most=warm_start.MOST_LINES))
-        raise UserError(f"{args.run}: the parameters of step {step.name} are not those of its model:\n  {listed}")
-    optimizer = experiment.optimizer.bound(specs)
-    if optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes)) and not saved.is_averaged:
-        raise UserError(
-            f"{args.run}: the optimizer averages parameters, and step {step.name} has the average in the optimizer's "
-            "state, which is not exported; a step of the parameters alone (params_checkpoint_interval) is"
-        )
-    if model.lora is not None and not args.merge:
-        _require_base_of_peft(args.run, experiment)
-    if args.merge and model.lora is None:
-        raise UserError(f"{args.run} has no adapters: leave --merge out")
-    base = dataclasses.replace(model, lora=None)
-    kind = families.family(base)
+    exporter = _exporter(args.run, experiment.model)
+    shapes, specs = _shapes(experiment)
+    _check_parameters(args.run, step, experiment, shapes, specs)
+    exported = exporter(args.run, experiment, step, args.merge)
     inspection.require_intact_parameters(step)
     paths.require_writable(out)
-    vocabulary = experiment.task.vocabulary
-    read, (ids, generation) = _reader(step, experiment), _generation(experiment)
-    is_whole = model.lora is None or args.merge
-    dtype = args.dtype or ("bfloat16" if is_whole else "float32")
-    options: dict[str, Any] = {}
-    if is_whole:
-        name, adds = published_files.CONFIG, {"torch_dtype": dtype, **ids}
-        config = {**families.config(base, kind), **adds}
-        sources = family_tensors.named_sources(base)
-        read, program = family_tensors.merged(read, model), _shapes(base)
-    else:
-        kind = families.read_config(published_files.small_files(experiment.initialization.init_from))["model_type"]
-        name = family_tensors.ADAPTER_CONFIG
-        config = family_tensors.adapter_config(model, _base(step, experiment), kind)
-        sources = family_tensors.adapter_sources(model, kind)
-        options = {"stem": "adapter_model", "shard_bytes": math.inf}  # PEFT reads one file
-        program = tuple(warm_start.chosen(tree, lora.PATTERNS) for tree in (shapes, specs))
-    limits, stored = {"vocab": model.vocab_size}, _DTYPES[dtype]
-    size = published.write(out, published.tensors_of(read, *program, sources, limits=limits, dtype=stored), **options)
-    if isinstance(vocabulary, FolderTokenizer):
-        _write_tokenizer(vocabulary.folder, out, generation)
-    else:
-        print("no tokenizer is written: the run's vocabulary is not one of a published folder")
-    paths.write_text_atomically(out / name, json.dumps(config, indent=2) + "\n")  # last: it marks the end
-    what = "adapter of " * (name != published_files.CONFIG) + kind
+    is_adapter = exported.file == family_tensors.ADAPTER_CONFIG
+    dtype = args.dtype or ("float32" if is_adapter else "bfloat16")
+    read = exported.reads(_reader(step, experiment, shapes, specs))
+    kept_shapes, kept_specs = (_of(tree, exported.sources) for tree in (shapes, specs))
+    model, stored = cast(Any, experiment.model), _DTYPES[dtype]
+    limits = {"vocab": model.vocab_size}
+    written = published.tensors_of(read, kept_shapes, kept_specs, exported.sources, limits=limits, dtype=stored)
+    options: dict[str, Any] = {"stem": "adapter_model", "shard_bytes": math.inf} if is_adapter else {}  # as PEFT reads
+    size = published.write(out, itertools.chain(written, exported.others(stored)), **options)
+    _write_small_files(experiment, exported, out)
+    config = exported.config if is_adapter else {**exported.config, "torch_dtype": dtype}
+    paths.write_text_atomically(out / exported.file, json.dumps(config, indent=2) + "\n")  # last: it marks the end
+    what = "adapter of " * is_adapter + exported.kind
     print(f"{out}: {what}, {units.size(size)} of {dtype}, from step {step.name} of {run_dir}")
+    if exported.note:
+        print(exported.note)
     if args.push:
         print(f"uploaded to {published_files.push(out, args.push)}")
     return 0
+
+
+def _exporter(run: str, model: Any) -> Callable[[str, Experiment, paths.Path, bool], Exported]:
+    """Returns what makes the export of a model. Raises UserError if nothing does."""
+    if isinstance(model, DecoderConfig):
+        return _decoder
+    for module in environment.declared("EXPORTS"):
+        if (found := importlib.import_module(module).exporter(model)) is not None:
+            return found
+    listed = ", or ".join(["a decoder", *environment.declared("EXPORTS").values()])
+    raise UserError(f"{run}: {type(model).__name__} cannot be exported; expected {listed}")
+
+
+def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> None:
+    """Raises UserError unless a step has the parameters of its model, which are not averaged in another place."""
+    saved = warm_start.SavedParameters(step)
+    if differences := saved.problems(shapes, specs):
+        listed = "\n  ".join(units.shortened(differences, most=warm_start.MOST_LINES))
+        raise UserError(f"{run}: the parameters of step {step.name} are not those of its model:\n  {listed}")
+    optimizer = experiment.optimizer.bound(specs)
+    if optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes)) and not saved.is_averaged:
+        raise UserError(
+            f"{run}: the optimizer averages parameters, and step {step.name} has the average in the optimizer's "
+            "state, which is not exported; a step of the parameters alone (params_checkpoint_interval) is"
+        )
+
+
+def _decoder(run: str, experiment: Experiment, step: paths.Path, is_merged: bool) -> Exported:
+    """Returns the export of a decoder, or of its adapters unless they are merged. Raises UserError if there is none."""
+    model: Any = experiment.model
+    if model.lora is not None and not is_merged:
+        _require_base_of_peft(run, experiment)
+    if is_merged and model.lora is None:
+        raise UserError(f"{run} has no adapters: leave --merge out")
+    base = dataclasses.replace(model, lora=None)
+    kind = families.family(base)
+    if model.lora is None or is_merged:
+        ids, _ = _generation(experiment)
+        config = {**families.config(base, kind), **ids}
+        reads = functools.partial(family_tensors.merged, model=model)
+        return Exported(kind, published_files.CONFIG, config, family_tensors.named_sources(base), reads)
+    kind = families.read_config(published_files.small_files(experiment.initialization.init_from))["model_type"]
+    config = family_tensors.adapter_config(model, _base(step, experiment), kind)
+    sources = family_tensors.adapter_sources(model, kind)
+    return Exported(kind, family_tensors.ADAPTER_CONFIG, config, sources)
 
 
 def _step(text: str) -> paths.Path:
@@ -153,13 +174,23 @@ def _free_folder(text: str) -> paths.Path:
     return paths.check_writable(out)
 
 
-def _shapes(model: Any) -> tuple[Any, Any]:
-    """Returns the shapes and the specs of a model's parameters, as two trees."""
-    batch = batch_shapes(streams.batch_spec(1, length=8))
-    return logical.abstract_init(model.init, jax.random.key(0), batch)
+def _shapes(experiment: Experiment) -> tuple[Any, Any]:
+    """Returns the shapes and the specs of the parameters of an experiment's model, as two trees."""
+    is_decoder = isinstance(experiment.model, DecoderConfig)
+    spec = streams.batch_spec(1, length=8) if is_decoder else experiment.task.spec(experiment.batch_size)
+    return logical.abstract_init(experiment.model.init, jax.random.key(0), batch_shapes(spec))
 
 
-def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | None], np.ndarray]:
+def _of(params: Any, paths_: Collection[str]) -> Any:
+    """Returns the tree of the parameters with these paths."""
+    kept = {
+        module: {name: leaf for name, leaf in leaves.items() if f"{module}/{name}".removeprefix("~/") in paths_}
+        for module, leaves in params.items()
+    }
+    return {module: leaves for module, leaves in kept.items() if leaves}
+
+
+def _reader(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> Read:
     """Returns a function that reads a parameter from a checkpoint, given its path, and a layer or None for all layers.
 
     Parameters that the checkpoint leaves out are read from their source at its precision, which may be higher than that
@@ -178,7 +209,7 @@ def _reader(step: paths.Path, experiment: Experiment) -> Callable[[str, int | No
     if (left_out := described.left_out) is None:
         return read
     source, cpu = warm_starts.source_again(experiment, left_out), jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes, specs = (reading.by_name({"params": tree}) for tree in _shapes(experiment.model))
+    shapes, specs = (reading.by_name({"params": tree}) for tree in (shapes, specs))
 
     @functools.lru_cache(maxsize=3)  # the most parameters that one tensor is made of
     def read_again(name: str) -> np.ndarray:
@@ -206,9 +237,17 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
     return generation_settings.exported(folder, bos_id=bos_id, stop_ids=stop_ids)
 
 
-def _write_tokenizer(source: paths.Path, out: paths.Path, generation: Mapping[str, Any]) -> None:
-    """Copies the files of a tokenizer from `source`, and writes `generation` as generation_config.json."""
+def _write_small_files(experiment: Experiment, exported: Exported, out: paths.Path) -> None:
+    """Writes everything but tensors and config.json: the tokenizer, and what the published folder has besides."""
+    for name in exported.copied:
+        if (exported.folder / name).exists():
+            (out / name).write_bytes((exported.folder / name).read_bytes())
+    vocabulary = experiment.task.vocabulary
+    if not isinstance(vocabulary, FolderTokenizer):
+        print("no tokenizer is written: the run's vocabulary is not one of a published folder")
+        return
     for name in published_files.TOKENIZER_FILES:
-        if (source / name).exists():
-            (out / name).write_bytes((source / name).read_bytes())
+        if (vocabulary.folder / name).exists():
+            (out / name).write_bytes((vocabulary.folder / name).read_bytes())
+    _, generation = _generation(experiment)
     (out / published_files.GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")

@@ -41,7 +41,7 @@ _NAMES = {
     "models.ttt.mixer": "TTTMixer",
     "models.vision.families": "pretrained",
     "models.vision.model": "VisionLanguageModel",
-    "models.vision.pretrained": "model",
+    "models.vision.pretrained": "image_input model",
     "models.vision.reader": "Reader",
     "models.vision.selector": "Selector",
     "models.vision.tower": "VisionTower",

@@ -9,20 +9,18 @@ import jax
 import numpy as np
 
 from core import slices, stack, units
-from core.checkpoints import image_processor, published_files
-from core.checkpoints.image_processor import ImageProcessor
 from core.errors import UserError
-from core.files import paths
 from launch import loaded_model, terminal
 from launch.loaded_model import Images, LoadedModel
-from models.decoder.published import families
-from models.vision import published
+from models.vision import pretrained
 from models.vision.model import VisionLanguageModel, part_of
 from parallel.generation.generating import Vectors
 from parallel.partitioner import Program
 from parallel.strategy import Strategy
 from tasks import streams
-from tasks.vision import image_questions, prepared
+from tasks.vision import image_prompts, image_questions
+from tasks.vision.image_prompts import ImagePrompts
+from tasks.vision.image_questions import ImageQuestions
 from tasks.vision.images import UnreadableImage
 from tasks.vision.prepared import Frames
 
@@ -39,18 +37,12 @@ class FolderSight:
     Attributes:
       program: the whole model and its layout.
       params: the parameters of the tower and the connector; None before they are read.
-      processor: how images are prepared.
-      token_id: the id of the image token.
-      token: its text; "" if the folder has no tokenizer.
-      has_frames: whether a prompt says which frame of an image follows, as those of SmolVLM do.
+      prompts: how images are prepared, and shown in prompts.
     """
 
     program: Program
     params: Any
-    processor: ImageProcessor
-    token_id: int
-    token: str
-    has_frames: bool
+    prompts: ImagePrompts
 
     @property
     def _model(self) -> VisionLanguageModel:
@@ -63,42 +55,28 @@ class FolderSight:
         Raises:
           UserError: the prompt has another number of image tokens than there are images, or an image cannot be read.
         """
-        parts = text.split(self.token) if self.token else [text]
+        parts, token = self.prompts.parts(text), self.prompts.token
         has, given = units.counted(len(parts) - 1, "image token"), units.counted(len(images), "image")
         if len(parts) > 1 and not images:
             raise UserError(
-                f"the prompt has {has} {self.token}, and no image is given: leave {self.token} out, or give --image "
-                "FILE for each of them beside --prompt; conversations take no images"
+                f"the prompt has {has} {token}, and no image is given: leave {token} out, or give --image FILE for "
+                "each of them beside --prompt; conversations take no images"
             )
         if len(parts) - 1 != len(images):
             raise UserError(
-                f"the prompt has {has} {self.token}, and {given} {'is' if len(images) == 1 else 'are'} given: expected "
-                f"one {self.token} for each --image, as in --prompt 'USER: {self.token} What? ASSISTANT:'. With "
-                "--chat they are written"
+                f"the prompt has {has} {token}, and {given} {'is' if len(images) == 1 else 'are'} given: expected "
+                f"one {token} for each --image, as in --prompt 'USER: {token} What? ASSISTANT:'. With --chat they are "
+                "written"
             )
-        found = [self._tokens(frames) for frames in self._prepared(images)]
-        return "".join(a + b for a, b in zip(parts, [*found, ""], strict=True))
-
-    def _tokens(self, frames: Frames) -> str:
-        """Returns the text that stands for an image in a prompt: its image tokens, with marks of its frames if any."""
-        tokens = self.token * self._model.image_tokens
-        if not self.has_frames:
-            return tokens
-        around, whole = "<fake_token_around_image>", "<global-img>"
-        parts = []
-        for row in range(1, frames.rows + 1):
-            parts += [f"{around}<row_{row}_col_{column}>{tokens}" for column in range(1, frames.columns + 1)] + ["\n"]
-        if parts:
-            parts.append("\n")  # an empty line before the whole image
-        return "".join([*parts, f"{around}{whole}{tokens}{around}"])
+        return self.prompts.expanded(parts, self._prepared(images))
 
     def check(self, ids: Sequence[int], images: Images) -> None:
         """Raises UserError if the ids have another number of image tokens than the images have vectors."""
-        have = list(ids).count(self.token_id)
+        have = list(ids).count(self.prompts.input.token_id)
         need = sum(len(frames.pixels) for frames in self._prepared(images)) * self._model.image_tokens
         if have != need:
             raise UserError(
-                f"the prompt has the id {self.token_id} of an image token {have} times, and the "
+                f"the prompt has the id {self.prompts.input.token_id} of an image token {have} times, and the "
                 f"{units.counted(len(images), 'image')} given {'needs' if len(images) == 1 else 'need'} {need} of them"
             )
 
@@ -114,22 +92,21 @@ class FolderSight:
         padded = np.concatenate([frames, np.repeat(frames[:1], -len(frames) % shards, axis=0)])
         with self.program.partitioner.tracing(), stack.use_runner(stack.scan_runner):
             found = np.asarray(jax.device_get(self._compiled(self.params, padded)), np.float32)
-        return Vectors(
-            np.flatnonzero(np.asarray(ids) == self.token_id), found[: len(frames)].reshape(-1, found.shape[-1])
-        )
+        at = np.flatnonzero(np.asarray(ids) == self.prompts.input.token_id)
+        return Vectors(at, found[: len(frames)].reshape(-1, found.shape[-1]))
 
     @functools.cached_property
     def _compiled(self) -> Any:
         return jax.jit(self._model.image_vectors)
 
     def _prepared(self, images: Images) -> list[Frames]:
-        return [_prepared(file, loaded_model.image_content(file), self.processor) for file in images]
+        return [_prepared(file, loaded_model.image_content(file), self.prompts) for file in images]
 
 
 @functools.lru_cache(maxsize=32)  # a prompt is expanded, checked and run
-def _prepared(file: str, content: bytes, processor: ImageProcessor) -> Frames:
+def _prepared(file: str, content: bytes, prompts: ImagePrompts) -> Frames:
     try:
-        return prepared.prepare(content, processor)
+        return prompts.prepared(content)
     except UnreadableImage as error:
         raise UserError(
             f"{file} is not an image that can be read ({error}): expected a PNG or JPEG, for example"
@@ -164,17 +141,7 @@ def load(
     spec = image_questions.batch_spec(rows, length=length, has_kinds=False, **sizes)
     whole = loaded_model.bound(model, layout, slice_name, spec)
     text = loaded_model.bound(model.decoder, layout, slice_name, streams.batch_spec(rows, length=length))
-    files = published_files.small_files(folder)
-    config = families.read_config(files)
-    family, token_id = published.FAMILIES[config["model_type"]], _image_token(config, model, files)
-    sight = FolderSight(
-        whole,
-        None,
-        image_processor.read(files, family.processor),
-        token_id,
-        "" if vocabulary is None else vocabulary.token_of(token_id),
-        family.has_frames,
-    )
+    sight = FolderSight(whole, None, image_prompts.of(pretrained.image_input(folder), vocabulary))
     begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
     found = LoadedModel(text, None, vocabulary, folder, begins_with_bos, sight)
     check_model(found)
@@ -185,14 +152,26 @@ def load(
     return dataclasses.replace(found, params=of_text, sight=dataclasses.replace(sight, params=of_sight))
 
 
-def _image_token(config: families.Config, model: VisionLanguageModel, files: paths.Path) -> int:
-    found = published.image_token(config)
-    if found >= model.decoder.vocab_size:
-        raise UserError(
-            f"{files / published_files.CONFIG}: the image token has the id {found}, and the decoder has "
-            f"{model.decoder.vocab_size} ids (vocab_size): download the file again"
-        )
-    return found
+def seeing(model: LoadedModel, task: Any) -> LoadedModel:
+    """Returns the decoder of a run and what makes vectors of images; of a run that does not read all patches, `model`.
+
+    Args:
+      model: the model of the run, with or without its parameters.
+      task: the task of the run.
+    """
+    whole: Any = model.model
+    if not isinstance(task, ImageQuestions) or task.prompts is None or whole.selector is not None:
+        return model
+    program, params = model.program, model.params
+    spec = streams.batch_spec(program.partitioner.row_shards, length=_MULTIPLE)
+    return LoadedModel(
+        program.partitioner.program(whole.decoder, program.optimizer, spec, seed=0),
+        params and _of(params, of_decoder=True),
+        model.vocabulary,
+        model.where,
+        model.vocabulary.begins_with_bos,
+        FolderSight(program, params and _of(params, of_decoder=False), task.prompts),
+    )
 
 
 def _of(params: Any, *, of_decoder: bool) -> Any:

@@ -2,17 +2,19 @@
 
 model = pretrained.model("hf://llava-hf/llava-1.5-7b-hf")    # from its config.json and its image processor
 folder = model.published("hf://llava-hf/llava-1.5-7b-hf")    # its parameters
+images = pretrained.image_input("hf://llava-hf/llava-1.5-7b-hf")    # how it reads images
 """
 
+import dataclasses
 from typing import Any
 
 from core.checkpoints import image_processor, published_files
-from core.checkpoints.image_processor import ImageProcessor
+from core.checkpoints.image_processor import ImageInput, ImageProcessor
 from core.errors import UserError
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
 from models.vision.model import VisionLanguageModel
-from models.vision.published import FAMILIES, fields
+from models.vision.published import FAMILIES, fields, image_token
 from models.vision.tower import VisionTower
 
 
@@ -22,7 +24,7 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
     Args:
       folder: local, gs:// or hf://OWNER/NAME.
       dtype: compute dtype, `bfloat16` or `float32`.
-      **changes: fields of `VisionLanguageModel`, such as `freeze` or `selector`.
+      **changes: fields of `VisionLanguageModel`, such as `freeze` or `selector`, or of its decoder, such as `remat`.
 
     Raises:
       UserError: a file is missing or describes a model that is not supported, the image processor prepares another size
@@ -34,8 +36,39 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
     processor = image_processor.read(files, FAMILIES[config["model_type"]].processor)
     _check_size(processor, found["vision"]["image_size"], where)
     tower = VisionTower(**{**found["vision"], "mean": processor.mean, "std": processor.std})
-    decoder = Transformer(**found["decoder"], dtype=dtype)
-    return VisionLanguageModel(**{**found, "vision": tower, "decoder": decoder, **changes})
+    own = {field.name for field in dataclasses.fields(VisionLanguageModel)}
+    of_decoder = {name: value for name, value in changes.items() if name not in own}
+    decoder = Transformer(**{**found["decoder"], "dtype": dtype, **of_decoder})
+    of_model = {name: value for name, value in changes.items() if name in own}
+    return VisionLanguageModel(**{**found, "vision": tower, "decoder": decoder, **of_model})
+
+
+def image_input(folder: str) -> ImageInput:
+    """Returns how the model of a folder reads images.
+
+    Args:
+      folder: local, gs:// or hf://OWNER/NAME.
+
+    Raises:
+      UserError: as `model`, or the decoder has no embedding for the image token.
+    """
+    described = model(folder)
+    files = published_files.small_files(folder)
+    config = families.read_config(files)
+    family, token_id = FAMILIES[config["model_type"]], image_token(config)
+    if token_id >= described.decoder.vocab_size:
+        raise UserError(
+            f"{files / published_files.CONFIG}: the image token has the id {token_id}, and the decoder has "
+            f"{described.decoder.vocab_size} ids (vocab_size): download the file again"
+        )
+    return ImageInput(
+        folder=folder,
+        processor=image_processor.read(files, family.processor),
+        image_size=described.vision.image_size,
+        image_tokens=described.image_tokens,
+        token_id=token_id,
+        has_frames=family.has_frames,
+    )
 
 
 def _check_size(processor: ImageProcessor, size: int, where: str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from core.checkpoints import published_files, safetensors_files
 from core.checkpoints.published import Copy, PublishedFolder
+from core.checkpoints.safetensors_files import Tensor
 from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from core.model_settings import differing_settings
@@ -46,6 +47,7 @@ OF_TOWER = {  # weights that are not read, sizes of processors, training
 }
 _OF_TEXT = {"perceiver_config", "pixel_shuffle_factor", "qk_layer_norms", "use_resampler"}  # read by no transformers
 _HEAD = "/lm_head.weight"
+_BUFFERS = ("*.position_ids", "*.rotary_emb.inv_freq")
 
 
 class Names(NamedTuple):
@@ -302,10 +304,6 @@ def published_folder(model: Model, folder: str, config: Config) -> PublishedFold
     """
     name = published_files.described(folder)
     where = f"{name}/{published_files.CONFIG}"
-    found = fields(config, where=where)
-    vision = VisionTower(**{**found["vision"], "mean": model.vision.mean, "std": model.vision.std})
-    described = dataclasses.replace(model, **{**found, "vision": vision, "decoder": Transformer(**found["decoder"])})
-    differing = differing_settings(described, model)
     one, weights = FAMILIES[config["model_type"]], published_files.weights(folder)
     tensors = safetensors_files.tensors(weights)
     names = names_in(one.names, tensors)
@@ -315,13 +313,67 @@ def published_folder(model: Model, folder: str, config: Config) -> PublishedFold
         copies = [Copy(head, "embedding", otherwise) for head in one.names.heads]
     return PublishedFolder(
         weights,
-        sources(model, names, config["text_config"].get("model_type", "llama")),
-        ignored=(*one.ignored, *_layers_after(model, names, tensors), "*.position_ids", "*.rotary_emb.inv_freq"),
+        sources(model, names, _decoder_kind(config)),
+        ignored=(*_not_read(model, names, tensors, one), *_BUFFERS),
         copies=copies,
         limits={"vocab": model.decoder.vocab_size},
-        differences=[f"{field} = {a!r} in {where}, {b!r} in the model" for field, (a, b) in differing.items()],
+        differences=differences(model, config, where=where),
         name=name,
     )
+
+
+def differences(model: Model, config: Config, *, where: str = published_files.CONFIG) -> list[str]:
+    """Returns one line for each field in which a model differs from a `config.json`, with both values.
+
+    Args:
+      model: the model; its colors, which the image processor says, and its selector are not compared.
+      config: the content of the file.
+      where: the file, for messages.
+
+    Raises:
+      UserError: as `fields`.
+    """
+    found = fields(config, where=where)
+    vision = VisionTower(**{**found["vision"], "mean": model.vision.mean, "std": model.vision.std})
+    described = dataclasses.replace(model, **{**found, "vision": vision, "decoder": Transformer(**found["decoder"])})
+    own = {name: (found[name], getattr(model, name)) for name in found.keys() - {"vision", "decoder"}}
+    differing = differing_settings(described, model) | {name: both for name, both in own.items() if both[0] != both[1]}
+    return [f"{field} = {a!r} in {where}, {b!r} in the model" for field, (a, b) in differing.items()]
+
+
+def exported(model: Model, folder: str, config: Config) -> tuple[dict[str, Source], dict[str, Tensor]]:
+    """Returns what an export of a model that began as a published folder writes.
+
+    Args:
+      model: the model.
+      folder: the published folder, whose names of tensors the export has.
+      config: the content of its `config.json`.
+
+    Returns:
+      The source of each parameter but the selector's, by path, with complete names of tensors; and the tensors of the
+      folder that the model does not read, such as the last layer of a tower, by name.
+
+    Raises:
+      UserError: the model differs from the configuration, or the folder has no safetensors files.
+    """
+    name = published_files.described(folder)
+    if lines := differences(model, config, where=f"{name}/{published_files.CONFIG}"):
+        raise UserError(f"the model is no longer that of {name}, whose config.json an export has: {'; '.join(lines)}")
+    tensors = safetensors_files.tensors(published_files.weights(folder))
+    one = FAMILIES[config["model_type"]]
+    names = names_in(one.names, tensors)
+    patterns = _not_read(model, names, tensors, one)
+    kept = {key: tensor for key, tensor in tensors.items() if any(fnmatch.fnmatch(key, p) for p in patterns)}
+    return sources(model, names, _decoder_kind(config)), kept
+
+
+def _decoder_kind(config: Config) -> str:
+    return config["text_config"].get("model_type", "llama")
+
+
+def _not_read(model: Model, names: Names, tensors: Collection[str], one: Family) -> list[str]:
+    """Returns patterns of the tensors of a folder that hold no parameter of the model."""
+    return [*one.ignored, *_layers_after(model, names, tensors)]
 
 
 def names_in(names: Names, tensors: Collection[str]) -> Names:

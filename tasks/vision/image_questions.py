@@ -8,7 +8,8 @@ say where in the image the question points: at some cells of a grid of `grid` x 
 
 A row is one line: S positions for the patches of the image, the question, and the answer. The loss covers only the
 answer, which the end-of-document id follows unless `ends` is false. An image is decoded and resized to a square on the
-host (`tasks.vision.images`).
+host (`tasks.vision.images`). With `prompts`, the chat template of a published model says where in the row its image is,
+and its image processor prepares the image (`tasks.vision.image_prompts`).
 
 T: tokens per row. S: positions of an image.
 """
@@ -20,13 +21,14 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from core import units
 from core.batches import BatchSpec, Field, fingerprint_of
+from core.checkpoints.image_processor import ImageInput
 from core.errors import UserError, check_integer, check_text
 from core.files import paths
 from core.types import Batches, DataLayout
@@ -35,7 +37,9 @@ from tasks.sampled import SampledTask
 from tasks.text import content_hash, documents
 from tasks.text.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
 from tasks.text.ids import Vocabulary, with_eos
-from tasks.vision import images
+from tasks.text.tokenizer_folders import FolderTokenizer
+from tasks.vision import image_prompts, images
+from tasks.vision.image_prompts import ImagePrompts
 from tasks.vision.question_lines import Question, read_question, read_questions
 
 BROKEN = ("refuse", "skip")
@@ -66,6 +70,7 @@ class ImageQuestions:
       ends: whether the end-of-document id follows each answer, with weight 1. Answers of one token do not need it;
         without it, a model does not learn where longer answers end.
       evaluated: number of rows that an evaluation scores; None: all.
+      prompts: how a published model reads images and questions; None: S positions first, then the question.
     """
 
     train_files: tuple[str, ...]
@@ -82,6 +87,7 @@ class ImageQuestions:
     broken: str = "refuse"
     ends: bool = True
     evaluated: int | None = None
+    prompts: ImagePrompts | None = None
 
     def spec(self, batch_size: int) -> BatchSpec:
         """Returns the fields of a global batch. Raises UserError if the streams do not divide the batch."""
@@ -133,7 +139,19 @@ class ImageQuestions:
             files = () if wrong else list_files(tuple(local))
             read = functools.partial(documents.first_lines, functools.partial(read_question, kinds=self.kinds))
             found += wrong + documents.first_problems(files, first=read, where=f"vision.questions.{name}")
-        return [*found, *self.vocabulary.problems()]
+        all_found = [*found, *self.vocabulary.problems()]
+        return all_found or self._refusal()
+
+    def _refusal(self) -> list[str]:
+        """Returns what the chat template says against the first question, if its file is local."""
+        files = list_files(tuple(pattern for pattern in self.train_files if not paths.is_remote(pattern)))
+        first = next(read_questions(files[:1], kinds=self.kinds), None)
+        try:
+            if first is not None and self.prompts is not None:
+                self._ids(first)
+        except UserError as error:
+            return [str(error)]
+        return []
 
     def named_files(self) -> tuple[str, ...]:
         """Returns the patterns of the files of questions."""
@@ -197,6 +215,7 @@ class ImageQuestions:
 
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
         kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
+        rows = repr(kinds if self.prompts is None else (*kinds, self.prompts))
         identity = {"source": self.fingerprint(), "split": split, "seed": seed, "vocabulary": self.vocabulary.hash}
         no_end = None if self.ends else True  # None, as in positions that were saved before this setting existed
         return streams.StreamBatches(
@@ -204,7 +223,7 @@ class ImageQuestions:
             spec=self.spec(layout.batch_size),
             num_streams=self.num_streams,
             open_stream=lambda index, rows: _Stream(self, split, seed, index, rows),
-            identity={**identity, "rows": repr(kinds), "evaluated": self.evaluated, "without_end": no_end},
+            identity={**identity, "rows": rows, "evaluated": self.evaluated, "without_end": no_end},
         )
 
     def row(self, question: Question, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:
@@ -214,21 +233,37 @@ class ImageQuestions:
           BrokenImage: its image cannot be read.
           UserError: image, question and answer are longer than the row, or the question or the answer has no tokens.
         """
-        asked = self.vocabulary.encode(question.question)
-        answer = self.vocabulary.encode(f" {question.answer}")
-        said = with_eos(answer, self.vocabulary) if self.ends else answer
-        used = self.image_tokens + len(asked) + len(said) - 1
-        if used > self.length or not asked or not answer:
+        slots, asked, said = self._ids(question)
+        used, words = len(asked) + len(said) - 1, len(asked) - len(slots)
+        if used > self.length or not words or not said:
             raise UserError(
-                f"{question.where}: {len(asked)} tokens of the question and {len(answer)} of the answer after "
-                f"{self.image_tokens} positions of the image: expected at least one of each, and at most LENGTH = "
-                f"{self.length} together; set LENGTH = {used}, or remove the line"
+                f"{question.where}: {words} tokens of the question and {len(said)} of the answer beside {len(slots)} "
+                f"positions of the image: expected at least one of each, and at most LENGTH = {self.length} together; "
+                f"set LENGTH = {used}, or remove the line"
             )
-        row = laid_out(self.image_tokens, asked, said, length=self.length)
+        row = laid_out(slots, asked, said, length=self.length)
         row["images"] = self._image(question, rng)
         if self.kinds:
             row["kind"] = np.asarray(self.kinds.index(question.kind) if question.kind else NO_KIND, np.int32)
         return row
+
+    def _ids(self, question: Question) -> tuple[Sequence[int], list[int], list[int]]:
+        """Returns the positions of the image, and the ids of the question, which include them, and of the answer.
+
+        Raises UserError, which names the line, if the chat template refuses it.
+        """
+        if self.prompts is not None:
+            vocabulary = cast(FolderTokenizer, self.vocabulary)
+            try:
+                asked, said = image_prompts.row_ids(
+                    question.question, question.answer, self.prompts, vocabulary, ends=self.ends
+                )
+            except UserError as error:
+                raise UserError(f"{question.where}: {error}") from error
+            return [place for place, i in enumerate(asked) if i == self.prompts.input.token_id], asked, said
+        answer = self.vocabulary.encode(f" {question.answer}")
+        asked = [*([0] * self.image_tokens), *self.vocabulary.encode(question.question)]
+        return range(self.image_tokens), asked, with_eos(answer, self.vocabulary) if self.ends and answer else answer
 
     def _image(self, question: Question, rng: np.random.Generator | None) -> np.ndarray:
         found = self._decoded(question.image)
@@ -246,8 +281,12 @@ class ImageQuestions:
 
     @functools.cached_property
     def _decoded(self) -> Any:
-        size = self.image_size
-        return functools.lru_cache(max(1, _CACHE_BYTES // (3 * size**2)))(lambda path: _try_decode(path, size=size))
+        size, prompts = self.image_size, self.prompts
+
+        def read(content: bytes) -> np.ndarray:
+            return images.decode(content, size=size) if prompts is None else prompts.prepared(content).pixels[0]
+
+        return functools.lru_cache(max(1, _CACHE_BYTES // (3 * size**2)))(lambda path: _try_read(path, read))
 
 
 def questions(
@@ -255,8 +294,9 @@ def questions(
     train: str | Sequence[str] | None,
     validation: str | Sequence[str] | None = None,
     folder: str = "",
-    image_size: int,
-    image_tokens: int,
+    image_input: ImageInput | None = None,
+    image_size: int | None = None,
+    image_tokens: int | None = None,
     length: int,
     num_streams: int,
     vocabulary: Vocabulary,
@@ -273,23 +313,30 @@ def questions(
       train: one or more patterns of .jsonl files. None is an error, which the task's `problems` reports.
       validation: one or more patterns. Default: the questions about 5% of the images, chosen by hash.
       folder: the folder to which patterns are relative, if any.
-      image_size, image_tokens, length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken,
-        ends: see `ImageQuestions`.
+      image_input: how a published model of images and text reads images, `models.vision.pretrained.image_input`. Its
+        chat template writes the rows, and its image processor prepares each image as one frame. None: see
+        `ImageQuestions`.
+      image_size, image_tokens: see `ImageQuestions`; None: those of `image_input`. With a selector, `image_tokens` is
+        the number of patches that it chooses.
+      length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken, ends: see `ImageQuestions`.
 
     Raises:
-      UserError: a number is out of range, `broken` is unknown, or a pattern is not a text.
+      UserError: a number is missing or out of range, `broken` is unknown, a pattern is not a text, or the image size or
+        the vocabulary does not fit `image_input`.
     """
-    for name, value, least in (("image_size", image_size, 1), ("image_tokens", image_tokens, 1), ("length", length, 2)):
-        check_integer(value, where=f"vision.questions.{name}", least=least)
-    check_integer(num_streams, where="vision.questions.num_streams", least=1)
-    check_integer(max_shift, where="vision.questions.max_shift", least=0)
+    prompts = None
+    if image_input is not None:
+        prompts = image_prompts.of_training(image_input, vocabulary, image_size=image_size, image_tokens=image_tokens)
+        image_size, image_tokens = prompts.input.image_size, prompts.input.image_tokens
+    sizes = {"image_size": image_size, "image_tokens": image_tokens}
+    _check_numbers({**sizes, "length": length, "num_streams": num_streams, "max_shift": max_shift})
     if broken not in BROKEN:
         raise UserError(f"vision.questions.broken = {broken!r}: expected one of {', '.join(BROKEN)}")
     return ImageQuestions(
         train_files=_patterns(train, "train", folder),
         validation_files=_patterns(validation, "validation", folder),
-        image_size=image_size,
-        image_tokens=image_tokens,
+        image_size=cast(int, image_size),
+        image_tokens=cast(int, image_tokens),
         length=length,
         num_streams=num_streams,
         vocabulary=vocabulary,
@@ -299,7 +346,17 @@ def questions(
         mirror=mirror,
         broken=broken,
         ends=ends,
+        prompts=prompts,
     )
+
+
+def _check_numbers(values: Mapping[str, int | None]) -> None:
+    """Raises UserError for a number of `questions` that is missing or out of range."""
+    least = {"length": 2, "max_shift": 0}
+    for name, value in values.items():
+        if value is None:
+            raise UserError(f"vision.questions.{name} is not set: bind it, or vision.questions.image_input")
+        check_integer(value, where=f"vision.questions.{name}", least=least.get(name, 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,8 +380,8 @@ class RandomQuestions(SampledTask):
         """Returns a row whose last quarter of text is the answer."""
         del is_training
         ids = rng.integers(0, self.vocab_size, self.length - self.image_tokens + 1).tolist()
-        asked = len(ids) - 1 - len(ids) // 4
-        row = laid_out(self.image_tokens, ids[:asked], ids[asked:], length=self.length)
+        asked, slots = len(ids) - 1 - len(ids) // 4, range(self.image_tokens)
+        row = laid_out(slots, [*([0] * len(slots)), *ids[:asked]], ids[asked:], length=self.length)
         return {**row, "images": rng.integers(0, 256, (self.image_size, self.image_size, 3), dtype=np.uint8)}
 
     def rehearsal(self) -> RandomQuestions:
@@ -380,19 +437,20 @@ def batch_spec(
     return {**found, "kind": Field((batch_size,), np.int32, ("batch",))} if has_kinds else found
 
 
-def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
+def laid_out(slots: Sequence[int], asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
     """Returns the fields of a row with an image, a question and an answer, except the image itself.
 
     Besides those of text these are `slots` [S], the positions of the image, and `until` [T]: the last position to which
     each position attends. That is the end of the question for the image and the question, and itself for the answer.
 
     Args:
-      slots: number of positions of the image, which come first.
-      asked, said: ids of the question, and of the answer; only the answer has weight 1.
+      slots: the positions of the image.
+      asked: ids of the question, with any id at the positions of the image.
+      said: ids of the answer, which alone has weight 1.
       length: positions of the row.
     """
-    ids = np.asarray([*([0] * slots), *asked, *said], np.int32)
-    used, prefix = len(ids) - 1, slots + len(asked)
+    ids = np.asarray([*asked, *said], np.int32)
+    used, prefix = len(ids) - 1, len(asked)
     place = np.arange(length)
     inputs, targets = (np.zeros(length, np.int32) for _ in range(2))
     inputs[:used], targets[:used] = ids[:-1], ids[1:]
@@ -403,15 +461,15 @@ def laid_out(slots: int, asked: Sequence[int], said: Sequence[int], *, length: i
         "weights": (is_text & (place >= prefix - 1)).astype(np.float32),
         "segment_ids": is_text.astype(np.int32),
         "positions": np.where(is_text, place, 0).astype(np.int32),
-        "slots": np.arange(slots, dtype=np.int32),
+        "slots": np.asarray(slots, np.int32),
         "until": np.where(place < prefix, prefix - 1, place).astype(np.int32),
     }
 
 
-def _try_decode(path: str, *, size: int) -> np.ndarray | str:
+def _try_read(path: str, read: Callable[[bytes], np.ndarray]) -> np.ndarray | str:
     """Returns the image in a file, or a message about what is wrong with it."""
     try:
-        return images.decode(paths.resolve(path).read_bytes(), size=size)
+        return read(paths.resolve(path).read_bytes())
     except (OSError, images.UnreadableImage) as error:
         return f"{path} cannot be read as an image ({error}); replace it, or set vision.questions.broken = 'skip'"
 

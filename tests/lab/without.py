@@ -43,13 +43,14 @@ PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file 
     "trm": ("models/trm/*", "gin/optimizers/trm.gin", "gin/models/trm*.gin", "gin/trm/*"),
     "puzzles": ("tasks/puzzles/*", "launch/cli/build_puzzles.py", "gin/tasks/[ams]*.gin", "gin/trm/*"),
     "code": ("tasks/code/*", "launch/cli/cache_hidden_states.py", "launch/experiments/humaneval.py", "gin/ponder/*"),
-    "vision_models": ("models/vision/*", *_CHOICES, *_IMAGES, "gin/arrcoc/*"),
+    "vision_models": ("models/vision/*", *_CHOICES, *_IMAGES, "gin/arrcoc/*", "gin/finetune_images.gin"),
     "vision_tasks": (
         "tasks/vision/*",
         *_IMAGES,
         "launch/cli/build_questions.py",
         *_CHOICES,
         "gin/arrcoc/*",
+        "gin/finetune_images.gin",
     ),
 }
 _IMPORTS = """

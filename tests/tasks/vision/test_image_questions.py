@@ -195,7 +195,7 @@ def test_malformed_lines_name_file_and_line(folder, line, said):
 def test_a_question_that_is_longer_than_the_row_and_empty_folders_are_refused(folder, tmp_path):
     (folder / "a.jsonl").write_text(json.dumps({"image": "0.png", "question": "q" * 20, "answer": "a", "kind": "x"}))
     made = task(folder)
-    with pytest.raises(UserError, match="20 tokens of the question and 2 of the answer after 4 positions") as caught:
+    with pytest.raises(UserError, match="20 tokens of the question and 3 of the answer beside 4 positions") as caught:
         made.row(made.questions("train")[0])
     assert "set LENGTH = 26" in str(caught.value)
     empty = tmp_path / "empty"

@@ -1,0 +1,65 @@
+"""Exports models of images and text, as the folder of the published model that the run began with."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from core.checkpoints import published as published_folders
+from core.checkpoints import published_files, safetensors_files
+from core.errors import UserError
+from core.files import paths
+from launch.experiment import Experiment
+from launch.exported import Exported, Read
+from models.decoder.published import families, family_tensors
+from models.vision import published
+from models.vision.model import VisionLanguageModel, part_of
+
+EXPORTS = "a model of images and text"
+
+
+def exporter(model: Any) -> Callable[[str, Experiment, paths.Path, bool], Exported] | None:
+    """Returns what makes the export of a model; None if it is not a `VisionLanguageModel`."""
+    return _exported if isinstance(model, VisionLanguageModel) else None
+
+
+def _exported(run: str, experiment: Experiment, step: paths.Path, is_merged: bool) -> Exported:
+    """Returns the export of a model; raises UserError if it did not begin with a published model of images and text."""
+    del step
+    model: Any = experiment.model
+    if model.lora is not None and not is_merged:
+        raise UserError(f"{run}: adapters of a model of images and text are exported merged only: give --merge")
+    if is_merged and model.lora is None:
+        raise UserError(f"{run} has no adapters: leave --merge out")
+    base = experiment.initialization.init_from
+    config = {}
+    if base and published_files.is_published(base):
+        config = families.read_config(published_files.small_files(base))
+    if (kind := str(config.get("model_type"))) not in published.FAMILIES:
+        raise UserError(
+            f"{run}: it did not begin with a published model of images and text (INIT_FROM = {base!r}), of which an "
+            f"export has the config.json and the image processor; expected a folder of {', '.join(published.FAMILIES)}"
+        )
+    sources, kept = published.exported(model, base, config)
+
+    def reads(read: Read) -> Read:
+        merged = family_tensors.merged(read, model)  # matrices of the tower have the same names, and no adapters
+        return lambda path, layer: (merged if part_of(path) == "decoder" else read)(path, layer)
+
+    def others(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in kept.items():
+            part = tuple(slice(0, size) for size in tensor.shape)
+            array = safetensors_files.Reader(tensor, [part])(part)
+            yield name, array.astype(dtype) if published_folders.is_float(array.dtype) else array
+
+    return Exported(
+        kind,
+        published_files.CONFIG,
+        config,
+        sources,
+        reads,
+        others,
+        copied=published_files.PROCESSOR_FILES,
+        folder=published_files.small_files(base),
+        note="without the selector: the folder's model reads all patches" if model.selector is not None else "",
+    )

@@ -1,0 +1,136 @@
+"""Runs that tune a published model of images and text: what they export, and how they continue prompts."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from core.checkpoints import published_files
+from core.checkpoints.store import Checkpoints
+from launch import __main__ as command
+from launch import loaded_model
+from launch.config import loader
+from launch.hosts.cluster import Host
+from launch.runs import prepared_run, warm_start
+from tests.tasks.vision.test_image_prompts import HERE, LINE, PHOTO, copied
+
+pytestmark = pytest.mark.usefixtures("no_cache_of_the_user")
+SELECTOR = (
+    "from models.vision import selector",
+    "pretrained.model.selector = @selector.Selector()",
+    "selector.Selector.num_chosen = 4",
+    "vision.questions.image_tokens = 4",
+)
+ADAPTERS = (
+    "from models import lora",
+    "pretrained.model.lora = @lora.Lora()",
+    "lora.Lora.rank = 2",
+    "lora.Lora.alpha = 4.0",
+    "lora.Lora.targets = ('query',)",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_copies(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # an error is one line
+    yield
+    published_files.use_copies(None)
+
+
+def started(name, to, *more):
+    """Returns a run of no step that tunes a folder, and the folder."""
+    folder = copied(name, to)
+    lines = [json.dumps({**LINE, "image": f"{to}/{number}.png"}) for number in range(40)]
+    (to / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    for number in range(40):
+        (to / f"{number}.png").write_bytes(PHOTO.read_bytes())
+    told = (f"FOLDER = '{folder}'", f"DATA = '{to}/lines.jsonl'", "LENGTH = 64", "COMPUTE_DTYPE = 'float32'", *more)
+    config = loader.load("gin/finetune_images.gin", bindings=told, slice_name="v4-8")
+    run = to / "run"
+    run.mkdir()
+    (run / "config.gin").write_text(config.text)
+    experiment = config.build()
+    ready = prepared_run.prepare_run(
+        experiment, config=config, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
+    )
+    state = warm_start.first_state(experiment, ready.program, ready.initial, is_host_zero=True)
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    checkpoints.left_out = ready.initial.left_out
+    checkpoints.save(3, state=state, data={}, meta=ready.meta)
+    checkpoints.close()
+    return run, pathlib.Path(folder)
+
+
+def run_command(*words):
+    return command.main(list(map(str, words)))
+
+
+@pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow), "smolvlm"])
+def test_an_export_has_every_tensor_of_its_folder(name, tmp_path, capsys):
+    run, folder = started(name, tmp_path)
+    assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
+    assert f"{tmp_path / 'out'}: {name}, " in capsys.readouterr().out
+    exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
+    assert exported.keys() == original.keys()
+    for key, tensor in original.items():  # the run stores the tower, which it does not train, in bfloat16
+        assert np.array_equal(exported[key], tensor), key
+    config = json.loads((folder / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "torch_dtype": "float32"}
+    for file in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow)])
+def test_a_run_continues_a_prompt_with_an_image_as_transformers(name, tmp_path):
+    run, _ = started(name, tmp_path, "FREEZE = ()")
+    reference = np.load(HERE / name / "reference.npz")
+    prompt = "USER: <image> what? A:"
+    for slice_name in (None, "v4-8"):
+        model = loaded_model.load(str(run), slice_name=slice_name)
+        assert model.checked([prompt], max_tokens=8, is_chat=False, images=[[str(PHOTO)]]) == [
+            reference["ids"].tolist()
+        ]
+        [found] = model.continued([prompt], max_tokens=8, images=[[str(PHOTO)]])
+        assert reference["ids"].tolist() + found.ids == reference["greedy"].tolist()
+
+
+def test_a_selector_is_not_exported_and_does_not_generate(tmp_path, capsys):
+    run, folder = started("llava", tmp_path, *SELECTOR)
+    assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
+    assert "without the selector: the folder's model reads all patches" in capsys.readouterr().out
+    exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
+    assert all(np.array_equal(exported[key], original[key]) for key in original)
+    assert run_command("generate", run, "--image", PHOTO, "--prompt", "USER: <image>", "--greedy") == 2
+    assert "reads no images: of runs, generate reads images" in capsys.readouterr().err
+
+
+def test_adapters_are_exported_merged(tmp_path, capsys):
+    run, folder = started("llava", tmp_path, *ADAPTERS)
+    assert run_command("export", run, "--out", tmp_path / "alone") == 2
+    assert "exported merged only: give --merge" in capsys.readouterr().err
+    assert run_command("export", run, "--out", tmp_path / "out", "--merge", "--dtype", "float32") == 0
+    exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
+    assert all(np.array_equal(exported[key], original[key]) for key in original)  # adapters begin at 0
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path, capsys):
+    run, folder = started("llava", tmp_path)
+    text = HERE.parent / "families" / "llama2"
+    refused = {
+        ("--merge",): "has no adapters: leave --merge out",
+        ("--gin", "INIT_FROM = ''"): "did not begin with a published model of images and text (INIT_FROM = '')",
+        ("--gin", f"INIT_FROM = '{text}'"): "expected a folder of llava, idefics3, smolvlm",
+    }
+    for words, says in refused.items():
+        assert run_command("export", run, "--out", tmp_path / "out", *words) == 2
+        assert says in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    other = copied("llava", tmp_path / "other")
+    (pathlib.Path(other) / "config.json").write_text(json.dumps({**config, "projector_hidden_act": "silu"}))
+    assert run_command("export", run, "--out", tmp_path / "out", "--gin", f"INIT_FROM = '{other}'") == 2
+    said = capsys.readouterr().err
+    assert f"the model is no longer that of {other}" in said
+    assert "connector_activation = 'silu' in" in said
+    assert not (tmp_path / "out").exists()

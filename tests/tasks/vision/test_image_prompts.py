@@ -1,0 +1,116 @@
+"""Rows of questions about images as a published model reads them: ids, places and pixels, and wrong input."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from core.errors import UserError
+from launch import loaded_model
+from models.vision import pretrained
+from tasks import vision
+from tasks.text import vocabularies
+
+HERE = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "images"
+PHOTO = HERE / "photo.png"
+LINE = {"image": str(PHOTO), "question": "what?", "answer": "ab"}
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] | upper }}:{% for c in m['content'] %}{% if c['type'] == 'image' %} <image>"
+    "{% else %} {{ c['text'] }}{% endif %}{% endfor %}END {% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+def copied(name, to, *, end=""):
+    """Copies a folder, with a chat template whose prompts are the beginnings of its conversations."""
+    folder = shutil.copytree(HERE / name, to / name)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = TEMPLATE.replace("END", f"{{% if m['role'] == 'assistant' %}}{end}{{% endif %}}" if end else "")
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    return str(folder)
+
+
+def task(folder, to, line=LINE, **changes):
+    (to / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    given = {"train": str(to / "lines.jsonl"), "validation": str(to / "lines.jsonl"), "num_streams": 1, "length": 128}
+    images, vocabulary = pretrained.image_input(folder), vocabularies.tokenizer(folder)
+    return vision.questions(**{**given, "image_input": images, "vocabulary": vocabulary, **changes})
+
+
+def row_of(made):
+    return made.row(made.questions("train")[0])
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_siglip", "smolvlm"])
+def test_a_row_is_the_prompt_of_generation_and_the_answer(name, tmp_path):
+    folder = copied(name, tmp_path)
+    made = task(folder, tmp_path)
+    row, vocabulary = row_of(made), vocabularies.tokenizer(folder)
+    model = loaded_model.load(folder)
+    processor = made.prompts.input.processor
+    if processor.frame is not None:  # a row has one frame, as prompts have if images are not split
+        file = pathlib.Path(folder) / "preprocessor_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "do_image_splitting": False}))
+        model = loaded_model.load(folder)
+    prompt = model.encoded("what?", is_chat=True, images=[str(PHOTO)])
+    answer = [*vocabulary.encode(" ab"), vocabulary.eos_id]
+    ids = [*prompt, *answer]
+    used, asked = len(ids) - 1, len(prompt)
+    assert row["inputs"][:used].tolist() == ids[:-1]
+    assert row["targets"][asked - 1 : used].tolist() == answer
+    assert np.flatnonzero(row["weights"]).tolist() == list(range(asked - 1, used))
+    assert row["slots"].tolist() == [i for i, found in enumerate(prompt) if found == made.prompts.input.token_id]
+    assert len(row["slots"]) == made.image_tokens == pretrained.model(folder).image_tokens
+    assert row["until"][:asked].tolist() == [asked - 1] * asked
+    assert row["until"][asked:].tolist() == list(range(asked, 128))
+    [frames] = model.sight._prepared([str(PHOTO)])
+    assert np.array_equal(row["images"], frames.pixels[0])
+
+
+def test_an_answer_that_the_template_ends_has_no_second_end(tmp_path):
+    for end, ends, last in (("</s>", True, 257), ("", True, 257), ("", False, ord("b"))):
+        to = tmp_path / f"{end == ''}{ends}"
+        to.mkdir()
+        folder = copied("llava", to, end=end)
+        row, vocabulary = row_of(task(folder, to, ends=ends)), vocabularies.tokenizer(folder)
+        said = row["targets"][row["weights"] > 0].tolist()
+        assert said == [*vocabulary.encode(" ab"), last][: 3 + (last == 257)]
+
+
+def test_a_selector_has_fewer_tokens(tmp_path):
+    made = task(copied("llava", tmp_path), tmp_path, image_tokens=4)
+    row = row_of(made)
+    assert len(row["slots"]) == made.image_tokens == 4
+    assert (row["inputs"] == made.prompts.input.token_id).sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"vocabulary": vocabularies.bytes()},
+            "expected @vocabularies.tokenizer.* because vision.questions.ima",
+        ),
+        ({"image_size": 64}, "image_size = 64: the model in .* reads images of 12 pixels; leave it out"),
+        ({"image_input": None, "image_tokens": 4}, "image_size is not set: bind it, or vision.questions.image_input"),
+        ({"image_input": None, "image_size": 4}, "image_tokens is not set"),
+        ({"image_tokens": 0}, "image_tokens"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, says, tmp_path):
+    with pytest.raises(UserError, match=says):
+        task(copied("llava", tmp_path), tmp_path, **changes)
+
+
+def test_a_question_that_the_template_refuses_is_named_before_a_run(tmp_path):
+    folder = copied("llava", tmp_path)
+    with_token = task(folder, tmp_path, {**LINE, "question": "what is <image>?"})
+    [problem] = with_token.problems()
+    assert "lines.jsonl:1: the chat template" in problem
+    assert "writes 2 image tokens <image> for a question about one image: expected one" in problem
+    assert task(folder, tmp_path).problems() == []
+    original = str(HERE / "llava")  # its prompt ends with A:, its answers begin with ASSISTANT:
+    [problem] = task(original, tmp_path).problems()
+    assert "lines.jsonl:1: the chat template formats message 2 differently" in problem
