@@ -274,8 +274,8 @@ def _families() -> Iterator[str]:
     rows = [[title, ", ".join(names), differs[title]] for title, names in kinds.items()]
     yield from _table(["family", "`model_type`", "differs from Llama by"], rows)
     yield from ["", *_ABOUT_FAMILIES.splitlines(), ""]
-    for module in environment.declared("FOLDERS"):  # of an optional part
-        yield from _families_of_images(importlib.import_module(module).published)
+    if environment.declared("FOLDERS"):  # of an optional part
+        yield from _families_of_images(importlib.import_module("models.vision.published"))
     yield "**Presets.** `MODEL = @transformer.preset()` with `transformer.preset.name = 'NAME'` makes a decoder of a"
     yield "published size, with other fields as bound. SmolLM3, Phi, OLMo, Granite, Gemma 4, Qwen3-Next and"
     yield "Qwen3.5 have none: their sizes are read from a folder. The names:"

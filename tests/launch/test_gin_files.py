@@ -86,7 +86,7 @@ EXPERIMENTS = [
 def test_gin_alone_builds_the_same_object(file, monkeypatch):
     """What the loader gives to gin, after its checks and without what has no effect, is what gin reads in the files."""
     monkeypatch.chdir(environment.WORKSPACE)
-    tiny = environment.WORKSPACE / "tests/models/fixtures/families/llama2"
+    tiny = environment.WORKSPACE / "tests/models/fixtures" / ("images/llava" if "images" in file else "families/llama2")
     bindings = [f"FOLDER = '{tiny}'"] if file.startswith("gin/finetune") else []
     ours = loader.load(file, bindings=bindings).build()
     gin.clear_config()

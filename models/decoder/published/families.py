@@ -91,7 +91,7 @@ def of_images(config: Config) -> str:
         return ""
     return (
         "is a vision-language model, which launch/run generate FOLDER --image FILE reads, and "
-        "models.vision.pretrained.model for fine-tuning. launch/run describe and export need a language model"
+        "gin/finetune_images.gin for fine-tuning. launch/run describe needs a language model"
         f"{_hint(config)}"
     )
 

@@ -136,8 +136,8 @@ def test_a_family_that_is_not_supported_is_named(tmp_path, capsys):
 def says_what_reads_it(text):
     said = " ".join(text.split())
     assert "is a vision-language model, which launch/run generate FOLDER --image FILE reads" in said
-    assert "and models.vision.pretrained.model for fine-tuning" in said
-    assert "describe and export need a language model. Its text_config is a llama" in said
+    assert "and gin/finetune_images.gin for fine-tuning" in said
+    assert "describe needs a language model. Its text_config is a llama" in said
     assert "not known" not in said
     return said
 

@@ -21,7 +21,7 @@ ROOT = environment.WORKSPACE
 
 
 NO_RUNS = ("defaults.gin", "valkyrie_128b.gin")  # one has 512 chips, more than a process here can play
-NO_RUNS += ("finetune.gin", "finetune_chats.gin")  # need a folder
+NO_RUNS += ("finetune.gin", "finetune_chats.gin", "finetune_images.gin")  # need a folder
 SMALLER = {  # as in their headers: logits of large vocabularies take minutes
     name: ("--gin", "transformer.preset.vocab_size = 1024")
     for name in ("llama_3_1_8b.gin", "llama_3_1_8b_lora.gin", "gemma_3_27b.gin")
