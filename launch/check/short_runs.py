@@ -96,7 +96,7 @@ def _judged(name: str, argv: Sequence[str]) -> Finding:
     print(f"check: {name}: launch/run {' '.join(argv)}", flush=True)
     code, said = _run(argv)
     seconds = time.monotonic() - started
-    print(f"check: {name}: {'failed' if code else 'ok'}, {seconds:.1f} s", flush=True)
+    print(f"check: {name}: {'ok' if code == 0 else 'failed'}, {seconds:.1f} s", flush=True)
     if code == 0:
         return Finding(name, True, f"{seconds:.1f} s")
     what = f"not within {PART_SECONDS:g} s" if code is None else f"exit code {code}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core.errors import UserError
+from core.hosts import exit_codes
 from launch import environment
 
 REMOTE_WORKSPACE = "renga"  # in the home directory of every host
@@ -169,7 +170,7 @@ def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> 
 
 
 def _wait(step: Step, process: subprocess.Popen) -> int:
-    code = process.wait()
+    code = exit_codes.of_process(process.wait())
     if code:
         print(f"failed (exit code {code}): {shlex.join(step.argv)}", flush=True)
     return code

@@ -7,6 +7,7 @@ Live lines are held back for a moment, because lines of some hosts arrive later.
 import heapq
 import itertools
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from core.errors import UserError
 from core.files import paths
+from core.hosts import exit_codes
 from launch.hosts import host_output
 
 _HOLD_SECONDS = 1.5
@@ -42,7 +44,7 @@ def follow(
     """Runs commands that print logs until all have ended, and calls `write` with each of their lines, merged by time.
 
     Returns:
-      The exit code of the first command that failed, or 0.
+      The exit code of the first command that failed, 128 + N if signal N ended it; 0 if none failed; 130 after Ctrl-C.
     """
     running = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") for argv in commands]
     arrived: queue.PriorityQueue[tuple[str, int, float, str]] = queue.PriorityQueue()
@@ -68,7 +70,10 @@ def follow(
             process.terminate()
         if isinstance(stop, BrokenPipeError):
             raise
-    codes = [process.wait() for process in running]
+        for process in running:
+            process.wait()
+        return exit_codes.of_process(-signal.SIGINT)
+    codes = [exit_codes.of_process(process.wait()) for process in running]
     for argv, code in zip(commands, codes, strict=True):
         if code:
             print(f"failed (exit code {code}): {' '.join(argv)}", file=sys.stderr)

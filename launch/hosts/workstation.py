@@ -85,9 +85,10 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
             _start_steps(tpus, run, ships, coordinator=coordinator, secret=token_hex()), dry_run=False
         )
     if code == 0:
+        project = f" --project {tpus[0].project}" if tpus[0].project else ""
         print(
             f"Started on {units.counted(slice_.hosts, 'host')}. "
-            f"Follow it: launch/pod.sh logs --tpu {names.replace(' ', '')} --zone {tpus[0].zone}"
+            f"Follow it: launch/pod.sh logs --tpu {names.replace(' ', '')} --zone {tpus[0].zone}{project}"
         )
     return code
 

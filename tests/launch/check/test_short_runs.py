@@ -59,6 +59,13 @@ def test_a_part_that_fails_leaves_its_last_lines():
     assert short_runs._judged("x", ["slices"]).ok
 
 
+def test_a_part_that_does_not_end_in_time_has_failed(monkeypatch, capsys):
+    monkeypatch.setattr(short_runs, "PART_SECONDS", 0.01)
+    found = short_runs._judged("x", ["slices"])
+    assert (found.ok, found.detail.splitlines()[0]) == (False, "not within 0.01 s")
+    assert "check: x: failed" in capsys.readouterr().out
+
+
 def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path):
     """A mistake in the configuration is a failure; it is none of the layout."""
     given = argparse.Namespace(

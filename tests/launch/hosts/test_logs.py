@@ -49,6 +49,17 @@ def test_live_lines_are_sorted_and_a_failure_is_reported(capsys):
     assert "failed (exit code 3)" in capsys.readouterr().err
 
 
+def test_a_signal_and_ctrl_c_have_the_codes_of_shells(capsys):
+    assert logs.follow([["bash", "-c", "kill -TERM $$"]], write=lambda line: None) == 128 + signal.SIGTERM
+    assert "failed (exit code 143)" in capsys.readouterr().err
+
+    def stop(line):
+        raise KeyboardInterrupt
+
+    assert logs.follow([["bash", "-c", "echo a; exec sleep 60"]], write=stop) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == ""
+
+
 def test_the_last_lines_of_a_command_are_logged_however_it_ends(tmp_path):
     """The group of on_host.sh gets the signal: the command acts on it, the one that writes its log waits for it."""
     log = tmp_path / "run.log"
