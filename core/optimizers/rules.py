@@ -193,7 +193,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
       decay: weight of the previous average in each update, from 0 to below 1.
 
     Raises:
-      UserError: decay is out of range. The result's `init` raises it if the optimizer has a `schedule_free` average.
+      UserError: decay is out of range. The result's `init` raises it if the optimizer averages already.
     """
     schedules.check_ranges("averaged", decay=decay)
 
@@ -208,8 +208,12 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
         def init(params: Params) -> AverageState:
             inner = rule.init(params)
-            if nodes(inner, optax.contrib.ScheduleFreeState):
-                raise UserError("averaged: the optimizer already averages its parameters (schedule_free); use it alone")
+            averages = {"schedule_free": optax.contrib.ScheduleFreeState, "averaged": AverageState}
+            if found := [name for name, kind in averages.items() if nodes(inner, kind)]:
+                raise UserError(
+                    f"averaged: the optimizer already averages its parameters ({found[0]}); use it alone, because "
+                    "evaluation reads one average"
+                )
             return AverageState(inner, kept(params))
 
         def update(grads: Params, state: AverageState, params: Params, **extra: Any) -> tuple[Params, AverageState]:

@@ -120,8 +120,9 @@ def test_schedule_free_is_evaluated_at_its_average():
     averaged = optimizers.averaged(optimizer=same).bound(SPECS)
     averaging = [each.is_averaging(jax.eval_shape(each.init, PARAMS)) for each in (same, optimizer, averaged)]
     assert averaging == [False, True, True]
-    with pytest.raises(ValueError, match="averaged: the optimizer already averages its parameters"):
-        optimizers.averaged(optimizer=optimizer).bound(SPECS).init(PARAMS)
+    for averaging, name in ((optimizer, "schedule_free"), (averaged, "averaged")):
+        with pytest.raises(ValueError, match=rf"already averages its parameters \({name}\); use it alone"):
+            optimizers.averaged(optimizer=averaging).bound(SPECS).init(PARAMS)
 
 
 def test_the_rate_is_reported_if_the_state_has_it():

@@ -163,7 +163,7 @@ def _constructor(name: str, make: Callable, level: int = 2) -> Iterator[str]:
         for p in inspect.signature(make).parameters.values()
     ]
     yield from [f"{'#' * level} `{name.rpartition('.')[2]}`", "", "```python", f"{name}({', '.join(given)})", "```", ""]
-    for paragraph in inspect.getdoc(make).partition("\nArgs:")[0].split("\n\n"):
+    for paragraph in inspect.getdoc(make).partition("\n\nArgs:")[0].split("\n\n"):
         if "→" in paragraph:
             yield from ["```text", *re.split(r";\s+", paragraph), "```", ""]
         else:
