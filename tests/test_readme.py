@@ -26,6 +26,7 @@ from models.decoder import transformer
 from models.decoder.published import families, family_tensors
 from tasks import streams
 from tests.lab import golden, recording, reference
+from tests.models.vision import folders
 
 pytestmark = pytest.mark.part("all")  # pages name every part
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +64,20 @@ def workspace(tmp_path_factory):
     subprocess.run(["git", "add", "--all"], cwd=copy, check=True)
     (copy / Path(sys.prefix).name).symlink_to(sys.prefix)
     published_model(copy / "smollm2")
+    model_of_images(copy)
     return copy
+
+
+def model_of_images(into):
+    """A folder of images and text, and questions, as a page names them."""
+    config = Path(folders.copied("llava", into)) / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
+    (into / "my_questions").mkdir()
+    lines = []
+    for number in range(40):
+        (into / "my_questions" / f"{number}.png").write_bytes(folders.PHOTO.read_bytes())
+        lines.append(json.dumps({"image": f"{number}.png", "question": "what?", "answer": "ab"}))
+    (into / "my_questions" / "lines.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def published_model(folder):

@@ -14,7 +14,7 @@ from launch import loaded_model
 from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, warm_start
-from tests.tasks.vision.test_image_prompts import HERE, LINE, PHOTO, copied
+from tests.models.vision.folders import FIXTURES, PHOTO, copied
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_the_user")
 SELECTOR = (
@@ -42,7 +42,7 @@ def no_copies(monkeypatch):
 def started(name, to, *more):
     """Returns a run of no step that tunes a folder, and the folder."""
     folder = copied(name, to)
-    lines = [json.dumps({**LINE, "image": f"{to}/{number}.png"}) for number in range(40)]
+    lines = [json.dumps({"image": f"{to}/{number}.png", "question": "what?", "answer": "ab"}) for number in range(40)]
     (to / "lines.jsonl").write_text("\n".join(lines) + "\n")
     for number in range(40):
         (to / f"{number}.png").write_bytes(PHOTO.read_bytes())
@@ -85,7 +85,7 @@ def test_an_export_has_every_tensor_of_its_folder(name, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow)])
 def test_a_run_continues_a_prompt_with_an_image_as_transformers(name, tmp_path):
     run, _ = started(name, tmp_path, "FREEZE = ()")
-    reference = np.load(HERE / name / "reference.npz")
+    reference = np.load(FIXTURES / name / "reference.npz")
     prompt = "USER: <image> what? A:"
     for slice_name in (None, "v4-8"):
         model = loaded_model.load(str(run), slice_name=slice_name)
@@ -117,7 +117,7 @@ def test_adapters_are_exported_merged(tmp_path, capsys):
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path, capsys):
     run, folder = started("llava", tmp_path)
-    text = HERE.parent / "families" / "llama2"
+    text = FIXTURES.parent / "families" / "llama2"
     refused = {
         ("--merge",): "has no adapters: leave --merge out",
         ("--gin", "INIT_FROM = ''"): "did not begin with a published model of images and text (INIT_FROM = '')",

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 
 import numpy as np
 import pytest
@@ -12,24 +11,9 @@ from launch import loaded_model
 from models.vision import pretrained
 from tasks import vision
 from tasks.text import vocabularies
+from tests.models.vision.folders import FIXTURES, PHOTO, copied
 
-HERE = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "images"
-PHOTO = HERE / "photo.png"
 LINE = {"image": str(PHOTO), "question": "what?", "answer": "ab"}
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] | upper }}:{% for c in m['content'] %}{% if c['type'] == 'image' %} <image>"
-    "{% else %} {{ c['text'] }}{% endif %}{% endfor %}END {% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
-
-
-def copied(name, to, *, end=""):
-    """Copies a folder, with a chat template whose prompts are the beginnings of its conversations."""
-    folder = shutil.copytree(HERE / name, to / name)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    template = TEMPLATE.replace("END", f"{{% if m['role'] == 'assistant' %}}{end}{{% endif %}}" if end else "")
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
-    return str(folder)
 
 
 def task(folder, to, line=LINE, **changes):
@@ -111,6 +95,6 @@ def test_a_question_that_the_template_refuses_is_named_before_a_run(tmp_path):
     assert "lines.jsonl:1: the chat template" in problem
     assert "writes 2 image tokens <image> for a question about one image: expected one" in problem
     assert task(folder, tmp_path).problems() == []
-    original = str(HERE / "llava")  # its prompt ends with A:, its answers begin with ASSISTANT:
+    original = str(FIXTURES / "llava")  # its prompt ends with A:, its answers begin with ASSISTANT:
     [problem] = task(original, tmp_path).problems()
     assert "lines.jsonl:1: the chat template formats message 2 differently" in problem
