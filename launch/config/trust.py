@@ -18,6 +18,7 @@ _NAMES = {
         "adafactor adam_atan2 adamw averaged constant from_optax joined lion muon warmup_cosine warmup_floor "
         "warmup_linear with_table"
     ),
+    "core.rematerialization": "OnHost",
     "launch.experiment": "Experiment Phase",
     "launch.loaded_model": "Choice",
     "launch.settings": "Checkpointing Evaluation Health Initialization Logging",
@@ -30,7 +31,7 @@ _NAMES = {
     "models.decoder.parts": "Sum",
     "models.decoder.planner_config": "Planner",
     "models.pretrained": "model",
-    "models.decoder.rotary": "Linear Llama3 Proportional Yarn",
+    "models.decoder.rotary": "Linear Llama3 LongRope Proportional Yarn",
     "models.mixers.gated_delta": "GatedDelta",
     "models.mixers.latent_attention": "LatentAttention",
     "models.mixers.s5": "S5",
@@ -38,6 +39,7 @@ _NAMES = {
     "models.trm": "Curriculum Linear TRM",
     "models.ttt.adapter": "adapted",
     "models.ttt.config": "TTTConfig",
+    "models.ttt.gates": "Average Constant LossThreshold Random Reconstruction",
     "models.ttt.mixer": "TTTMixer",
     "models.vision.families": "pretrained",
     "models.vision.model": "VisionLanguageModel",

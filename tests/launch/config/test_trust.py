@@ -1,7 +1,10 @@
 """What the configuration of a run may name: the public constructors, and nothing that could run a program."""
 
+import dataclasses
 import importlib
+import inspect
 import sys
+import typing
 
 import pytest
 from gin.config_parser import ImportStatement
@@ -12,6 +15,9 @@ from launch.config.signatures import why_not_a_constructor
 from launch.config.statements import Binding, Reference, leaves
 from launch.config.trust import Trust
 from launch.environment import WORKSPACE
+from models import lora
+from models.decoder.attention import splash_tiles
+from tasks.text import seqio_tasks  # noqa: F401 (defines a vocabulary)
 from tests.lab import without
 
 # What follows the imports of a saved configuration; a stranger can write anything instead.
@@ -145,3 +151,43 @@ def test_the_list_names_constructors_that_exist():
     for module in there:
         for name in trust.CONSTRUCTORS[module]:
             assert not why_not_a_constructor(getattr(importlib.import_module(module), name))
+
+
+def test_what_a_constructor_takes_can_be_made():
+    """Every class of ours in the signature of a listed constructor is listed, too, with all that extend it."""
+    made, taken = set(), set()
+    for module, names in trust.CONSTRUCTORS.items():
+        for name in names:
+            constructor = getattr(importlib.import_module(module), name)
+            results = _classes(_hints(constructor).get("return", constructor))
+            made |= {_name(each) for each in results}
+            parameters = inspect.signature(constructor).parameters.values()
+            takes_fields = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+            for each in (constructor, *(results if takes_fields else ())):
+                fields = {field: hint for field, hint in _hints(each).items() if field != "return"}
+                taken |= {found for hint in fields.values() for found in _classes(hint)}
+    kinds = {each for found in taken for each in _extending(found) if dataclasses.is_dataclass(each)}
+    ours = {_name(each) for each in kinds if each.__module__.partition(".")[0] in PRODUCT and each.__name__[0] != "_"}
+    assert {name.rpartition(".")[2] for name in ours - made} == MADE_OTHERWISE
+
+
+PRODUCT = ("core", "models", "parallel", "tasks", "launch")
+# By the listed functions `schedules.gpipe`, …, `text.chats` and `text.seqio`; and the base class of kinds of attention.
+MADE_OTHERWISE = {"GPipe", "Circular", "OneFOneB", "Interleaved", "ZeroBubble", "ChatTask", "Heads", "SeqioVocabulary"}
+
+
+def _hints(constructor):
+    return typing.get_type_hints(constructor, localns={"Tiles": splash_tiles.Tiles, "Lora": lora.Lora})
+
+
+def _name(found):
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def _classes(hint):
+    found = [hint] if inspect.isclass(hint) else []
+    return [*found, *(each for part in typing.get_args(hint) for each in _classes(part))]
+
+
+def _extending(found):
+    return {found, *(each for part in found.__subclasses__() for each in _extending(part))}
