@@ -148,7 +148,9 @@ def test_every_experiment_compiles_for_its_slice(name):
     assert fresh.memory_analysis().output_size_in_bytes >= sizes.everything
     assert trained.argument_bytes >= sizes.everything
     assert evaluated.memory_analysis().argument_size_in_bytes >= sizes.params
-    assert all("tpu_custom_call" in hlo for hlo in (trained.hlo, evaluated.as_text()))  # the splash kernel
+    # The splash kernel, unless chips share a row of 128 positions, of which each has too few for it.
+    is_short = experiment.strategy.name == "context"
+    assert all(("tpu_custom_call" in hlo) != is_short for hlo in (trained.hlo, evaluated.as_text()))
 
 
 @pytest.mark.slow  # tests/parallel/test_accumulation.py has quick tests of what is reduced when
