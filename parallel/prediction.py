@@ -1,8 +1,8 @@
 """Compares the steps of a run with what was predicted from its compiled program.
 
-A prediction is a number of seconds, with an interval that would contain nine in ten published steps. On a TPU, a
-measurement more than a quarter outside the interval causes one warning: the time model is wrong, or the machine or
-configuration is not the expected one.
+A prediction is a number of seconds, with an interval from the errors of published steps
+(`parallel.planning.calibration`). On a TPU, a measurement more than a quarter outside the interval causes one warning:
+the time model is wrong, or the machine or configuration is not the expected one.
 """
 
 from collections.abc import Callable, Mapping

@@ -166,7 +166,7 @@ def by_family(rows: Sequence[PublishedRun]) -> Mapping[str, calibration.Error]:
 
 
 def picture(rows: Sequence[PublishedRun]) -> Figure:
-    """Predicted against published seconds, by family, with the interval of nine in ten steps."""
+    """Predicted against published seconds, by family, between the 5th and 95th percentile."""
     figure = Figure(figsize=(6.5, 5), layout="constrained")
     panel = figure.subplots()
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -177,7 +177,7 @@ def picture(rows: Sequence[PublishedRun]) -> Figure:
     ends = [min(every) / 1.3, max(every) * 1.3]
     if (error := calibration.error(rows)) is not None:
         low, high = ([end / ratio for end in ends] for ratio in (error.longest, error.shortest))
-        panel.fill_between(ends, low, high, color="#e3e3e3", label="nine in ten steps")
+        panel.fill_between(ends, low, high, color="#e3e3e3", label="5th to 95th percentile")
     panel.plot(ends, ends, color="#999999", linewidth=1)
     for family, pairs in groups.items():
         panel.plot(*zip(*pairs, strict=True), "o", markersize=5, label=family)

@@ -43,7 +43,7 @@ def test_the_error_over_steps():
     assert found.runs == 5
     assert found.median == pytest.approx(1 / 0.9 - 1)
     assert found.largest == pytest.approx(0.25)
-    assert found.nine_in_ten == pytest.approx(0.2 + 0.6 * 0.05)
+    assert found.nine_in_ten == pytest.approx(0.25)
     assert (found.shortest, found.longest) == (pytest.approx(0.82), pytest.approx(1.22))
     assert calibration.error([]) is None
 
