@@ -438,13 +438,13 @@ class AnswerJudge(Protocol):
         """Counts the votes of one evaluation, from the answers of each batch."""
 
     def merged(self, *several: Any) -> Any:
-        """Adds the votes of several evaluations."""
+        """Adds the votes of several evaluations; `scores` and `submission` accept the sum, too."""
 
     def scores(self, votes: Any) -> dict[str, Any]:
-        """Returns the scores of the votes, as JSON."""
+        """Returns the scores of the votes by name, as values that JSON can encode."""
 
     def submission(self, votes: Any) -> Any:
-        """Returns the attempts for every test in the format of a competition, as JSON."""
+        """Returns the attempts for every test in the format of a competition, as values that JSON can encode."""
 
 
 class Judges(Protocol):

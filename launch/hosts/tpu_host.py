@@ -57,7 +57,9 @@ def look() -> Place:
 def own_index(slice_: slices.Slice | None = None) -> int | None:
     """Returns the JAX process index that this host will have in the job, before it joins; None if unknown.
 
-    If the job `slice_` has several slices, the hosts of its earlier slices are counted first.
+    Args:
+      slice_: the slice or slices of the job; the hosts of earlier slices are counted first. None: the result is the
+        index among the hosts of this host's own slice.
     """
     simulated = environment.read("JAX_PROCESS_INDEX")
     worker = simulated or environment.read("TPU_WORKER_ID")

@@ -226,7 +226,7 @@ class Part:
         return found
 
     def shrink(self, multiples: Mapping[str, int]) -> Part:
-        """Returns a small part for rehearsals, with sizes that are multiples of `multiples`, by logical axis."""
+        """Returns a small part for smoke runs, with sizes that are multiples of `multiples`, by logical axis."""
         del multiples
         return self
 

@@ -15,7 +15,7 @@ from core.errors import UserError, check_number
 
 
 class Scaling(Protocol):
-    """Interface of scalings, which change the frequencies of a rotary embedding."""
+    """Interface of scalings: they change the frequencies of a rotary embedding, and multiply its tables by a factor."""
 
     @property
     def attention_factor(self) -> float:
@@ -199,8 +199,8 @@ class Rotation:
 
     Attributes:
       theta: base of the geometric series of wavelengths.
-      scaling: changes the frequencies; None: they stay as they are.
-      length: factor applied to rotated queries and keys; scores get its square.
+      scaling: changes the frequencies, and multiplies queries and keys by its `attention_factor`; None: neither.
+      length: further factor of rotated queries and keys; scores get the square of both factors.
       width: number of dimensions of a head that are rotated, the first ones; None: as many as the decoder's heads have.
     """
 
@@ -211,7 +211,10 @@ class Rotation:
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of the rotary angles, repeated for both halves of a head; [B, T, 1, K] float32 each."""
+    """Cosines and sines of the rotary angles, times a factor, repeated for both halves of a head.
+
+    [B, T, 1, K] float32 each.
+    """
 
     cos: jax.Array
     sin: jax.Array
@@ -228,8 +231,8 @@ def tables(
       positions: [B, T], int32, position within the document.
       head_dim: K.
       theta: base of the geometric series of wavelengths.
-      length: factor by which the rotation also scales vectors.
-      scaling: changes the frequencies; None: they stay as they are.
+      length: factor of the tables, by which the rotation also scales vectors.
+      scaling: changes the frequencies, and multiplies the tables by its `attention_factor`; None: neither.
     """
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [K/2]

@@ -92,7 +92,7 @@ class BlockSparse(Heads):
         return Work(super().work(decoder, length).matrices, 2 * self.attended(length) * inner)
 
     def shrink(self, multiples: Mapping[str, int]) -> "BlockSparse":
-        """Returns a mixer with blocks for the short rows of rehearsals."""
+        """Returns a small mixer for smoke runs: heads as `Heads.shrink`, and blocks of 8 positions for short rows."""
         return dataclasses.replace(super().shrink(multiples), block=8)
 
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:

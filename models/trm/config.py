@@ -34,8 +34,8 @@ class Config:
       prefix_length: P, number of positions before the cells; they contain the puzzle's embedding, padded with zeros.
       halt_bias: initial bias of both logits of the halting head; its matrix starts at zero.
       halt_max_steps: maximum number of steps for a puzzle, and the number of steps in evaluation.
-      exploration: probability, from 0 to 1, that a row must continue for a random number of steps; a number, or a
-        schedule (`models.trm.schedules.Linear`).
+      exploration: probability, from 0 to 1, in each training step, that a row may not halt before a minimum number of
+        steps, drawn from 2 to halt_max_steps; a number, or a schedule (`models.trm.schedules.Linear`).
       curriculum: how the cycles grow to h_cycles and l_cycles during training; None: all cycles from the start.
       probabilities: how the token loss turns logits into probabilities: "stablemax" or "softmax".
       dtype: compute dtype, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The

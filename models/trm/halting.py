@@ -97,7 +97,8 @@ def halts(
       key: random key of this training step.
       rows: [B], indices of the rows in the global batch.
       most: maximum number of steps of a row.
-      exploration: probability that a row must continue for a random number of steps.
+      exploration: probability, in each training step, that a row may not halt before a minimum number of steps, drawn
+        from 2 to `most`.
     """
     last = steps >= most
     if most == 1:

@@ -24,7 +24,7 @@ import numpy as np
 from core.errors import UserError, check_integer, check_number
 
 SKIP_COST, UPDATE_COST = 1.0, 3.0  # cost of a chunk, in the units of the paper
-State = Any  # tuple of scalars; a carry may hold those
+State = Any  # a tree of scalars, which a carry may hold; () if the gate has no state
 
 
 class Signals(NamedTuple):

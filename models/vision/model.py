@@ -360,9 +360,10 @@ class VisionLanguageModel:
         return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim, **changed}
 
     def flops_per_token(self, length: int) -> float:
-        """Returns training FLOPs per position of rows with one image; frozen parts have no gradients of matrices.
+        """Returns training FLOPs per position of rows of `length` positions with one image.
 
-        The connector and the selector are not counted.
+        A frozen decoder has no gradients of matrices, and a frozen tower no backward pass. The connector and the
+        selector are not counted.
         """
         decoder = self.decoder.flops_per_token(length)
         if "decoder" in self.freeze and self.decoder.lora is None:

@@ -19,7 +19,7 @@ Both are per execution and chip; `times` is the number of executions in a step.
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -149,6 +149,7 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
 
     Raises:
       UserError: a group contains a chip that is not in the mesh.
+      RuntimeError: the groups of a collective are in an unknown notation.
     """
     found = []
     starts = [e for e in run if dataflow.is_start(e)]
@@ -191,10 +192,13 @@ def _numbered(run: Sequence[Executed], grid: Grid) -> list[int]:
 
     A program for several slices is that of one slice, whose chips it numbers in their order in the mesh: here those of
     the first slice, which stand for all. A program that names more chips numbers all.
+
+    Raises:
+      UserError: the program numbers more chips than the mesh has.
     """
     first = [chip for chip, slice_ in enumerate(grid.slices) if slice_ == grid.slices[0]]
-    groups = (replica_groups.device_groups(e.instruction, 1) for e in run if _is_collective(e))
-    largest = max(itertools.chain.from_iterable(itertools.chain.from_iterable(groups)), default=0)
+    by_collective = (replica_groups.device_groups(e.instruction, 1) for e in run if _is_collective(e))
+    largest = _largest_in_mesh(itertools.chain.from_iterable(by_collective), grid)
     return first if largest < len(first) else list(range(len(grid.slices)))
 
 
@@ -349,14 +353,20 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
     Raises:
       UserError: a chip outside the mesh.
     """
+    _largest_in_mesh(groups, grid)
     shape = tuple(grid.shape.values())
-    largest = max(itertools.chain(*groups), default=0)
-    if largest >= math.prod(shape):
-        raise UserError(
-            f"a collective contains device {largest}, but the mesh {dict(grid.shape)} has {math.prod(shape)} devices"
-        )
     varies: set[int] = set()
     for group in groups:
         coordinates = np.stack(np.unravel_index(np.asarray(group), shape))  # [axes, chips of the group]
         varies.update(np.flatnonzero(coordinates.max(axis=1) > coordinates.min(axis=1)))
     return tuple(axis for i, axis in enumerate(grid.shape) if i in varies)
+
+
+def _largest_in_mesh(groups: Iterable[Sequence[int]], grid: Grid) -> int:
+    """Returns the largest number of a chip in groups. Raises UserError if the mesh has no chip of that number."""
+    largest, devices = max(itertools.chain.from_iterable(groups), default=0), math.prod(grid.shape.values())
+    if largest >= devices:
+        raise UserError(
+            f"a collective contains device {largest}, but the mesh {dict(grid.shape)} has {devices} devices"
+        )
+    return largest

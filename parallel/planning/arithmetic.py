@@ -240,9 +240,10 @@ def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
 
 
 def _moved(sharded: ShardedState, step: Step, work: Work) -> float:
-    """Returns bytes of HBM that a pipeline moves besides its products: saved values, and sums of gradients every tick.
+    """Returns bytes of HBM that a pipeline moves besides what products read and write.
 
-    Without a pipeline the share of products in the peak accounts for what products do not hide.
+    These are saved values, and sums of gradients every tick. Without a pipeline 0: PRODUCT_SHARE_OF_PEAK then includes
+    the HBM traffic that products do not hide.
     """
     schedule, stages = sharded.tables.pipeline, sharded.shape["stage"]
     if schedule is None:

@@ -90,22 +90,25 @@ def error(published: Sequence[PublishedRun]) -> Error | None:
 
 
 def ratio(row: PublishedRun) -> float:
-    """Returns the published seconds of a step, divided by the predicted ones."""
+    """Returns the published seconds of a step that has been compiled, divided by the predicted ones."""
     return published_seconds(row) / predicted_seconds(row)
 
 
 def published_seconds(row: PublishedRun) -> float:
-    """Returns the published seconds of a step."""
+    """Returns the published seconds of a step that has been compiled."""
     return row["predicted"]["tokens_per_step"] / slices.get(row["slice"]).chips / row["tokens_per_second_per_chip"]
 
 
 def predicted_seconds(row: PublishedRun) -> float:
-    """Returns the predicted seconds of a step."""
+    """Returns the predicted seconds of a step that has been compiled."""
     return step_time(row).scheduled
 
 
 def step_time(row: PublishedRun) -> StepTime:
-    """Returns the predicted time of a step, by network, with the work of the source's attention kernels."""
+    """Returns the predicted time of a published step that has been compiled (has `predicted`).
+
+    Traffic is by network. The time of kernels is multiplied by `kernel_work`.
+    """
     found = row["predicted"]
     kernels = found["kernels"] * row.get("kernel_work", 1)
     traffic = (AxisTime((), network, part["all"], part["beside"], 0) for network, part in found["traffic"].items())

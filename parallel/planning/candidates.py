@@ -1,8 +1,8 @@
 """Enumerates the candidates of a plan: the layouts of a slice, with every choice that trades memory for time.
 
-Strategies and choices of rematerialization are found, not listed: a strategy is tried if it is in `strategies.__all__`
-and has degrees among its parameters, a choice of `remat` if the model accepts it. Schedules are listed below, by their
-arguments.
+Strategies and choices of rematerialization are found, not listed. A strategy is tried if it is in `strategies.__all__`
+and requires no parameters but degrees. A choice of `remat` is tried if the model lists and accepts it, and it saves
+nothing on the host or is the model's own. Schedules are listed below, by their arguments.
 """
 
 import dataclasses

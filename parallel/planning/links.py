@@ -97,7 +97,8 @@ class Links:
         Args:
           axes: mesh axes that vary in the group.
           group_size: number of devices of the group, if it spans only part of these axes: 2 chips use one link, 4
-            chips at most two. A group of as many devices as a chip has is taken to be those of one chip.
+            chips at most two. If these axes vary within a chip, a group of no more devices than they have on a chip is
+            taken to be on one chip, whose devices are connected by LINKS_WITHIN_CHIP links.
         """
         whole, on_chip = math.prod(self._shape[axis] for axis in axes), self._on_chip(axes)
         if 1 < (group_size or whole) <= on_chip:

@@ -125,7 +125,7 @@ class ModelTrace:
     """The properties of a training program that do not depend on its layout.
 
     Attributes:
-      slice: the slice to compile for.
+      slice: the slice for which layouts are estimated.
       shapes, axes: shapes and logical axes of the training state, trees of the same structure.
       spec: fields of a batch of any size.
       works: the work of one row in one step, by choice of `remat`.
@@ -174,7 +174,7 @@ def trace(
       model: the model to trace.
       optimizer: the optimizer, whose state is part of the training state.
       spec: fields of a batch.
-      slice: the slice to compile for.
+      slice: the slice for which layouts are estimated; the trace only stores it.
       seed: seed of the parameters.
       remats: choices of `remat` to trace; None: all that the model offers.
       frozen, frozen_dtype: see `parallel.partitioner.Partitioner.program`.
@@ -401,7 +401,10 @@ class _Sizes:
         self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n or size == 0 for size in taken))
 
     def all_kept(self, tree: Any, on_host: Sequence[bool] | None = None) -> tuple[Kept, ...]:
-        """Describes the kept arrays, each once; `on_host` says which are in the memory of the host (None: none)."""
+        """Describes the kept arrays; of those outside of loops, one for each pair of axes and size (`_distinct`).
+
+        `on_host` says for each leaf of the tree whether it is in the memory of the host; None: none is.
+        """
         arrays = jax.tree.leaves(tree)
         places = on_host or [False] * len(arrays)
         pairs = zip(map(self.kept, arrays), places, strict=True)
@@ -455,7 +458,7 @@ def _preference(of: tuple[int, str | None]) -> tuple[int, str]:
 
 
 def _distinct(kept: Iterator[Kept]) -> Iterator[Kept]:
-    """Yields arrays without duplicates: outside of loops the compiler recomputes all but one of each shape."""
+    """Yields all arrays of loops, and the widest of each axes and size outside: the compiler recomputes the others."""
     largest: dict[Any, Kept] = {}
     for k in kept:
         if k.copies > 1:

@@ -133,14 +133,16 @@ class Trajectory(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The largest difference between two trees, over all leaves and entries.
+    """The largest differences between two trees; each number is the largest over all leaves.
+
+    The size of a leaf is its largest absolute entry in the second tree, or its floor if that is larger. All numbers are
+    infinite if shapes differ or an entry of either tree is not finite.
 
     Attributes:
-      absolute: absolute difference; infinite if shapes differ or an entry of either tree is not finite.
-      ulp: the difference divided by the float32 spacing at the largest entry of its leaf, or at the leaf's floor, the
-        smallest size at which the spacing is taken; infinite likewise.
+      absolute: absolute difference.
+      ulp: absolute difference divided by the float32 spacing at the leaf's size.
       where: the leaf with the largest `ulp`.
-      relative: the difference divided by the largest entry of its leaf, or by the leaf's floor.
+      relative: absolute difference divided by the leaf's size.
     """
 
     absolute: float
@@ -247,8 +249,8 @@ def difference(ours: Any, theirs: Any, *, floors: Iterable[float] = ()) -> Diffe
     """Compares two trees of one structure.
 
     Args:
-      ours, theirs: arrays.
-      floors: for every leaf, the smallest size at which the float32 spacing is taken; empty: no floor.
+      ours, theirs: trees of arrays; `theirs` is the second tree of `Difference`.
+      floors: the lower bound of the size of each leaf, as in `Difference`; empty: no floor.
     """
     pairs = list(zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True))
     sizes = list(floors) or [0.0] * len(pairs)

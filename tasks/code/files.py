@@ -102,7 +102,10 @@ class CodeFiles(chunks.ChunkTask):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (the task lives as long as the process)
     def fingerprint(self) -> str:
-        """Returns a hash of the files' names, sizes and content, the vocabulary, and settings that leave out files."""
+        """Returns a hash of the names, sizes and content of the files, and of what decides the rows of each split.
+
+        That is the vocabulary, `held_out_percent`, `least_tokens`, and the excluded texts.
+        """
         listing = [(file.name, file.size_bytes) for file in self._listed]
         excluded = self._excluded.digest if self._excluded else ""
         settings = (self.held_out_percent, self.least_tokens, excluded, self.vocabulary.hash)

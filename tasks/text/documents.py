@@ -312,7 +312,7 @@ def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
     """Returns the text of one file (if `is_cut`, of its beginning) as UTF-8; b"" if it is only white space.
 
     Raises:
-      MalformedDocument: the content is not text; the message names file and line.
+      MalformedDocument: the content is not UTF-8 or has a NUL character; the message names the file and the byte.
     """
     return checked(content, where=path, is_cut=is_cut)
 

@@ -28,7 +28,7 @@ class Vocabulary(Protocol):
 
     @attribute
     def eos_id(self) -> int:
-        """The end-of-document id."""
+        """The end-of-document id; -1 if the vocabulary of a seqio task has none."""
 
     @attribute
     def bos_id(self) -> int:
@@ -64,7 +64,10 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """The methods that every vocabulary has; checking whether an object has them reads no model file."""
+    """Two methods that every vocabulary has.
+
+    `can` checks for them without reading a model file, as it would for attributes such as `Vocabulary.size`.
+    """
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""

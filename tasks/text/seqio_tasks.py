@@ -88,9 +88,8 @@ def described(name: str) -> dict[str, Any]:
       UserError: as `registered`.
     """
     vocabulary, seqio = registered(name).output_features["targets"].vocabulary, library()
-    size, eos = int(vocabulary.vocab_size), vocabulary.eos_id
-    pad_id = 0 if reserves_zero(vocabulary) else None
-    found = {"kind": "other", "size": size, "eos_id": -1 if eos is None else int(eos), "pad_id": pad_id}
+    size, pad_id = int(vocabulary.vocab_size), 0 if reserves_zero(vocabulary) else None
+    found = {"kind": "other", "size": size, "eos_id": _eos_id(vocabulary), "pad_id": pad_id}
     if isinstance(vocabulary, seqio.SentencePieceVocabulary):
         model = vocabulary.sp_model
         digest = hashlib.sha256(model).hexdigest()
@@ -101,6 +100,11 @@ def described(name: str) -> dict[str, Any]:
     texts = () if isinstance(vocabulary, seqio.PassThroughVocabulary) else _SAMPLES
     what = [type(vocabulary).__name__, size, [list(map(int, vocabulary.encode(text))) for text in texts]]
     return found | {"hash": hashlib.sha256(json.dumps(what).encode()).hexdigest()}
+
+
+def _eos_id(vocabulary: Any) -> int:
+    """Returns the end-of-document id of a seqio vocabulary; -1 if it has none."""
+    return -1 if vocabulary.eos_id is None else int(vocabulary.eos_id)
 
 
 def reserves_zero(vocabulary: Any) -> bool:
@@ -141,7 +145,8 @@ class SeqioVocabulary(Vocabulary):
 
     @property
     def eos_id(self) -> int:
-        return int(self._theirs.eos_id)
+        """The end-of-document id; -1 if there is none."""
+        return _eos_id(self._theirs)
 
     @property
     def hash(self) -> str:

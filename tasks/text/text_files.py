@@ -219,7 +219,10 @@ def _has_many(file: File) -> bool:
 
 
 def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
-    """Returns the files without empty ones; a table or compressed file of 0 bytes is damaged, so it is kept."""
+    """Returns the files without empty ones.
+
+    Tables and compressed files of 0 bytes are kept: they are damaged, and reading them raises an error that says so.
+    """
 
     def is_damaged(file: File) -> bool:
         return text_formats.is_compressed(file.path) or text_formats.kind(file.path) == ".parquet"

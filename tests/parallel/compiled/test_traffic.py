@@ -9,6 +9,7 @@ import re
 import pytest
 
 from core import logical, optimizers, slices
+from core.errors import UserError
 from models.decoder import experts, layers, transformer
 from parallel import partitioner, strategies, strategy
 from parallel.compiled import analysis, compiling, traffic
@@ -71,6 +72,21 @@ def test_a_chip_outside_the_mesh_is_refused():
 def collectives(text, grid=GRID):
     module = program.parse(text)
     return traffic.collectives(module, executions.walk(module), grid)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        "all-reduce(%x), channel_id=1, replica_groups={{0,20}}, use_global_device_ids=true, to_apply=%add",
+        "all-gather(%x), channel_id=1, replica_groups=[2,20]<=[40], dimensions={0}, use_global_device_ids=true",
+        "collective-permute(%x), channel_id=1, source_target_pairs={{0,20},{20,0}}",
+    ],
+)
+@pytest.mark.parametrize("slices_", [(0,) * 16, (0,) * 8 + (1,) * 8])
+def test_a_program_with_a_chip_outside_the_mesh_is_refused(attributes, slices_):
+    text = f"  %x = f32[8]{{0}} parameter(0)\n  ROOT %c = f32[8]{{0}} {attributes}\n}}\n"
+    with pytest.raises(UserError, match=r"contains device \d+, but the mesh .* has 16 devices"):
+        collectives("ENTRY %main (x: f32[8]) -> f32[8] {\n" + text, traffic.Grid({"data": 16}, slices_))
 
 
 def one(opcode, attributes, *, operand="bf16[16,128]", result="bf16[16,128]"):

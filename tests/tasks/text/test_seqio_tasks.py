@@ -12,6 +12,7 @@ from launch import environment
 from tasks import text
 from tasks.text import seqio_live, seqio_pipeline, seqio_tasks
 from tasks.text.documents import StreamSpec
+from tasks.text.ids import before_end
 
 MODULE = """
 import functools
@@ -58,6 +59,15 @@ add("tried_mapped", rename, seqio.map_over_dataset(functools.partial(lowered, ke
 add("tried_partial", functools.partial(seqio.preprocessors.rekey, key_map={"targets": "txt"}))
 add("tried_empty", rename, drop_all)
 add("tried_unnamed")
+seqio.TaskRegistry.add(
+    "of_ids",
+    source=seqio.FunctionDataSource(
+        lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices({"targets": [[3, 4]]}),
+        splits=["train"],
+    ),
+    preprocessors=[],
+    output_features={"targets": seqio.Feature(seqio.PassThroughVocabulary(9), add_eos=False)},
+)
 seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelled", 1.0)])
 """
 
@@ -101,6 +111,13 @@ def test_one_example_of_each_source_is_tried(registered, name):
     assert len(problems) == 2 * bool(BROKEN[name])  # of both splits
     for problem, split in zip(problems, ("train", "validation"), strict=False):
         assert all(word.replace("train", split) in problem for word in BROKEN[name]), problem
+
+
+@pytest.mark.slow
+def test_a_vocabulary_without_an_end_of_document_id_has_minus_one_live_as_in_a_cache(registered):
+    vocabulary = seqio_tasks.SeqioVocabulary("of_ids")
+    assert vocabulary.eos_id == seqio_tasks.described("of_ids")["eos_id"] == -1
+    assert before_end([3, 4], vocabulary) == [3, 4]
 
 
 @pytest.mark.slow
