@@ -42,7 +42,7 @@ class Measured(NamedTuple):
         asked = {}
         for task in evaluator.eval_tasks:
             asked[task.name] = {"kinds": kinds(task), "pairs": _pairs(evaluator.cached_model_datasets[task.name])}
-        return {"eos_id": int(found.output_features["targets"].vocabulary.eos_id), "tasks": asked}
+        return {"eos_id": seqio_tasks.eos_id(found.output_features["targets"].vocabulary), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         """Computes the scalar metrics of each task that has any, from the outputs of `answered`.
@@ -74,10 +74,18 @@ def require_metrics(name: str, module: str | None = None) -> Any:
     """Returns a registered task or mixture with metrics of predictions or scores.
 
     Raises:
-      UserError: there is no such task, it has no metrics, or one needs other outputs of the model.
+      UserError: there is no such task; it has no metrics; one needs other outputs of the model; or one needs
+        predictions, and the vocabulary has no end-of-document id.
     """
     seqio, found = seqio_tasks.library(), seqio_tasks.registered(name, "--task", module=module)
-    require_kinds(name, [kind for task in seqio.get_subtasks(found) for kind in kinds(task)])
+    needed = [kind for task in seqio.get_subtasks(found) for kind in kinds(task)]
+    require_kinds(name, needed)
+    vocabulary = found.output_features["targets"].vocabulary
+    if {_PREDICTION, _WITH_SCORES} & set(needed) and seqio_tasks.eos_id(vocabulary) < 0:
+        raise UserError(
+            f"{name} has metrics of predictions, but its {type(vocabulary).__name__} has no end-of-document id, which "
+            "ends a prediction: give the vocabulary an eos_id, or use metrics of scores"
+        )
     return found
 
 

@@ -89,7 +89,7 @@ def described(name: str) -> dict[str, Any]:
     """
     vocabulary, seqio = registered(name).output_features["targets"].vocabulary, library()
     size, pad_id = int(vocabulary.vocab_size), 0 if reserves_zero(vocabulary) else None
-    found = {"kind": "other", "size": size, "eos_id": _eos_id(vocabulary), "pad_id": pad_id}
+    found = {"kind": "other", "size": size, "eos_id": eos_id(vocabulary), "pad_id": pad_id}
     if isinstance(vocabulary, seqio.SentencePieceVocabulary):
         model = vocabulary.sp_model
         digest = hashlib.sha256(model).hexdigest()
@@ -102,7 +102,7 @@ def described(name: str) -> dict[str, Any]:
     return found | {"hash": hashlib.sha256(json.dumps(what).encode()).hexdigest()}
 
 
-def _eos_id(vocabulary: Any) -> int:
+def eos_id(vocabulary: Any) -> int:
     """Returns the end-of-document id of a seqio vocabulary; -1 if it has none."""
     return -1 if vocabulary.eos_id is None else int(vocabulary.eos_id)
 
@@ -146,7 +146,7 @@ class SeqioVocabulary(Vocabulary):
     @property
     def eos_id(self) -> int:
         """The end-of-document id; -1 if there is none."""
-        return _eos_id(self._theirs)
+        return eos_id(self._theirs)
 
     @property
     def hash(self) -> str:

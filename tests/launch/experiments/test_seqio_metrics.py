@@ -32,7 +32,7 @@ def best(targets, predictions, aux_values):
 
 vocabulary = seqio.ByteVocabulary()
 
-def add(name, features, **options):
+def add(name, features, vocabulary=vocabulary, **options):
     seqio.TaskRegistry.add(
         name,
         source=seqio.FunctionDataSource(
@@ -50,6 +50,8 @@ add("numbers", ("targets",), metric_fns=[mean])
 add("bare", ("targets",))
 add("likely", ("inputs", "targets"), metric_fns=[mean])
 add("silent", ("inputs", "targets"))
+add("endless", ("targets",), seqio.PassThroughVocabulary(9), metric_fns=[same])
+add("endless_scored", ("targets",), seqio.PassThroughVocabulary(9), metric_fns=[mean])
 seqio.MixtureRegistry.add("together", [("sums", 1.0), ("likely", 1.0), ("silent", 1.0)])
 """
 
@@ -124,6 +126,13 @@ def test_predictions_and_scores_are_of_the_targets_after_their_inputs(registered
         evaluated("bare", most=None, score=score, predict=predict)
     with pytest.raises(UserError, match="no seqio task or mixture 'sum'; did you mean 'sums'"):
         evaluated("sum", most=None, score=score, predict=predict)
+
+
+@pytest.mark.slow
+def test_only_scores_of_a_vocabulary_without_an_end_of_document_id(registered):
+    assert seqio_metrics.require_metrics("endless_scored")
+    with pytest.raises(UserError, match="its PassThroughVocabulary has no end-of-document id"):
+        seqio_metrics.require_metrics("endless")
 
 
 @pytest.mark.slow
