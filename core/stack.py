@@ -46,9 +46,9 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from core import logical, stack_checks
+from core import logical, stack_checks, stack_dtypes
 from core.rematerialization import REMAT_CHOICES, Remat, rematerialized
 
 Stream = Any  # pytree of [B, ...]: the x of a block
@@ -96,10 +96,13 @@ class First(NamedTuple):
     Attributes:
       kinds: the kind of each. Their block returns () in place of summed outputs.
       group: as in `layer_stack`, of these layers alone.
+      hands_over: whether their x is a pair. Later layers get its first entry as x. The second, which they do not
+        change, becomes the last entry of their side, a tuple.
     """
 
     kinds: tuple[Kind, ...]
     group: int = 1
+    hands_over: bool = False
 
 
 def haiku_tail(fn: Callable[..., Any], x: Stream, side: Side = (), *, summed: Any = None, name: str = "tail") -> Tail:
@@ -141,6 +144,7 @@ class LayerFn:
       dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
         that dtype, so that a runner can transfer weights in it; otherwise the stored dtype.
       is_first: whether these are the `First` layers of a stack, which are not split into stages.
+      undivided: as in `layer_stack`.
     """
 
     plain: Callable[[Layer, Stream, Side, Kind], tuple[Stream, Outputs]]
@@ -151,6 +155,7 @@ class LayerFn:
     axes: Callable[[], Any]
     dtypes: Any
     is_first: bool = False
+    undivided: str = ""
     _calls: dict[tuple[Kind, bool], Callable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __call__(
@@ -376,6 +381,7 @@ def layer_stack(
     pattern: Sequence[Kind] | None = None,
     group: int = 1,
     first: First | None = None,
+    undivided: str = "",
 ) -> Callable[..., Any]:
     """Stacks `num_layers` copies of a Haiku block, each with its own parameters; call the result inside `hk.transform`.
 
@@ -384,18 +390,17 @@ def layer_stack(
         entry of `layer_in`, if the stack is called with one; returns `(x, out)` if `outputs` is given; and has a
         keyword argument `kind` if `pattern` is given. It may call `hk.next_rng_key()`: each layer then has its own
         key, equal under every runner.
-      num_layers: L, those of `first` included.
-      name: module name of the stacked parameters.
+      num_layers, name: L, with those of `first`, and the module name of the stacked parameters.
       remat: what the backward pass recomputes: "none" (only sharding constraints), "dots" (all but matrix products),
         "full"; or the names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`,
         or an `OnHost` with such names; all others are recomputed.
       tail: runs after the last layer.
-      outputs: "stacked" or "summed" for all outputs of a layer, or a tree of these words for parts of it, such as
-        `{"cache": "stacked", "balance": "summed"}`; None if the block returns x alone.
+      outputs: "stacked", "summed" or a tree of these, such as `{"cache": "stacked", "sums": "summed"}`; None: x alone.
       pattern: hashable kinds of successive layers, repeated over those after `first`. None: all layers are equal.
       group: the number of successive layers that runners treat as one, because the parameters of their kinds differ.
         The layers of a group create modules of different names, by their kinds.
       first: layers at the beginning, before those of the pattern; their parameters are in a module `first_{name}`.
+      undivided: why runners cannot divide the rows, and what to do; those that divide them raise it for gradients.
 
     Returns:
       `(x, side=(), layer_in=()) -> x`, or the tail's result; with `outputs` a pair of that and the outputs.
@@ -406,7 +411,7 @@ def layer_stack(
         not L entries; kinds differ in outputs or, without `group`, in parameters; or a group has equal module names.
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
-    how = {"remat": remat, "outputs": outputs, "pattern": pattern, "group": group}
+    how: Any = dict(remat=remat, outputs=outputs, pattern=pattern, group=group, undivided=undivided)
     if first is None:
         return _one_stack(block, num_layers, name, tail, **how)
     stack_checks.check_first(num_layers, len(first.kinds), has_pattern=pattern is not None)
@@ -418,11 +423,11 @@ def layer_stack(
     def apply(x: Stream, side: Side = (), layer_in: Any = ()) -> Any:
         stack_checks.check_shapes(x, side, layer_in, num_layers)
         ours, theirs = (jax.tree.map(operator.itemgetter(part), layer_in) for part in parts)
-        if outputs is None:
-            return others(before(x, side, ours), side, theirs)
-        x, early = before(x, side, ours)
-        result, late = others(x, side, theirs)
-        return result, jax.tree.map(_joined, outputs, early, late)
+        found = before(x, side, ours)
+        x, early = (found, ()) if outputs is None else found
+        x, side = (x[0], (*side, x[1])) if first.hands_over else (x, side)
+        found = others(x, side, theirs)
+        return found if outputs is None else (found[0], jax.tree.map(_joined, outputs, early, found[1]))
 
     return apply
 
@@ -442,12 +447,13 @@ def _one_stack(
     outputs: Any,
     pattern: Sequence[Kind] | None,
     group: int,
+    undivided: str,
     is_first: bool = False,
 ) -> Callable[..., Any]:
     """Returns `layer_stack` of layers with one parameter tree.
 
     Args:
-      block, num_layers, name, tail, remat, outputs, pattern, group: as there.
+      block, num_layers, name, tail, remat, outputs, pattern, group, undivided: as there.
       is_first: whether these are the `First` layers, which others follow.
     """
     stack_checks.check_groups(num_layers, group)
@@ -463,7 +469,8 @@ def _one_stack(
         axis = logical.FIRST_LAYERS if is_first else logical.LAYERS
         params = _stacked_params(one.init, name, kinds, arguments, group, axis)
         stacked = Layer(params, _grouped(_layer_keys(num_layers), group), layer_in)
-        fn = dataclasses.replace(_layer_fn(one, remat, kinds, stacked, arguments, group), is_first=is_first)
+        fn = _layer_fn(one, remat, kinds, stacked, arguments, group)
+        fn = dataclasses.replace(fn, is_first=is_first, undivided=undivided)
         run = scan_runner if hk.running_init() else _runner.value  # a runner may need a mesh; init has none
         last = tail and _checked_tail(tail, like_x, like_side, fn.outputs.summed, outputs)
         result, out = run(fn, stacked, x, side, last)
@@ -484,7 +491,7 @@ def _layer_fn(
         is_small=remat == "none" and len(kinds) * group <= UNROLLED,
         outputs=out,
         axes=lambda: _axes(one.init(kinds[0]), group, arguments),
-        dtypes=_computed_dtypes(traced, stacked.params),
+        dtypes=stack_dtypes.computed(traced, stacked.params),
     )
 
 
@@ -583,17 +590,3 @@ def _trace(
         results.append(out)
     stack_checks.check_equal_outputs(results)
     return traced, results[0]
-
-
-def _computed_dtypes(traced: Sequence[ClosedJaxpr], params: Params) -> Any:
-    leaves, structure = jax.tree.flatten(params)  # parameters come first among a layer's inputs
-    casts = [{_only_cast(one.jaxpr, one.jaxpr.invars[i]) for one in traced} for i in range(len(leaves))]
-    dtypes = [(len(to) == 1 and to.pop()) or a.dtype for to, a in zip(casts, leaves, strict=True)]
-    return jax.tree.unflatten(structure, dtypes)
-
-
-def _only_cast(jaxpr: Jaxpr, var: Any) -> Any:
-    """Returns the dtype to which all uses of `var` cast it; None if one uses it without a cast."""
-    readers = [equation for equation in jaxpr.eqns if any(v is var for v in equation.invars)]
-    casts = {e.params["new_dtype"] if e.primitive.name == "convert_element_type" else None for e in readers}
-    return casts.pop() if len(casts) == 1 else None

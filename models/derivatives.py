@@ -152,9 +152,14 @@ def with_float32_gradient(x: jax.Array) -> jax.Array:
 with_float32_gradient.defvjp(lambda x: (x, None), lambda _, dy: (dy.astype(jnp.float32),))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def embedded(
-    table: jax.Array, ids: jax.Array, rows: tuple[str | None, ...], dtype: str, entries: str | None = "vocab"
+    table: jax.Array,
+    ids: jax.Array,
+    rows: tuple[str | None, ...],
+    dtype: str,
+    entries: str | None = "vocab",
+    where_stored: bool = False,
 ) -> jax.Array:
     """Returns the rows `ids` of an embedding table, in `dtype`; their gradients are summed in float32.
 
@@ -168,15 +173,23 @@ def embedded(
       rows: logical axes of `ids`.
       dtype: dtype of the result [..., D].
       entries: logical axis of the table's rows; its columns have the axis `embed`.
+      where_stored: whether each chip looks up the ids of all rows in its part of the table, and chips exchange what
+        they found. For a table that is much larger than the result, this is less traffic than gathering the table.
     """
-    del rows
+    specs = logical.lookup_specs((entries, "embed"), rows) if where_stored else None
+    if specs is not None:
+        split = jax.lax.with_sharding_constraint
+        found = split(table.astype(dtype), specs.table)[split(ids, specs.ids)]
+        for move in reversed(specs.moves):
+            found = split(found, move)
+        return found
     return logical.constrain(table.astype(dtype), entries, None)[ids]  # indexed by row: rows are not sharded
 
 
 def _embedded_back(
-    rows: tuple[str | None, ...], dtype: str, entries: str | None, saved: tuple, dy: jax.Array
+    rows: tuple[str | None, ...], dtype: str, entries: str | None, where_stored: bool, saved: tuple, dy: jax.Array
 ) -> tuple[jax.Array, None]:
-    del dtype
+    del dtype, where_stored
     table, ids = saved
     summed = jnp.zeros_like(table)
     specs = logical.lookup_specs((entries, "embed"), rows)

@@ -81,6 +81,8 @@ def _is_spec(leaf: Any) -> bool:
 def _why_not(fn: LayerFn, x: Stream, groups: int) -> str:
     """Returns why the gradients of these layers cannot be reduced late; empty if they can."""
     instead = "use strategies.fsdp without overlap_reduction"
+    if fn.undivided:
+        return f"{_WHAT}: {fn.undivided}"
     if (count := jax.tree.leaves(x)[0].shape[0]) % groups:
         return (
             f"{_WHAT}: {count} rows of the layer stack do not divide over {groups} chips: train on a multiple of that"

@@ -86,6 +86,10 @@ def _facts(model: Transformer, *, length: int) -> Iterator[tuple[str, str]]:
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.abstract_state.params))
     used = sum(part.work(model, length).matrices for parts in layers for part in parts.values())
     used += model.embed_dim * model.vocab_size
+    if model.layer_inputs is not None:
+        width = model.layer_inputs.width
+        used += model.layer_inputs.work(model)
+        yield "inputs", f"{width:,} for each layer, from a table of {model.vocab_size:,} x {model.num_layers * width:,}"
     yield "parameters", f"{total:,}; a token is multiplied with {used:,.0f}"
     yield "cache", f"{units.size(_cache_bytes(program, length))} for a row of {length:,} tokens, in {model.dtype}"
     yield "training", f"{units.significant(model.flops_per_token(length) / 1e9)} GFLOPs a token, in rows of {length:,}"

@@ -25,6 +25,7 @@ _NAMES = {
     "models.derivatives": "ClampedGate",
     "models.mixers.block_sparse": "BlockSparse",
     "models.decoder.attention.splash_tiles": "Tiles",
+    "models.decoder.layer_inputs": "LayerInputs",
     "models.decoder.layers": "Attention Mlp",
     "models.decoder.experts": "Experts trained",
     "models.lora": "Lora adapted",

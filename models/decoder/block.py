@@ -5,6 +5,8 @@ B batch, T length, D embed.
 
 import functools
 import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -17,6 +19,38 @@ from models.decoder.config import DecoderConfig, LayerKind, slots
 from models.decoder.parts import Call, Earlier
 
 State = dict[str, object]  # states of one layer, by name of the part
+Shared = dict[int, object]  # keys and values that later layers use, by number among `DecoderConfig.key_sources`
+
+
+class Passing(NamedTuple):
+    """What layers pass to the next layer when rows are extended.
+
+    Attributes:
+      stream: the residual stream, [B, T, D].
+      number: [B] int32, the number of the layer, equal for all rows; () without inputs of layers.
+      shared: keys and values for later layers, from `kv_cache.extended`.
+    """
+
+    stream: jax.Array
+    number: Any
+    shared: Shared
+
+    def with_places(self, config: DecoderConfig, kinds: Sequence[LayerKind], states: Sequence[State]) -> "Passing":
+        """Returns the same with places for the keys and values that the given layers have for later ones.
+
+        Args:
+          config: the decoder.
+          kinds, states: kinds of these layers, and their states.
+        """
+        rows, length = self.stream.shape[:2]
+        places: Shared = {}
+        for kind, state in zip(kinds, states, strict=True):
+            for part in kind.mixers:
+                if isinstance(part, layers.Attention) and part in config.key_sources:
+                    before: Any = state[part.name]
+                    number = config.key_sources.index(part)
+                    places[number] = part.empty_shared(config, rows, length, before)
+        return self._replace(shared={**places, **self.shared})
 
 
 class Block(hk.Module):
@@ -28,7 +62,7 @@ class Block(hk.Module):
         self.config = config
         self.kind = kind
 
-    def __call__(self, x: jax.Array, call: Call) -> tuple[jax.Array, State, dict[str, object]]:
+    def __call__(self, x: jax.Array, call: Call) -> tuple[jax.Array, State, dict[str, object], Shared]:
         """Runs the layer on the residual stream.
 
         Args:
@@ -37,20 +71,24 @@ class Block(hk.Module):
             this layer, by name.
 
         Returns:
-          The residual stream, and the states and the sums of the parts that have any, by name of the part.
+          The residual stream; states and sums of the parts that have any, by name of the part; and `call.shared` with
+            the layer's own entries.
         """
         states: State = {}
         sums: dict[str, object] = {}
+        shared: Shared = dict(call.shared)
         x = logical.constrain(x, "batch", "residual_length", "embed")
         for slot, norm, parts in slots(self.kind):
             is_before = self.config.post_norm != "only"
             normed = layers.normalized(self.config, f"{norm}_norm", x) if is_before else x
             outputs = []
             for name, part in parts.items():
-                y, state, found = part(self.config, normed, _of_part(call, name)._replace(stream=x))
-                outputs.append(y)
-                states |= {name: state} if jax.tree.leaves(state) else {}
-                sums |= {name: found} if jax.tree.leaves(found) else {}
+                found = part(self.config, normed, _of_part(call, name)._replace(stream=x))
+                outputs.append(found.y)
+                states |= {name: found.state} if jax.tree.leaves(found.state) else {}
+                sums |= {name: found.sums} if jax.tree.leaves(found.sums) else {}
+                if found.shared:
+                    shared[self.config.key_sources.index(part)] = found.shared
             added = functools.reduce(operator.add, outputs)
             if self.config.post_norm:
                 added = layers.normalized(self.config, f"{norm}_post_norm", added)
@@ -58,10 +96,14 @@ class Block(hk.Module):
                 added *= jnp.asarray(self.config.residual_scale, added.dtype)
             x = logical.constrain(x + added, "batch", "residual_length", "embed")
             x = checkpoint_name(x, "attended") if slot == "mixer" else x
+        if self.config.layer_inputs is not None:
+            assert call.layer_input is not None
+            x += self.config.layer_inputs.added(self.config, x, call.layer_input)
+            x = logical.constrain(x, "batch", "residual_length", "embed")
         if self.config.layer_scale:
             scale = jax.lax.stop_gradient(logical.param("layer_scale", (1,), (None,), jnp.ones, trainable=False))
             x = logical.constrain(x * scale.astype(x.dtype), "batch", "residual_length", "embed")
-        return x, states, sums
+        return x, states, sums, shared
 
 
 def _of_part(call: Call, name: str) -> Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from core import units
 from core.errors import UserError, check_number
@@ -14,6 +14,7 @@ from models import derivatives, quantized
 from models.decoder import chunked_loss, rotary
 from models.decoder.attention import attention
 from models.decoder.attention.splash_tiles import Tiles
+from models.decoder.layer_inputs import LayerInputs
 from models.decoder.layers import Attention, Mlp
 from models.decoder.parts import Decoder, Part, Sum
 from models.decoder.planner_config import Planner
@@ -121,6 +122,8 @@ class DecoderConfig(Decoder):
         number after which these repeat; the i-th of these layers has its parameters in a module `block_i`.
       first_feed_forward: the feed-forwards of the first layers, one per layer, fewer than `num_layers`; later layers
         use `feed_forward`.
+      first_mixer: the mixers of these layers, one per layer, instead of `mixer`; (): they have those of `mixer`.
+      layer_inputs: gives each layer a small input of its own for each token; None: there are none.
       planner: adds plans of finished chunks to the embedded tokens; see `models.decoder.chunk_planner`.
       keeps_states: for `tasks.chunked`: whether parts with a state, such as `s5.S5`, continue from the states at the
         end of the previous step's rows, without their gradient (truncated backpropagation). Rows whose first position
@@ -167,6 +170,8 @@ class DecoderConfig(Decoder):
     mixer: Part | Sum | tuple[Part | Sum, ...] = dataclasses.field(default_factory=Attention)
     feed_forward: Part | tuple[Part | None, ...] | None = dataclasses.field(default_factory=Mlp)
     first_feed_forward: tuple[Part | None, ...] = ()
+    first_mixer: tuple[Part | Sum, ...] = ()
+    layer_inputs: LayerInputs | None = None
     planner: Planner | None = None
     keeps_states: bool = False
     lora: Lora | None = None
@@ -205,7 +210,10 @@ class DecoderConfig(Decoder):
             raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary embeddings need an even size")
         if self.positions == "learned" and self.max_positions is None:
             raise UserError("Transformer: learned positions need max_positions, the number of vectors to learn")
+        if self.layer_inputs is not None and self.planner is not None:
+            raise UserError("Transformer.layer_inputs and planner are not supported together: set one of them to None")
         self._check_parts()
+        self._check_shared_keys()
 
     def _check_parts(self) -> None:
         for field, value, kinds, expected in (
@@ -224,6 +232,14 @@ class DecoderConfig(Decoder):
             raise UserError(
                 f"Transformer.first_feed_forward = {firsts!r}: expected a tuple of parts, such as (@layers.Mlp(), "
                 "@layers.Mlp())"
+            )
+        given = self.first_mixer
+        if not (isinstance(given, tuple) and all(isinstance(one, Part | Sum) for one in given)) or (
+            given and len(given) != len(firsts)
+        ):
+            raise UserError(
+                f"Transformer.first_mixer = {given!r}: expected a tuple of {len(firsts)} mixers, one for each entry of "
+                "first_feed_forward, or ()"
             )
         if firsts and len(firsts) >= self.num_layers:
             raise UserError(
@@ -248,6 +264,27 @@ class DecoderConfig(Decoder):
                 f"layers after which mixer and feed_forward repeat; nearest: {nearest[0]}, {nearest[1]}"
             )
 
+    def _check_shared_keys(self) -> None:
+        """Raises UserError unless first layers have the keys that others use, and only these layers have them."""
+        firsts, others = (
+            {part for kind in kinds for part in kind.mixers} for kinds in (self.first_kinds, self.repeated_kinds)
+        )
+        if wrong := [part for part in firsts if _shares(part)]:
+            raise UserError(
+                f"Transformer.first_mixer has {wrong[0]}: first layers have keys of their own; set shares_keys = False"
+            )
+        for source in self.key_sources:
+            if source not in firsts:
+                raise UserError(
+                    "Transformer.mixer has attention with shares_keys = True, and no layer of first_mixer has the same "
+                    f"attention with keys of its own: add {source}"
+                )
+            if source in others:
+                raise UserError(
+                    "Transformer.mixer has layers with keys of their own among layers that share the keys of the same "
+                    f"attention in first_mixer, {source}: let all share, or none"
+                )
+
     def settings(self) -> dict[str, Any]:
         """Returns the settings on which the model's results depend, by name."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_SETTINGS}
@@ -256,7 +293,7 @@ class DecoderConfig(Decoder):
             found |= {f"planner.{name}": value for name, value in dataclasses.asdict(planner).items()}
         layers = [self.layer_kind(layer) for layer in range(self.num_layers)]
         found["mixer"] = tuple("+".join(part.name for part in kind.mixers) for kind in layers)
-        del found["first_feed_forward"]
+        del found["first_feed_forward"], found["first_mixer"]
         found["feed_forward"] = tuple("none" if (part := kind.feed_forward) is None else part.name for kind in layers)
         if not any(isinstance(part, Mlp) for kind in layers for part in parts_of(kind).values()):
             del found["mlp_dim"]  # no part has this width
@@ -288,7 +325,7 @@ class DecoderConfig(Decoder):
 
     @property
     def _mixers(self) -> tuple[tuple[Part, ...], ...]:
-        return tuple(one.parts if isinstance(one, Sum) else (one,) for one in _tuple(self.mixer))
+        return _each_alone(_tuple(self.mixer))
 
     @property
     def _repeated(self) -> list[tuple[tuple[Part, ...], Part | None]]:
@@ -314,7 +351,8 @@ class DecoderConfig(Decoder):
     @property
     def _firsts(self) -> list[tuple[tuple[Part, ...], Part | None]]:
         """The mixers and the feed-forward (None: none) of the first layers."""
-        return [(self._mixers[i % len(self._mixers)], part) for i, part in enumerate(self.first_feed_forward)]
+        mixers = _each_alone(self.first_mixer) or self._mixers
+        return [(mixers[i % len(mixers)], part) for i, part in enumerate(self.first_feed_forward)]
 
     @property
     def first_kinds(self) -> tuple[LayerKind, ...]:
@@ -335,9 +373,15 @@ class DecoderConfig(Decoder):
         return (*self.first_kinds, *self.repeated_kinds)
 
     @property
+    def key_sources(self) -> tuple[Attention, ...]:
+        """The attention of first layers whose keys and values later layers use instead of their own."""
+        return tuple(dict.fromkeys(part.source for mixers, _ in self._repeated for part in mixers if _shares(part)))
+
+    @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
         """The different rotary embeddings of the mixers: the decoder's, if any mixer uses it, then others by layer."""
-        found = [part.rotation(self) for mixers, _ in self._repeated for part in mixers]
+        layers = [*self._firsts, *self._repeated] if self.first_mixer else self._repeated
+        found = [part.rotation(self) for mixers, _ in layers for part in mixers]
         others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
         return tuple(sorted(others, key=lambda one: others[one]))
 
@@ -359,7 +403,8 @@ class DecoderConfig(Decoder):
         kv_heads, is_equal = multiples["kv_heads"], self.num_heads == self.num_kv_heads
         heads = math.lcm(multiples["heads"], kv_heads * (1 if is_equal else 2))
         groups = math.lcm(2 if self.group == 1 else 1, multiples["layers"])
-        layers, firsts = self.group * groups, self.first_feed_forward[: self.first_group]
+        layers, count = self.group * groups, period(self._firsts) if self.first_mixer else self.first_group
+        firsts = self.first_feed_forward[:count]
         return dataclasses.replace(
             self,
             num_layers=len(firsts) + layers * math.ceil(len(self.repeated_kinds) / layers),
@@ -371,6 +416,8 @@ class DecoderConfig(Decoder):
             mixer=_each(self.mixer, lambda part: part.shrink(multiples)),
             feed_forward=_each(self.feed_forward, lambda part: part.shrink(multiples)),
             first_feed_forward=_each(firsts, lambda part: part.shrink(multiples)),
+            first_mixer=_each(self.first_mixer[:count], lambda part: part.shrink(multiples)),
+            layer_inputs=self.layer_inputs and dataclasses.replace(self.layer_inputs, width=8),
             planner=self.planner and dataclasses.replace(self.planner, chunk=8),
         )
 
@@ -407,6 +454,15 @@ def period(values: list[Any]) -> int:
 def _period_of_parameters(layers: list[tuple[tuple[Part, ...], Part | None]]) -> int:
     """Returns the number of layers after which parameters repeat; layers: (mixers, feed-forward) of each."""
     return period([tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in layers])
+
+
+def _each_alone(mixers: tuple[Part | Sum, ...]) -> tuple[tuple[Part, ...], ...]:
+    """Returns the parts of each mixer."""
+    return tuple(one.parts if isinstance(one, Sum) else (one,) for one in mixers)
+
+
+def _shares(part: Part) -> TypeGuard[Attention]:
+    return isinstance(part, Attention) and part.shares_keys
 
 
 def _modules(group: int) -> list[str]:

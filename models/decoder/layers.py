@@ -19,8 +19,8 @@ from core import logical
 from core.errors import UserError, check_integer, check_number
 from models import derivatives, quantized
 from models.decoder import rotary
-from models.decoder.attention import attention, cudnn_attention
-from models.decoder.attention.attention import KeysAndValues
+from models.decoder.attention import attention, cudnn_attention, kv_cache
+from models.decoder.attention.kv_cache import KeysAndValues
 from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
 from models.decoder.parts import Call, Decoder, Part, Result, Side, Work
@@ -144,9 +144,11 @@ class Heads(Part):
 
     matrices = ("query", "key", "value", "output")
     sinks = False  # whether there are sinks
+    shares_keys = False  # whether keys and values are those of an earlier layer
 
     def adaptable_matrices(self) -> tuple[str, ...]:
-        return tuple(name for name in self.matrices if not (self.values_are_keys and name == "value"))
+        without = ("key", "value") if self.shares_keys else ("value",) if self.values_are_keys else ()
+        return tuple(name for name in self.matrices if name not in without)
 
     def with_same_parameters(self) -> Self:
         return dataclasses.replace(self, scale=None, softcap=None, value_norm=False)
@@ -200,32 +202,50 @@ class Heads(Part):
         c, side, of = decoder, call.side, Matrices(decoder)
         d, h, n, k = c.embed_dim, c.num_heads, self.kv_heads(c), self.width(c)
         wq = of.weight("query", (d, h, k * (1 + self.output_gate)), ("embed", "heads", "head_dim"), fan_in=d)
-        wk = of.weight("key", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
-        wv = None
-        if not self.values_are_keys:
-            wv = of.weight("value", (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d)
+        wk, wv = (
+            of.weight(name, (d, n, k), ("embed", "kv_heads", "head_dim"), fan_in=d) if has else None
+            for name, has in (("key", not self.shares_keys), ("value", not (self.shares_keys or self.values_are_keys)))
+        )
         fan_in = 2 * c.num_layers * h * k
         wo = of.weight("output", (h, k, d), ("heads", "head_dim", "embed"), fan_in=fan_in, in_dims=2)
         q = of.product("query", "btd,dhk->bthk", x, wq, side)
         q, gate = (q[..., :k], q[..., k:]) if self.output_gate else (q, None)
         q = self._heads(of, "query", q, call, "heads")
-        projected = of.product("key", "btd,dnk->btnk", x, wk, side)
-        key = self._heads(of, "key", projected, call, "kv_heads")
-        value = projected if wv is None else of.product("value", "btd,dnk->btnk", x, wv, side)
-        value = of.biased("value", value, ("kv_heads", "head_dim"), among=("qkv", "all"))
-        if self.value_norm:
-            value = derivatives.rms_norm(value, jnp.ones(k), c.norm_eps)
-        value = logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
-        q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
-        mixed, after = self._mixed(c, q, key, value, call)
+        if wk is None:
+            q, (key, value) = checkpoint_name(q, "query"), call.shared[c.key_sources.index(self.source)]
+        else:
+            key, value = self._keys_and_values(of, x, wk, wv, call)
+            q, key, value = map(checkpoint_name, (q, key, value), ("query", "key", "value"))
+        mixed, after, _, shared = self._mixed(c, q, key, value, call)
         if gate is not None:
             mixed *= jax.nn.sigmoid(checkpoint_name(gate, "gate").astype(jnp.float32)).astype(mixed.dtype)
         mixed = logical.constrain(mixed, "batch", "length", "heads", "head_dim")
         out = of.product("output", "bthk,hkd->btd", mixed, wo, side)
-        return Result(of.biased("output", out, ("norm",), among=("all",)), after)
+        out = of.biased("output", out, ("norm",), among=("all",))
+        return Result(out, after, shared=shared if self in c.key_sources else ())
 
-    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
-        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the new KV cache or ()."""
+    @property
+    def source(self) -> Self:
+        """The attention of the earlier layer whose keys and values it uses; the part itself if it has its own."""
+        return self
+
+    def _keys_and_values(
+        self, of: Matrices, x: jax.Array, wk: jax.Array, wv: jax.Array | None, call: Call
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values [B, T, N, K] by the part's matrices; without that of values, these are the keys."""
+        projected = of.product("key", "btd,dnk->btnk", x, wk, call.side)
+        key = self._heads(of, "key", projected, call, "kv_heads")
+        value = projected if wv is None else of.product("value", "btd,dnk->btnk", x, wv, call.side)
+        value = of.biased("value", value, ("kv_heads", "head_dim"), among=("qkv", "all"))
+        if self.value_norm:
+            value = derivatives.rms_norm(value, jnp.ones(value.shape[-1]), of.decoder.norm_eps)
+        return key, logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
+
+    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> Result:
+        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the new KV cache or ().
+
+        If the part shares keys and `call.before` is there, key and value are entries of a cache (`kv_cache.extended`).
+        """
         raise NotImplementedError
 
     def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
@@ -248,7 +268,8 @@ class Heads(Part):
     def work(self, decoder: Decoder, length: int) -> Work:
         """Returns the work per token: the matrices, and T H K multiplications for causal scores and mixing together."""
         c = decoder
-        inner, kv = c.num_heads * self.width(c), (2 - self.values_are_keys) * self.kv_heads(c) * self.width(c)
+        inner, projected = c.num_heads * self.width(c), 0 if self.shares_keys else 2 - self.values_are_keys
+        kv = projected * self.kv_heads(c) * self.width(c)
         return Work(c.embed_dim * ((2 + self.output_gate) * inner + kv), length * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
@@ -290,6 +311,8 @@ class Attention(Heads):
         positions) to 1.
       sinks: whether each head learns an additional score, which takes a share of the softmax without adding a value
         (Xiao et al. 2023).
+      shares_keys: whether keys and values are those of the last layer of `Transformer.first_mixer` with the same
+        attention without `shares_keys`. There are then no matrices of keys and values, and no KV cache.
 
     Raises:
       UserError: a number is out of range.
@@ -299,6 +322,7 @@ class Attention(Heads):
     rope_theta: float | None = None
     rotary_fraction: float = 1.0
     sinks: bool = False
+    shares_keys: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -315,8 +339,16 @@ class Attention(Heads):
     def with_same_parameters(self) -> Self:
         return dataclasses.replace(super().with_same_parameters(), window=None, rope_theta=None, rotary_fraction=1.0)
 
+    @property
+    def source(self) -> Self:
+        return dataclasses.replace(self, shares_keys=False)
+
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
+        if self.shares_keys and decoder.attention == "none":
+            raise UserError(
+                "Attention.shares_keys = True: Transformer.attention = 'none' needs own values in each layer"
+            )
         width = int(self.width(decoder) * self.rotary_fraction)
         if 0 < self.rotary_fraction < 1 and (width % 2 or not width):
             raise UserError(
@@ -335,12 +367,18 @@ class Attention(Heads):
             found = dataclasses.replace(found, length=1.0, width=width)
         return found
 
-    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
+    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> Result:
         side, how = call.side, self.scores(c, call, window=self.window)
         sinks = logical.param("sinks", (c.num_heads,), ("heads",), jnp.zeros) if self.sinks else None
         if call.before is not None:
             assert side.padding is not None
-            return attention.cached(q, key, value, *call.before, side.padding, how, choice=c.attention, sinks=sinks)
+            if c.attention == "none":
+                return Result(*attention.cached(q, key, value, *call.before, side.padding, how, choice=c.attention))
+            seen, after = KeysAndValues(key, value), None
+            if not self.shares_keys:
+                seen, after = kv_cache.extended(key, value, *call.before, window=self.window)
+            mixed = attention.of_cache(q, seen, call.before.start, side.padding, how, sinks=sinks)
+            return Result(mixed, () if after is None else after, shared=seen)
         mixed = attention.attend(
             q,
             key,
@@ -353,7 +391,23 @@ class Attention(Heads):
             sinks=sinks,
             tiles=c.attention_tiles or Tiles(),
         )
-        return mixed, ()
+        return Result(mixed, shared=KeysAndValues(key, value))
+
+    def empty_shared(
+        self, decoder: Decoder, rows: int, length: int, before: KeysAndValues | None = None
+    ) -> KeysAndValues:
+        """Returns what stands for the keys and values that it gives to later layers, before its first layer has run.
+
+        Args:
+          decoder: the decoder.
+          rows, length: B and T.
+          before: the part's KV cache, if rows are extended; None: they are complete.
+        """
+        new = jnp.zeros((rows, length, self.kv_heads(decoder), self.width(decoder)), decoder.dtype)
+        new = logical.constrain(new, "batch", "length", "kv_heads", "head_dim")
+        if before is None:
+            return KeysAndValues(new, new)
+        return kv_cache.extended(new, new, before, jnp.int32(0), window=self.window)[0]
 
     def work(self, decoder: Decoder, length: int) -> Work:
         """Returns the work per token, with min(T, 2 W) in place of T if there is a window of W positions."""
@@ -361,8 +415,10 @@ class Attention(Heads):
         span = min(length, 2 * (self.window or length))  # twice the mean number of attended positions
         return super().work(decoder, length)._replace(others=span * inner)
 
-    def empty_state(self, decoder: Decoder, rows: int, length: int) -> KeysAndValues:
+    def empty_state(self, decoder: Decoder, rows: int, length: int) -> Any:
         """Returns an empty KV cache for `length` slots; with a window it has room only for the window."""
+        if self.shares_keys:
+            return ()
         return super().empty_state(decoder, rows, min(length, self.window or length))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
@@ -373,7 +429,20 @@ class Attention(Heads):
 
 @dataclasses.dataclass(frozen=True)
 class Mlp(Part):
-    """A feed-forward layer, gated or not, with the decoder's width and activation."""
+    """A feed-forward layer, gated or not, with the decoder's activation.
+
+    Attributes:
+      mlp_dim: number of hidden units; None: the decoder's.
+
+    Raises:
+      UserError: the number is below 1.
+    """
+
+    mlp_dim: int | None = None
+
+    def __post_init__(self):
+        if self.mlp_dim is not None:
+            check_integer(self.mlp_dim, where="Mlp.mlp_dim", least=1)
 
     name = "mlp"
     norm = "mlp"
@@ -381,7 +450,7 @@ class Mlp(Part):
     matrices = ("gate", "up", "down")
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
-        return Result(self.products(decoder, x, call.side))
+        return Result(self.products(decoder, x, call.side, width=self.mlp_dim))
 
     def products(
         self, decoder: Decoder, x: jax.Array, side: Side, *, prefix: str = "", width: int | None = None
@@ -410,10 +479,17 @@ class Mlp(Part):
         return of.biased(f"{prefix}down", out, ("norm",), among=("all",))
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        return Work(decoder.embed_dim * products_per_input(decoder, decoder.mlp_dim))
+        return Work(decoder.embed_dim * products_per_input(decoder, self.mlp_dim or decoder.mlp_dim))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        return {}  # they are the decoder's
+        """Returns the width in each layer if a layer has one of its own, and otherwise nothing: it is the decoder's."""
+        others = [kind.feed_forward for kind in decoder.layer_kinds]
+        own = any(isinstance(part, Mlp) and part.mlp_dim not in (None, decoder.mlp_dim) for part in others)
+        return {"mlp.mlp_dim": self.mlp_dim or decoder.mlp_dim} if own else {}
+
+    def shrink(self, multiples: Mapping[str, int]) -> Self:
+        """Returns a small part; if it has a width of its own, it is still twice the decoder's."""
+        return dataclasses.replace(self, mlp_dim=self.mlp_dim and 2 * math.lcm(16, multiples["mlp"]))
 
 
 def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side) -> jax.Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 class Decoder(Protocol):
     """The fields and properties of `models.decoder.config.DecoderConfig` that a part may read."""
 
+    vocab_size: int
     num_layers: int
     embed_dim: int
     mlp_dim: int
@@ -54,6 +56,14 @@ class Decoder(Protocol):
         """K: the size of a head."""
 
     @property
+    def stored_vocab_size(self) -> int:
+        """V: the number of rows of a table of the vocabulary."""
+
+    @property
+    def key_sources(self) -> tuple[Part, ...]:
+        """The attention of first layers whose keys and values later layers use instead of their own."""
+
+    @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
         """The different rotary embeddings of the mixers: the decoder's, if any mixer uses it, then others by layer."""
 
@@ -73,6 +83,8 @@ class Side(NamedTuple):
       prefix: which positions attend in both directions; None: attention is causal.
       continues: [B] bool, whether a row's first position continues the segment at the end of the previous step's row,
         if parts keep states between steps; otherwise None.
+      layer_inputs: [B, L, T, P], the inputs of all layers, if earlier slots are cached and the decoder has
+        `layer_inputs`; otherwise None.
     """
 
     segment_ids: jax.Array
@@ -81,6 +93,7 @@ class Side(NamedTuple):
     rows: jax.Array | None = None
     prefix: Prefix | None = None
     continues: jax.Array | None = None
+    layer_inputs: jax.Array | None = None
 
 
 class Earlier(NamedTuple):
@@ -106,6 +119,8 @@ class Call(NamedTuple):
       carried: the state at the end of the previous training step's rows, for parts that keep it; otherwise None.
       name: name of the part in its layer, for parts whose parameters have their own Haiku module.
       stream: the residual stream before the norm, [B, T, D], for parts with norms of their own.
+      layer_input: the input of this layer alone, [B, T, P], if the decoder has `layer_inputs`; otherwise None.
+      shared: keys and values of earlier layers, by number among `Decoder.key_sources`.
     """
 
     side: Side
@@ -115,6 +130,8 @@ class Call(NamedTuple):
     carried: Any = None
     name: str = ""
     stream: jax.Array | None = None
+    layer_input: jax.Array | None = None
+    shared: Mapping[int, Any] = MappingProxyType({})
 
     def real(self, length: int) -> jax.Array:
         """Returns whether each of the `length` positions is a token and not padding, [B, T]."""
@@ -131,11 +148,13 @@ class Result(NamedTuple):
       y: [B, T, D], which is added to the residual stream.
       state: the state after these positions, if the call had `before` or `carried`; otherwise ().
       sums: tree of sums over rows, float32, with the structure of `Part.empty_sums`; () if the call has no weights.
+      shared: keys and values for later layers that use those of this part; () if there are none.
     """
 
     y: jax.Array
     state: Any = ()
     sums: Any = ()
+    shared: Any = ()
 
 
 class Work(NamedTuple):

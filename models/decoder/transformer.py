@@ -28,7 +28,7 @@ from core.types import Batch, LossOutput, Params
 from models import derivatives, lora, losses
 from models.decoder import block, chunked_loss, layers, rotary
 from models.decoder.attention import ring_attention
-from models.decoder.block import Block
+from models.decoder.block import Block, Passing
 from models.decoder.config import REMAT, DecoderConfig, LayerKind, parts_of
 from models.decoder.parts import Call, Earlier, Part, Side, adaptable
 from models.decoder.prefix import Prefix
@@ -220,8 +220,8 @@ class Transformer(DecoderConfig):
         is_training: bool,
         inserted: Inserted | None = None,
     ) -> tuple[Carried, LossOutput]:
-        def tail(head: Head, x: jax.Array, side: tuple[Side, jax.Array, jax.Array], *sums: Any) -> LossOutput:
-            found = self._cross_entropy(head, x, side[1:])
+        def tail(head: Head, x: jax.Array, side: tuple[Any, ...], *sums: Any) -> LossOutput:
+            found = self._cross_entropy(head, x, side[1:3])
             for name, of_part in (sums[0]["sums"] if sums else {}).items():
                 layers = sum(name in parts_of(self.layer_kind(layer)) for layer in range(self.num_layers))
                 found = self._parts[name].finish(found, of_part, num_layers=layers, is_training=is_training)
@@ -279,19 +279,19 @@ class Transformer(DecoderConfig):
         x = self._embedded(embedding, batch)
         if inserted is not None:
             x, side = _inserted(x, inserted), side._replace(prefix=inserted.prefix)
+        inputs: Any = () if self.layer_inputs is None else self.layer_inputs.of_tokens(self, batch["inputs"], x)
         if self.planner is not None:
             x += self._planner(x, batch["segment_ids"])
         summed = {name: part for name, part in self._parts.items() if jax.tree.leaves(part.empty_sums())}
         outputs = ({"sums": "summed"} if summed or carry else {}) | ({"states": "stacked"} if carry else {})
 
-        def layer(
-            x: jax.Array,
-            side: tuple[Side, jax.Array, jax.Array],
-            carried: Any = None,
-            kind: LayerKind = self.layer_kinds[0],
-        ) -> Any:
-            call = Call(side[0], weights=side[2], drops=drops, carried=carried)
-            x, states, found = Block(self, kind)(x, call)
+        def layer(x: Any, side: tuple[Any, ...], entry: Any = ((), ()), kind: LayerKind = self.layer_kinds[0]) -> Any:
+            carried, given = (part if jax.tree.leaves(part) else None for part in entry)
+            hands_over = bool(kind.is_first and self.key_sources)
+            x, shared = x if hands_over else (x, side[3] if self.key_sources else {})
+            call = Call(side[0], weights=side[2], drops=drops, carried=carried, layer_input=given, shared=shared)
+            x, states, found, shared = Block(self, kind)(x, call)
+            x = (x, shared) if hands_over else x
             sums: Any = {name: found.get(name, part.empty_sums()) for name, part in summed.items()}
             sums = () if kind.is_first else sums
             if carried is not None:
@@ -304,10 +304,12 @@ class Transformer(DecoderConfig):
             remat=REMAT[self.remat],
             tail=None if tail_fn is None else stack.Tail(tail_fn, head),
             outputs=outputs or None,
+            undivided=self._undivided,
             **self._pattern,
         )
         of_layers = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), carry)
-        found = layers(x, (side, batch["targets"], batch["weights"]), of_layers)
+        shared = {i: one.empty_shared(self, x.shape[0], x.shape[1]) for i, one in enumerate(self.key_sources)}
+        found = layers((x, shared) if shared else x, (side, batch["targets"], batch["weights"]), (of_layers, inputs))
         result, out = found if outputs else (found, {})
         return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), out.get("states", ())), result
 
@@ -364,7 +366,7 @@ class Transformer(DecoderConfig):
         start: jax.Array,
         padding: jax.Array,
         inserted: tuple[jax.Array, jax.Array] | None = None,
-    ) -> tuple[jax.Array, Side, Cache]:
+    ) -> tuple[Passing, Side, Cache]:
         """Returns the input of the first layer, the arrays that all layers read, and the new states of `others`.
 
         Args:
@@ -383,63 +385,70 @@ class Transformer(DecoderConfig):
         start: jax.Array,
         padding: jax.Array,
         inserted: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, Side, Cache]:
+    ) -> tuple[Passing, Side, Cache]:
         side = self._side(batch, padding=padding)
         x = self._embedded(self._embedding(), batch)
         if inserted is not None:
             x = _inserted(x, Inserted(*inserted))
+        number: Any = ()
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs.of_tokens(self, batch["inputs"], x)
+            side, number = side._replace(layer_inputs=jnp.swapaxes(inputs, 0, 1)), jnp.zeros(len(x), jnp.int32)
         if self.planner is not None:
             places = start + jnp.arange(x.shape[1]) - padding[:, None]
             added, state = self._planner.extended(x, others[0]["planner"], places)
             x, others = x + added, ({"planner": state},)
-        return x, side, others
+        return Passing(x, number, {}), side, others
 
     def extend_layers(
         self,
         params: Params,
-        x: jax.Array,
+        x: Passing,
         side: Side,
         states: Cache,
         start: jax.Array,
         *,
         kinds: tuple[LayerKind, ...],
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[Passing, Cache]:
         """Runs successive layers of the decoder on T new ids of each row.
 
         Args:
           params: the parameters; of the layers, only those of the layers to run, stacked.
-          x: the residual stream, [B, T, D].
+          x: from `before_layers`, or from the layers before these.
           side: from `before_layers`.
           states: the cache's states of the layers to run.
           start: as in `extend`.
           kinds: kinds of the layers to run, in order.
 
         Returns:
-          The residual stream after these layers, and their new states.
+          The input of the next layer, and the new states of these layers.
         """
 
-        def layer(x: tuple[jax.Array, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
-            (stream, cache), (at, of_layer) = x, kind
-            call = Call(side, Earlier(cache[at], start))
-            stream, after, _ = Block(self, of_layer)(stream, call)
-            return stream, (*cache[:at], after, *cache[at + 1 :])
+        def layer(x: tuple[Passing, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
+            ((stream, number, shared), cache), (at, of_layer) = x, kind
+            call = Call(side, Earlier(cache[at], start), shared=shared)
+            if side.layer_inputs is not None:
+                given = jax.lax.dynamic_index_in_dim(side.layer_inputs, number[0], axis=1, keepdims=False)
+                call, number = call._replace(layer_input=given), number + 1
+            stream, after, _, shared = Block(self, of_layer)(stream, call)
+            return Passing(stream, number, shared), (*cache[:at], after, *cache[at + 1 :])
 
         # Layers differ in kind and number, because states of different shapes cannot be stacked.
         pattern, first = tuple(enumerate(kinds)), sum(kind.is_first for kind in kinds)
-        how: dict[str, Any] = {"pattern": pattern, "group": self.group}
+        how: dict[str, Any] = {"pattern": pattern, "group": self.group, "undivided": self._undivided}
         if first == len(kinds):
-            how = {"pattern": pattern, "group": self.first_group, "name": logical.FIRST_LAYERS}
+            how |= {"group": self.first_group, "name": logical.FIRST_LAYERS}
         elif first:
             how |= {"pattern": pattern[first:], "first": stack.First(pattern[:first], self.first_group)}
-        layers = stack.layer_stack(layer, len(kinds), **how)
+        layers, x = stack.layer_stack(layer, len(kinds), **how), x.with_places(self, kinds, states)
         starts = jnp.broadcast_to(start, (len(kinds),))
         x, states = hk.transform(layers).apply(params, None, (x, states), side, starts)
         return x, self._laid_out(states)
 
-    def after_layers(self, params: Params, x: jax.Array) -> jax.Array:
-        """Returns the logits of the last of T positions, [B, vocab_size], float32, from the stream x [B, T, D]."""
+    def after_layers(self, params: Params, x: Passing) -> jax.Array:
+        """Returns the logits of the last of T positions, [B, vocab_size], float32; x is from `extend_layers`."""
         logits = hk.transform(lambda x: self._head(self._head_params(self._embedding()), x)).apply(
-            params, None, x[:, -1:]
+            params, None, x.stream[:, -1:]
         )
         return logits[:, 0, : self.vocab_size]
 
@@ -462,8 +471,19 @@ class Transformer(DecoderConfig):
     def _pattern(self) -> dict[str, Any]:
         if len(self.layer_kinds) == 1:
             return {}
-        first = stack.First(self.first_kinds, self.first_group) if self.first_kinds else None
+        first = stack.First(self.first_kinds, self.first_group, bool(self.key_sources)) if self.first_kinds else None
         return {"pattern": self.repeated_kinds, "group": self.group, "first": first}
+
+    @property
+    def _undivided(self) -> str:
+        """Why runners cannot divide the rows; "" if they can."""
+        if self.layer_inputs is None and not self.key_sources:
+            return ""
+        found = "layer_inputs" if self.layer_inputs is not None else "mixer with shares_keys = True"
+        return (
+            f"Transformer.{found} gives layers arrays that depend on parameters and have an entry for every row, and "
+            "this strategy divides the rows: use one without a pipeline and overlap_reduction, such as strategies.fsdp"
+        )
 
     def _side(self, batch: Batch, *, padding: jax.Array | None = None, rows: jax.Array | None = None) -> Side:
         turns = self._rotary_tables(batch["positions"])
@@ -483,6 +503,7 @@ class Transformer(DecoderConfig):
             for part in parts_of(kind).values():
                 work = part.work(self, length)
                 matrices, others = matrices + work.matrices, others + work.others
+        matrices += 0 if self.layer_inputs is None else self.layer_inputs.work(self)
         found = (6.0 if self.lora is None else 4.0) * matrices + 6.0 * others
         if self.planner is None:
             return found

@@ -1,11 +1,11 @@
 """Gemma 4 (Gemma team 2026), such as 12B, 31B and 26B-A4B; of models with images or sound, the language model.
 
 Layers with full attention have heads of another size, and may take their values from their keys. In 26B-A4B, experts
-stand beside the dense feed-forward of each layer. Inputs of each layer and keys shared by layers (E2B, E4B) are not
-supported.
+stand beside the dense feed-forward of each layer. In E2B and E4B, each layer has an input of its own, and the last
+layers use the keys and values of earlier ones; in E2B, their feed-forward is twice as wide.
 """
 
-import functools
+import dataclasses
 import json
 from typing import Any
 
@@ -13,6 +13,7 @@ from core.checkpoints.tensor_map import Source
 from core.errors import UserError
 from models.decoder.config import DecoderConfig, LayerKind
 from models.decoder.experts import Experts, experts_of
+from models.decoder.layer_inputs import LayerInputs
 from models.decoder.layers import Attention, Mlp
 from models.decoder.parts import Part
 from models.decoder.published import family, rope_settings
@@ -22,6 +23,8 @@ from models.families import gemma
 
 _SAME, _WIDTH, _HEADS = "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"
 _HAS_EXPERTS, _EXPERTS, _CHOSEN, _INNER = "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"
+_INPUT, _INPUT_VOCAB = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+_SHARED, _DOUBLE = "num_kv_shared_layers", "use_double_wide_mlp"
 _BY_LAYER, _OF_LAYER = "per_layer_config", ("head_dim", "num_key_value_heads")  # as transformers 5.24 writes these
 _ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -50,9 +53,47 @@ def _read(config: Config) -> dict[str, Any]:
         layer_scale=True,
         scaled_embedding=True,
         logit_softcap=config["final_logit_softcapping"],
-        mixer=family.repeated([of_types[kind] for kind in types]),
-        feed_forward=_experts(config) if config[_HAS_EXPERTS] else Mlp(),
+        layer_inputs=_inputs(config),
+        **_parts(config, types, [of_types[kind] for kind in types]),
     )
+
+
+def _inputs(config: Config) -> LayerInputs | None:
+    if not config[_INPUT]:
+        return None
+    if config[_INPUT_VOCAB] != config["vocab_size"]:
+        raise UserError(
+            f"{_INPUT_VOCAB} = {config[_INPUT_VOCAB]} (an absent key means {_KEYS[_INPUT_VOCAB]}): expected "
+            f"vocab_size = {config['vocab_size']}"
+        )
+    return LayerInputs(width=config[_INPUT])
+
+
+def _parts(config: Config, types: list[str], mixers: list[Attention]) -> dict[str, Any]:
+    """Returns the fields with the mixers and feed-forwards of all layers, of which the last may use earlier keys.
+
+    Raises UserError if no layer with keys of its own has the type of a layer without, or these have experts.
+    """
+    if not config[_SHARED]:
+        return {
+            "mixer": family.repeated(mixers),
+            "feed_forward": _experts(config) if config[_HAS_EXPERTS] else Mlp(),
+        }
+    first = len(types) - config[_SHARED]
+    if first < 1 or set(types[:first]) != set(types):
+        raise UserError(
+            f"{_SHARED} = {config[_SHARED]}: of {len(types)} layers, expected so many that those before them have all "
+            f"types of layer_types, {' and '.join(sorted(set(types)))}"
+        )
+    if config[_HAS_EXPERTS]:
+        raise UserError(f"{_SHARED} = {config[_SHARED]} and {_HAS_EXPERTS} = true are not supported together")
+    sharing = [dataclasses.replace(part, shares_keys=True) for part in mixers[first:]]
+    return {
+        "first_mixer": tuple(mixers[:first]),
+        "first_feed_forward": (Mlp(),) * first,
+        "mixer": family.repeated(sharing, first=first),
+        "feed_forward": Mlp(mlp_dim=2 * config["intermediate_size"] if config[_DOUBLE] else None),
+    }
 
 
 def _experts(config: Config) -> Experts:
@@ -120,8 +161,13 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
         sliding_window=(local and local.window) or 512,  # without a window in any layer: transformers needs a number
         final_logit_softcapping=model.logit_softcap,
         **{_SAME: full.values_are_keys, _WIDTH: full.width(model), _HEADS: full.kv_heads(model)},
-        **{key: without for key, (without, _) in _NONE.items()},
+        **{_INPUT: 0, _SHARED: sum(part.shares_keys for part in family.attentions(model))},
     )
+    if model.layer_inputs is not None:
+        found |= {_INPUT: model.layer_inputs.width, _INPUT_VOCAB: model.vocab_size}
+    last = model.layer_kind(model.num_layers - 1).feed_forward
+    if found[_SHARED] and isinstance(last, Mlp):
+        found[_DOUBLE] = last.mlp_dim == 2 * model.mlp_dim
     if (experts := experts_of(model)) is not None:
         found |= {
             _HAS_EXPERTS: True,
@@ -134,7 +180,34 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _attention(model: DecoderConfig, kind: LayerKind) -> Sources:
-    return {**family.attention_sources(model, kind), "layer_scale": Source("layers.{}.layer_scalar", "_")}
+    found = {**family.attention_sources(model, kind), "layer_scale": Source("layers.{}.layer_scalar", "_")}
+    if model.layer_inputs is None:
+        return found
+    return found | {
+        "layer_input_gate": Source("layers.{}.per_layer_input_gate.weight", "_ embed"),
+        "layer_input_output": Source("layers.{}.per_layer_projection.weight", "embed _"),
+        "layer_input_norm": Source("layers.{}.post_per_layer_input_norm.weight", "norm"),
+    }
+
+
+def _sources(model: DecoderConfig) -> Sources:
+    found = family.llama_sources(model, norms=gemma.NORMS, attention=_attention, feed_forward=_feed_forward)
+    if model.layer_inputs is None:
+        return found
+    return found | {
+        "layer_embedding": Source("embed_tokens_per_layer.weight", "vocab embed"),
+        "layer_projection": Source("per_layer_model_projection.weight", "_ embed"),
+        "layer_projection_norm": Source("per_layer_projection_norm.weight", "norm"),
+    }
+
+
+def _ignored(config: Config) -> list[str]:
+    """Returns patterns of what published folders have beside the language model, and of keys that no layer reads."""
+    found = ["*embed_vision.*", "*embed_audio.*", "*audio_tower.*", "*vision_embedder.*"]
+    layers = config["num_hidden_layers"]
+    for layer in range(layers - config[_SHARED], layers):
+        found += [f"*layers.{layer}.self_attn.{name}.*" for name in ("k_proj", "v_proj", "k_norm", "v_norm")]
+    return found
 
 
 def _feed_forward(part: Part | None) -> Sources:
@@ -158,11 +231,7 @@ def _feed_forward(part: Part | None) -> Sources:
     }
 
 
-_NONE = {  # what is not supported, with the value of a model without it, and what is said of others
-    "hidden_size_per_layer_input": (0, "0 (an absent key means 256); inputs of each layer, as in E2B and E4B, are not"),
-    "num_kv_shared_layers": (0, "0; keys and values that layers share, as in E2B and E4B, are not"),
-}
-_OF_OTHERS = {"vocab_size_per_layer_input", "use_double_wide_mlp"}  # of models that are not supported
+_FROM_0 = Check(lambda value: type(value) is int and 0 <= value < 2**31, "a whole number of at least 0")
 _KEYS = {key: value for key, value in family.LLAMA.items() if key not in ("hidden_act", "rope_theta")} | {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -172,8 +241,10 @@ _KEYS = {key: value for key, value in family.LLAMA.items() if key not in ("hidde
     "final_logit_softcapping": None,
     "rope_parameters": None,
     "use_bidirectional_attention": None,
-    "hidden_size_per_layer_input": 256,
-    "num_kv_shared_layers": 0,
+    _INPUT: 256,
+    _INPUT_VOCAB: 262144,
+    _SHARED: 0,
+    _DOUBLE: False,
     _HAS_EXPERTS: False,
     **dict.fromkeys((_EXPERTS, _CHOSEN, _INNER)),
     _SAME: False,
@@ -189,32 +260,34 @@ def _only(value: Any, expected: str) -> Check:
 
 _TEXT = Family(
     title="Gemma 4 (text)",
-    differs="as Gemma 3; two sizes of heads; experts beside an MLP",
+    differs="as Gemma 3; two sizes of heads; experts; shared keys",
     architecture="Gemma4ForCausalLM",
     read=_read,
     write=_write,
-    sources=functools.partial(
-        family.llama_sources, norms=gemma.NORMS, attention=_attention, feed_forward=_feed_forward
-    ),
+    sources=_sources,
     keys=_KEYS,
     nullable={key for key, value in _KEYS.items() if value is None} - {"use_bidirectional_attention"},
-    others={"layer_types", *_OF_OTHERS},
-    ignored=lambda config: ("*embed_vision.*", "*embed_audio.*", "*audio_tower.*", "*vision_embedder.*"),
+    others={"layer_types"},
+    ignored=_ignored,
     checks={
         "final_logit_softcapping": family.NUMBER,
         "rope_parameters": Check(lambda value: isinstance(value, dict), "an object or null"),
         "use_bidirectional_attention": Check(lambda value: value in (None, "vision"), '"vision" (of images) or null'),
         _BY_LAYER: Check(_are_by_layer, f"numbers of layers, each with {' and '.join(_OF_LAYER)}"),
-        **{key: _only(*only) for key, only in _NONE.items()},
+        **dict.fromkeys((_INPUT, _SHARED), _FROM_0),
     },
 )
-_OTHER_DEFAULTS = {"sliding_window": 1024, "hidden_size_per_layer_input": 0}
+_OTHER_DEFAULTS = {"sliding_window": 1024, _INPUT: 0}
 _UNIFIED = _TEXT._replace(
     title="Gemma 4 Unified (text)",
-    differs="as Gemma 4, without experts",
+    differs="as Gemma 4, without experts and inputs of layers",
     write=None,
     keys={**_KEYS, **_OTHER_DEFAULTS},
-    checks={**_TEXT.checks, _HAS_EXPERTS: _only(False, "false; experts, which transformers ignores here, are not")},
+    checks={
+        **_TEXT.checks,
+        _HAS_EXPERTS: _only(False, "false; experts, which transformers ignores here, are not"),
+        _INPUT: _only(0, "0; inputs of layers, which transformers ignores here, are not"),
+    },
 )
 _AROUND = {*gemma.TOKENS, "vision_config", "audio_config", "vision_soft_tokens_per_image"}
 _AROUND |= {"video_token_id", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"}

@@ -31,11 +31,11 @@ from core import logical, units
 from core.errors import UserError, check_integer
 from core.platforms import by_platform
 from models.decoder.attention import attention, ring_attention
-from models.decoder.attention.attention import KeysAndValues
+from models.decoder.attention.kv_cache import KeysAndValues
 from models.decoder.attention.scores import USUAL, Scores
 from models.decoder.attention.splash_tiles import LANES, Tiles, largest
 from models.decoder.layers import Heads
-from models.decoder.parts import Call, Decoder, Work
+from models.decoder.parts import Call, Decoder, Result, Work
 
 _SCALAR_BYTES = 2**20 - 2**14  # scalar memory (SMEM) that the mask can fill; TPUs have 1 MiB
 
@@ -77,14 +77,14 @@ class BlockSparse(Heads):
         if decoder.attention == "cudnn":
             raise UserError("Transformer.attention = 'cudnn' cannot skip blocks: expected another with 'block_sparse'")
 
-    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> tuple[jax.Array, Any]:
+    def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> Result:
         if call.side.prefix is not None:
             raise UserError("mixer 'block_sparse' is causal, and this model attends both ways to a part of a row")
         how = self.scores(c, call)
         if call.before is None:
-            return attend(q, key, value, call.side.segment_ids, how, settings=self, choice=c.attention), ()
+            return Result(attend(q, key, value, call.side.segment_ids, how, settings=self, choice=c.attention))
         assert call.side.padding is not None
-        return cached(q, key, value, *call.before, call.side.padding, how, settings=self)
+        return Result(*cached(q, key, value, *call.before, call.side.padding, how, settings=self))
 
     def work(self, decoder: Decoder, length: int) -> Work:
         """Returns the work per token; attended blocks count as whole, though causality hides a part of them."""

@@ -28,7 +28,7 @@ from core.errors import UserError, check_integer, check_number
 from models import derivatives
 from models.decoder import rotary
 from models.decoder.attention import attention, cudnn_attention
-from models.decoder.attention.attention import KeysAndValues
+from models.decoder.attention.kv_cache import KeysAndValues
 from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
 from models.decoder.layers import Matrices

@@ -114,12 +114,12 @@ class VisionLanguageModel:
             )
         parts = {part for kind in self.decoder.layer_kinds for part in parts_of(kind).values()}
         blind = {part.name for part in parts if not part.sees_prefix}
-        blind |= {"planner"} if self.decoder.planner is not None else set()
+        blind |= {name for name in ("planner", "layer_inputs") if getattr(self.decoder, name) is not None}
         if blind:
             raise UserError(
                 f"VisionLanguageModel.decoder has {', '.join(sorted(blind))}: only attention can attend both ways to "
                 "images and questions and hide patches; expected the default mixer, a feed_forward without states, and "
-                "planner = None"
+                "planner and layer_inputs = None"
             )
 
     def __getattr__(self, name: str) -> Any:

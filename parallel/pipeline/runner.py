@@ -48,7 +48,8 @@ def runner(
             jax.tree.leaves(x)[0].shape[0],
             math.prod(sizes[axis] for axis in at.rows) * schedule.num_microbatches,
         )
-        why_not = _stacked_outputs(fn) or _undivided_rows(rows, unit)
+        undivided = f"pipeline: {fn.undivided}" if fn.undivided else ""
+        why_not = _stacked_outputs(fn) or undivided or _undivided_rows(rows, unit)
         if why_not:
             head = () if tail is None else tail.params
             return _without_pipeline(fn, tail, why_not)(weights, fixed, head, x, side)

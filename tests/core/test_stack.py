@@ -441,6 +441,34 @@ def test_first_layers_have_parameters_and_kinds_of_their_own(remat):
     close(got, jax.grad(value)(params, after_others_by_hand))
 
 
+def handing_over(x, side, *, kind):
+    """A first layer keeps its input for the layers after the first ones, which add it."""
+    if kind == "first":
+        after = Layer()(x[0], side[0])
+        return after, x[0]
+    return Layer()(x + side[1], side[0])
+
+
+@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_first_layers_hand_over_what_later_layers_read(remat):
+    first = stack.First(("first", "first"), hands_over=True)
+    stacked = stack.layer_stack(handing_over, LAYERS, pattern=("other",), first=first, remat=remat)
+    net = hk.transform(lambda x: stacked((x, jnp.zeros_like(x)), (SIDE,)))
+    params = net.init(KEY, X)
+
+    def by_hand(params):
+        x = kept = X
+        for w in params["first_layers/layer"]["w"]:
+            kept, x = x, jnp.tanh(x @ w + SIDE["bias"])
+        for w in params["layers/layer"]["w"]:
+            x = jnp.tanh((x + kept) @ w + SIDE["bias"])
+        return jnp.sum(x**2)
+
+    got = jax.value_and_grad(lambda params: jnp.sum(net.apply(params, None, X) ** 2))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, jax.value_and_grad(by_hand)(params))
+
+
 @pytest.mark.parametrize("count", [0, 5, 6])
 def test_first_layers_and_others_are_needed(count):
     with pytest.raises(UserError, match=f"first has {count} layers, and num_layers = 5"):

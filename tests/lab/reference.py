@@ -319,9 +319,10 @@ the model has no embedding, where they occur in a text. Dropout of GPT-2 is not 
 **DeepSeek-V3 and Kimi K2.** The correction of routers is frozen, and written in float32. Layers for later tokens are
 listed, not read. Kimi K2 is exported as `deepseek_v3`, whose classes it uses.
 
-**Gemma 4.** Models such as 12B, 31B and 26B-A4B are read; of models with images or sound, the language model. Inputs of
-each layer (`hidden_size_per_layer_input`) and shared keys (`num_kv_shared_layers`), as in E2B and E4B, are errors. The
-factor of each layer (`layer_scalar`) is frozen. An export is a `gemma4_text`.
+**Gemma 4.** Models such as E2B, E4B, 12B, 31B and 26B-A4B are read; of models with images or sound, the language model.
+The factor of each layer (`layer_scalar`) is frozen. An export is a `gemma4_text`. Pipelines and `overlap_reduction`
+are errors for E2B and E4B, whose layers have inputs of their own. So are `vocab_size_per_layer_input` other than
+`vocab_size`, and shared keys (`num_kv_shared_layers`) together with experts.
 
 **Granite 4.** Models with attention in all layers and no experts are read. Layers with Mamba-2, and experts, are errors
 that name the key. One with a rotary embedding is exported as `granite`, as Phi-4 is as `llama`: its logits are equal.

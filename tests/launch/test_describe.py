@@ -1,5 +1,6 @@
 """`launch/run describe` says what a folder holds, without weights."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch.cli import describe
 from models.decoder.experts import Experts
+from models.decoder.layer_inputs import LayerInputs
 from models.decoder.layers import Attention, Mlp
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
@@ -76,6 +78,28 @@ def test_parts_are_named_with_what_is_not_the_default():
 def test_a_folder_without_a_configuration_is_an_error(tmp_path, capsys):
     assert cli.main(["describe", str(tmp_path)]) == exit_codes.USER_ERROR
     assert "config.json" in capsys.readouterr().err
+
+
+def test_inputs_of_layers_are_described_and_shared_keys_take_no_room_in_the_cache(described):
+    """In both layers with keys: 2 heads of 8 with a window of 16 positions, and 2 of 16 without, for 64 positions."""
+    usual = {"scale": 1.0, "qk_norm": True, "value_norm": True}
+    near, far = Attention(**usual, window=16, rope_theta=1e4), Attention(**usual, head_dim=16)
+    model = Transformer(
+        **{**SIZES, "activation": "gelu_tanh", "post_norm": True, "layer_scale": True, "scaled_embedding": True},
+        num_layers=4,
+        tied=True,
+        first_mixer=(near, far),
+        first_feed_forward=(Mlp(), Mlp()),
+        mixer=tuple(dataclasses.replace(part, shares_keys=True) for part in (near, far)),
+        feed_forward=Mlp(mlp_dim=96),
+        layer_inputs=LayerInputs(width=8),
+    )
+    said = described(model, "gemma4_text")
+    assert "inputs      8 for each layer, from a table of 385 x 32\n" in said
+    assert f"cache       {2 * 2 * 2 * (16 * 8 + 64 * 16) / 1024:.3g} KiB for a row of 64 tokens, in bfloat16\n" in said
+    feed_forward, inputs = 3 * 32 * 48 * (2 + 4), 3 * 4 * 32 * 8
+    queries, keys = 2 * 32 * 4 * (8 + 16) * 2, 2 * 32 * 2 * (8 + 16)
+    assert f"a token is multiplied with {feed_forward + inputs + queries + keys + 385 * 32:,}\n" in said
 
 
 @pytest.mark.slow

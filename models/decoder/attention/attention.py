@@ -14,7 +14,7 @@ B batch, T length, H query heads, N key/value heads, G = H / N query heads per k
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from core.errors import UserError
 from core.platforms import by_platform
 from models import derivatives
 from models.decoder import prefix as prefixes
-from models.decoder.attention import cudnn_attention, ring_attention
+from models.decoder.attention import cudnn_attention, kv_cache, ring_attention
+from models.decoder.attention.kv_cache import KeysAndValues
 from models.decoder.attention.scores import USUAL, Scores
 from models.decoder.attention.splash_tiles import LANES, Tiles
 from models.decoder.prefix import Prefix
@@ -36,13 +37,6 @@ CHOICES = ("auto", "plain", "splash", "cudnn", "none")
 BLOCK = 256  # on CPUs, number of KV cache entries that the queries of a chunk attend to at a time
 _DEFAULT_TILES = Tiles()
 MIXED = "mixed"  # checkpoint name of the kernel's output, and of its other residuals
-
-
-class KeysAndValues(NamedTuple):
-    """The keys and values of one layer in a KV cache of R entries, each [B, N, R, K]."""
-
-    keys: jax.Array
-    values: jax.Array
 
 
 def attend(
@@ -293,23 +287,44 @@ def cached(
     Returns:
       [B, T, H, K], and the cache with the new keys and values, or as it was if the choice is "none".
     """
-    new, entries = KeysAndValues(*(jnp.swapaxes(a, 1, 2) for a in (k, v))), before.keys.shape[2]
+    seen, after = kv_cache.extended(k, v, before, start, window=scores.window)
     if choice == "none":
         return _repeat_heads(v, q.shape[2]), before
+    return of_cache(q, seen, start, padding, scores, sinks=sinks), after
+
+
+def of_cache(
+    q: jax.Array,
+    seen: KeysAndValues,
+    start: jax.Array,
+    padding: jax.Array,
+    scores: Scores = USUAL,
+    *,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Computes causal attention of T new ids, in slots from `start` on, to these and to earlier slots.
+
+    Args:
+      q: queries [B, T, H, K].
+      seen: from `kv_cache.extended`, with the window of `scores`.
+      start, padding, sinks: as in `cached`.
+      scores: as in `attend`.
+
+    Returns:
+      [B, T, H, K].
+    """
+    entries, length = seen.keys.shape[2], q.shape[1]
     if scores.window is not None and entries < scores.window:  # the row is shorter than the window
         scores = dataclasses.replace(scores, window=None)
-    pairs, wraps = list(zip(before, new, strict=True)), scores.window is not None
-    after = KeysAndValues(*(_stored(*pair, start, wraps=wraps) for pair in pairs))
-    if scores.window is None or q.shape[1] == 1:  # the new entries have not replaced any that a query needs
-        seen, slots = after, _held(entries, start + q.shape[1])
-    else:
-        seen = KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs))
-        slots = jnp.concatenate([_held(entries, start), start + jnp.arange(q.shape[1])])
+    if scores.window is None or length == 1:
+        slots = kv_cache.held(entries, start + length)
+    else:  # the cache before the new slots, and these
+        slots = jnp.concatenate([kv_cache.held(entries - length, start), start + jnp.arange(length)])
     by_products, by_blocks = (functools.partial(form, scores=scores) for form in (_mixed_at_once, _mixed_by_blocks))
     operands = (q, seen, slots, start, padding, sinks)
-    if q.shape[1] == 1:
-        return by_products(*operands), after
-    return by_platform(*operands, cpu=by_blocks, default=by_products), after
+    if length == 1:
+        return by_products(*operands)
+    return by_platform(*operands, cpu=by_blocks, default=by_products)
 
 
 def _visible(slots: jax.Array, start: jax.Array, padding: jax.Array, *, length: int, window: int | None) -> jax.Array:
@@ -392,27 +407,6 @@ def _mixed_by_blocks(
     _, total, mixed = jax.lax.fori_loop(0, (filled + block - 1) // block, add_block, nothing)
     mixed = jnp.transpose(mixed / total, (0, 3, 1, 2, 4))  # [B, T, N, G, K]
     return mixed.reshape(q.shape).astype(q.dtype)
-
-
-def _held(entries: int, end: jax.Array) -> jax.Array:
-    """Returns the slot in each of R entries once all slots before `end` are stored, [R]; negative for empty entries."""
-    return end - 1 - (end - 1 - jnp.arange(entries)) % entries
-
-
-def _stored(before: jax.Array, new: jax.Array, start: jax.Array, *, wraps: bool) -> jax.Array:
-    """Stores new keys or values [B, N, T, K] of the slots from `start` on in a cache [B, N, R, K].
-
-    Args:
-      before: the cache.
-      new: the new keys or values.
-      start: the first new slot, [].
-      wraps: whether the new slots may wrap around to the first entry.
-    """
-    entries, length = before.shape[2], new.shape[2]
-    if not wraps or length == 1:
-        return jax.lax.dynamic_update_slice_in_dim(before, new, start % entries, axis=2)
-    index = _held(entries, start + length) - start  # index into the new slots; negative: keep the entry
-    return jnp.where(index[:, None] >= 0, jnp.take(new, jnp.maximum(index, 0), axis=2), before)
 
 
 def splash_attention(

@@ -250,10 +250,13 @@ def shortest(parts: Sequence[Any]) -> Any:
     return tuple(parts[:length]) if length > 1 else parts[0]
 
 
-def repeated(parts: Sequence[Any]) -> Any:
-    """Returns the pattern as `shortest`, but of complete repetitions only, for layers with different parameters."""
+def repeated(parts: Sequence[Any], *, first: int = 0) -> Any:
+    """Returns the pattern as `shortest`, but of complete repetitions only, for layers with different parameters.
+
+    `first` is the number of the layer of the first part; the decoder counts its pattern from layer 0.
+    """
     length = period(list(parts))
-    return tuple(parts[:length]) if length > 1 else parts[0]
+    return tuple(parts[(i - first) % length] for i in range(length)) if length > 1 else parts[0]
 
 
 def are_layers(value: Any) -> bool:
@@ -343,12 +346,13 @@ def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
     """Returns the sources of an attention, by our names.
 
     These are the matrices of queries, keys, values (unless the values are the keys) and outputs, and the biases, norms
-    and sinks that the model has.
+    and sinks that the model has. A layer that shares keys has none of keys and values.
     """
     found: Sources = {}
     without_values = any(part.values_are_keys for part in kind.mixers if isinstance(part, Attention))
+    shares = any(part.shares_keys for part in kind.mixers if isinstance(part, Attention))
     for ours, rows in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads")):
-        if ours == "value" and without_values:
+        if (ours == "value" and without_values) or (ours != "query" and shares):
             continue
         found[ours] = Source(f"layers.{{}}.self_attn.{ours[0]}_proj.weight", f"({rows} head_dim) embed")
         if model.bias != "none":

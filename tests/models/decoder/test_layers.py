@@ -178,7 +178,7 @@ def test_first_layers_take_the_place_of_those_of_the_pattern():
             "parts called 'experts' have different settings, but share sums",
         ),
         ({"feed_forward": (Mlp(), None, Mlp())}, "num_layers = 4 is not a multiple of 3, .* nearest: 3, 6"),
-        ({"first_feed_forward": Mlp()}, r"first_feed_forward = Mlp\(\): expected a tuple of parts"),
+        ({"first_feed_forward": Mlp()}, r"first_feed_forward = Mlp\(mlp_dim=None\): expected a tuple of parts"),
         ({"first_feed_forward": (Mlp(),) * 4}, "first_feed_forward has 4 entries, and num_layers = 4: expected fewer"),
         (
             {"first_feed_forward": (Mlp(),), "feed_forward": (Mlp(), None)},

@@ -9,6 +9,7 @@ import pathlib
 
 import pytest
 
+from core.errors import UserError
 from models import pretrained
 from models.agreement_subjects import random_batches
 from parallel import strategies
@@ -25,7 +26,13 @@ STRATEGIES = {
     "sequence_tensor": strategies.sequence_tensor(tensor=2),
     "pipeline_fsdp": strategies.pipeline_fsdp(stage=2, schedule=schedules.one_f_one_b(num_microbatches=4)),
 }
-CASES = tuple(itertools.product(FAMILIES, STRATEGIES))
+UNDIVIDED = ("gemma4_e2b", "gemma4_e4b")  # whose rows a pipeline cannot divide
+CASES = tuple(
+    (name, strategy)
+    for name, strategy in itertools.product(FAMILIES, STRATEGIES)
+    if not (name in UNDIVIDED and STRATEGIES[strategy].pipeline)
+    and (name, strategy) != ("gemma4_e4b", "fsdp")  # the 70 columns of its table do not divide over four
+)
 STEPS = 3
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state. Gemma 3 differs most,
 # in its embedding and in the scales of its query and key norms, but for Gemma 4, whose scores are not divided by
@@ -63,3 +70,20 @@ def test_numbers_of_a_family_do_not_depend_on_the_strategy(name, strategy):
     print(f"{name}, {strategy}: {'; '.join(figures)}")
     limits = agreement.limits(MEASURED_OF_GEMMA_4 if name.startswith("gemma4") else MEASURED)
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        STRATEGIES["pipeline_fsdp"],
+        strategies.pipeline(stage=2, schedule=schedules.gpipe(num_microbatches=4)),
+        strategies.fsdp(overlap_reduction=True),
+    ],
+)
+def test_rows_of_layers_with_inputs_of_their_own_are_not_divided(strategy):
+    """The error comes with the program, before weights are read."""
+    model, data = model_of("gemma4_e4b"), next(random_batches(model_of("gemma4_e4b").vocab_size, steps=1))
+    with pytest.raises(
+        UserError, match=r"computation: .*Transformer\.layer_inputs .* divides the rows: use one without"
+    ):
+        bind(model, Example("v4-8", strategy), data)

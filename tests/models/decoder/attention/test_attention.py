@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from core import slices
 from core.errors import UserError
 from models.decoder import rotary
-from models.decoder.attention import attention
+from models.decoder.attention import attention, kv_cache
 from models.decoder.attention.scores import Scores
 from models.decoder.attention.splash_tiles import Tiles
 from parallel import partitioner, strategies
@@ -160,7 +160,7 @@ def test_a_cache_gives_the_attention_of_all_positions(inputs, window, entries, b
     sinks = SINKS if window == 5 or block == 7 else None
     want = attention.plain(q, k, v, segments, sinks=sinks, scores=Scores(window=window, softcap=3.0))
     empty = jnp.zeros((BATCH, KV_HEADS, entries, HEAD_DIM))
-    cache, start, outs = attention.KeysAndValues(empty, empty), 0, []
+    cache, start, outs = kv_cache.KeysAndValues(empty, empty), 0, []
     step = jax.jit(functools.partial(attention.cached, scores=Scores(window=window, softcap=3.0), sinks=sinks))
     for length in (8, 3, 8, 1, 1, 1, 1, 1):
         new = (a[:, start : start + length] for a in (q, k, v))
@@ -178,7 +178,7 @@ def test_a_chunk_of_a_prompt_reads_only_the_filled_blocks_of_the_cache(inputs, m
     q, k, v = (a[:, :16] for a in inputs[:3])
     want = attention.plain(q, k, v, jnp.ones((BATCH, 16), jnp.int32))
     empty = jnp.full((BATCH, KV_HEADS, 64, HEAD_DIM), jnp.nan).at[:, :, :16].set(0)
-    out, _ = attention.cached(q, k, v, attention.KeysAndValues(empty, empty), jnp.int32(0), jnp.zeros(BATCH, jnp.int32))
+    out, _ = attention.cached(q, k, v, kv_cache.KeysAndValues(empty, empty), jnp.int32(0), jnp.zeros(BATCH, jnp.int32))
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=0)
 
 

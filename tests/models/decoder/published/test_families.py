@@ -26,13 +26,14 @@ from models.mixers.latent_attention import LatentAttention
 HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
 # Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; joined matrices; biases;
-# norms; a delta rule; latent attention after which experts follow dense layers.
+# norms; a delta rule; latent attention after which experts follow dense layers; inputs of layers and shared keys.
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 QUICK = (
     "deepseek_v3",
     "gpt2",
     "gemma2",
     "gemma3",
+    "gemma4_e4b",
     "gemma4_experts",
     "gpt_oss",
     "granite4_nope",
@@ -114,7 +115,10 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
     [
         "gpt_oss",
         "granite4_nope",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gemma4", "gemma4_experts", "granite4")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("deepseek_v3", "gemma4", "gemma4_e2b", "gemma4_experts", "granite4")
+        ),
     ],
 )
 def test_packed_documents_do_not_see_one_another(name):
@@ -173,6 +177,23 @@ def test_adapters_of_gemma_4_with_experts_are_those_of_attention():
     assert all(".self_attn." in tensor for tensor in tensors)
     with pytest.raises(UserError, match="gate, up, down are matrices of experts"):
         lora.adapted(model=plain)
+
+
+def test_adapters_of_gemma_4_are_of_keys_where_layers_have_keys_of_their_own():
+    model = lora.adapted(model=pretrained.model(str(HERE / "gemma4_e2b")), rank=2)
+    found = family_tensors.adapter_sources(model)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), batch_of(np.zeros((1, 2))))
+    assert set(found) == {f"{module}/{name}" for module, made in shapes.items() for name in made if "_lora_" in name}
+    tensors = {
+        source.tensor((i,))
+        for path, source in found.items()
+        for i in range(len(shapes[path.rpartition("/")[0]]["query"]))
+    }
+    layers_of = {
+        name: {tensor.split(".")[4] for tensor in tensors if f".{name}_proj." in tensor}
+        for name in ("q", "k", "v", "up")
+    }
+    assert layers_of == {"q": set("01234567"), "k": set("0123"), "v": set("0123"), "up": set("01234567")}
 
 
 def test_adapters_of_deepseek_are_those_of_latent_attention_with_the_names_of_peft():
@@ -294,6 +315,14 @@ _full4 = functools.partial(_gemma4, head_dim=10, num_kv_heads=2, values_are_keys
 _experts4 = functools.partial(
     Experts, num_experts=10, top_k=4, mlp_dim=20, shared_mlp_dim=44, separate_norms=True, output_scales=True
 )
+
+
+def _of_sharing(*mixers):
+    """The layers of `gemma4_e2b` with this attention."""
+    later = tuple(dataclasses.replace(part, shares_keys=True) for part in mixers)
+    return {"first_mixer": mixers * 2, "mixer": later}
+
+
 MUTATIONS |= {
     "gemma4": [
         {"layer_scale": False},
@@ -314,6 +343,14 @@ MUTATIONS |= {
         {"feed_forward": _experts4(output_scales=False)},
         {"feed_forward": _experts4(separate_norms=False)},
     ],
+    "gemma4_e2b": [
+        {"layer_inputs": None},
+        {"layer_scale": False},
+        {"activation": "silu"},
+        _of_sharing(_local4(window=6), _full4(values_are_keys=False)),
+        _of_sharing(_local4(), _full4(values_are_keys=False, value_norm=False)),
+    ],
+    "gemma4_e4b": [{"layer_inputs": None}, {"logit_softcap": None}, {"rope_scaling": None}],
     "gemma4_unified": [{"rope_scaling": rotary.Proportional(fraction=0.5)}, {"activation": "silu"}],
 }
 _delta = functools.partial(GatedDelta, key_heads=2, value_heads=6, key_dim=12, value_dim=10)

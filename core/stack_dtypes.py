@@ -1,0 +1,27 @@
+"""Finds the dtypes that the layers of a stack compute with, so that runners can move weights in them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+def computed(traced: Sequence[ClosedJaxpr], params: Any) -> Any:
+    """Returns the dtype to which all layers cast each parameter; its own if a layer also uses it without a cast.
+
+    Args:
+      traced: a trace of a layer of each kind, whose first inputs are its parameters.
+      params: tree of the parameters.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    casts = [{_only_cast(one.jaxpr, one.jaxpr.invars[i]) for one in traced} for i in range(len(leaves))]
+    dtypes = [(len(to) == 1 and to.pop()) or a.dtype for to, a in zip(casts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, dtypes)
+
+
+def _only_cast(jaxpr: Jaxpr, var: Any) -> Any:
+    """Returns the dtype to which all uses of `var` cast it; None if one uses it without a cast."""
+    readers = [equation for equation in jaxpr.eqns if any(v is var for v in equation.invars)]
+    casts = {e.params["new_dtype"] if e.primitive.name == "convert_element_type" else None for e in readers}
+    return casts.pop() if len(casts) == 1 else None

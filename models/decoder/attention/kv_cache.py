@@ -1,0 +1,63 @@
+"""The KV cache of attention: the keys and values of earlier slots.
+
+A cache of R entries has slot s in entry s mod R. Without a window it has an entry for every slot. With a window, R may
+be as small as the window, and new entries replace the oldest.
+
+B batch, T new slots, N key/value heads, K head_dim, R entries.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class KeysAndValues(NamedTuple):
+    """The keys and values of one layer in a KV cache of R entries, each [B, N, R, K]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def extended(
+    k: jax.Array, v: jax.Array, before: KeysAndValues, start: jax.Array, *, window: int | None
+) -> tuple[KeysAndValues, KeysAndValues]:
+    """Adds new keys and values to a KV cache.
+
+    Args:
+      k, v: keys and values [B, T, N, K] of T new slots.
+      before: keys and values of earlier slots, each [B, N, R, K].
+      start: the first new slot, [] int32.
+      window: the number of positions that a query attends to; None: all up to its own.
+
+    Returns:
+      The entries that queries of the new slots attend to, each [B, N, S, K], and the cache with the new entries. They
+      are the same, unless new entries replace some that the first of several queries needs.
+    """
+    pairs = [(old, jnp.swapaxes(new, 1, 2)) for old, new in zip(before, (k, v), strict=True)]
+    wraps = window is not None and before.keys.shape[2] >= window  # otherwise the row is shorter than the window
+    after = KeysAndValues(*(_stored(*pair, start, wraps=wraps) for pair in pairs))
+    if not wraps or k.shape[1] == 1:  # the new entries have not replaced any that a query needs
+        return after, after
+    return KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs)), after
+
+
+def held(entries: int, end: jax.Array) -> jax.Array:
+    """Returns the slot in each entry, [R], once all slots before `end` are stored; negative for empty entries."""
+    return end - 1 - (end - 1 - jnp.arange(entries)) % entries
+
+
+def _stored(before: jax.Array, new: jax.Array, start: jax.Array, *, wraps: bool) -> jax.Array:
+    """Stores new keys or values [B, N, T, K] of the slots from `start` on in a cache [B, N, R, K].
+
+    Args:
+      before: the cache.
+      new: the new keys or values.
+      start: the first new slot, [].
+      wraps: whether the new slots may wrap around to the first entry.
+    """
+    entries, length = before.shape[2], new.shape[2]
+    if not wraps or length == 1:
+        return jax.lax.dynamic_update_slice_in_dim(before, new, start % entries, axis=2)
+    index = held(entries, start + length) - start  # index into the new slots; negative: keep the entry
+    return jnp.where(index[:, None] >= 0, jnp.take(new, jnp.maximum(index, 0), axis=2), before)

@@ -1,0 +1,70 @@
+"""Inputs of layers: a table by token and layer, and a projection of the embedded token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from core import logical
+from core.errors import UserError
+from models.decoder.layer_inputs import LayerInputs
+from models.decoder.planner_config import Planner
+from tests.models.decoder.test_layers import BATCH, PLAIN, VOCAB, check_generation, params_of
+
+MODEL = dataclasses.replace(PLAIN, layer_inputs=LayerInputs(width=6))
+
+
+def test_each_layer_has_its_own_input_and_the_table_a_row_for_each_token():
+    params = params_of(MODEL)
+    assert params["~"]["layer_embedding"].shape == (128, 4 * 6)
+    assert params["layers/block"]["layer_input_gate"].shape == (4, 16, 6)
+    logits = MODEL.logits(params, BATCH)
+    columns = jnp.arange(4 * 6) // 6
+    for layer in range(4):
+        table = jnp.where(columns == layer, params["~"]["layer_embedding"] + 1, params["~"]["layer_embedding"])
+        changed = {**params, "~": {**params["~"], "layer_embedding": table}}
+        assert np.abs(MODEL.logits(changed, BATCH) - logits).max() > 1e-3, layer
+    token = BATCH["inputs"][0, 5]
+    table = params["~"]["layer_embedding"].at[token].add(1.0)
+    changed = MODEL.logits({**params, "~": {**params["~"], "layer_embedding": table}}, BATCH)
+    before = jnp.argmax(BATCH["inputs"][0] == token)
+    np.testing.assert_array_equal(changed[0, :before], logits[0, :before])
+    assert np.abs(changed[0, before] - logits[0, before]).max() > 1e-4
+
+
+def test_without_outputs_the_decoder_is_as_without_inputs():
+    params = params_of(MODEL)
+    block = params["layers/block"]
+    none = {**params, "layers/block": {**block, "layer_input_norm": jnp.zeros_like(block["layer_input_norm"])}}
+    np.testing.assert_allclose(MODEL.logits(none, BATCH), PLAIN.logits(params, BATCH), atol=1e-5)
+
+
+def test_rows_are_extended_as_in_the_full_pass():
+    check_generation(MODEL, params_of(MODEL))
+
+
+def test_the_work_is_that_of_its_matrices_and_the_rows_of_padding_are_zero():
+    params, specs = logical.abstract_init(MODEL.init, jax.random.key(0), BATCH)
+    made = [params["~"]["layer_projection"], params["layers/block"]["layer_input_gate"]]
+    made.append(params["layers/block"]["layer_input_output"])
+    assert MODEL.layer_inputs.work(MODEL) == sum(a.size for a in made)
+    assert MODEL.flops_per_token(8) == PLAIN.flops_per_token(8) + 6 * MODEL.layer_inputs.work(MODEL)
+    assert specs["~"]["layer_embedding"].axes == ("vocab", "embed")
+    table = jax.jit(MODEL.init)(jax.random.key(0), BATCH)["~"]["layer_embedding"]
+    assert np.all(table[VOCAB:] == 0)
+    assert np.all(np.any(table[:VOCAB] != 0, axis=1))
+
+
+def test_settings_have_the_width():
+    assert MODEL.settings()["layer_inputs"] == LayerInputs(width=6)
+    assert PLAIN.settings()["layer_inputs"] is None
+    assert MODEL.shrink(dict.fromkeys(logical.all_axes(), 1)).layer_inputs == LayerInputs(width=8)
+
+
+def test_wrong_values_are_errors():
+    with pytest.raises(UserError, match=r"LayerInputs\.width = 0"):
+        LayerInputs(width=0)
+    with pytest.raises(UserError, match=r"layer_inputs and planner are not supported together"):
+        dataclasses.replace(MODEL, planner=Planner(chunk=4))
