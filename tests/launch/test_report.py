@@ -90,7 +90,7 @@ def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
     assert [row[:2] for row in refused] == [["multislice", "refused"], ["STRATEGY = @strategies.tensor()", "refused"]]
     assert all(float(cell) > 0 for row in compiled for cell in row[2:6])
     assert [row[3] for row in compiled] == sorted((row[3] for row in compiled), key=float)
-    assert "spans 2 slices, v4-8 is 1" in said
+    assert "spans 2 slices, but v4-8 has 1" in said
     assert "kv_heads = 2 does not divide over tensor = 4" in said
     fsdp, hsdp, *refused, halves = json.loads(written.read_text())
     assert set(fsdp["wire_bytes_by_axes"]) == {"fsdp"}
