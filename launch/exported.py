@@ -1,6 +1,7 @@
 """What `launch/run export` writes of a model: `launch.cli.export` for decoders, modules that set EXPORTS for others."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +21,7 @@ class Exported(NamedTuple):
       sources: the tensors of each parameter, by path; parameters without an entry are not written.
       reads: returns what reads the parameters that are written, given what reads those of the run.
       others: returns further tensors, by name, with floating-point numbers in the given dtype.
-      copied: files of the published folder that the run began with, which are copied from `folder` if they exist.
-      folder: this folder; None if nothing is copied.
+      files: further files, by name.
       note: a line about what is not written; "" if there is none.
     """
 
@@ -31,6 +31,5 @@ class Exported(NamedTuple):
     sources: Mapping[str, Source]
     reads: Callable[[Read], Read] = lambda read: read
     others: Callable[[np.dtype], Iterator[tuple[str, np.ndarray]]] = lambda dtype: iter(())
-    copied: Sequence[str] = ()
-    folder: Any = None
+    files: Mapping[str, str] = MappingProxyType({})
     note: str = ""

@@ -239,9 +239,8 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
 
 def _write_small_files(experiment: Experiment, exported: Exported, out: paths.Path) -> None:
     """Writes everything but tensors and config.json: the tokenizer, and what the published folder has besides."""
-    for name in exported.copied:
-        if (exported.folder / name).exists():
-            (out / name).write_bytes((exported.folder / name).read_bytes())
+    for name, content in exported.files.items():
+        (out / name).write_text(content)
     vocabulary = experiment.task.vocabulary
     if not isinstance(vocabulary, FolderTokenizer):
         print("no tokenizer is written: the run's vocabulary is not one of a published folder")

@@ -38,6 +38,12 @@ def run(args: argparse.Namespace) -> int:
     if args.num_examples:
         raise UserError("--relevance does not use --num-examples")
     found = asked.opened(args, "--relevance")
+    prompts = found.task.prompts
+    if prompts is not None and prompts.input.processor.crop is not None:
+        raise UserError(
+            f"--relevance: the image processor of {prompts.input.folder} cuts off the edges of images, to which `grid` "
+            "and `cells` refer; expected a model that reads whole images"
+        )
     questions = found.task.questions("validation")
     if missing := next((question for question in questions if not question.cells), None):
         raise UserError(f"{missing.where}: --relevance needs `grid` and `cells`, the cells that the question is about")

@@ -1,12 +1,13 @@
 """Exports models of images and text, as the folder of the published model that the run began with."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from core.checkpoints import image_processor, published_files, safetensors_files
 from core.checkpoints import published as published_folders
-from core.checkpoints import published_files, safetensors_files
 from core.errors import UserError
 from core.files import paths
 from launch.experiment import Experiment
@@ -14,6 +15,7 @@ from launch.exported import Exported, Read
 from models.decoder.published import families, family_tensors
 from models.vision import published
 from models.vision.model import VisionLanguageModel, part_of
+from tasks.vision.image_questions import ImageQuestions
 
 EXPORTS = "a model of images and text"
 
@@ -55,11 +57,32 @@ def _exported(run: str, experiment: Experiment, step: paths.Path, is_merged: boo
     return Exported(
         kind,
         published_files.CONFIG,
-        config,
+        _without_dtype(config),
         sources,
         reads,
         others,
-        copied=published_files.PROCESSOR_FILES,
-        folder=published_files.small_files(base),
+        files=_processor_files(published_files.small_files(base), experiment.task),
         note="without the selector: the folder's model reads all patches" if model.selector is not None else "",
     )
+
+
+def _without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without the dtype of its tensors, also in the configurations inside."""
+    kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    return {key: _without_dtype(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+def _processor_files(folder: paths.Path, task: Any) -> dict[str, str]:
+    """Returns the files of the image processor, which splits no image if the run has learned from whole ones."""
+    found = {name: (folder / name).read_text() for name in published_files.PROCESSOR_FILES if (folder / name).exists()}
+    prompts = task.prompts if isinstance(task, ImageQuestions) else None
+    if prompts is None or prompts.input.processor.frame is None:
+        return found
+    for name in image_processor.FILES:
+        if name in found:
+            content = json.loads(found[name])
+            inner = content.get("image_processor", content if name == published_files.PREPROCESSOR else None)
+            if inner is not None:
+                inner["do_image_splitting"] = False
+                found[name] = json.dumps(content, indent=2) + "\n"
+    return found

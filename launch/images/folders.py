@@ -169,7 +169,7 @@ def seeing(model: LoadedModel, task: Any) -> LoadedModel:
         params and _of(params, of_decoder=True),
         model.vocabulary,
         model.where,
-        model.vocabulary.begins_with_bos,
+        model.begins_with_bos,
         FolderSight(program, params and _of(params, of_decoder=False), task.prompts),
     )
 

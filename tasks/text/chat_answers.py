@@ -1,6 +1,7 @@
 """Finds the assistant's answers in a formatted conversation, and the tokens that end them."""
 
 import datetime
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,14 +85,17 @@ def turn_ends(vocabulary: ChatVocabulary) -> tuple[int, ...]:
     An answer ends with the first special or added token after its content, or with the only token after it. The result
     is () if the template fails on sample conversations, or ends an answer with several ordinary tokens.
     """
-    for count in (len(_PROBE), 2):  # 2: for templates that format the last answer differently
-        messages = [{"role": ("user", ASSISTANT)[i % 2], "content": _PROBE[i]} for i in range(count)]
+    # Templates of models of images read lists of parts. With two messages: some format the last answer differently.
+    for in_parts, count in itertools.product((False, True), (len(_PROBE), 2)):
+        contents: list[Any] = [[{"type": "text", "text": text}] if in_parts else text for text in _PROBE[:count]]
+        messages = [{"role": ("user", ASSISTANT)[i % 2], "content": content} for i, content in enumerate(contents)]
         try:
             text, answers = formatted(messages, vocabulary)
         except UserError:
             continue
-        found = [_end(text, messages[i]["content"], answers, vocabulary) for i in range(1, count, 2)]
-        return tuple(dict.fromkeys(end for end in found if end is not None))
+        found = [_end(text, answer, answers, vocabulary) for answer in _PROBE[1:count:2]]
+        if ends := tuple(dict.fromkeys(end for end in found if end is not None)):
+            return ends
     return ()
 
 

@@ -115,7 +115,7 @@ def row_ids(
       ends: whether the end-of-document id follows an answer whose end the chat template does not mark.
 
     Raises:
-      UserError: the chat template refuses the conversation, or writes no image token.
+      UserError: the chat template refuses the conversation or writes no image token, or the answer has one.
     """
     asked: list[dict[str, str]] = [{"type": "image"}, {"type": "text", "text": question}]
     said: list[dict[str, str]] = [{"type": "text", "text": answer}]
@@ -136,5 +136,7 @@ def row_ids(
     prompt, answered = ids[:asked_ids], ids[asked_ids:until]
     if vocabulary.begins_with_bos:
         prompt = with_bos(prompt, vocabulary)  # as processors do
+    if prompts.input.token_id in answered:
+        raise UserError(f"the answer contains {prompts.token}, which stands for an image: remove it from the answer")
     is_ended = answered[-1:] and answered[-1] in vocabulary.turn_ends
     return prompt, answered if is_ended or not ends else with_eos(answered, vocabulary)

@@ -38,7 +38,7 @@ from tasks.text import content_hash, documents
 from tasks.text.documents import VALIDATION_PERCENT, File, list_files, pattern_problems, validation_names
 from tasks.text.ids import Vocabulary, with_eos
 from tasks.text.tokenizer_folders import FolderTokenizer
-from tasks.vision import image_prompts, images
+from tasks.vision import image_prompts, images, question_rows
 from tasks.vision.image_prompts import ImagePrompts
 from tasks.vision.question_lines import Question, read_question, read_questions
 
@@ -143,11 +143,11 @@ class ImageQuestions:
         return all_found or self._refusal()
 
     def _refusal(self) -> list[str]:
-        """Returns what the chat template says against the first question, if its file is local."""
+        """Returns why the first question does not become a row, if its file is local."""
         files = list_files(tuple(pattern for pattern in self.train_files if not paths.is_remote(pattern)))
         first = next(read_questions(files[:1], kinds=self.kinds), None)
         try:
-            if first is not None and self.prompts is not None:
+            if first is not None and self.prompts is not None:  # a vocabulary may still have to be trained
                 self._ids(first)
         except UserError as error:
             return [str(error)]
@@ -156,6 +156,15 @@ class ImageQuestions:
     def named_files(self) -> tuple[str, ...]:
         """Returns the patterns of the files of questions."""
         return (*self.train_files, *self.validation_files)
+
+    def begins_with_bos(self) -> bool:
+        """Returns whether a prompt begins with the begin-of-text id."""
+        return self.prompts is None or cast(FolderTokenizer, self.vocabulary).begins_with_bos
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Returns the ids that end an answer, also in the format of the chat template if it writes the rows."""
+        ends = () if self.prompts is None else cast(FolderTokenizer, self.vocabulary).turn_ends
+        return tuple(dict.fromkeys([self.vocabulary.eos_id, *ends]))
 
     def describe(self) -> str:
         """Returns one line for the run summary."""
@@ -234,14 +243,7 @@ class ImageQuestions:
           UserError: image, question and answer are longer than the row, or the question or the answer has no tokens.
         """
         slots, asked, said = self._ids(question)
-        used, words = len(asked) + len(said) - 1, len(asked) - len(slots)
-        if used > self.length or not words or not said:
-            raise UserError(
-                f"{question.where}: {words} tokens of the question and {len(said)} of the answer beside {len(slots)} "
-                f"positions of the image: expected at least one of each, and at most LENGTH = {self.length} together; "
-                f"set LENGTH = {used}, or remove the line"
-            )
-        row = laid_out(slots, asked, said, length=self.length)
+        row = question_rows.laid_out(slots, asked, said, length=self.length)
         row["images"] = self._image(question, rng)
         if self.kinds:
             row["kind"] = np.asarray(self.kinds.index(question.kind) if question.kind else NO_KIND, np.int32)
@@ -250,20 +252,28 @@ class ImageQuestions:
     def _ids(self, question: Question) -> tuple[Sequence[int], list[int], list[int]]:
         """Returns the positions of the image, and the ids of the question, which include them, and of the answer.
 
-        Raises UserError, which names the line, if the chat template refuses it.
+        Raises UserError, which names the line, if they do not fit the row, or the chat template refuses them.
         """
-        if self.prompts is not None:
-            vocabulary = cast(FolderTokenizer, self.vocabulary)
+        if self.prompts is None:
+            answer = self.vocabulary.encode(f" {question.answer}")
+            said = with_eos(answer, self.vocabulary) if self.ends and answer else answer
+            asked = [*([0] * self.image_tokens), *self.vocabulary.encode(question.question)]
+            slots: Sequence[int] = range(self.image_tokens)
+        else:
+            texts, vocabulary = (question.question, question.answer), cast(FolderTokenizer, self.vocabulary)
             try:
-                asked, said = image_prompts.row_ids(
-                    question.question, question.answer, self.prompts, vocabulary, ends=self.ends
-                )
+                asked, said = image_prompts.row_ids(*texts, self.prompts, vocabulary, ends=self.ends)
             except UserError as error:
                 raise UserError(f"{question.where}: {error}") from error
-            return [place for place, i in enumerate(asked) if i == self.prompts.input.token_id], asked, said
-        answer = self.vocabulary.encode(f" {question.answer}")
-        asked = [*([0] * self.image_tokens), *self.vocabulary.encode(question.question)]
-        return range(self.image_tokens), asked, with_eos(answer, self.vocabulary) if self.ends and answer else answer
+            slots = [place for place, i in enumerate(asked) if i == self.prompts.input.token_id]
+        used, words = len(asked) + len(said) - 1, len(asked) - len(slots)
+        if used > self.length or not words or not said:
+            raise UserError(
+                f"{question.where}: {words} tokens of the question and {len(said)} of the answer beside {len(slots)} "
+                f"positions of the image: expected at least one of each, and at most LENGTH = {self.length} together; "
+                f"set LENGTH = {used}, or remove the line"
+            )
+        return slots, asked, said
 
     def _image(self, question: Question, rng: np.random.Generator | None) -> np.ndarray:
         found = self._decoded(question.image)
@@ -330,6 +340,11 @@ def questions(
         image_size, image_tokens = prompts.input.image_size, prompts.input.image_tokens
     sizes = {"image_size": image_size, "image_tokens": image_tokens}
     _check_numbers({**sizes, "length": length, "num_streams": num_streams, "max_shift": max_shift})
+    if length < cast(int, image_tokens) + 2:
+        raise UserError(
+            f"vision.questions.length = {length} has no room for a question and an answer beside image_tokens = "
+            f"{image_tokens}: set LENGTH to {cast(int, image_tokens) + 2} or more"
+        )
     if broken not in BROKEN:
         raise UserError(f"vision.questions.broken = {broken!r}: expected one of {', '.join(BROKEN)}")
     return ImageQuestions(
@@ -381,7 +396,7 @@ class RandomQuestions(SampledTask):
         del is_training
         ids = rng.integers(0, self.vocab_size, self.length - self.image_tokens + 1).tolist()
         asked, slots = len(ids) - 1 - len(ids) // 4, range(self.image_tokens)
-        row = laid_out(slots, [*([0] * len(slots)), *ids[:asked]], ids[asked:], length=self.length)
+        row = question_rows.laid_out(slots, [*([0] * len(slots)), *ids[:asked]], ids[asked:], length=self.length)
         return {**row, "images": rng.integers(0, 256, (self.image_size, self.image_size, 3), dtype=np.uint8)}
 
     def rehearsal(self) -> RandomQuestions:
@@ -418,7 +433,7 @@ def batch_spec(
 ) -> dict[str, Field]:
     """Returns the fields of a global batch of questions about images.
 
-    These are `images` [B, H, W, 3] uint8, those of `laid_out`, and, with `has_kinds`, `kind` [B] int32.
+    These are `images` [B, H, W, 3] uint8, those of `question_rows.laid_out`, and, with `has_kinds`, `kind` [B] int32.
 
     Args:
       batch_size: rows of the global batch.
@@ -435,35 +450,6 @@ def batch_spec(
         **streams.batch_spec(batch_size, length=length),
     }
     return {**found, "kind": Field((batch_size,), np.int32, ("batch",))} if has_kinds else found
-
-
-def laid_out(slots: Sequence[int], asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
-    """Returns the fields of a row with an image, a question and an answer, except the image itself.
-
-    Besides those of text these are `slots` [S], the positions of the image, and `until` [T]: the last position to which
-    each position attends. That is the end of the question for the image and the question, and itself for the answer.
-
-    Args:
-      slots: the positions of the image.
-      asked: ids of the question, with any id at the positions of the image.
-      said: ids of the answer, which alone has weight 1.
-      length: positions of the row.
-    """
-    ids = np.asarray([*asked, *said], np.int32)
-    used, prefix = len(ids) - 1, len(asked)
-    place = np.arange(length)
-    inputs, targets = (np.zeros(length, np.int32) for _ in range(2))
-    inputs[:used], targets[:used] = ids[:-1], ids[1:]
-    is_text = place < used
-    return {
-        "inputs": inputs,
-        "targets": np.where(place >= prefix - 1, targets, 0).astype(np.int32),
-        "weights": (is_text & (place >= prefix - 1)).astype(np.float32),
-        "segment_ids": is_text.astype(np.int32),
-        "positions": np.where(is_text, place, 0).astype(np.int32),
-        "slots": np.asarray(slots, np.int32),
-        "until": np.where(place < prefix, prefix - 1, place).astype(np.int32),
-    }
 
 
 def _try_read(path: str, read: Callable[[bytes], np.ndarray]) -> np.ndarray | str:

@@ -2,7 +2,10 @@
 
 import json
 import pathlib
+import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -29,6 +32,8 @@ ADAPTERS = (
     "lora.Lora.rank = 2",
     "lora.Lora.alpha = 4.0",
     "lora.Lora.targets = ('query',)",
+    "lora.Lora.base_dtype = 'float32'",
+    "FREEZE = ()",
 )
 
 
@@ -39,9 +44,9 @@ def no_copies(monkeypatch):
     published_files.use_copies(None)
 
 
-def started(name, to, *more):
-    """Returns a run of no step that tunes a folder, and the folder."""
-    folder = copied(name, to)
+def started(name, to, *more, changed=False, end=""):
+    """Returns a run of no step that tunes a folder, and the folder; with all trained parameters changed, if asked."""
+    folder = copied(name, to, end=end)
     lines = [json.dumps({"image": f"{to}/{number}.png", "question": "what?", "answer": "ab"}) for number in range(40)]
     (to / "lines.jsonl").write_text("\n".join(lines) + "\n")
     for number in range(40):
@@ -56,6 +61,17 @@ def started(name, to, *more):
         experiment, config=config, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
     )
     state = warm_start.first_state(experiment, ready.program, ready.initial, is_host_zero=True)
+    if changed:
+        random = np.random.default_rng(7)
+        state = state._replace(
+            params=jax.tree.map(
+                lambda a, spec: (
+                    a + 0.1 * jnp.asarray(random.standard_normal(a.shape), a.dtype) if spec.trainable else a
+                ),
+                state.params,
+                ready.program.param_specs,
+            )
+        )
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
     checkpoints.left_out = ready.initial.left_out
     checkpoints.save(3, state=state, data={}, meta=ready.meta)
@@ -78,8 +94,65 @@ def test_an_export_has_every_tensor_of_its_folder(name, tmp_path, capsys):
         assert np.array_equal(exported[key], tensor), key
     config = json.loads((folder / "config.json").read_text())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "torch_dtype": "float32"}
-    for file in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
+    processors = [json.loads((f / "preprocessor_config.json").read_text()) for f in (tmp_path / "out", folder)]
+    splits = {"do_image_splitting": False} if name == "smolvlm" else {}  # rows of training have one frame
+    assert processors[0] == {**processors[1], **splits}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("llava", ("FREEZE = ()",)), ("llava", ADAPTERS), ("smolvlm", ("FREEZE = ()",))]
+)
+def test_an_export_of_changed_parameters_continues_as_its_run(name, more, tmp_path):
+    run, folder = started(name, tmp_path, *more, changed=True)
+    merge = ["--merge"] * (more == ADAPTERS)
+    assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32", *merge) == 0
+    found = {}
+    for place in (run, tmp_path / "out", folder):
+        published_files.use_copies(None)
+        model = loaded_model.load(str(place))
+        ids = model.checked(["what?"], max_tokens=8, is_chat=True, images=[[str(PHOTO)]])
+        [text] = model.continued(["what?"], max_tokens=8, is_chat=True, images=[[str(PHOTO)]])
+        found[place] = ids, text
+    (ids, ours), (exported_ids, exported), (_, base) = found.values()
+    assert exported_ids == ids
+    assert exported.ids == ours.ids
+    np.testing.assert_allclose(exported.log_probabilities, ours.log_probabilities, atol=1e-4)
+    assert np.abs(np.subtract(base.log_probabilities[:1], ours.log_probabilities[:1])).max() > 1e-3
+
+
+def test_an_export_stops_where_answers_end(tmp_path):
+    run, folder = started("llava", tmp_path, end="<global-img>")
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), "dtype": "float16"})
+    )
+    assert run_command("export", run, "--out", tmp_path / "out") == 0
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    stops = loaded_model.load(str(run)).stop_ids
+    assert len(stops) == 2
+    assert set(stops) <= set(generation["eos_token_id"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], "dtype" in config) == ("bfloat16", False)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_steps_trains_and_resumes(launch, tmp_path):
+    folder = copied("llava", tmp_path)
+    lines = [json.dumps({"image": f"{tmp_path}/{n}.png", "question": "what?", "answer": "ab"}) for n in range(40)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    for number in range(40):
+        (tmp_path / f"{number}.png").write_bytes(PHOTO.read_bytes())
+    told = (f"FOLDER = '{folder}'", f"DATA = '{tmp_path}/lines.jsonl'", "LENGTH = 64", "WARMUP_STEPS = 0")
+    told += ("CHECKPOINT_INTERVAL = 1", "LOG_INTERVAL = 1", "LEARNING_RATE = 1e-2", "NUM_STREAMS = 1", "BATCH_SIZE = 4")
+    where = ["train", "gin/finetune_images.gin", "--slice", "v5e-1", "--run-dir", tmp_path / "run"]
+    words = [*map(str, where), *(word for text in told for word in ("--gin", text))]
+    launch(*words, "--steps", "1", slice_name="v5e-1")
+    said = launch(*words, "--steps", "6", slice_name="v5e-1")
+    assert "resumed from 1" in said
+    losses = [float(loss) for loss in re.findall(r"step +\d+/6  loss ([\d.]+)", said)]
+    assert losses[-1] < losses[0]
+    assert "validation: accuracy" in said
 
 
 @pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow)])

@@ -206,3 +206,9 @@ def test_what_cannot_be_read_is_named(name, part, key, value, says, tmp_path):
     with pytest.raises(UserError) as caught:
         pretrained.model(str(tmp_path))
     assert says in str(caught.value)
+
+
+def test_a_changed_name_that_is_no_field_is_an_error():
+    with pytest.raises(UserError, match=r"has no frezee: expected fields .*, such as freeze"):
+        pretrained.model(str(HERE / "llava"), frezee=("vision",))
+    assert pretrained.model(str(HERE / "llava"), remat="full", freeze=("vision",)).decoder.remat == "full"

@@ -54,13 +54,13 @@ def test_a_row_is_the_prompt_of_generation_and_the_answer(name, tmp_path):
 
 
 def test_an_answer_that_the_template_ends_has_no_second_end(tmp_path):
-    for end, ends, last in (("</s>", True, 257), ("", True, 257), ("", False, ord("b"))):
-        to = tmp_path / f"{end == ''}{ends}"
+    for end, ends, last in (("</s>", True, 257), ("<global-img>", True, 260), ("", True, 257), ("", False, ord("b"))):
+        to = tmp_path / f"{len(end)}{ends}"
         to.mkdir()
         folder = copied("llava", to, end=end)
         row, vocabulary = row_of(task(folder, to, ends=ends)), vocabularies.tokenizer(folder)
         said = row["targets"][row["weights"] > 0].tolist()
-        assert said == [*vocabulary.encode(" ab"), last][: 3 + (last == 257)]
+        assert said == [*vocabulary.encode(" ab"), last][: 3 + (last > 255)]
 
 
 def test_a_selector_has_fewer_tokens(tmp_path):
@@ -81,6 +81,7 @@ def test_a_selector_has_fewer_tokens(tmp_path):
         ({"image_input": None, "image_tokens": 4}, "image_size is not set: bind it, or vision.questions.image_input"),
         ({"image_input": None, "image_size": 4}, "image_tokens is not set"),
         ({"image_tokens": 0}, "image_tokens"),
+        ({"length": 10}, "length = 10 has no room .* beside image_tokens = 9: set LENGTH to 11 or more"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, says, tmp_path):
@@ -95,6 +96,10 @@ def test_a_question_that_the_template_refuses_is_named_before_a_run(tmp_path):
     assert "lines.jsonl:1: the chat template" in problem
     assert "writes 2 image tokens <image> for a question about one image: expected one" in problem
     assert task(folder, tmp_path).problems() == []
+    in_answer = task(folder, tmp_path, {**LINE, "answer": "a <image>"})
+    assert "the answer contains <image>, which stands for an image" in in_answer.problems()[0]
+    too_long = task(folder, tmp_path, {**LINE, "question": "q" * 200})
+    assert "set LENGTH = " in too_long.problems()[0]
     original = str(FIXTURES / "llava")  # its prompt ends with A:, its answers begin with ASSISTANT:
     [problem] = task(original, tmp_path).problems()
     assert "lines.jsonl:1: the chat template formats message 2 differently" in problem
