@@ -340,11 +340,6 @@ def questions(
         image_size, image_tokens = prompts.input.image_size, prompts.input.image_tokens
     sizes = {"image_size": image_size, "image_tokens": image_tokens}
     _check_numbers({**sizes, "length": length, "num_streams": num_streams, "max_shift": max_shift})
-    if length < cast(int, image_tokens) + 2:
-        raise UserError(
-            f"vision.questions.length = {length} has no room for a question and an answer beside image_tokens = "
-            f"{image_tokens}: set LENGTH to {cast(int, image_tokens) + 2} or more"
-        )
     if broken not in BROKEN:
         raise UserError(f"vision.questions.broken = {broken!r}: expected one of {', '.join(BROKEN)}")
     return ImageQuestions(
@@ -372,6 +367,12 @@ def _check_numbers(values: Mapping[str, int | None]) -> None:
         if value is None:
             raise UserError(f"vision.questions.{name} is not set: bind it, or vision.questions.image_input")
         check_integer(value, where=f"vision.questions.{name}", least=least.get(name, 1))
+    length, slots = cast(int, values["length"]), cast(int, values["image_tokens"])
+    if length < slots + 2:
+        raise UserError(
+            f"vision.questions.length = {length} has no room for a question and an answer beside image_tokens = "
+            f"{slots}: set LENGTH to {slots + 2} or more"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
