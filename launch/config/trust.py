@@ -3,9 +3,14 @@
 An experiment file is the user's own, and may import and call anything. The configuration of a run, or of a checkpoint,
 can come from a stranger: if its text could name any function, reading a run could run any program. Therefore it may
 name only the constructors listed here, those of optax, and those of modules that the user's command imports itself
-(`--gin "import MODULE"`). None of the constructors listed here starts a program or imports a module named by its
-arguments: the argument `module` of `text.seqio` is left out unless that module may be imported. A task reads, and may
-build, its data where its settings say, with the libraries that read them.
+(`--gin "import MODULE"`). None of the constructors listed here starts a program. The argument `module` of `text.seqio`
+is left out unless that module may be imported. A task reads, and may build, its data where its settings say, with the
+libraries that read them.
+
+Data of `text.tfds` can import modules that are not listed here. TensorFlow Datasets (TFDS) imports modules of its own
+catalog. If it reads a dataset from its files alone, it also imports the modules of the feature classes that
+`features.json` or `dataset_info.json` below `data_dir` names: any module that this Python finds. It downloads none of
+them: names `namespace:dataset`, for which TFDS may download code, are refused.
 """
 
 from collections.abc import Collection

@@ -1,1 +1,1 @@
-"""Loads published models of images and text for the commands that generate text."""
+"""Loads models of images and text, published or of a run, for the commands that generate text, and exports runs."""

@@ -276,7 +276,7 @@ def tfds(
     """Returns a task that reads a TensorFlow Datasets dataset, which `tfds build` has prepared.
 
     Args:
-      name: the dataset's name, such as `c4/en:3.1.0`.
+      name: the dataset's name, such as `c4/en:3.1.0`; names `namespace:dataset` are refused.
       split: the training split; slices such as `train[1%:]` are allowed.
       validation_split: the split for evaluation.
       field: the feature that holds the text.

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class Tfds(DocumentSource):
         """Returns one part per file or, if there are more streams than files, one per stream; at most one per example.
 
         Raises:
-          UserError: the dataset is not prepared, or has no such field or split.
+          UserError: the name has a namespace, the dataset is not prepared, or it has no such field or split.
         """
         tensorflow()
         import tensorflow_datasets as tfds
@@ -55,7 +56,7 @@ class Tfds(DocumentSource):
             found.append("text.tfds needs the package tensorflow-datasets, which launch/setup.sh installs")
         if self.data_dir and not paths.is_remote(self.data_dir) and not paths.resolve(self.data_dir).is_dir():
             found.append(Problem(f"no folder {self.data_dir!r}", setting="text.tfds.data_dir", file=self.data_dir))
-        return found
+        return [*found, *_name_problems(self.name, setting="text.tfds.name")]
 
     def describe(self) -> str:
         return f"text.tfds: {self.name} ({self.split}; validation {self.validation_split})"
@@ -103,7 +104,13 @@ class _ShareReader:
 
 
 def prepared(name: str, data_dir: str | None) -> Any:
-    """Returns the builder of a prepared dataset. Raises UserError if it does not exist or is not prepared."""
+    """Returns the builder of a prepared dataset.
+
+    Raises:
+      UserError: the name has a namespace, or the dataset does not exist or is not prepared.
+    """
+    for problem in _name_problems(name, setting="tfds"):
+        raise UserError(problem)
     import tensorflow_datasets as tfds
 
     try:
@@ -115,11 +122,28 @@ def prepared(name: str, data_dir: str | None) -> Any:
     return builder
 
 
+def _name_problems(name: str, *, setting: str) -> list[Problem]:
+    """Returns the problem of a name `namespace:dataset`, for which TFDS may download and run code.
+
+    The version in `dataset:1.0.0` is no problem.
+    """
+    if not re.match(r"[^/]*:[^\d*]", name):
+        return []
+    return [
+        Problem(
+            f"{name!r} has a namespace, for which TensorFlow Datasets may download code and run it",
+            setting=setting,
+            expected="a name without it, such as 'c4/en:3.1.0'",
+            fix="prepare the dataset, and give its own name and, as data_dir, its folder",
+        )
+    ]
+
+
 def examples(name: str, split: str, *, data_dir: str | None) -> Any:
     """Returns an iterable over the examples of a prepared dataset, in the order of its files.
 
     Raises:
-      UserError: the dataset is not prepared, or has no such split.
+      UserError: the name has a namespace, the dataset is not prepared, or it has no such split.
     """
     tensorflow()
     builder = prepared(name, data_dir)

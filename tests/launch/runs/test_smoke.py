@@ -30,12 +30,12 @@ def experiments():
 
 
 def rehearsal(experiment):
-    """The slice and the flags of the command in an experiment's header; a smoke run in place of a whole run."""
+    """The slice and the flags of the command in an experiment's header; with `--check smoke` if it has none."""
     text = (ROOT / "gin" / experiment).read_text()
     (command,) = re.findall(r"^# Rehearse: ((?:.*\\\n#)*.*)", text, re.MULTILINE)
     _, slice_name, _, *flags = shlex.split(command.replace("\\\n#", ""))
     flags.remove("--simulate")
-    return slice_name, flags if "smoke" in flags else ["--check", "smoke"]
+    return slice_name, flags if "smoke" in flags else [*flags, "--check", "smoke"]
 
 
 @pytest.mark.slow
