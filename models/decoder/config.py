@@ -294,9 +294,8 @@ class DecoderConfig(Decoder):
         layers = [self.layer_kind(layer) for layer in range(self.num_layers)]
         found["mixer"] = tuple("+".join(part.name for part in kind.mixers) for kind in layers)
         del found["first_feed_forward"], found["first_mixer"]
+        del found["mlp_dim"]  # parts say their width
         found["feed_forward"] = tuple("none" if (part := kind.feed_forward) is None else part.name for kind in layers)
-        if not any(isinstance(part, Mlp) for kind in layers for part in parts_of(kind).values()):
-            del found["mlp_dim"]  # no part has this width
         several: dict[str, list[Any]] = {}  # the value in each layer that has it
         for kind in layers:
             for part in parts_of(kind).values():
@@ -404,19 +403,23 @@ class DecoderConfig(Decoder):
         heads = math.lcm(multiples["heads"], kv_heads * (1 if is_equal else 2))
         groups = math.lcm(2 if self.group == 1 else 1, multiples["layers"])
         layers, count = self.group * groups, period(self._firsts) if self.first_mixer else self.first_group
-        firsts = self.first_feed_forward[:count]
+        firsts, width = self.first_feed_forward[:count], math.lcm(16, multiples["mlp"])
+
+        def small(part: Part) -> Part:
+            return part.small(self, width) if isinstance(part, Mlp) else part.shrink(multiples)
+
         return dataclasses.replace(
             self,
             num_layers=len(firsts) + layers * math.ceil(len(self.repeated_kinds) / layers),
             embed_dim=math.lcm(16, multiples["embed"]),
-            mlp_dim=math.lcm(16, multiples["mlp"]),
+            mlp_dim=width,
             num_heads=heads,
             num_kv_heads=heads if is_equal else kv_heads,
             head_dim=math.lcm(8, multiples["head_dim"]),
-            mixer=_each(self.mixer, lambda part: part.shrink(multiples)),
-            feed_forward=_each(self.feed_forward, lambda part: part.shrink(multiples)),
-            first_feed_forward=_each(firsts, lambda part: part.shrink(multiples)),
-            first_mixer=_each(self.first_mixer[:count], lambda part: part.shrink(multiples)),
+            mixer=_each(self.mixer, small),
+            feed_forward=_each(self.feed_forward, small),
+            first_feed_forward=_each(firsts, small),
+            first_mixer=_each(self.first_mixer[:count], small),
             layer_inputs=self.layer_inputs and dataclasses.replace(self.layer_inputs, width=8),
             planner=self.planner and dataclasses.replace(self.planner, chunk=8),
         )

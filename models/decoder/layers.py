@@ -482,14 +482,15 @@ class Mlp(Part):
         return Work(decoder.embed_dim * products_per_input(decoder, self.mlp_dim or decoder.mlp_dim))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        """Returns the width in each layer if a layer has one of its own, and otherwise nothing: it is the decoder's."""
-        others = [kind.feed_forward for kind in decoder.layer_kinds]
-        own = any(isinstance(part, Mlp) and part.mlp_dim not in (None, decoder.mlp_dim) for part in others)
-        return {"mlp.mlp_dim": self.mlp_dim or decoder.mlp_dim} if own else {}
+        """Returns the width, which is the decoder's unless the part has its own."""
+        return {"mlp_dim": self.mlp_dim or decoder.mlp_dim}
 
-    def shrink(self, multiples: Mapping[str, int]) -> Self:
-        """Returns a small part; if it has a width of its own, it is still twice the decoder's."""
-        return dataclasses.replace(self, mlp_dim=self.mlp_dim and 2 * math.lcm(16, multiples["mlp"]))
+    def small(self, decoder: Decoder, width: int) -> Self:
+        """Returns the part for a small form of the decoder, which has `width` hidden units.
+
+        If the part has a width of its own, the ratio of its width to the decoder's is kept, rounded, and at least 1.
+        """
+        return dataclasses.replace(self, mlp_dim=self.mlp_dim and max(1, round(self.mlp_dim / decoder.mlp_dim)) * width)
 
 
 def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side) -> jax.Array:

@@ -149,12 +149,11 @@ def family(model: DecoderConfig) -> str:
         wrong["attention"] = "auto", model.attention
     if wrong:
         again = DecoderConfig(**fields(config(model, nearest)))
+        own = {name: tuple(getattr(one, name, None) for one in (again, model)) for name in wrong}
+        wrong |= {name: (theirs, ours) for name, (theirs, ours) in own.items() if theirs != ours}
         raise UserError(
             f"no published family has these fields; the nearest is {nearest}, which needs "
-            + ", ".join(
-                f"{name} = {getattr(again, name, theirs)!r} (here {getattr(model, name, ours)!r})"
-                for name, (theirs, ours) in wrong.items()
-            )
+            + ", ".join(f"{name} = {theirs!r} (here {ours!r})" for name, (theirs, ours) in wrong.items())
         )
     return nearest
 

@@ -165,6 +165,27 @@ def test_first_layers_take_the_place_of_those_of_the_pattern():
     assert (small.num_layers, small.num_first_layers) == (3, 1)
 
 
+def test_a_small_form_keeps_the_rounded_ratio_of_a_width_to_that_of_the_decoder():
+    widths = [None, 24, 40, 48, 71, 12, 2]  # of a decoder of 24: ratios 1, 1, 5/3, 2, 2.96, 1/2 and 1/12
+    parts = tuple(map(Mlp, widths))
+    model = dataclasses.replace(PLAIN, num_layers=14, first_feed_forward=parts, feed_forward=parts)
+    small = model.shrink(dict.fromkeys(logical.all_axes(), 3))
+    assert small.mlp_dim == 48
+    want = tuple(map(Mlp, [None, 48, 96, 96, 144, 48, 48]))
+    assert (small.first_feed_forward, small.feed_forward) == (want, want)
+
+
+def test_the_width_of_the_feed_forwards_is_a_setting():
+    def width(*parts, **changes):
+        return dataclasses.replace(PLAIN, feed_forward=parts, **changes).settings().get("mlp_dim")
+
+    assert (width(Mlp()), width(Mlp(mlp_dim=24)), width(Mlp(mlp_dim=40))) == (24, 24, 40)
+    assert width(Mlp(), Mlp(mlp_dim=40)) == (24, 40) * (PLAIN.num_layers // 2)
+    assert width(None, Mlp(mlp_dim=40)) == 40
+    assert width(Mlp(), first_feed_forward=(Mlp(mlp_dim=48),)) == (48, *(24,) * (PLAIN.num_layers - 1))
+    assert width(None) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

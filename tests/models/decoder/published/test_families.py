@@ -562,6 +562,10 @@ def test_a_configuration_is_written_as_it_was_read(name):
         ),
         ("gpt2", {"head_dim": 8}, "nearest is gpt2, which needs head_dim = None (here 8)"),
         ("llama2", {"attention": "none"}, "needs attention = 'auto' (here 'none')"),
+        ("llama2", {"feed_forward": Mlp(mlp_dim=40)}, "the nearest is llama, which needs mlp_dim = 44 (here 40)"),
+        ("llama2", {"first_feed_forward": (Mlp(mlp_dim=48),)}, "needs mlp_dim = 44 (here (48, 44, 44))"),
+        ("llama2", {"feed_forward": (Mlp(), Mlp(), Mlp(mlp_dim=40))}, "needs mlp_dim = 44 (here (44, 44, 40))"),
+        ("gemma4_e2b", {"feed_forward": Mlp(mlp_dim=132)}, "mlp_dim = 44 (here (44, 44, 44, 44, 132, 132, 132, 132))"),
     ],
 )
 def test_a_model_of_no_family_is_refused_with_what_differs(name, change, says):
@@ -569,6 +573,14 @@ def test_a_model_of_no_family_is_refused_with_what_differs(name, change, says):
     with pytest.raises(UserError) as caught:
         families.family(model)
     assert says in str(caught.value)
+
+
+def test_a_width_that_only_layers_have_differs_from_a_configuration():
+    config = json.loads((HERE / "llama2" / "config.json").read_text())
+    model = pretrained.model(str(HERE / "llama2"))
+    assert families.differences(dataclasses.replace(model, feed_forward=Mlp(mlp_dim=44)), config) == []
+    (line,) = families.differences(dataclasses.replace(model, feed_forward=Mlp(mlp_dim=40)), config)
+    assert line == "mlp_dim = 44 in config.json, 40 in the model"
 
 
 def test_long_rope_is_written_where_the_length_before_it_has_a_key_of_its_own():
