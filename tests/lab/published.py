@@ -6,6 +6,7 @@ kept in `parallel/planning/published.json`, from which the interval of every pri
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -146,7 +147,7 @@ def summary(rows: Sequence[PublishedRun]) -> str:
     """Returns the sentence that other pages have of the error."""
     found = calibration.error(rows)
     assert found is not None
-    shares = (units.significant(100 * share, 2) for share in (found.median, found.nine_in_ten))
+    shares = units.significant(100 * found.median, 2), math.ceil(100 * found.nine_in_ten)
     text = "Over {} published steps, the median error of predicted times is {}%; nine in ten are within {}%."
     return text.format(found.runs, *shares)
 

@@ -70,7 +70,7 @@ def test_only_what_is_between_the_marks_of_the_page_changes(monkeypatch, tmp_pat
     published.write([row(11.0, of="Tiny", name="tiny")])
     text = published.PAGE.read_text()
     assert text.startswith("# Title\n")
-    summary = "Over 1 published steps, the median error of predicted times is 9.1%; nine in ten are within 9.1%."
+    summary = "Over 1 published steps, the median error of predicted times is 9.1%; nine in ten are within 10%."
     assert text.endswith(f"after: {summary}\n")
     assert "before this" not in text
     assert "| Tiny | v5e-8 |" in text
