@@ -82,7 +82,7 @@ def test_numbers_of_a_family_do_not_depend_on_the_strategy(name, strategy):
 )
 def test_rows_of_layers_with_inputs_of_their_own_are_not_divided(strategy):
     """The error comes with the program, before weights are read."""
-    model, data = model_of("gemma4_e4b"), next(random_batches(model_of("gemma4_e4b").vocab_size, steps=1))
+    model, data = model_of("gemma4_e2b"), next(random_batches(model_of("gemma4_e2b").vocab_size, steps=1))
     with pytest.raises(
         UserError, match=r"computation: .*Transformer\.layer_inputs .* divides the rows: use one without"
     ):
