@@ -175,7 +175,7 @@ class LoadedModel:
             raise UserError(f"{self.where}: {type(self.model).__name__} lacks the ability Generates: add {lacks}")
         if any(images) and self.sight is None:
             is_run = not published_files.is_published(self.where)
-            why = "of runs, generate reads images for those of gin/finetune_images.gin without a selector"
+            why = "only runs of gin/finetune_images.gin without a selector read images in generate"
             raise UserError(
                 f"{self.where} reads no images: {why if is_run else 'it is a model of text'}; leave --image out, or "
                 "give the folder of a published vision-language model"

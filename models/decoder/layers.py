@@ -396,18 +396,18 @@ class Attention(Heads):
     def empty_shared(
         self, decoder: Decoder, rows: int, length: int, before: KeysAndValues | None = None
     ) -> KeysAndValues:
-        """Returns what stands for the keys and values that it gives to later layers, before its first layer has run.
+        """Returns placeholders, with any entries, for the keys and values that the part gives to later layers.
 
         Args:
           decoder: the decoder.
           rows, length: B and T.
           before: the part's KV cache, if rows are extended; None: they are complete.
         """
+        if before is not None:
+            return kv_cache.unseen(before, length, window=self.window)
         new = jnp.zeros((rows, length, self.kv_heads(decoder), self.width(decoder)), decoder.dtype)
         new = logical.constrain(new, "batch", "length", "kv_heads", "head_dim")
-        if before is None:
-            return KeysAndValues(new, new)
-        return kv_cache.extended(new, new, before, jnp.int32(0), window=self.window)[0]
+        return KeysAndValues(new, new)
 
     def work(self, decoder: Decoder, length: int) -> Work:
         """Returns the work per token, with min(T, 2 W) in place of T if there is a window of W positions."""

@@ -272,9 +272,6 @@ def cached(
 ) -> tuple[jax.Array, KeysAndValues]:
     """Computes causal attention of new ids, in slots from `start` on, to themselves and to earlier slots of a KV cache.
 
-    A cache of R entries has slot s in entry s mod R. Without a window it has an entry for every slot. With a window, R
-    may be as small as the window, and new entries replace the oldest.
-
     Args:
       q, k, v: queries [B, T, H, K], and keys and values [B, T, N, K], of T new slots.
       before: keys and values of the slots before `start`, each [B, N, R, K].
@@ -287,9 +284,9 @@ def cached(
     Returns:
       [B, T, H, K], and the cache with the new keys and values, or as it was if the choice is "none".
     """
-    seen, after = kv_cache.extended(k, v, before, start, window=scores.window)
     if choice == "none":
         return _repeat_heads(v, q.shape[2]), before
+    seen, after = kv_cache.extended(k, v, before, start, window=scores.window)
     return of_cache(q, seen, start, padding, scores, sinks=sinks), after
 
 

@@ -35,11 +35,27 @@ def extended(
       are the same, unless new entries replace some that the first of several queries needs.
     """
     pairs = [(old, jnp.swapaxes(new, 1, 2)) for old, new in zip(before, (k, v), strict=True)]
-    wraps = window is not None and before.keys.shape[2] >= window  # otherwise the row is shorter than the window
-    after = KeysAndValues(*(_stored(*pair, start, wraps=wraps) for pair in pairs))
-    if not wraps or k.shape[1] == 1:  # the new entries have not replaced any that a query needs
+    after = KeysAndValues(*(_stored(*pair, start, wraps=_wraps(before, window)) for pair in pairs))
+    if not _replaces(before, k.shape[1], window):
         return after, after
     return KeysAndValues(*(jnp.concatenate(pair, axis=2) for pair in pairs)), after
+
+
+def unseen(before: KeysAndValues, length: int, *, window: int | None) -> KeysAndValues:
+    """Returns arrays in the shapes that `extended` returns for `length` new slots; what they hold has no meaning."""
+    if not _replaces(before, length, window):
+        return before
+    return KeysAndValues(*(jnp.pad(old, ((0, 0), (0, 0), (0, length), (0, 0))) for old in before))
+
+
+def _wraps(before: KeysAndValues, window: int | None) -> bool:
+    """Returns whether new slots may wrap around to the first entry; not if the row is shorter than the window."""
+    return window is not None and before.keys.shape[2] >= window
+
+
+def _replaces(before: KeysAndValues, length: int, window: int | None) -> bool:
+    """Returns whether new entries replace some that the first of the new slots' queries needs."""
+    return _wraps(before, window) and length > 1
 
 
 def held(entries: int, end: jax.Array) -> jax.Array:

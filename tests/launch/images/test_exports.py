@@ -176,7 +176,7 @@ def test_a_selector_is_not_exported_and_does_not_generate(tmp_path, capsys):
     exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
     assert all(np.array_equal(exported[key], original[key]) for key in original)
     assert run_command("generate", run, "--image", PHOTO, "--prompt", "USER: <image>", "--greedy") == 2
-    assert "reads no images: of runs, generate reads images" in capsys.readouterr().err
+    assert "reads no images: only runs of gin/finetune_images" in capsys.readouterr().err
 
 
 def test_adapters_are_exported_merged(tmp_path, capsys):

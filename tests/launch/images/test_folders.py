@@ -101,7 +101,7 @@ def test_an_image_for_a_run_is_refused():
     spec = image_questions.batch_spec(1, length=32, image_size=16, image_tokens=subjects.CHOSEN, has_kinds=False)
     program = loaded_model.bound(model, None, None, spec)
     run = loaded_model.LoadedModel(program, None, None, "step 3 of runs/seeing")
-    with pytest.raises(UserError, match="of runs, generate reads images for those of gin/finetune_images"):
+    with pytest.raises(UserError, match="only runs of gin/finetune_images"):
         run.checked([[5]], max_tokens=1, is_chat=False, images=[[PHOTO]])
 
 

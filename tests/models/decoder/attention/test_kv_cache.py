@@ -22,7 +22,9 @@ def test_queries_see_the_slots_in_their_window(lengths, window):
     cache, start = KeysAndValues(empty, empty), 0
     for length in lengths:
         new = range(start, start + length)
+        unseen = kv_cache.unseen(cache, length, window=window)
         seen, cache = kv_cache.extended(*numbered(new), cache, jnp.int32(start), window=window)
+        assert [a.shape for a in unseen] == [a.shape for a in seen]
         held = kv_cache.held(entries, jnp.int32(start + length))
         np.testing.assert_array_equal(cache.keys[0, 0, :, 0], jnp.where(held >= 0, held, -1))
         for query in new:
