@@ -2,23 +2,29 @@
 # Sets up, then checks style and types and runs the tests, on CPU and without network; or runs test equipment. Usage:
 #   tests/run.sh                    all but the slow ones
 #   tests/run.sh --all              the slow ones too
+#   tests/run.sh --optimized        with the machine code that users run: optimized for CPUs, and slower to compile
 #   tests/run.sh --newest           with the newest JAX, libtpu and other packages, in .venv-newest
-#   tests/run.sh [--all] [--newest] ARGS…   ARGS go to pytest, such as tests/core -k slices
+#   tests/run.sh [--all] [--optimized] [--newest] ARGS…   ARGS go to pytest, such as tests/core -k slices
 #   tests/run.sh lab COMMAND …      planted failures, soak, benchmarks, golden records, STATUS.md: tests/lab/
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-with_slow=0
-while [[ ${1:-} == --all || ${1:-} == --newest ]]; do
-  if [[ $1 == --all ]]; then with_slow=1; else export RENGA_NEWEST=1; fi
+selection=(-m "not slow")
+optimized=0
+while [[ ${1:-} == --all || ${1:-} == --optimized || ${1:-} == --newest ]]; do
+  case $1 in
+    --all) selection=() ;;
+    --optimized) optimized=1 ;;
+    --newest) export RENGA_NEWEST=1 ;;
+  esac
   shift
 done
 python=.venv/bin/python
 [[ ${RENGA_NEWEST:-} != 1 ]] || python=.venv-newest/bin/python
 launch/setup.sh --extra dev
 
-# less optimized machine code, without fusion emitters, is compiled in a third of the time; --all runs what users run
+# less optimized machine code, without fusion emitters, is compiled in a third of the time; programs for TPUs are the same
 quick_flags="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 [[ ${RENGA_NEWEST:-} == 1 ]] || quick_flags+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag
 
@@ -28,15 +34,7 @@ if [[ ${1:-} == lab ]]; then
   exec $python -m tests.lab "${@:2}"
 fi
 
-selection=(-m "not slow")
-processes=3  # on two cores: the third works while tests of the others wait for hosts
-if ((with_slow)); then
-  selection=()
-  processes=2  # large programs are compiled, each in several GiB
-else
-  export XLA_FLAGS="${XLA_FLAGS:-} $quick_flags"
-fi
-
+((optimized)) || export XLA_FLAGS="${XLA_FLAGS:-} $quick_flags"
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes of hosts and commands would each compile our modules
 if [[ ${RENGA_NEWEST:-} == 1 ]]; then  # style and types are checked with the pinned packages
@@ -52,7 +50,8 @@ else
   mypy=$!
 fi
 status=0
-$python -m pytest -n $processes --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@" || status=$?
+# on two cores: the third process works while tests of the others wait for hosts
+$python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@" || status=$?
 if [[ -n ${mypy:-} ]] && ! wait "$mypy"; then
   cat "$types" >&2
   status=1
