@@ -78,7 +78,10 @@ def _verify(args: argparse.Namespace) -> int:
         by_folder = {folder: steps.complete(folder) for folder in steps.folders_of(args.run_dir)}
         folders = [folder / str(step) for folder, found in by_folder.items() for step in reversed(found)]
     if not folders:
-        raise UserError(f"there is no complete checkpoint in {steps.folder_of(args.run_dir)}")
+        raise UserError(
+            f"there is no complete checkpoint in {steps.folder_of(args.run_dir)}: expected the folder of a run that "
+            "has saved one"
+        )
     damaged = False
     for folder in folders:
         result = inspection.verify(folder)

@@ -126,7 +126,10 @@ def _check_conversation(args: argparse.Namespace) -> None:
     if not args.chat:
         raise UserError("give --prompt, --prompt-ids or --file; or --chat alone for a conversation")
     if args.json or args.out:
-        raise UserError("--chat without a prompt is a conversation, which neither --json nor --out records")
+        raise UserError(
+            "--chat without a prompt is a conversation, which neither --json nor --out records: leave them out, or "
+            "give --prompt or --file"
+        )
 
 
 def _answer(

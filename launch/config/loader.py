@@ -254,7 +254,7 @@ def _content(path: str) -> str:
     """Reads the text of a file in a bucket. Raises UserError if it cannot be read."""
     file = paths.resolve(path)
     if not file.exists():
-        raise UserError(f"there is no file {path!r}; give the experiment's address, such as gs://BUCKET/first.gin")
+        raise UserError(f"there is no file {path!r}; expected the experiment's address, such as gs://BUCKET/first.gin")
     try:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

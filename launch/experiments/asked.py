@@ -75,7 +75,9 @@ def opened(args: argparse.Namespace, flag: str) -> Asked:
         data are missing.
     """
     if args.all_steps or args.submission or args.simulate:
-        raise UserError(f"--all-steps, --submission and --simulate do not go with {flag}, which runs in one process")
+        raise UserError(
+            f"--all-steps, --submission and --simulate do not go with {flag}, which runs in one process: leave them out"
+        )
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
     experiment = found.config.build().spans()[-1].experiment
     loaded_model.choose_devices(experiment.slice, is_simulated=False)

@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
 def require_benchmark(args: argparse.Namespace) -> int | None:
     """Returns the number of examples to score; None: all. Raises UserError for flags of other evaluations."""
     if args.all_steps or args.submission:
-        raise UserError("--all-steps and --submission are for the run's own held-out data, not for benchmarks")
+        raise UserError(
+            "--all-steps and --submission are for the run's own held-out data, not for benchmarks: leave them out"
+        )
     return args.num_examples if isinstance(args.num_examples, int) else None
 
 
@@ -106,7 +108,9 @@ def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[s
 
     vocabulary, measured = model.vocabulary, seqio_metrics.Measured(name, most=limit)
     if vocabulary is None:
-        raise UserError(f"{model.where} has no vocabulary: it cannot be evaluated on texts")
+        raise UserError(
+            f"{model.where} has no vocabulary, so it cannot be evaluated on texts: expected a model of text"
+        )
 
     def questions() -> dict[str, Any]:
         if not seqio_tasks.has_ids_of(name, vocabulary):

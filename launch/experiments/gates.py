@@ -79,9 +79,15 @@ def run(args: argparse.Namespace) -> int:
     experiment = found.config.build().spans()[-1].experiment
     loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, AdaptedDecoder):
-        raise UserError(f"--gates: the model of {args.run_dir} is {type(experiment.model).__name__}, which has no gate")
+        raise UserError(
+            f"--gates: the model of {args.run_dir} is {type(experiment.model).__name__}, which has no gate: expected a "
+            "run of gin/ponder"
+        )
     if SHUFFLED in controls and HIDDEN in experiment.task.spec(experiment.batch_size):
-        raise UserError("--controls shuffled: the hidden states of shuffled tokens were not computed before")
+        raise UserError(
+            "--controls shuffled: the hidden states of shuffled tokens were not computed before; leave it out, or give "
+            "a run that reads tokens"
+        )
     if problems := experiment.data_problems(prepared=False):
         raise UserError("\n".join(problems))
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"

@@ -174,7 +174,8 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise UserError(f"malformed generation options {dict(given)}: {error}") from error
     if options:
-        raise UserError(f"the generation options {', '.join(options)} are not known here")
+        known = ", ".join(["until", *_MOST_TOKENS, "do_sample", "temperature", "top_k", "top_p"])
+        raise UserError(f"the generation options {', '.join(options)} are not known here; expected any of {known}")
     if max_tokens < 1 or not isinstance(until, list) or not all(isinstance(stop, str) for stop in until):
         raise UserError(f"malformed generation options {dict(given)}: expected stop texts, and at least 1 token")
     sampling = Sampling(temperature or 1.0, top_k, top_p) if is_drawn else GREEDY

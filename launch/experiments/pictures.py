@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     images, or its data are missing.
     """
     if args.num_examples:
-        raise UserError("--pictures does not use --num-examples")
+        raise UserError("--pictures chooses its own examples: leave --num-examples out")
     found = asked.opened(args, "--pictures")
     panels = answered(found, list(same_image(found.task.questions("validation"))))
     file = paths.resolve(found.run_dir) / "evaluation" / "pictures.png"

@@ -105,7 +105,7 @@ def _of_folder(folder: Path) -> list[Path]:
 
     if found := sorted(folder.glob("*.gin"), key=natural):
         return found
-    raise UserError(f"no experiment files (*.gin) in {folder}")
+    raise UserError(f"no experiment files (*.gin) in {folder}; expected a folder such as gin/ponder/controls")
 
 
 def load(

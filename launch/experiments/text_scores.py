@@ -22,7 +22,9 @@ class TextScores:
     def __init__(self, model: LoadedModel):
         """Raises UserError if the model has no vocabulary."""
         if model.vocabulary is None:
-            raise UserError(f"{model.where} has no vocabulary: it cannot be evaluated on texts")
+            raise UserError(
+                f"{model.where} has no vocabulary, so it cannot be evaluated on texts: expected a model of text"
+            )
         self.model = model
 
     @functools.cached_property
@@ -81,7 +83,10 @@ class TextScores:
         """
         most = self.model.generator.max_positions
         if most is not None and max_tokens >= most:
-            raise UserError(f"{max_tokens} new tokens need more than the {most} positions of {self.model.where}")
+            raise UserError(
+                f"{max_tokens} new tokens need more than the {most} positions of {self.model.where}: expected at most "
+                f"{most - 1}"
+            )
         until = [text for text in until if text]
         ids = [self.encoded(prompt) or [self.model.vocabulary.bos_id] for prompt in prompts]
         ids = ids if most is None else [one[-(most - max_tokens) :] for one in ids]

@@ -144,7 +144,10 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     devices = _devices(slice_)
     platform_ = devices[0].platform
     if not played and not slice_.is_tpu and devices[0].device_kind not in slice_.chip.kinds:
-        raise UserError(f"{slice_.name} was asked for, but this machine has {devices[0].device_kind} devices")
+        raise UserError(
+            f"{slice_.name} was asked for, but this machine has {devices[0].device_kind} devices: give "
+            "its slice, or add --simulate"
+        )
     if not played and slice_.is_tpu and platform_ != "tpu":
         raise UserError(
             f"{slice_.name} was asked for, but JAX found {units.counted(len(devices), f'{platform_} device')} "

@@ -193,13 +193,13 @@ class Watch:
                 if self.order.is_queued or state != "NOT_FOUND":
                     gcloud.perform([delete_step(tpu, is_queued=self.order.is_queued)], dry_run=False)
                 if gcloud.perform([create_step(tpu, self.order)], dry_run=False):
-                    raise UserError(f"{tpu.name} could not be created")
+                    raise UserError(f"{tpu.name} could not be created; the message of gcloud is above")
             elif state == "READY":  # these processes wait for lost hosts
                 gcloud.perform([workstation.action_step(tpu, "stop")], dry_run=False)
         for tpu in self.tpus:
             self._wait_until_ready(tpu)
         if code := self.start():
-            raise UserError(f"a step of the start failed (exit code {code})")
+            raise UserError(f"a step of the start failed (exit code {code}); its output is above")
 
     def _wait_until_ready(self, tpu: Tpu) -> None:
         """Waits until a TPU is READY. Raises UserError if it will never be."""

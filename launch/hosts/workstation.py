@@ -96,13 +96,22 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
 def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
     found = gcloud.describe(tpu)
     if found.problem:
-        raise UserError(f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {found.problem}")
+        raise UserError(
+            f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {found.problem} (expected its name, zone and "
+            "project, as --tpu, --zone and --project)"
+        )
     if found.state != "READY":
         state = found.state or "in an unknown state"
-        raise UserError(f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY")
+        raise UserError(
+            f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY: wait until "
+            "it is, or create it anew"
+        )
     tpu_host.require_slice(slice_, accelerator_type=found.accelerator_type or None, where=f"TPU {tpu.name}")
     if slice_.num_slices > 1 and not found.address:
-        raise UserError(f"gcloud has no address of host 0 of {tpu.name}, which the slices need to join")
+        raise UserError(
+            f"gcloud has no address of host 0 of {tpu.name}, which the slices need to join: expected one in "
+            "the output of gcloud compute tpus tpu-vm describe"
+        )
     return found
 
 
@@ -243,7 +252,7 @@ def shipped_path(path: str, *, workspace: Path) -> str:
         return path
     absolute = Path(path).resolve()
     if not absolute.is_file():
-        raise UserError(f"no such experiment file: {path}")
+        raise UserError(f"no such experiment file: {path}; expected one in {workspace}, such as gin/quickstart.gin")
     if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):
         raise UserError(f"{path} would not be copied to the hosts: put it into {workspace}, not ignored by git")
     return str(absolute.relative_to(workspace))

@@ -43,7 +43,8 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
     )
     if wrong := [rows for rows in batch_sizes if rows % shards]:
         raise UserError(
-            f"--generate: {wrong[0]} rows do not divide over {shards} parts of the slice with rows of their own"
+            f"--generate: {wrong[0]} rows do not divide over {shards} parts of the slice with rows of their own: "
+            f"expected a multiple of {shards}"
         )
     mesh = strategy.mesh_text(bound.partitioner.shape)
     found = []

@@ -361,6 +361,8 @@ def test_packages_that_cannot_be_imported_are_an_error(machine):
         ("--all --newest tests/core", ".venv-newest", "tests/core"),
         ("--newest", ".venv-newest", "-m not slow"),
         ("--all -k slices", ".venv", "-k slices"),
+        ("--optimized --all -k slices", ".venv", "-k slices"),
+        ("--optimized", ".venv", "-m not slow"),
         ("-k slices", ".venv", "-m not slow -k slices"),
     ],
 )
@@ -374,8 +376,7 @@ def test_options_of_the_tests_come_in_any_order(machine, arguments, python, pass
     shutil.copy(ROOT / "tests/run.sh", machine.root / "tests")
     command = ["bash", str(machine.root / "tests/run.sh"), *arguments.split()]
     said = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=True).stdout
-    processes = 2 if "--all" in arguments else 3
-    assert f"{python}: -m pytest -n {processes} --dist loadfile --no-loadscope-reorder {passed_on}\n" in said
+    assert f"{python}: -m pytest -n 3 --dist loadfile --no-loadscope-reorder {passed_on}\n" in said
 
 
 def test_two_simultaneous_setups_install_once(either):
