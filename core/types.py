@@ -55,8 +55,8 @@ class LossOutput(NamedTuple):
       weight_sum: [], float32, the sum of the weights by which losses are multiplied: the number of supervised items if
         all weights are 0 or 1.
       metrics: metrics to report besides the loss, by name.
-      extras: inputs of the optimizer besides gradients: `{path of a table: rows that were used [N], int32}` for
-        `core.optimizers.with_table`. Not summed over microbatches.
+      extras: from `loss`, inputs of the optimizer besides gradients, such as `{path of an embedding table: the rows
+        that were used, [N], int32}` for `core.optimizers.with_table`; from `evaluate`, answers. Not summed.
     """
 
     loss_sum: jax.Array
@@ -210,7 +210,7 @@ class ExtendsCache(Protocol):
         """Runs new ids with unrolled layers; returns logits after the last id, [B, V], float32, and the cache.
 
         Args:
-          params, cache: the parameters; the cache of all slots before `start`.
+          params, cache: the parameters; the cache, filled in all slots before `start`.
           ids: [B, T], int32; the id in slot s has position s - padding.
           start: slot of the first new id, [], int32.
           padding: [B], int32: the number of empty slots at the beginning of each row.
@@ -222,7 +222,7 @@ class ExtendsLayers(Protocol):
 
     Its cache is a tuple: the states of all layers, then others. `num_layers` counts all layers.
 
-    Enables: short compilation of generation on a CPU, by programs of a few layers that equal layers share.
+    Enables: generation on a CPU from small programs of a few layers, compiled once for layers of equal kinds.
     """
 
     num_layers: int
@@ -235,10 +235,10 @@ class ExtendsLayers(Protocol):
         """Returns the kind of a layer, by its number; layers of one kind differ in their arrays alone."""
 
     def before_layers(self, params: Params, others: Any, ids: Any, start: Any, padding: Any) -> tuple[Any, Any, Any]:
-        """Returns the input of the first layer, arrays for all layers, and the states that follow those of layers.
+        """Returns the input of the first layer, arrays that all layers read, and the cache's new `others`.
 
         Args:
-          params, others: the parameters; what follows the states of layers in the cache.
+          params, others: the parameters; the entries of the cache after the states of layers.
           ids, start, padding: as in `ExtendsCache.extend`.
         """
 
@@ -354,8 +354,8 @@ class ChoosesKernels(Protocol):
 
     Attributes:
       attention: the implementation; "auto" depends on the accelerator.
-      loss_chunk: positions whose logits are held at a time; 0: all; None: all if they have at most `chunk_bytes`.
-      chunk_bytes: the most bytes that the logits of a chunk have if `loss_chunk` is None.
+      loss_chunk: positions whose logits are held at a time; 0: all; None: as many as `chunk_bytes` allows.
+      chunk_bytes: limit on the bytes of these logits if `loss_chunk` is None.
 
     Enables: plans that count the TPU kernel and the logits of a chunk; the row `attention` of the summary on GPUs.
     """
@@ -365,7 +365,7 @@ class ChoosesKernels(Protocol):
     chunk_bytes: int
 
     def attention_on_gpus(self, length: int) -> str:
-        """Returns, as text, how GPUs compute attention over `length` positions under the current tables, and why."""
+        """Returns, as text, how GPUs would compute attention over rows of `length` positions."""
 
 
 # Optional abilities of tasks.
@@ -556,7 +556,7 @@ def lacking(value: object, ability: type) -> str:
 def missing(value: Any, protocol: type) -> list[str]:
     """Returns the attributes of a Protocol that `value` lacks, and the methods as `init(rng, batch)`.
 
-    A method that does not accept all keyword arguments of the Protocol's counts as missing.
+    A method counts as missing if it does not accept all keyword-only arguments of the Protocol's method.
     """
     bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
     members = [member for base in bases for member in vars(base).items()]

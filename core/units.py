@@ -23,7 +23,7 @@ def seconds(number: float, *, digits: int = 3) -> str:
 
 
 def seconds_between(low: float, high: float) -> str:
-    """Returns a range of seconds in the unit that suits its upper end: `0.907 to 1.28 s`."""
+    """Formats a range of seconds in the unit of its upper end: `0.907 to 1.28 s`; one number if both round to it."""
     text = seconds(high)
     number, name = text.split()
     first = significant(low / next(factor for factor, unit in _SECONDS if unit == name))
@@ -31,17 +31,17 @@ def seconds_between(low: float, high: float) -> str:
 
 
 def flops(number: float) -> str:
-    """Returns a number of floating-point operations: `20.9 GFLOP`."""
+    """Formats a number of floating-point operations: `20.9 GFLOP`."""
     return _scaled(number, _FLOPS, 3)
 
 
 def significant(number: float, digits: int = 3) -> str:
-    """Rounds a number to significant digits, but keeps all digits before the decimal point: `35.5`, `1,018`."""
+    """Formats a number to `digits` significant digits, with all digits before the decimal point: `35.5`, `1,018`."""
     return f"{number:,.0f}" if abs(number) >= 10**digits * (1 - 0.5 * 10**-digits) else f"{number:.{digits}g}"
 
 
 def clock(number: float) -> str:
-    """Returns a duration in seconds as `1:02:03` or `4:05`."""
+    """Formats a number of seconds, rounded to whole ones, as `1:02:03` or `4:05`."""
     minutes, rest = divmod(round(number), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

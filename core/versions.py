@@ -43,7 +43,10 @@ def of_training() -> dict[str, str]:
 
 
 def of_modules(names: Iterable[str]) -> dict[str, str]:
-    """Returns digests of the files of imported modules, by name; leaves out Renga's own and installed modules."""
+    """Returns digests of the files of imported modules, by name.
+
+    Leaves out modules without a file, and those of Renga, of installed packages and of the standard library.
+    """
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
     return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_versioned(f)}
@@ -51,14 +54,17 @@ def of_modules(names: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _is_versioned(file: Path) -> bool:
-    """Returns whether a file belongs to Renga or an installed package, whose versions are recorded separately."""
+    """Returns whether a file belongs to Renga, an installed package or Python (versions are recorded elsewhere)."""
     ours = (_WORKSPACE / name for name in ("core", "launch", "models", "parallel", "renga", "tasks"))
     installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
     return bool(installed) or any(file.is_relative_to(folder) for folder in ours)
 
 
 def git_revision(workspace: Path = _WORKSPACE) -> str:
-    """Returns the git revision of a workspace, with `-dirty` if it was edited; `unknown` outside git."""
+    """Returns the git revision of a workspace, with `-dirty` if tracked files were edited; `unknown` outside git.
+
+    A workspace that was shipped without its `.git` has its revision in the file REVISION_FILE.
+    """
     shipped = workspace / REVISION_FILE
     if shipped.exists():
         return shipped.read_text().strip()

@@ -17,7 +17,8 @@ Path = tuple[str, ...]  # attributes that lead from a wrapper to what it wraps
 def field_path(model: Any, name: str) -> Path | None:
     """Returns the attribute path to the dataclass that has a field, () for the model itself; None without such a field.
 
-    Only wrapped models that the name is forwarded to are searched, so that a field of an unrelated part is not found.
+    Only the model and those of its attributes that have an attribute `name` are searched, depth first; so the field of
+    a part is found only if the name can be read from the objects around it, too.
     """
     return _path(model, name, lambda value: dataclasses.is_dataclass(value) and name in _fields(value))
 
@@ -29,7 +30,7 @@ def field_owner(model: Any, name: str) -> Any:
 
 
 def with_field(model: Any, name: str, value: Any) -> Any:
-    """Returns a copy with another value of a field; `field_path` must find the field."""
+    """Returns a copy with another value of a field, which `field_path` must find in the model."""
     path = field_path(model, name)
     assert path is not None, (type(model).__name__, name)
     return _changed(model, path, lambda inner: dataclasses.replace(inner, **{name: value}))

@@ -99,17 +99,17 @@ class Trainer:
         )
 
     def fit(self, steps: int) -> dict[str, float]:
-        """Trains from the newest checkpoint, or from the start, to a total of `steps` steps, and saves the last one.
+        """Trains from the newest checkpoint, or from the start, to a total of `steps` steps; saves a checkpoint there.
 
-        Nothing is trained if they are done already. An interruption (an exception, or Ctrl-C) leaves the checkpoints
-        that were saved; the same call continues from the newest. With `phases`, `steps` may end in any of them.
+        Nothing is trained if that many are done already. After an interruption (an exception, or Ctrl-C), the same call
+        continues from the newest checkpoint. With `phases`, `steps` may end in any of them.
 
         Returns:
           The last validation means, such as `validation/loss`; empty without `eval_batches` or if nothing was trained.
 
         Raises:
-          UserError: the layout does not fit the devices, data is missing, the run directory is in use or belongs to
-            another experiment.
+          UserError: `steps` is below 1, the layout does not fit the devices, data is missing, or the run directory is
+            in use or belongs to another experiment.
           NonFiniteLossError: the loss or its gradient was not finite, and the policy `non_finite` ends the run.
         """
         check_integer(steps, where="steps", least=1)
@@ -189,7 +189,7 @@ class Trainer:
         """The parameters of the newest checkpoint; averaged ones if the optimizer averages.
 
         Raises:
-          UserError: there is no checkpoint.
+          UserError: there is no checkpoint, or it does not fit.
         """
         return self.loaded().params
 
@@ -212,6 +212,6 @@ class Trainer:
 
 
 def _last_start(phases: object) -> int:
-    """Returns the step after which the last phase starts; `Experiment` refuses malformed ones."""
+    """Returns the step after which the last phase starts, or 0; `Experiment` reports malformed phases."""
     listed = phases if isinstance(phases, Sequence) else ()
     return max([0, *(phase.after for phase in listed if isinstance(getattr(phase, "after", None), int))])

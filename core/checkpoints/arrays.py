@@ -1,8 +1,8 @@
 """Reads the arrays of a saved step, written by any number of hosts and with any mesh.
 
-`read_arrays` puts a host's shards on its devices. `Arrays` reads block by block, on a single machine and without the
-model: a block is the shard that one device wrote; only a few are in memory at a time, so the step may be larger than
-the machine's memory. It uses no accelerator, so a step can be read while a job runs.
+`read_arrays` puts a host's shards on its devices. `Arrays.blocks` needs no accelerator and no model: it yields an array
+block by block on a single machine, so a step can be read while a job runs. A block is the shard that one device wrote;
+only a few are in memory at a time, so the step may be larger than the machine's memory.
 
 Both read the same files and no others, so that they agree on whether a step is intact. Orbax's metadata of the tree and
 of shardings may be damaged or missing: the metadata of the step, which has a checksum, says the same.
@@ -45,11 +45,12 @@ class Block(NamedTuple):
 class Arrays:
     """The arrays of one saved step, named as by `reading.by_name`.
 
-    Methods raise FileNotFoundError if the step has no array of the given name.
+    Methods raise FileNotFoundError if the step has no array of the given name; damaged files cause exceptions of many
+    types.
     """
 
     def __init__(self, step_folder: paths.Path):
-        """Lists the arrays in the folder of a step. Damaged files cause exceptions of many types."""
+        """Lists the arrays in the folder of a step."""
         self._files = {"driver": "ocdbt", "base": paths.kvstore(step_folder / steps.STATE_PART)}
         # The cache makes TensorStore read the directory of a bucket once, and not once per array.
         self._context = tensorstore.Context(
@@ -102,10 +103,10 @@ class Arrays:
         return (opened if index is None else opened[index]).read().result()
 
     def placed(self, wanted: Mapping[str, Any]) -> Iterator[jax.Array]:
-        """Yields the arrays of `wanted` in order, and reads all of them at the same time.
+        """Yields the arrays of `wanted` in order, in its dtypes and shardings; reads all of them at the same time.
 
         Args:
-          wanted: jax.ShapeDtypeStruct by name, each with the sharding that decides which shards this host reads.
+          wanted: jax.ShapeDtypeStruct by name, with shardings, which decide which shards this host reads.
 
         Raises:
           DamagedError: a stored array has another shape.
@@ -185,7 +186,7 @@ def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:
       abstract_state: a tree of jax.ShapeDtypeStruct, each with the sharding to restore into.
 
     Raises:
-      Exception: of many types, if files are damaged.
+      Exception: of many types, if an array is missing, has another shape, or is damaged.
     """
     stored, wanted = Arrays(step_folder), reading.by_name(abstract_state)
     found = [array for group in _groups(wanted) for array in stored.placed(group)]
@@ -193,7 +194,7 @@ def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:
 
 
 def _groups(wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the arrays, in order, in groups that fit into a host's memory on the way to its devices."""
+    """Yields the arrays, in order, in groups with at most _TOGETHER_BYTES on this host, or of a single larger array."""
     group: dict[str, Any] = {}
     group_bytes = 0
     for name, leaf in wanted.items():

@@ -48,7 +48,8 @@ class ArrayDifference(NamedTuple):
 def compare(first: paths.Path, second: paths.Path, *, values: bool = True) -> Iterator[str]:
     """Yields lines of text about the differences between two steps; nothing if they are equal.
 
-    Of the arrays that differ, the MOST_SHOWN with the largest differences are listed.
+    If `values`, arrays that differ are listed, at most MOST_SHOWN: first those with differing NaN or infinite elements,
+    then those with the largest relative differences.
 
     Args:
       first: folder of one step.

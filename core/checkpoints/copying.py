@@ -77,11 +77,11 @@ def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
 
 
 def check_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks that `place` can hold the copies of a local run, and contains none of another run; writes nothing.
+    """Checks that `place` can hold the copies of a local run; writes nothing.
 
     Raises:
       UserError: there are several hosts, the run directory is remote or the same as the place, or the place is not
-        writable or has copies of another run.
+        writable or has copies of another run. A run directory without id and checkpoints may take over any copies.
     """
     if hosts > 1:
         raise UserError(
@@ -167,9 +167,9 @@ class Copying:
             pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
 
     def copy_newest(self) -> None:
-        """Copies the newest step, unless it was copied, and config.gin; removes copies that are no longer kept.
+        """Copies the newest step and config.gin, and removes copies that are no longer kept.
 
-        Raises as `copy_step`.
+        Does nothing if there is no step, or the newest was copied before. Raises as `copy_step`.
         """
         newest = max(steps.complete(self._source), default=None)
         if newest is None or newest in (there := steps.complete(self._target)):

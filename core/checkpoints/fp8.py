@@ -2,8 +2,8 @@
 
     x[i, j] = scale_inv[i / R, j / C] E4M3(weight[i, j])          blocks of R x C numbers, the last ones may be smaller
 
-DeepSeek-AI 2024 (DeepSeek-V3), section 3.3.2. Published folders have `NAME` in the dtype F8_E4M3 and `NAME_scale_inv`
-in float32; `quantization_config` has the size of blocks, `weight_block_size`.
+DeepSeek-AI 2024 (DeepSeek-V3), section 3.3.2. Published folders have `NAME` in the dtype F8_E4M3 and `NAME_scale_inv`,
+usually in float32; `quantization_config` has the size of blocks, `weight_block_size`.
 """
 
 from __future__ import annotations

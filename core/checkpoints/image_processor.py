@@ -82,9 +82,9 @@ class ImageInput:
       folder: the folder of the model, as it was given.
       processor: how images are prepared.
       image_size: pixels along a side of a prepared image, or of one of its frames.
-      image_tokens: number of tokens that stand for it.
+      image_tokens: number of tokens that stand for such an image or frame.
       token_id: the id of these tokens.
-      has_frames: whether a text says which frame of an image follows, as those of SmolVLM do.
+      has_frames: whether the text has a marker before each frame that says which one it is, as for SmolVLM.
     """
 
     folder: str

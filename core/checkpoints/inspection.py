@@ -32,8 +32,8 @@ _UNSEALED = "saved by an earlier revision: its data positions are not tied to th
 def table(directory: paths.Path) -> list[tuple[str, ...]]:
     """Returns a table with the columns HEADER: a row for every complete step, ascending, then for every leftover.
 
-    The last cell begins with `complete` if the metadata is intact; otherwise it says what is wrong. `config` is the
-    beginning of a hash of the configuration. No array is read.
+    The last cell of a step begins with `complete` if its metadata is intact; otherwise it says what is wrong. For a
+    leftover, it says what the folder is. `config` is the beginning of a hash of the configuration. No array is read.
     """
     sizes: dict[str, int] = {}
     for file, size_bytes in paths.sizes(directory).items():
@@ -169,7 +169,7 @@ def plan_pruning(
       say: receives the result of each verified step as text.
 
     Raises:
-      UserError: steps would be deleted and none is intact.
+      UserError: steps would be deleted and none is intact, or the KEEP_BEST of a step is malformed.
     """
     assert keep > 0
     present = steps.complete(folder)

@@ -31,7 +31,7 @@ class LayerSource(Protocol):
         """Describes the source in one line."""
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers that the source has of a stacked parameter; None if it has none."""
+        """Returns the number of layers of a stacked parameter in the source; None if the source lacks the parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LayerMap:
     """The source layer of each layer of a model. `LayerMap()` maps nothing: parameters are read as they are.
 
     Attributes:
-      layers: the mapped parameters by path; for each of its layers, the layer of the source, or None to initialize it.
+      layers: by the path of each mapped parameter, the source layer of each of its layers; None: it is initialized.
       depths: the number of layers of each mapped parameter in the source, by path.
       notes: a line for each pattern, which lists the layers that are copied, initialized, and not read.
     """
@@ -111,7 +111,7 @@ def _taken(layers: Sequence[int | None], array: jax.Array, fresh: jax.Array | No
 
 
 def of(layers: Layers, source: LayerSource, shapes: Any, specs: Specs) -> LayerMap:
-    """Returns the mapping of the parameters that are read from a source; reads no array.
+    """Returns the mapping of the parameters that match a pattern and that the source has; reads no array.
 
     Args:
       layers: layers by pattern; see the module. The first pattern that matches a path counts.

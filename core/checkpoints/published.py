@@ -119,7 +119,8 @@ class PublishedFolder:
           ignored: patterns of names of tensors that hold no parameter; they are listed in `notes`.
           copies: tensors that repeat a parameter.
           limits: length in the tensors of logical axes that are longer in the model, such as `{"vocab": 50257}`.
-          dequantized: returns tensors of floating-point numbers in place of quantized ones; None: there are none.
+          dequantized: returns the tensors with floating-point ones in place of quantized ones; None: all are used as
+            they are stored.
           differences: lines for `notes`: how the folder's configuration differs from the model's.
           name: name of the folder in messages; "": its path.
 
@@ -190,7 +191,7 @@ class PublishedFolder:
         return path in self._sources
 
     def num_layers(self, path: str) -> int | None:
-        """Returns how many layers of a stacked parameter the folder has; None if it has none."""
+        """Returns the number of layers of a stacked parameter in the folder; None if it has none of its tensors."""
         source = self._sources.get(path)
         if source is None or not source.num_stacked:
             return None
@@ -202,7 +203,7 @@ class PublishedFolder:
         """Returns a line for each difference between the folder and a model.
 
         A parameter has no `Source`; or a tensor is missing, left over, of another shape, or not of floating-point
-        numbers; or the first rows of a `Copy` differ from its parameter.
+        numbers; or a `Copy` differs from its parameter in shape or in the first rows.
 
         Args:
           shapes, specs: shapes and specs of the model's parameters, trees of one structure.
@@ -312,7 +313,7 @@ class _Own(NamedTuple):
       path: path of the parameter.
       parameter: where it is in the folder.
       leaf: its shape, dtype and sharding.
-      blocks: an array for each different part, by its ranges; 0 where the folder has no entries.
+      blocks: an array for each different part, by its ranges; zeros where the folder has no entries.
       devices: the devices that hold each part, by its ranges.
     """
 
@@ -417,7 +418,8 @@ def write(
 ) -> int:
     """Writes tensors as one safetensors file, or as several with an index; returns their size in bytes.
 
-    The files have temporary names until all are written, and are removed after an error. The index is written last.
+    The files have temporary names until all are written; if writing them fails, they are removed. The index is written
+    last.
 
     Args:
       folder: an existing local folder.

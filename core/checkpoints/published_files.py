@@ -69,6 +69,7 @@ def read_object(file: paths.Path) -> dict[str, Any]:
 
     Raises:
       UserError: the file is malformed.
+      FileNotFoundError: it does not exist.
     """
     try:
         return foreign_json.load_object(file.read_bytes(), strict=False)
@@ -223,9 +224,9 @@ def copies_of(run_dir: str) -> Iterator[None]:
 
 
 def described(text: str) -> str:
-    """Returns where a model is: its absolute path, or hf://OWNER/NAME@COMMIT.
+    """Returns where a model is: its absolute path, its gs:// address, or hf://OWNER/NAME@COMMIT.
 
-    If this process has not downloaded the model, the revision of `text`, if it has one, takes the place of COMMIT.
+    If this process has not downloaded the model from the hub, `text` is returned, with the revision that it names.
 
     Raises:
       UserError: the name of a model on the hub is malformed.

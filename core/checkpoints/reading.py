@@ -7,8 +7,8 @@ fault.
 
 The description of an array includes a 32-bit fingerprint, which does not depend on the sharding. Each element is hashed
 together with its index in the global array, and the hashes are summed modulo 2^32 in any order. Arrays that differ in
-one element always have different fingerprints, because the hash is a bijection (the finalizer of MurmurHash3); other
-different arrays have equal fingerprints with probability 2^-32.
+a single element of at most 4 bytes always have different fingerprints, because the hash is a bijection (the finalizer
+of MurmurHash3); other different arrays of one shape have equal fingerprints with a probability of about 2^-32.
 """
 
 import contextlib
@@ -103,9 +103,9 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
 
 
 def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
-    """Returns advice on the setting to change if `saved` has the state of an optax transformation without `by_layer`.
+    """Returns a line of advice if `saved` differs in that its optax transformation was not applied `by_layer`.
 
-    Returns a list of one line; [] in all other cases.
+    Returns [] for all other differences. `by_layer` is an argument of `core.optimizers.from_optax`.
 
     Args:
       saved: as in `differences`.
@@ -152,7 +152,7 @@ def _all(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def fingerprints(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-    """Returns the fingerprint of each array, on every host.
+    """Returns the fingerprint of each array, on every host; all hosts must call it.
 
     Args:
       leaves: arrays of any dtype and sharding, all on the same devices.

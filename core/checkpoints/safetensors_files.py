@@ -254,7 +254,7 @@ def are_equal(one: Stored, other: Stored, rows: int | None = None) -> bool:
     """Returns whether two tensors of equal shape hold the same numbers in float32; reads them block by block.
 
     Args:
-      one, other: the tensors.
+      one, other: the tensors, with at least one dimension and without empty ones.
       rows: how many of the first rows to compare; None: all.
     """
     length = one.shape[0] if rows is None else min(rows, one.shape[0])

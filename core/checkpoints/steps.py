@@ -147,9 +147,10 @@ class Best(NamedTuple):
 
 
 def find_best(directory: paths.Path) -> Best | None:
-    """Returns the best of the complete steps, by the metric of the newest step that has one; None if none has.
+    """Returns the best of the complete steps, by the metric that the metadata of the newest step requests.
 
-    Raises UserError if the requested metric is malformed (`best.parse`).
+    Steps without a request are skipped. Returns None if no step requests a metric, or none has a value of it. Raises
+    UserError if the request is malformed (`best.parse`).
     """
     described = described_steps(directory)
     if (metric := best.asked(described)) is None:
@@ -169,7 +170,10 @@ def described_steps(directory: paths.Path) -> dict[int, dict[str, Any]]:
 
 
 def best_of(run: str) -> int:
-    """Returns the step that RUN@best names. Raises UserError if no step of the run has a metric to compare."""
+    """Returns the step that RUN@best names.
+
+    Raises UserError if there is no such run, or none of its steps has a metric to compare.
+    """
     folder = folder_of(run)
     if (found := find_best(folder)) is not None:
         return found.step
@@ -350,7 +354,7 @@ def sealed(
       step: the step of the checkpoint.
       content: dtype, shape and fingerprint of each of its arrays, as in `Description`.
       streams: the SHA-256 of the data position of each stream, by name.
-      left_out: the frozen arrays that the step does not contain.
+      left_out: the frozen arrays that the step does not contain; None: it contains all.
     """
     own = {_STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}
     if left_out:

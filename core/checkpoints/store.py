@@ -125,9 +125,10 @@ class Checkpoints:
         self._start(self._directory, step, state=state, data=data, meta=meta, kept=self._kept)
 
     def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:
-        """Starts an asynchronous save of parameters alone; otherwise like `save`.
+        """Waits for the previous save, then starts an asynchronous one of parameters alone, as `save` does.
 
-        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps.
+        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps. Needs
+        `keep_params`.
         """
         assert self._params_kept is not None, "opened without keep_params"
         self.wait()

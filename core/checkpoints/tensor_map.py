@@ -84,12 +84,12 @@ class Source:
         return [_covering(*three) for three in zip(covers, lengths, starts, strict=True)]
 
     def read(self, read: Callable[[Slices], np.ndarray], sizes: Mapping[str, int], wanted: Mapping[str, slice]):
-        """Reads a part of a parameter for one layer.
+        """Reads a part of a parameter from one tensor, such as that of one layer.
 
         Args:
           read: reads a part of the tensor.
-          sizes: length in the tensor of every axis, in the parameter's order.
-          wanted: the range of every axis to return.
+          sizes: length in the tensor of every axis but the stacked ones, in the parameter's order.
+          wanted: the range to return of each of these axes.
 
         Returns:
           An array with the axes of `sizes`.
@@ -104,11 +104,11 @@ class Source:
         return values.transpose([order.index(axis) for axis in sizes])
 
     def write(self, tensor: np.ndarray, values: np.ndarray, sizes: Mapping[str, int]) -> None:
-        """Writes the parameter of one layer into `tensor`, an array of `shape(sizes)`.
+        """Writes a parameter, or its part for one layer, into `tensor`, an array of `shape(sizes)`.
 
         Args:
           tensor: filled in place.
-          values: the parameter; entries beyond `sizes` are left out.
+          values: the axes in `sizes` of the parameter; entries beyond `sizes` are left out.
           sizes: as in `read`.
         """
         values = values[tuple(slice(0, size) for size in sizes.values())]

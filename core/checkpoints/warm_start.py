@@ -57,7 +57,7 @@ class ParameterSource(Protocol):
         """Returns whether the source has a parameter with this path."""
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers that the source has of a stacked parameter; None if it has none."""
+        """Returns the number of layers of a stacked parameter in the source; None if the source lacks the parameter."""
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
         """Returns one line for each parameter that is missing, unused (`reading.Unused`), or of another shape or kind.
@@ -115,7 +115,7 @@ def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> di
 
     Args:
       described: metadata of the step.
-      abstract_state: shapes and shardings of all arrays of the state.
+      abstract_state: shapes, dtypes and shardings of arrays of the state; others that are left out are not returned.
       specs: specs of the model's parameters.
     """
     shapes, by_name = reading.by_name(abstract_state), reading.by_name({"params": specs})

@@ -69,10 +69,7 @@ class TooSlowError(TimeoutError):
 
 
 def limit_seconds(host_bytes: int) -> float:
-    """Returns the default time limit of a save in seconds, from its bytes per host.
-
-    `Writing` enforces the limit and reports it with the activity, so that the watchdog waits as long.
-    """
+    """Returns the default time limit of a save or a restore in seconds, from its bytes per host."""
     return BASE_SECONDS + SECONDS_PER_GIB * host_bytes / GIB
 
 
@@ -304,11 +301,11 @@ def begin(
       state: a pytree of jax.Arrays with any shardings; None in place of arrays that are left out.
       data: the files of its data positions that this host writes.
       meta: the files of its metadata that this host writes.
-      fail: called at once with an error of these files, which may be raised much later.
+      fail: called at once with an error in writing the files of `data` or `meta`.
 
     Returns:
       A function that returns when all hosts have written their parts and the step is complete. It raises an error of
-      this host when its other parts have ended.
+      this host, perhaps long after it happened: when the host's other parts have ended.
     """
     parts = {steps.STATE_PART: state, steps.STREAMS_PART: _Files(data, fail), steps.PART: _Files(meta, fail)}
     with _context():
@@ -325,7 +322,13 @@ class SaveCosts:
         write: Callable[[int, Mapping[str, float]], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Starts the clock. `say` receives lines for the terminal; `write(step, values)` records metrics."""
+        """Starts the clock.
+
+        Args:
+          say: receives lines for the terminal.
+          write: `write(step, values)` records metrics.
+          clock: returns the time in seconds.
+        """
         self._say = say
         self._write = write
         self._clock = clock
@@ -349,7 +352,10 @@ class SaveCosts:
             )
 
     def end(self) -> None:
-        """Reports the total: `checkpoints: 3 saved, 420 MiB each; training waited 600 ms per save, 4.9 % of 37 s`."""
+        """Reports the total, if there were saves.
+
+        Such as `checkpoints: 3 saved, 420 MiB each; training waited 600 ms per save, 4.9 % of 37 s`.
+        """
         if not self._costs:
             return
         most_bytes = max(cost.bytes for cost in self._costs)

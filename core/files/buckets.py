@@ -44,7 +44,9 @@ def address() -> str:
 
 
 def require_reachable(address: str) -> None:
-    """Tries to connect to the server at an address, for REACH_SECONDS, unless it was reached or failed shortly before.
+    """Tries to connect to the server at an address, for at most REACH_SECONDS.
+
+    An address that was reached is not tried again. One that failed less than a minute ago is taken to fail again.
 
     Raises:
       UnreachableError: no connection.
